@@ -1,0 +1,132 @@
+"""Text or perplexity from a checkpoint: `python sample.py --run DIR|CKPT [--prompt TEXT] [--perplexity FILE]`."""
+
+import argparse
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.prepare import UserError, get_tokenizer
+from model import GPT, GPTConfig, generate
+from train_gpt import DTYPES, checkpoints, config, device_of, dtype_of, load_weights, read_checkpoint
+
+
+def load(run: str, device: str, dtype: str) -> tuple[GPT, object]:
+    """The model and tokenizer of a run's folder (its newest checkpoint) or of a checkpoint file. Raises UserError."""
+    path = Path(run)
+    if path.is_dir():
+        newest = checkpoints(path)
+        if not newest:
+            raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved, or a file")
+        path = newest[0]
+    checkpoint = read_checkpoint(path)
+    cfg = config(device=device, dtype=dtype)
+    place = device_of(cfg)
+    with torch.device(place):
+        model = GPT(GPTConfig(**checkpoint["model_config"]), DTYPES[dtype_of(cfg, place)], loss_chunk=2048)
+    load_weights(model, checkpoint, path)
+    return model.eval(), get_tokenizer(checkpoint["tokenizer"])
+
+
+def perplexity(model: GPT, tokens: np.ndarray, eot: int) -> float:
+    """Mean loss of the tokens in nats, each predicted once, in windows of the model's context."""
+    seq_len, device = model.cfg.seq_len, model.wte.weight.device
+    stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
+    n_rows = -(-(len(stream) - 1) // seq_len)
+    x, y = torch.zeros(n_rows * seq_len, dtype=torch.int64), torch.full((n_rows * seq_len,), -1)
+    x[: len(stream) - 1], y[: len(stream) - 1] = stream[:-1], stream[1:]
+    total, rows = 0.0, max(1, 8192 // seq_len)
+    with torch.no_grad():
+        for x_part, y_part in zip(x.view(n_rows, seq_len).split(rows), y.view(n_rows, seq_len).split(rows)):
+            total += model(x_part.to(device), y_part.to(device)).item()
+    return total / len(tokens)
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code: 0 done, 2 the user's mistake."""
+    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser.add_argument("--run", required=True, help="folder of a run, or a checkpoint file")
+    parser.add_argument("--prompt", default="", help="text to continue; empty starts a new document")
+    parser.add_argument("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
+    parser.add_argument("--num_samples", type=int, default=1, help="texts to write")
+    parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
+    parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens; 0 is all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens with this probability")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
+    args = parser.parse_args(argv)
+    try:
+        for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0).items():
+            if not getattr(args, name) >= least:
+                raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
+        if not 0 < args.top_p <= 1:
+            raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
+        model, tokenizer = load(args.run, args.device, args.dtype)
+        if args.perplexity:
+            print_perplexity(model, tokenizer, Path(args.perplexity))
+        else:
+            for i in range(args.num_samples):
+                print_sample(model, tokenizer, args, i)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def print_perplexity(model: GPT, tokenizer, path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; --perplexity wants a text file")
+    data = path.read_bytes()
+    tokens = tokenizer.encode(data.decode("utf-8", errors="replace"))
+    if not len(tokens):
+        raise UserError(f"{path} is empty; --perplexity wants some text")
+    loss = perplexity(model, tokens, tokenizer.eot)
+    bits = loss * len(tokens) / len(data) / math.log(2)
+    print(f"{path}: {len(tokens):,} tokens, {len(data):,} bytes")
+    print(f"perplexity per token {math.exp(loss):.4f} ({loss:.4f} nats)")
+    print(f"perplexity per byte {2**bits:.4f} ({bits:.4f} bits)")
+
+
+def print_sample(model: GPT, tokenizer, args: argparse.Namespace, number: int) -> None:
+    """Write one text to standard output, character by character as it is drawn."""
+    device = model.wte.weight.device
+    generator = torch.Generator(device).manual_seed(args.seed + number)
+    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(args.prompt).tolist()]], device=device)
+    if args.num_samples > 1:
+        print(f"--- sample {number + 1}")
+    print(args.prompt, end="", flush=True)
+    started, held, count = time.perf_counter(), b"", 0
+    for token in generate(model, prompt, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
+                          args.top_p, generator):  # fmt: skip
+        if token.item() == tokenizer.eot:
+            break
+        count += 1
+        held += tokenizer.decode_bytes([token.item()])
+        text, held = printable(held)
+        print(text, end="", flush=True)
+    print(held.decode("utf-8", errors="replace"))
+    print(f"({count / (time.perf_counter() - started):,.0f} tokens/s)", file=sys.stderr)
+
+
+def printable(data: bytes) -> tuple[str, bytes]:
+    """The text that `data` holds for certain, and the bytes of an unfinished character at its end."""
+    for cut in range(1, min(3, len(data)) + 1):
+        lead = data[-cut]
+        if lead >= 0xC0:  # the first byte of a character says how many there are
+            if cut < (2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):
+                return data[:-cut].decode("utf-8", errors="replace"), data[-cut:]
+            break
+    return data.decode("utf-8", errors="replace"), b""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

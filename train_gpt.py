@@ -1,0 +1,1106 @@
+"""Train a GPT: `python train_gpt.py [flags]`, or `torchrun --nproc_per_node=N train_gpt.py [flags]` on many devices.
+
+Read from top to bottom: config, launch, data, build, step and evaluation, checkpoint, log, main loop.
+`train(config(n_layer=2, ...))` does the same from Python, as often as you like in one process.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from data.prepare import UserError, find_shards, get_tokenizer, load_meta, prepare, read_shard
+from model import GPT, GPTConfig, Optimizer, generate, initial_weight, optimizer_groups
+
+try:
+    import fcntl  # not on Windows, where a run's folder is not locked
+except ImportError:
+    fcntl = None
+
+HERE = Path(__file__).resolve().parent
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Config: every knob, declared once. Flags, help, checks, log and checkpoint follow from here.
+
+PRESETS = {
+    "laptop": dict(n_layer=4, n_head=2, n_embd=256, seq_len=256, batch_tokens=8192, max_steps=120,
+                   eval_every=60, eval_tokens=65536),
+    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768),
+    "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
+    "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000),
+}  # fmt: skip
+
+
+def knob(default, text, choices=None, bare=None):
+    """A field of Config: its default, its help, the values allowed, and what the flag means without a value."""
+    return field(default=default, metadata=dict(help=text, choices=choices, bare=bare))
+
+
+@dataclass
+class Config:
+    # run
+    preset: str = knob("laptop", "sizes and schedule to start from; any other flag overrides it", tuple(PRESETS))
+    data: str = knob("", "folder of token shards from data/prepare.py (default: Python's standard library, made here)")
+    out_dir: str = knob("", "folder of this run (default: runs/<time>-<preset>)")
+    resume: str = knob("", "newest checkpoint in out_dir; auto: the same, or start if none; or a file", bare="newest")
+    init_from: str = knob("", "checkpoint file to take the weights from, with a fresh schedule")
+    seed: int = knob(0, "decides initial weights and the order of the data")
+    device: str = knob("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
+    # model
+    n_layer: int = knob(12, "blocks")
+    n_head: int = knob(6, "attention heads; a head of 128 dimensions is fastest")
+    n_embd: int = knob(768, "width")
+    seq_len: int = knob(1024, "context length in tokens")
+    window: str = knob("L", "a letter a layer, repeated: L full context, S sliding window; SSSL:256 sets its size")
+    vocab_size: int = knob(0, "rows of the head; 0 is the tokenizer's, rounded up to a multiple of 64")
+    softcap: float = knob(15.0, "logits are squashed to within this; 0 is off")
+    loss_chunk: int = knob(2048, "tokens whose logits exist at once; 0 is all of them")
+    # optimizer
+    optimizer: str = knob("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
+    muon_lr: float = knob(0.0, "learning rate of Muon; 0 derives it")
+    adam_lr: float = knob(0.0, "learning rate of Adam (head; the embedding's is a multiple); 0 derives it")
+    weight_decay: float = knob(0.05, "decoupled decay of the matrices inside the blocks, times the learning rate")
+    grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
+    batch_tokens: int = knob(524288, "tokens in one optimizer step, all devices together")
+    micro_batch: int = knob(0, "sequences a device takes at once; 0 is as many as fit")
+    max_steps: int = knob(5000, "optimizer steps; the schedules are fractions of it")
+    max_minutes: float = knob(0.0, "stop after so many minutes of wall time; 0 is never")
+    target_val_loss: float = knob(0.0, "stop when the validation loss is this low; 0 is never")
+    warmup_frac: float = knob(0.0, "first part of the run, in which the learning rate rises from 0")
+    cooldown_frac: float = knob(0.6, "last part of the run, in which the learning rate falls to 0")
+    # systems
+    compile: str = knob("off", "torch.compile every block, in this mode", COMPILE_MODES, bare="default")
+    dtype: str = knob("auto", "of activations; auto is bf16 where the hardware has it, else fp32", ("auto", *DTYPES))
+    bf16: bool = knob(False, "short for --dtype bf16", bare=True)
+    prefetch: int = knob(2, "batches prepared ahead in the background")
+    # watching
+    eval_every: int = knob(250, "steps between evaluations; 0 is at the end only")
+    eval_tokens: int = knob(10485760, "validation tokens, rounded down to whole windows; 0 is all")
+    save_every: int = knob(0, "steps between checkpoints; 0 is at the end only")
+    keep: int = knob(2, "newest checkpoints kept; 0 is all")
+    sample_every: int = knob(0, "steps between samples of text; 0 is at the end only")
+    log_every: int = knob(10, "steps between logged steps")
+    wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", bare=True)
+
+
+def config(**flags) -> Config:
+    """A checked Config: the preset's values, with `flags` over them. Raises UserError for a wrong name or value."""
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    for name, value in flags.items():
+        if name not in fields:
+            raise UserError(f"there is no flag --{name}{closest(name, fields)}")
+        kind, choices = type(fields[name].default), fields[name].metadata["choices"]
+        if kind is float and type(value) is int:
+            flags[name] = value = float(value)
+        if type(value) is not kind:
+            raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
+        if choices and value not in choices:
+            raise UserError(f"--{name} is {value!r}; expected one of {', '.join(choices)}{closest(value, choices)}")
+    cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
+    if cfg.bf16:
+        if cfg.dtype not in ("auto", "bf16"):
+            raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")
+        cfg.dtype = "bf16"
+    at_least = dict(
+        n_layer=1, n_head=1, n_embd=1, seq_len=1, batch_tokens=1, max_steps=1, log_every=1, vocab_size=0, softcap=0,
+        loss_chunk=0, muon_lr=0, adam_lr=0, weight_decay=0, grad_clip=0, micro_batch=0, max_minutes=0, warmup_frac=0,
+        target_val_loss=0, cooldown_frac=0, prefetch=0, eval_every=0, eval_tokens=0, save_every=0, keep=0,
+        sample_every=0,
+    )  # fmt: skip
+    for name, least in at_least.items():
+        if not least <= getattr(cfg, name) < math.inf:
+            raise UserError(f"--{name} is {getattr(cfg, name)}; expected a finite number of at least {least}")
+    if cfg.warmup_frac + cfg.cooldown_frac > 1:
+        raise UserError(
+            f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to more than 1; lower one"
+        )
+    if cfg.n_embd % (2 * cfg.n_head):
+        raise UserError(
+            f"--n_embd {cfg.n_embd} cannot be cut into {cfg.n_head} heads of an even size; "
+            f"make it a multiple of {2 * cfg.n_head} or change --n_head"
+        )
+    if cfg.batch_tokens % cfg.seq_len:
+        near = max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len
+        raise UserError(
+            f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; use --batch_tokens {near}"
+        )
+    if cfg.resume and cfg.init_from:
+        raise UserError("--resume and --init_from contradict each other; give one of them")
+    try:
+        GPTConfig(window=cfg.window).layer_windows()
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    return cfg
+
+
+def closest(name: str, names) -> str:
+    near = difflib.get_close_matches(name, list(names), 1, 0.5)
+    return f"; did you mean {near[0]}?" if near else "; --help lists them"
+
+
+def parse_flags(argv: list[str]) -> Config:
+    """The Config that a command line asks for. Raises UserError."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message}; --help lists the flags")
+
+    def boolean(text: str) -> bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+
+    boolean.__name__ = "true or false"
+
+    parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS)  # fmt: skip
+    for f in dataclasses.fields(Config):
+        kind, meta = type(f.default), f.metadata
+        default = "" if f.default == "" else f" [{str(f.default).lower() if kind is bool else f.default}]"
+        metavar = None if meta["choices"] else {bool: "true|false", str: "TEXT"}.get(kind, kind.__name__.upper())
+        bare = {"nargs": "?", "const": meta["bare"]} if meta["bare"] else {}
+        parser.add_argument(f"--{f.name}", type=boolean if kind is bool else kind, choices=meta["choices"],
+                            metavar=metavar, help=(meta["help"] + default).replace("%", "%%"), **bare)  # fmt: skip
+    flags, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].lstrip("-").split("=")[0]
+        raise UserError(f"there is no flag {unknown[0]}{closest(name, [f.name for f in dataclasses.fields(Config)])}")
+    return config(**vars(flags))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Launch: device, ranks, threads
+
+
+@dataclass
+class Launch:
+    """Where this process runs. `control` is a CPU group for decisions, so that asking never waits for the GPU."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    control: dist.ProcessGroup | None = None
+
+
+def launch(cfg: Config) -> Launch:
+    """Choose the device and join the other ranks, if torchrun started any. Raises UserError."""
+    env = {key: int(os.environ.get(key, default)) for key, default in
+           dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1).items()}  # fmt: skip
+    device = device_of(cfg)
+    if device.type == "mps" and env["WORLD_SIZE"] > 1:
+        raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
+    if device.type == "cuda":
+        if env["LOCAL_RANK"] >= torch.cuda.device_count():
+            raise UserError(
+                f"{env['LOCAL_WORLD_SIZE']} processes were started for {torch.cuda.device_count()} CUDA device(s); "
+                f"use torchrun --nproc_per_node={torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", env["LOCAL_RANK"])
+        torch.cuda.set_device(device)
+    elif env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // env["LOCAL_WORLD_SIZE"]))
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        on_cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None)
+    control = None
+    if dist.is_initialized():
+        control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
+    return Launch(device, env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], control)
+
+
+def device_of(cfg: Config) -> torch.device:
+    """The kind of device to run on. Raises UserError when it is not there."""
+    kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu, or install a CUDA "
+            "build of PyTorch and check that nvidia-smi works"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps was asked for, but PyTorch sees no Apple GPU here; use --device cpu")
+    return torch.device(kind)
+
+
+def dtype_of(cfg: Config, device: torch.device) -> str:
+    """bf16 or fp32. Auto takes bf16 only where the hardware has it: CUDA sm80+, CPUs with AMX or AVX512-BF16."""
+    if cfg.dtype != "auto":
+        return cfg.dtype
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if device.type == "cpu":
+        flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        return "bf16" if "amx_bf16" in flags or "avx512_bf16" in flags else "fp32"
+    return "fp32"
+
+
+def from_rank0(run_on: Launch, function):
+    """Call `function` on rank 0 and return its result on every rank; a UserError is raised on every rank too."""
+    answer = [None, None]
+    if run_on.rank == 0:
+        try:
+            answer[0] = function()
+        except UserError as error:
+            answer[1] = str(error)
+    if run_on.world > 1:
+        dist.broadcast_object_list(answer, src=0, group=run_on.control)
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return answer[0]
+
+
+def largest(run_on: Launch, value: float) -> float:
+    """The largest of all ranks' values, on every rank."""
+    if run_on.world == 1:
+        return value
+    box = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX, group=run_on.control)
+    return box.item()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Data: the stream of training windows is a pure function of (seed, step)
+
+
+class Split:
+    """The shards of one split as one long row of tokens, memory-mapped."""
+
+    CHECKED = 1 << 28  # tokens checked against the vocabulary on opening; the rest are checked as they are read
+
+    def __init__(self, folder: Path, split: str, vocab_size: int):
+        self.paths, self.vocab_size = find_shards(folder, split), vocab_size
+        self.shards = [read_shard(path) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.n_tokens = int(self.ends[-1])
+        unchecked = self.CHECKED
+        for path, shard in zip(self.paths, self.shards):
+            self.check(shard[:unchecked], path)
+            unchecked = max(0, unchecked - len(shard))
+
+    def check(self, tokens: np.ndarray, path: Path) -> None:
+        if tokens.size and (worst := int(tokens.max())) >= self.vocab_size:
+            raise UserError(
+                f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; "
+                f"make the data again with the tokenizer that meta.json names, or raise --vocab_size"
+            )
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Windows of `length` tokens from each start, int64 (len(starts), length)."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts.tolist()):
+            filled, i = 0, int(np.searchsorted(self.ends, start, side="right"))
+            while filled < length:  # a window may run over the end of a shard
+                begin = start + filled - (int(self.ends[i]) - len(self.shards[i]))
+                piece = self.shards[i][begin : begin + length - filled]
+                row[filled : filled + len(piece)] = piece
+                filled, i = filled + len(piece), i + 1
+            if row.max() >= self.vocab_size:
+                self.check(row, self.paths[i - 1])
+        return out
+
+
+def permuted(index: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Where a pseudo-random permutation of range(n) sends each index, uint64; computed, never stored.
+
+    A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway 2002).
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
+    out = index.astype(np.uint64)
+    todo = np.ones(len(out), dtype=bool)
+    while todo.any():
+        left, right = out[todo] >> half, out[todo] & mask
+        for k in keys:
+            mixed = (right + k) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        out[todo] = (left << half) | right
+        todo = out >= n
+    return out
+
+
+def window_starts(rows: np.ndarray, n_tokens: int, seq_len: int, seed: int) -> np.ndarray:
+    """Where the training windows with these numbers start, int64 (len(rows),).
+
+    Each epoch cuts the stream into windows of stride seq_len from its own offset and visits them in its own order.
+    """
+    n_windows = max(1, (n_tokens - seq_len) // seq_len)
+    offsets = min(seq_len, n_tokens - n_windows * seq_len)
+    starts = np.empty(len(rows), dtype=np.int64)
+    epochs = rows // n_windows
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        key = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "little")
+        order = permuted(rows[here] % n_windows, n_windows, key)
+        starts[here] = key % offsets + seq_len * order.astype(np.int64)
+    return starts
+
+
+def train_batch(split: Split, cfg: Config, run_on: Launch, step: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of step's global batch: inputs and targets, int64 (rows of this rank, seq_len), on the CPU."""
+    rows = cfg.batch_tokens // cfg.seq_len
+    share = rows // run_on.world
+    mine = step * rows + run_on.rank * share + np.arange(share, dtype=np.int64)
+    windows = torch.from_numpy(split.read(window_starts(mine, split.n_tokens, cfg.seq_len, cfg.seed), cfg.seq_len + 1))
+    if run_on.device.type == "cuda":
+        windows = windows.pin_memory()  # a copy from pinned memory does not hold up the host
+    return windows[:, :-1], windows[:, 1:]
+
+
+def prefetched(load, first: int, last: int, depth: int):
+    """load(first), ..., load(last - 1), in order, each prepared up to `depth` calls ahead by a background thread."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        ahead, following = deque(), first
+        for _ in range(first, last):
+            while following < last and len(ahead) <= depth:
+                ahead.append(pool.submit(load, following))
+                following += 1
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def open_data(cfg: Config, run_on: Launch) -> tuple[dict, Split, Split]:
+    """meta.json, the training and the validation split; makes the default corpus first. Raises UserError."""
+    folder = Path(cfg.data or HERE / "data" / "python")
+    error = ""
+    if not cfg.data and run_on.local_rank == 0:  # each node has its own standard library
+        try:
+            prepare("python", out=folder)
+        except UserError as e:
+            error = str(e)
+    if largest(run_on, bool(error)):
+        raise UserError(error or "another rank could not make the default corpus; see its message")
+    meta = load_meta(folder)
+    vocab_size = cfg.vocab_size or -(-meta["vocab_size"] // 64) * 64
+    if vocab_size < meta["vocab_size"]:
+        raise UserError(
+            f"--vocab_size {vocab_size} is less than the {meta['vocab_size']} tokens of {folder}'s tokenizer; raise it"
+        )
+    train, val = (Split(folder, split, meta["vocab_size"]) for split in ("train", "val"))
+    for name, split in (("train", train), ("val", val)):
+        if split.n_tokens <= cfg.seq_len:
+            raise UserError(
+                f"the {name} split of {folder} has {split.n_tokens} tokens, too few for one window of --seq_len "
+                f"{cfg.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
+            )
+    return meta, train, val
+
+
+def fingerprint(splits: tuple[Split, ...], meta: dict) -> str:
+    """Names the data: shard names, token counts and the hashes that meta.json records. A checkpoint keeps it."""
+    parts = [[path.name, len(shard)] for split in splits for path, shard in zip(split.paths, split.shards)]
+    return hashlib.sha256(json.dumps([parts, meta.get("files")], sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Build
+
+
+@dataclass
+class Run:
+    """What a training step works on. `model` is what is called; `gpt` is the same model without wrappers."""
+
+    cfg: Config
+    on: Launch
+    gpt: GPT
+    model: nn.Module
+    optimizer: Optimizer
+    micro_batch: int
+
+    @property
+    def grad_accum_steps(self) -> int:
+        return self.cfg.batch_tokens // self.cfg.seq_len // self.on.world // self.micro_batch
+
+
+def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
+    """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
+    rows = cfg.batch_tokens // cfg.seq_len
+    if rows % run_on.world:
+        near = max(1, round(rows / run_on.world)) * run_on.world * cfg.seq_len
+        raise UserError(
+            f"--batch_tokens {cfg.batch_tokens} is {rows} sequences of {cfg.seq_len}, which {run_on.world} ranks "
+            f"cannot share evenly; use --batch_tokens {near}"
+        )
+    rows //= run_on.world
+    if cfg.micro_batch and rows % cfg.micro_batch:
+        fits = max(m for m in range(1, cfg.micro_batch + 1) if rows % m == 0)
+        raise UserError(
+            f"--micro_batch {cfg.micro_batch} does not divide the {rows} sequences that each rank takes per step; "
+            f"use --micro_batch {fits}, or another --batch_tokens"
+        )
+    shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
+    dtype = DTYPES[dtype_of(cfg, run_on.device)]
+    gpt = GPT(GPTConfig(**{**shape, "vocab_size": vocab_size}), dtype, cfg.loss_chunk).to(run_on.device)
+    micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on, rows)
+    if cfg.compile != "off":
+        gpt.compile_parts(cfg.compile)
+    model = gpt
+    if run_on.world > 1:
+        model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
+    if cfg.compile != "off" or run_on.device.type == "cuda":
+        warm_up(model, micro_batch, cfg)
+    with torch.no_grad():
+        for name, param in gpt.named_parameters():
+            param.copy_(initial_weight(name, param.shape, cfg.seed))
+    muon_lr, adam_lr = learning_rates(cfg)
+    groups = optimizer_groups(gpt, cfg.optimizer, muon_lr, adam_lr, cfg.weight_decay)
+    optimizer = Optimizer(groups, ns_dtype=dtype)
+    return Run(cfg, run_on, gpt, model, optimizer, micro_batch)
+
+
+def learning_rates(cfg: Config) -> tuple[float, float]:
+    """Muon's and Adam's: as given, or scaled from those found at 524,288 tokens a step and width 768."""
+    batch, width = (cfg.batch_tokens / 2**19) ** 0.5, (cfg.n_embd / 768) ** -0.5
+    muon_lr = cfg.muon_lr or 0.05 * batch
+    adam_lr = cfg.adam_lr or (0.008 if cfg.optimizer == "muon" else 0.003) * batch * width
+    return muon_lr, adam_lr
+
+
+def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
+    """One micro-step on dummy tokens; leaves no gradient behind."""
+    x = torch.zeros((rows, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
+    (model(x, x) / x.numel()).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def warm_up(model: nn.Module, micro_batch: int, cfg: Config) -> None:
+    """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring."""
+    forward_backward(model, micro_batch, cfg)
+    x = torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        model(x, x)
+
+
+def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch, rows: int) -> int:
+    """As many sequences as fit. On a GPU by memory; elsewhere as many as make 8,192 tokens, more being no faster."""
+    if run_on.device.type != "cuda":
+        return max(m for m in range(1, rows + 1) if rows % m == 0 and m * cfg.seq_len <= max(8192, cfg.seq_len))
+
+    def peak(micro_batch: int) -> float:
+        """Bytes at the peak of a micro-step, the largest of the ranks; infinite when one ran out of memory."""
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            forward_backward(gpt, micro_batch, cfg)
+            used = torch.cuda.max_memory_allocated()
+        except torch.OutOfMemoryError:
+            gpt.zero_grad(set_to_none=True)
+            used = math.inf
+        torch.cuda.empty_cache()
+        return largest(run_on, used)
+
+    free, _ = torch.cuda.mem_get_info()
+    budget = 0.92 * (free + torch.cuda.memory_reserved())
+    budget -= 2 * sum(p.numel() * p.element_size() for p in gpt.parameters())  # the optimizer's state is not there yet
+    return largest_that_fits(rows, peak, -largest(run_on, -budget))
+
+
+def largest_that_fits(rows: int, peak, budget: float) -> int:
+    """The largest divisor of rows whose peak(micro_batch) is within budget: predicted from 1 and 2, then verified.
+
+    Raises UserError when not even one sequence fits.
+    """
+    one, two = peak(1), peak(min(2, rows))
+    if one > budget:
+        raise UserError(
+            f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB to be had on this device; "
+            "use a smaller --seq_len or a smaller model"
+        )
+    guess = rows if two <= one else 1 + (budget - one) / (two - one)
+    fits = max(m for m in range(1, rows + 1) if rows % m == 0 and m <= guess)
+    while fits > 1 and peak(fits) > budget:
+        fits = max(m for m in range(1, fits // 2 + 1) if rows % m == 0)
+    return fits
+
+
+def flops_per_token(cfg: Config, gpt: GPT) -> float:
+    """Floating-point operations of one token, forward and backward: 6 a weight, and 12 * n_embd a token attended to."""
+    t = cfg.seq_len
+    attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in gpt.windows)
+    weights = sum(p.numel() for name, p in gpt.named_parameters() if name != "wte.weight")
+    return 6 * weights + 12 * cfg.n_embd * attended
+
+
+# Dense bf16 (or fp16) TFLOP/s with fp32 accumulation, from the vendors' datasheets; MFU is blank for anything else.
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
+    "A10G": 70, "A10": 125, "A6000": 155, "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s that one device can reach in bf16; None where it is not known."""
+    if device.type != "cuda" or dtype != "bf16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Step and evaluation
+
+
+def lr_scale(step: int, cfg: Config) -> float:
+    """Multiple of the learning rate in the update number `step` (from 0): up, flat, then down in a line to 0."""
+    warmup, cooldown = cfg.warmup_frac * cfg.max_steps, cfg.cooldown_frac * cfg.max_steps
+    return min(1.0, (step + 1) / warmup if warmup else 1.0, (cfg.max_steps - step) / cooldown if cooldown else 1.0)
+
+
+def train_step(run: Run, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One optimizer step on this rank's rows x and y, int64 (rows, seq_len), at `scale` times the learning rates.
+
+    Returns the mean loss of this rank's tokens and the norm of the whole gradient before clipping, both fp32 () on the
+    device: nothing here waits for it.
+    """
+    loss = torch.zeros((), device=run.on.device)
+    for i in range(run.grad_accum_steps):
+        rows = slice(i * run.micro_batch, (i + 1) * run.micro_batch)
+        last = i == run.grad_accum_steps - 1
+        torch.compiler.cudagraph_mark_step_begin()
+        with contextlib.nullcontext() if last or run.on.world == 1 else run.model.no_sync():
+            part = run.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP
+            part.backward()
+        loss += part.detach()
+    grads = [p.grad for p in run.gpt.parameters()]
+    norm = nn.utils.get_total_norm(grads)
+    if run.cfg.grad_clip:
+        nn.utils.clip_grads_with_norm_(run.gpt.parameters(), run.cfg.grad_clip, norm)
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["base_lr"] * scale
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(run: Run, val: Split) -> float:
+    """Mean loss over the first --eval_tokens validation tokens, in nats; the same for any ranks and micro-batch."""
+    cfg = run.cfg
+    n_rows = eval_rows(cfg, val)
+    share = -(-n_rows // run.on.world)
+    mine = np.arange(run.on.rank * share, min(n_rows, (run.on.rank + 1) * share))
+    losses = []
+    for i in range(0, share, run.micro_batch):
+        starts = mine[i : i + run.micro_batch] * cfg.seq_len
+        windows = np.zeros((run.micro_batch, cfg.seq_len + 1), dtype=np.int64)  # one static shape for the compiler
+        windows[: len(starts)] = val.read(starts, cfg.seq_len + 1)
+        windows = torch.from_numpy(windows)
+        y = windows[:, 1:].clone()
+        y[len(starts) :] = -1
+        losses.append(run.model(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
+    total = torch.stack(losses).cpu().double().sum()
+    if run.on.world > 1:
+        dist.all_reduce(total, group=run.on.control)
+    return total.item() / (n_rows * cfg.seq_len)
+
+
+def eval_rows(cfg: Config, val: Split) -> int:
+    """Validation windows in one evaluation: whole ones, at least one."""
+    rows = (val.n_tokens - 1) // cfg.seq_len
+    return min(rows, max(1, cfg.eval_tokens // cfg.seq_len)) if cfg.eval_tokens else rows
+
+
+def sample_text(run: Run, meta: dict, n_tokens: int) -> str:
+    """Text from the model as it stands, after an end-of-text token; the same every time for the same weights."""
+    tokenizer = get_tokenizer(meta["tokenizer"])
+    generator = torch.Generator(run.on.device).manual_seed(run.cfg.seed)
+    prompt = torch.full((1, 1), tokenizer.eot, device=run.on.device)
+    with torch.compiler.set_stance("force_eager"):  # every length would be a compilation of its own
+        drawn = generate(run.gpt, prompt, n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
+        tokens = [token.item() for token in drawn]
+    return tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Checkpoint
+
+
+def content_hash(checkpoint: dict) -> str:
+    """SHA-256 over every value of a checkpoint but its own "sha256": torch.load itself accepts flipped bytes."""
+    digest = hashlib.sha256()
+
+    def feed(value) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value):
+                digest.update(b"k" + str(key).encode())
+                feed(value[key])
+        elif isinstance(value, Tensor):
+            digest.update(f"t{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        else:
+            digest.update(b"v" + json.dumps(value).encode())
+
+    feed({key: value for key, value in checkpoint.items() if key != "sha256"})
+    return digest.hexdigest()
+
+
+def save_checkpoint(run: Run, folder: Path, step: int, clock: dict, meta: dict, data: str) -> None:
+    """Write folder/ckpt_<step>.pt from rank 0, complete or not at all; then delete old ones, as --keep says."""
+    if run.on.rank != 0:
+        return
+    names = {p: name for name, p in run.gpt.named_parameters()}
+    checkpoint = {
+        "step": step,
+        "clock": clock,
+        "config": dataclasses.asdict(run.cfg),
+        "model_config": dataclasses.asdict(run.gpt.cfg),
+        "tokenizer": meta["tokenizer"],
+        "data": data,
+        "model": {name: p.detach().cpu() for p, name in names.items()},
+        "optimizer": {names[p]: {k: v.cpu() for k, v in state.items()} for p, state in run.optimizer.state.items()},
+    }
+    checkpoint["sha256"] = content_hash(checkpoint)
+    partial = folder / f".tmp-ckpt_{step}.pt"
+    with open(partial, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / f"ckpt_{step}.pt")
+    if hasattr(os, "O_DIRECTORY"):  # the new name itself must reach the disk before an old checkpoint goes
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(handle)
+        os.close(handle)
+    for old in checkpoints(folder)[run.cfg.keep :] if run.cfg.keep else []:
+        old.unlink()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint files of a run's folder, newest first."""
+    return sorted(folder.glob("ckpt_[0-9]*.pt"), key=lambda path: -int("0" + "".join(filter(str.isdigit, path.stem))))
+
+
+def read_checkpoint(path: Path) -> dict:
+    """The content of a checkpoint, on the CPU. Raises UserError when it is missing, damaged or not one of ours."""
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        intact = content_hash(checkpoint) == checkpoint["sha256"]
+    except Exception as error:  # torn and foreign files fail in many ways, all of which mean the same here
+        raise UserError(
+            f"{path} is not a checkpoint of this trainer or is damaged ({type(error).__name__}); use another"
+        ) from None
+    if not intact:
+        raise UserError(f"{path} is damaged: its content does not have the hash that it was saved with; use another")
+    return checkpoint
+
+
+def load_weights(gpt: GPT, checkpoint: dict, path) -> None:
+    """Copy the checkpoint's weights into the model; prefixes that wrappers leave on names are dropped."""
+    weights = {name.removeprefix("module.").replace("_orig_mod.", ""): w for name, w in checkpoint["model"].items()}
+    theirs, ours = checkpoint["model_config"], dataclasses.asdict(gpt.cfg)
+    wrong = {name for name, p in gpt.named_parameters() if name not in weights or weights[name].shape != p.shape}
+    if wrong or theirs != ours:
+        differ = ", ".join(f"{k} {theirs.get(k)} there and {ours[k]} here" for k in ours if theirs.get(k) != ours[k])
+        differ = differ or ", ".join(sorted(wrong))
+        raise UserError(f"{path} holds a model of another shape ({differ}); give the flags that it was made with")
+    with torch.no_grad():
+        for name, p in gpt.named_parameters():
+            p.copy_(weights[name])
+
+
+def load_optimizer(run: Run, checkpoint: dict, path) -> None:
+    """Copy the checkpoint's optimizer state into the run's."""
+    names = {p: name for name, p in run.gpt.named_parameters()}
+    for p, state in run.optimizer.state.items():
+        saved = checkpoint["optimizer"].get(names[p], {})
+        if saved.keys() != state.keys():
+            raise UserError(f"{path} was made with another --optimizer; give that one, or use --init_from {path}")
+        for slot, value in state.items():
+            value.copy_(saved[slot])
+
+
+def find_checkpoint(cfg: Config, folder: Path, say) -> Path | None:
+    """The file to resume from, or None to start from the beginning. Raises UserError."""
+    resume = cfg.resume
+    if not resume and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        resume = "auto"  # torchrun has restarted the job
+    there = checkpoints(folder)
+    if not resume:
+        if there:
+            raise UserError(
+                f"{folder} already holds {there[0].name}; add --resume to go on from it, or give another --out_dir"
+            )
+        return None
+    if resume not in ("newest", "auto"):
+        return Path(resume)
+    for path in there:
+        try:
+            read_checkpoint(path)
+            return path
+        except UserError as error:
+            say(f"passing over a checkpoint: {error}")
+    if resume == "newest":
+        raise UserError(f"--resume was given, but {folder} holds no valid checkpoint; leave it out to start a new run")
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Log
+
+
+class Log:
+    """The run's folder: log.txt, metrics.jsonl, summary.json and wandb. Silent on every rank but 0."""
+
+    def __init__(self, folder: Path, run_on: Launch, cfg: Config):
+        self.folder, self.on = folder, run_on.rank == 0
+        self.file = self.metrics = self.wandb = self.lock = None
+        if not self.on:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(folder / ".lock", "a")
+        if fcntl:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"another run is using {folder}; give another --out_dir or wait for it") from None
+
+    def open(self, cfg: Config, first_step: int) -> None:
+        """Start both files, or go on with them: rows after `first_step` belong to updates that were lost."""
+        if not self.on:
+            return
+        rows = self.folder / "metrics.jsonl"
+        kept = []
+        if first_step and rows.exists():
+            for line in rows.read_text().splitlines():
+                with contextlib.suppress(ValueError, KeyError):  # a torn last line
+                    if json.loads(line)["step"] <= first_step:
+                        kept.append(line + "\n")
+        write_atomically(rows, "".join(kept))
+        self.metrics = open(rows, "a", buffering=1)
+        self.file = open(self.folder / "log.txt", "a" if first_step else "w", buffering=1)
+        for name in ("train_gpt.py", "model.py"):
+            self.file.write(f"{'=' * 40} {name}\n{(HERE / name).read_text()}\n")
+        self.file.write(f"{'=' * 40} run\n{json.dumps(dataclasses.asdict(cfg))}\n")
+        if cfg.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder,
+                                    config=dataclasses.asdict(cfg))  # fmt: skip
+
+    def line(self, text: str) -> None:
+        if self.on:
+            print(text, flush=True)
+            if self.file:
+                self.file.write(text + "\n")
+
+    def row(self, **values) -> None:
+        """One line of metrics.jsonl; what is not finite becomes null."""
+        if self.on:
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            self.metrics.write(json.dumps(values) + "\n")
+            if self.wandb:
+                self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+
+    def summary(self, values: dict) -> None:
+        if self.on:
+            write_atomically(self.folder / "summary.json", json.dumps(values, indent=1) + "\n")
+
+    def close(self) -> None:
+        for thing in (self.file, self.metrics, self.lock):
+            if thing:
+                thing.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(".tmp-" + path.name)
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory held so far: the GPU's allocations, or the whole process on a CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
+
+
+def environment(run_on: Launch) -> str:
+    """Versions and machine, for log.txt."""
+    parts = [f"torch {torch.__version__}", f"python {platform.python_version()}", platform.platform()]
+    if shutil.which("git"):
+        command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=40"]
+        parts.append("git " + (subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"))
+    if run_on.device.type == "cuda":
+        parts += [f"cuda {torch.version.cuda}", f"cudnn {torch.backends.cudnn.version()}", torch.cuda.get_device_name()]
+    return ", ".join(parts)
+
+
+def clock_text(seconds: float) -> str:
+    minutes, seconds = divmod(int(max(0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. The run
+
+
+class Clock:
+    """Seconds of training steps, and of everything; the first stands still outside `running`."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.train_time, self.wall_before, self.started = device, 0.0, 0.0, time.perf_counter()
+        self.resumed_at = None
+
+    def running(self, on: bool) -> None:
+        """Start or stop the training clock, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.resumed_at is not None:
+            self.train_time += now - self.resumed_at
+        self.resumed_at = now if on else None
+
+    @property
+    def wall_time(self) -> float:
+        return self.wall_before + time.perf_counter() - self.started
+
+
+@contextlib.contextmanager
+def signals_noted():
+    """Yields a list that the names of SIGTERM, SIGINT and SIGUSR1 land in; a second signal ends the process at once."""
+    caught, before = [], {}
+
+    def note(number, _):
+        if caught:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        caught.append(signal.Signals(number).name)
+
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+            if hasattr(signal, name):
+                before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(cfg: Config) -> dict:
+    """A whole run, from data to the last checkpoint; returns what summary.json holds. Raises UserError."""
+    run_on = launch(cfg)
+    clock = Clock(run_on.device)
+    torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
+    if not cfg.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise UserError("torchrun --max-restarts needs a folder to come back to; give --out_dir")
+    default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}"
+    folder = Path(cfg.out_dir or from_rank0(run_on, lambda: default))
+    meta, train_split, val_split = open_data(cfg, run_on)
+    log = from_rank0_log(folder, run_on, cfg)
+    with contextlib.closing(log), signals_noted() as signals:
+        path = from_rank0(run_on, lambda: find_checkpoint(cfg, folder, log.line))
+        run = build(cfg, run_on, cfg.vocab_size or -(-meta["vocab_size"] // 64) * 64)
+        data = fingerprint((train_split, val_split), meta)
+        step = 0
+        if path or cfg.init_from:
+            checkpoint = read_checkpoint(path or cfg.init_from)
+            load_weights(run.gpt, checkpoint, path or cfg.init_from)
+            if path:
+                if checkpoint["data"] != data:
+                    raise UserError(
+                        f"{path} was trained on other data than {cfg.data or 'the default corpus'} holds now; "
+                        "give the same --data, or start a new run with --init_from"
+                    )
+                load_optimizer(run, checkpoint, path)
+                step = checkpoint["step"]
+                clock.train_time, clock.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
+        log.open(cfg, step)
+        describe(run, log, meta, train_split, val_split)
+        if path:
+            changed = {k: v for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
+            changed = [k for k in changed if k not in ("resume", "out_dir", "data")]
+            log.line(f"resumed from {path}" + (f"; other values than then: {', '.join(changed)}" if changed else ""))
+            del checkpoint
+        return loop(run, log, clock, signals, step, meta, data, train_split, val_split)
+
+
+def from_rank0_log(folder: Path, run_on: Launch, cfg: Config) -> Log:
+    """The log, opened on rank 0 first: if that is refused, it is refused everywhere."""
+    made = []
+    from_rank0(run_on, lambda: made.append(Log(folder, run_on, cfg)))
+    return made[0] if made else Log(folder, run_on, cfg)
+
+
+def describe(run: Run, log: Log, meta: dict, train_split: Split, val_split: Split) -> None:
+    """Print what is in force and what was derived from the flags."""
+    cfg, device = run.cfg, run.on.device
+    n_params = sum(p.numel() for p in run.gpt.parameters())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    tokens = cfg.batch_tokens * cfg.max_steps
+    muon_lr, adam_lr = learning_rates(cfg)
+    log.line(environment(run.on))
+    log.line(
+        f"device: {run.on.world} x {device.type} ({name}), {dtype_of(cfg, device)}, compile {cfg.compile}, "
+        f"{'DDP' if run.on.world > 1 else 'one process'}"
+    )
+    log.line(
+        f"data: {cfg.data or HERE / 'data/python'}, {train_split.n_tokens:,} + {val_split.n_tokens:,} tokens, "
+        f"tokenizer {meta['tokenizer']}" + (" (assumed: there is no meta.json)" if meta.get("assumed") else "")
+        + f", evaluation on {eval_rows(cfg, val_split) * cfg.seq_len:,} tokens"
+    )  # fmt: skip
+    log.line(
+        f"model: {n_params:,} parameters, {flops_per_token(cfg, run.gpt) / 1e6:,.1f} MFLOP a token; "
+        + (f"muon_lr {muon_lr:.4g}, " if cfg.optimizer == "muon" else "") + f"adam_lr {adam_lr:.4g}"
+    )  # fmt: skip
+    log.line(
+        f"batch: {cfg.batch_tokens:,} tokens = {run.on.world} ranks x {run.grad_accum_steps} grad_accum_steps x "
+        f"{run.micro_batch} micro_batch x {cfg.seq_len} seq_len; {cfg.max_steps:,} steps, {tokens:,} tokens, "
+        f"{tokens / train_split.n_tokens:.2f} epochs"
+    )
+
+
+def loop(run: Run, log: Log, clock: Clock, signals: list, step: int, meta: dict, data: str,
+         train_split: Split, val_split: Split) -> dict:  # fmt: skip
+    """Train from `step` to the end of the run, or until something stops it; returns the summary."""
+    cfg, first_step = run.cfg, step
+    peak, per_token = peak_flops(run.on.device, dtype_of(cfg, run.on.device)), flops_per_token(cfg, run.gpt)
+    counts = meta["splits"].get("val") or {}
+    bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
+    base_lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1]
+    val_loss, best, reached, waited, logged = math.nan, math.nan, None, 0.0, (step, clock.train_time)
+    time_before = clock.train_time
+    stop = "max_steps" if step >= cfg.max_steps else ""
+
+    def due(every: int) -> bool:
+        return bool(stop) or (every > 0 and step % every == 0)
+
+    def at() -> str:
+        return f"step {step:>{len(str(cfg.max_steps))}}/{cfg.max_steps}"
+
+    batches = prefetched(lambda s: train_batch(train_split, cfg, run.on, s), step, cfg.max_steps, cfg.prefetch)
+    with contextlib.closing(batches):
+        while True:
+            if not stop:
+                clock.running(True)
+                asked = time.perf_counter()
+                x, y = (part.to(run.on.device, non_blocking=True) for part in next(batches))
+                waited += time.perf_counter() - asked
+                loss, norm = train_step(run, x, y, lr_scale(step, cfg))
+                step += 1
+                late = cfg.max_minutes and clock.wall_time - clock.wall_before >= 60 * cfg.max_minutes
+                wish = largest(run.on, 2 if signals else 1 if late else 0)  # ranks must stop at the same step
+                stop = "signal" if wish == 2 else "max_minutes" if wish else ""
+                stop = stop or ("max_steps" if step == cfg.max_steps else "")
+
+                if due(cfg.log_every) or step == 1:
+                    train_loss, grad_norm = mean_of_ranks(run.on, loss), norm.item()
+                    clock.running(True)
+                    rate = (step - logged[0]) * cfg.batch_tokens / max(clock.train_time - logged[1], 1e-9)
+                    logged = (step, clock.train_time)
+                    mfu = rate * per_token / (peak * run.on.world) if peak else math.nan
+                    lr, memory = base_lr * lr_scale(step - 1, cfg), peak_memory_mb(run.on.device)
+                    left = (clock.train_time - time_before) / (step - first_step) * (cfg.max_steps - step)
+                    log.line(
+                        f"{at()} | loss {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f} | {rate:,.0f} tok/s | "
+                        + (f"mfu {mfu:.1%} | " if peak else "")
+                        + f"{memory:,.0f} MB | {clock_text(clock.wall_time)} < {clock_text(left)}"
+                    )  # fmt: skip
+                    log.row(
+                        step=step, train_loss=train_loss, lr=lr, grad_norm=grad_norm, tokens=step * cfg.batch_tokens,
+                        tokens_per_s=rate, mfu=mfu, peak_mem_mb=memory, train_time_s=clock.train_time,
+                        wall_time_s=clock.wall_time,
+                    )  # fmt: skip
+            if stop != "signal" and due(cfg.eval_every):
+                clock.running(False)
+                val_loss = evaluate(run, val_split)
+                best = min(val_loss, best) if math.isfinite(best) else val_loss
+                bpb = val_loss * bits_per_nat
+                log.line(
+                    f"{at()} | val_loss {val_loss:.4f} | "
+                    + (f"val_bpb {bpb:.4f} | " if math.isfinite(bpb) else "") + f"train_time {clock.train_time:.1f} s"
+                )  # fmt: skip
+                log.row(
+                    step=step, val_loss=val_loss, val_bpb=bpb, tokens=step * cfg.batch_tokens,
+                    train_time_s=clock.train_time, wall_time_s=clock.wall_time,
+                )  # fmt: skip
+                if cfg.target_val_loss and val_loss <= cfg.target_val_loss and not reached:
+                    reached = dict(step=step, train_time_s=clock.train_time)
+                    stop = stop or "target_val_loss"
+            if stop != "signal" and due(cfg.sample_every) and run.on.rank == 0:
+                clock.running(False)
+                log.line(f"--- sample at step {step}\n{sample_text(run, meta, 256)}\n---")
+            if step > first_step and due(cfg.save_every):
+                clock.running(False)
+                now = dict(train_time=clock.train_time, wall_time=clock.wall_time)
+                save_checkpoint(run, log.folder, step, now, meta, data)
+            if stop:
+                break
+
+    trained = clock.train_time - time_before
+    summary = dict(
+        stopped_by=signals[0] if stop == "signal" and signals else stop, step=step, val_loss=val_loss,
+        best_val_loss=best, val_bpb=val_loss * bits_per_nat, target_reached=reached, tokens=step * cfg.batch_tokens,
+        tokens_per_s=(step - first_step) * cfg.batch_tokens / trained if trained else math.nan,
+        data_wait_s=waited, train_time_s=clock.train_time, wall_time_s=clock.wall_time,
+    )  # fmt: skip
+    summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+    log.summary(summary)
+    log.line(
+        f"stopped by {summary['stopped_by']} at step {step}: train_time {clock.train_time:.1f} s (data waiting "
+        f"{waited / max(trained, 1e-9):.2%}), wall time {clock.wall_time:.1f} s; everything is in {log.folder}"
+    )
+    log.line(
+        f"next: python sample.py --run {log.folder} | train longer: --max_steps {10 * cfg.max_steps} | "
+        "on your own text: python data/prepare.py files PATH | larger: --preset gpt2-small"
+    )
+    return summary
+
+
+def mean_of_ranks(run_on: Launch, value: Tensor) -> float:
+    """The mean of a 0-d tensor over the ranks; waits for the device."""
+    box = value.detach().cpu().double()
+    if run_on.world > 1:
+        dist.all_reduce(box, group=run_on.control)
+    return box.item() / run_on.world
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code: 0 done, 2 the user's mistake."""
+    try:
+        train(parse_flags(argv))
+    except UserError as error:
+        rank = os.environ.get("RANK")
+        print(f"error{f' [rank {rank}]' if rank else ''}: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
