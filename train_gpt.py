@@ -81,8 +81,8 @@ class Config:
     loss_chunk: int = knob(2048, "tokens whose logits exist at once; 0 is all of them")
     # optimizer
     optimizer: str = knob("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
-    muon_lr: float = knob(0.0, "learning rate of Muon; 0 derives it")
-    adam_lr: float = knob(0.0, "learning rate of Adam (head; the embedding's is a multiple); 0 derives it")
+    muon_lr: float = knob(0.02, "learning rate of Muon")
+    adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006 beside Muon, 0.002 alone")
     weight_decay: float = knob(0.05, "decoupled decay of the matrices inside the blocks, times the learning rate")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
     batch_tokens: int = knob(524288, "tokens in one optimizer step, all devices together")
@@ -385,8 +385,23 @@ def prefetched(load, first: int, last: int, depth: int):
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def open_data(cfg: Config, run_on: Launch) -> tuple[dict, Split, Split]:
-    """meta.json, the training and the validation split; makes the default corpus first. Raises UserError."""
+@dataclass
+class Data:
+    """A prepared folder: what its meta.json says, and its two splits."""
+
+    folder: Path
+    meta: dict
+    train: Split
+    val: Split
+
+    def fingerprint(self) -> str:
+        """Names the data: shards, token counts and the hashes that meta.json records. A checkpoint keeps it."""
+        shards = [[path.name, len(t)] for split in (self.train, self.val) for path, t in zip(split.paths, split.shards)]
+        return hashlib.sha256(json.dumps([shards, self.meta["files"]], sort_keys=True).encode()).hexdigest()
+
+
+def open_data(cfg: Config, run_on: Launch) -> Data:
+    """The data folder, checked; makes the default corpus first. Raises UserError."""
     folder = Path(cfg.data or HERE / "data" / "python")
     error = ""
     if not cfg.data and run_on.local_rank == 0:  # each node has its own standard library
@@ -397,25 +412,18 @@ def open_data(cfg: Config, run_on: Launch) -> tuple[dict, Split, Split]:
     if largest(run_on, bool(error)):
         raise UserError(error or "another rank could not make the default corpus; see its message")
     meta = load_meta(folder)
-    vocab_size = cfg.vocab_size or -(-meta["vocab_size"] // 64) * 64
-    if vocab_size < meta["vocab_size"]:
+    if 0 < cfg.vocab_size < meta["vocab_size"]:
         raise UserError(
-            f"--vocab_size {vocab_size} is less than the {meta['vocab_size']} tokens of {folder}'s tokenizer; raise it"
+            f"--vocab_size {cfg.vocab_size} is less than the {meta['vocab_size']} of {folder}'s tokenizer; raise it"
         )
-    train, val = (Split(folder, split, meta["vocab_size"]) for split in ("train", "val"))
-    for name, split in (("train", train), ("val", val)):
+    data = Data(folder, meta, *(Split(folder, split, meta["vocab_size"]) for split in ("train", "val")))
+    for name, split in (("train", data.train), ("val", data.val)):
         if split.n_tokens <= cfg.seq_len:
             raise UserError(
                 f"the {name} split of {folder} has {split.n_tokens} tokens, too few for one window of --seq_len "
                 f"{cfg.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
             )
-    return meta, train, val
-
-
-def fingerprint(splits: tuple[Split, ...], meta: dict) -> str:
-    """Names the data: shard names, token counts and the hashes that meta.json records. A checkpoint keeps it."""
-    parts = [[path.name, len(shard)] for split in splits for path, shard in zip(split.paths, split.shards)]
-    return hashlib.sha256(json.dumps([parts, meta.get("files")], sort_keys=True).encode()).hexdigest()
+    return data
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,26 +446,32 @@ class Run:
         return self.cfg.batch_tokens // self.cfg.seq_len // self.on.world // self.micro_batch
 
 
-def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
-    """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
+def rows_per_rank(cfg: Config, world: int) -> int:
+    """Sequences that each rank takes per step. Raises UserError when they cannot be shared out."""
     rows = cfg.batch_tokens // cfg.seq_len
-    if rows % run_on.world:
-        near = max(1, round(rows / run_on.world)) * run_on.world * cfg.seq_len
+    if rows % world:
+        near = max(1, round(rows / world)) * world * cfg.seq_len
         raise UserError(
-            f"--batch_tokens {cfg.batch_tokens} is {rows} sequences of {cfg.seq_len}, which {run_on.world} ranks "
+            f"--batch_tokens {cfg.batch_tokens} is {rows} sequences of {cfg.seq_len}, which {world} ranks "
             f"cannot share evenly; use --batch_tokens {near}"
         )
-    rows //= run_on.world
+    rows //= world
     if cfg.micro_batch and rows % cfg.micro_batch:
         fits = max(m for m in range(1, cfg.micro_batch + 1) if rows % m == 0)
         raise UserError(
             f"--micro_batch {cfg.micro_batch} does not divide the {rows} sequences that each rank takes per step; "
             f"use --micro_batch {fits}, or another --batch_tokens"
         )
+    return rows
+
+
+def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
+    """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
+    shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matrix products like multiples of 64
     dtype = DTYPES[dtype_of(cfg, run_on.device)]
-    gpt = GPT(GPTConfig(**{**shape, "vocab_size": vocab_size}), dtype, cfg.loss_chunk).to(run_on.device)
-    micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on, rows)
+    gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk).to(run_on.device)
+    micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
         gpt.compile_parts(cfg.compile)
     model = gpt
@@ -475,11 +489,8 @@ def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
-    """Muon's and Adam's: as given, or scaled from those found at 524,288 tokens a step and width 768."""
-    batch, width = (cfg.batch_tokens / 2**19) ** 0.5, (cfg.n_embd / 768) ** -0.5
-    muon_lr = cfg.muon_lr or 0.05 * batch
-    adam_lr = cfg.adam_lr or (0.008 if cfg.optimizer == "muon" else 0.003) * batch * width
-    return muon_lr, adam_lr
+    """Muon's and Adam's. Adam's own default depends on whether it has the matrices to train as well."""
+    return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else 0.002)
 
 
 def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
@@ -497,8 +508,9 @@ def warm_up(model: nn.Module, micro_batch: int, cfg: Config) -> None:
         model(x, x)
 
 
-def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch, rows: int) -> int:
+def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
     """As many sequences as fit. On a GPU by memory; elsewhere as many as make 8,192 tokens, more being no faster."""
+    rows = rows_per_rank(cfg, run_on.world)
     if run_on.device.type != "cuda":
         return max(m for m in range(1, rows + 1) if rows % m == 0 and m * cfg.seq_len <= max(8192, cfg.seq_len))
 
@@ -625,9 +637,8 @@ def eval_rows(cfg: Config, val: Split) -> int:
     return min(rows, max(1, cfg.eval_tokens // cfg.seq_len)) if cfg.eval_tokens else rows
 
 
-def sample_text(run: Run, meta: dict, n_tokens: int) -> str:
+def sample_text(run: Run, tokenizer, n_tokens: int) -> str:
     """Text from the model as it stands, after an end-of-text token; the same every time for the same weights."""
-    tokenizer = get_tokenizer(meta["tokenizer"])
     generator = torch.Generator(run.on.device).manual_seed(run.cfg.seed)
     prompt = torch.full((1, 1), tokenizer.eot, device=run.on.device)
     with torch.compiler.set_stance("force_eager"):  # every length would be a compilation of its own
@@ -659,7 +670,7 @@ def content_hash(checkpoint: dict) -> str:
     return digest.hexdigest()
 
 
-def save_checkpoint(run: Run, folder: Path, step: int, clock: dict, meta: dict, data: str) -> None:
+def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) -> None:
     """Write folder/ckpt_<step>.pt from rank 0, complete or not at all; then delete old ones, as --keep says."""
     if run.on.rank != 0:
         return
@@ -669,8 +680,8 @@ def save_checkpoint(run: Run, folder: Path, step: int, clock: dict, meta: dict, 
         "clock": clock,
         "config": dataclasses.asdict(run.cfg),
         "model_config": dataclasses.asdict(run.gpt.cfg),
-        "tokenizer": meta["tokenizer"],
-        "data": data,
+        "tokenizer": data.meta["tokenizer"],
+        "data": data.fingerprint(),
         "model": {name: p.detach().cpu() for p, name in names.items()},
         "optimizer": {names[p]: {k: v.cpu() for k, v in state.items()} for p, state in run.optimizer.state.items()},
     }
@@ -694,13 +705,13 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("ckpt_[0-9]*.pt"), key=lambda path: -int("0" + "".join(filter(str.isdigit, path.stem))))
 
 
-def read_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, on the CPU. Raises UserError when it is missing, damaged or not one of ours."""
+def read_checkpoint(path: Path, verify: bool = True) -> dict:
+    """The content of a checkpoint, mapped from the file. Raises UserError when it is missing, damaged or not ours."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        intact = content_hash(checkpoint) == checkpoint["sha256"]
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        intact = not verify or content_hash(checkpoint) == checkpoint["sha256"]
     except Exception as error:  # torn and foreign files fail in many ways, all of which mean the same here
         raise UserError(
             f"{path} is not a checkpoint of this trainer or is damaged ({type(error).__name__}); use another"
@@ -736,19 +747,16 @@ def load_optimizer(run: Run, checkpoint: dict, path) -> None:
 
 
 def find_checkpoint(cfg: Config, folder: Path, say) -> Path | None:
-    """The file to resume from, or None to start from the beginning. Raises UserError."""
+    """The file to start from, verified, or None to start from the beginning. Raises UserError."""
     resume = cfg.resume
     if not resume and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         resume = "auto"  # torchrun has restarted the job
     there = checkpoints(folder)
-    if not resume:
-        if there:
-            raise UserError(
-                f"{folder} already holds {there[0].name}; add --resume to go on from it, or give another --out_dir"
-            )
-        return None
+    if there and not resume:
+        raise UserError(f"{folder} already holds {there[0].name}; add --resume to go on, or give another --out_dir")
     if resume not in ("newest", "auto"):
-        return Path(resume)
+        path = resume or cfg.init_from
+        return Path(path) if path and read_checkpoint(path) else None
     for path in there:
         try:
             read_checkpoint(path)
@@ -767,18 +775,24 @@ def find_checkpoint(cfg: Config, folder: Path, say) -> Path | None:
 class Log:
     """The run's folder: log.txt, metrics.jsonl, summary.json and wandb. Silent on every rank but 0."""
 
-    def __init__(self, folder: Path, run_on: Launch, cfg: Config):
+    def __init__(self, folder: Path, run_on: Launch):
         self.folder, self.on = folder, run_on.rank == 0
         self.file = self.metrics = self.wandb = self.lock = None
-        if not self.on:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(folder / ".lock", "a")
-        if fcntl:
-            try:
+
+    def claim(self) -> None:
+        """Make the folder and lock it against other runs. Raises UserError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "a")
+        except OSError as error:
+            raise UserError(
+                f"the run's folder {self.folder} cannot be written ({error}); give another --out_dir"
+            ) from None
+        try:
+            if fcntl:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"another run is using {folder}; give another --out_dir or wait for it") from None
+        except OSError:
+            raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it") from None
 
     def open(self, cfg: Config, first_step: int) -> None:
         """Start both files, or go on with them: rows after `first_step` belong to updates that were lost."""
@@ -917,45 +931,40 @@ def train(cfg: Config) -> dict:
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
     if not cfg.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise UserError("torchrun --max-restarts needs a folder to come back to; give --out_dir")
-    default = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}"
-    folder = Path(cfg.out_dir or from_rank0(run_on, lambda: default))
-    meta, train_split, val_split = open_data(cfg, run_on)
-    log = from_rank0_log(folder, run_on, cfg)
+    rows_per_rank(cfg, run_on.world)
+    data = open_data(cfg, run_on)
+    folder = cfg.out_dir or from_rank0(run_on, lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}")
+    log = Log(Path(folder), run_on)
     with contextlib.closing(log), signals_noted() as signals:
-        path = from_rank0(run_on, lambda: find_checkpoint(cfg, folder, log.line))
-        run = build(cfg, run_on, cfg.vocab_size or -(-meta["vocab_size"] // 64) * 64)
-        data = fingerprint((train_split, val_split), meta)
-        step = 0
-        if path or cfg.init_from:
-            checkpoint = read_checkpoint(path or cfg.init_from)
-            load_weights(run.gpt, checkpoint, path or cfg.init_from)
-            if path:
-                if checkpoint["data"] != data:
-                    raise UserError(
-                        f"{path} was trained on other data than {cfg.data or 'the default corpus'} holds now; "
-                        "give the same --data, or start a new run with --init_from"
-                    )
-                load_optimizer(run, checkpoint, path)
-                step = checkpoint["step"]
-                clock.train_time, clock.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
-        log.open(cfg, step)
-        describe(run, log, meta, train_split, val_split)
+        from_rank0(run_on, log.claim)
+        path = from_rank0(run_on, lambda: find_checkpoint(cfg, log.folder, log.line))
+        run = build(cfg, run_on, data.meta["vocab_size"])
+        step, note = 0, ""
         if path:
-            changed = {k: v for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
-            changed = [k for k in changed if k not in ("resume", "out_dir", "data")]
-            log.line(f"resumed from {path}" + (f"; other values than then: {', '.join(changed)}" if changed else ""))
-            del checkpoint
-        return loop(run, log, clock, signals, step, meta, data, train_split, val_split)
+            checkpoint = read_checkpoint(path, verify=False)
+            load_weights(run.gpt, checkpoint, path)
+            note = f"weights from {path}"
+        if path and str(path) != cfg.init_from:
+            if checkpoint["data"] != data.fingerprint():
+                raise UserError(
+                    f"{path} was trained on other data than {data.folder} holds now; give the same --data, or start a "
+                    f"new run with --init_from {path}"
+                )
+            load_optimizer(run, checkpoint, path)
+            step = checkpoint["step"]
+            clock.train_time, clock.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
+            changed = {k for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
+            changed = ", ".join(sorted(changed - {"resume", "out_dir", "data"}))
+            note = f"resumed from {path}" + (f"; these flags have other values than then: {changed}" if changed else "")
+        checkpoint = None
+        log.open(cfg, step)
+        describe(run, data, log)
+        if note:
+            log.line(note)
+        return loop(run, data, log, clock, signals, step)
 
 
-def from_rank0_log(folder: Path, run_on: Launch, cfg: Config) -> Log:
-    """The log, opened on rank 0 first: if that is refused, it is refused everywhere."""
-    made = []
-    from_rank0(run_on, lambda: made.append(Log(folder, run_on, cfg)))
-    return made[0] if made else Log(folder, run_on, cfg)
-
-
-def describe(run: Run, log: Log, meta: dict, train_split: Split, val_split: Split) -> None:
+def describe(run: Run, data: Data, log: Log) -> None:
     """Print what is in force and what was derived from the flags."""
     cfg, device = run.cfg, run.on.device
     n_params = sum(p.numel() for p in run.gpt.parameters())
@@ -968,9 +977,9 @@ def describe(run: Run, log: Log, meta: dict, train_split: Split, val_split: Spli
         f"{'DDP' if run.on.world > 1 else 'one process'}"
     )
     log.line(
-        f"data: {cfg.data or HERE / 'data/python'}, {train_split.n_tokens:,} + {val_split.n_tokens:,} tokens, "
-        f"tokenizer {meta['tokenizer']}" + (" (assumed: there is no meta.json)" if meta.get("assumed") else "")
-        + f", evaluation on {eval_rows(cfg, val_split) * cfg.seq_len:,} tokens"
+        f"data: {data.folder}, {data.train.n_tokens:,} + {data.val.n_tokens:,} tokens, tokenizer "
+        f"{data.meta['tokenizer']}" + (" (assumed: there is no meta.json)" if data.meta.get("assumed") else "")
+        + f", evaluation on {eval_rows(cfg, data.val) * cfg.seq_len:,} tokens"
     )  # fmt: skip
     log.line(
         f"model: {n_params:,} parameters, {flops_per_token(cfg, run.gpt) / 1e6:,.1f} MFLOP a token; "
@@ -979,20 +988,24 @@ def describe(run: Run, log: Log, meta: dict, train_split: Split, val_split: Spli
     log.line(
         f"batch: {cfg.batch_tokens:,} tokens = {run.on.world} ranks x {run.grad_accum_steps} grad_accum_steps x "
         f"{run.micro_batch} micro_batch x {cfg.seq_len} seq_len; {cfg.max_steps:,} steps, {tokens:,} tokens, "
-        f"{tokens / train_split.n_tokens:.2f} epochs"
+        f"{tokens / data.train.n_tokens:.2f} epochs"
     )
 
 
-def loop(run: Run, log: Log, clock: Clock, signals: list, step: int, meta: dict, data: str,
-         train_split: Split, val_split: Split) -> dict:  # fmt: skip
+def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int) -> dict:
     """Train from `step` to the end of the run, or until something stops it; returns the summary."""
     cfg, first_step = run.cfg, step
     peak, per_token = peak_flops(run.on.device, dtype_of(cfg, run.on.device)), flops_per_token(cfg, run.gpt)
-    counts = meta["splits"].get("val") or {}
+    counts = data.meta["splits"].get("val") or {}
     bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
     base_lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1]
     val_loss, best, reached, waited, logged = math.nan, math.nan, None, 0.0, (step, clock.train_time)
-    time_before = clock.train_time
+    time_before, tokenizer = clock.train_time, None
+    if run.on.rank == 0:
+        try:
+            tokenizer = get_tokenizer(data.meta["tokenizer"])
+        except UserError as error:  # tokens alone are enough to train
+            log.line(f"no samples will be printed: {error}")
     stop = "max_steps" if step >= cfg.max_steps else ""
 
     def due(every: int) -> bool:
@@ -1001,7 +1014,7 @@ def loop(run: Run, log: Log, clock: Clock, signals: list, step: int, meta: dict,
     def at() -> str:
         return f"step {step:>{len(str(cfg.max_steps))}}/{cfg.max_steps}"
 
-    batches = prefetched(lambda s: train_batch(train_split, cfg, run.on, s), step, cfg.max_steps, cfg.prefetch)
+    batches = prefetched(lambda s: train_batch(data.train, cfg, run.on, s), step, cfg.max_steps, cfg.prefetch)
     with contextlib.closing(batches):
         while True:
             if not stop:
@@ -1036,7 +1049,7 @@ def loop(run: Run, log: Log, clock: Clock, signals: list, step: int, meta: dict,
                     )  # fmt: skip
             if stop != "signal" and due(cfg.eval_every):
                 clock.running(False)
-                val_loss = evaluate(run, val_split)
+                val_loss = evaluate(run, data.val)
                 best = min(val_loss, best) if math.isfinite(best) else val_loss
                 bpb = val_loss * bits_per_nat
                 log.line(
@@ -1050,13 +1063,13 @@ def loop(run: Run, log: Log, clock: Clock, signals: list, step: int, meta: dict,
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss and not reached:
                     reached = dict(step=step, train_time_s=clock.train_time)
                     stop = stop or "target_val_loss"
-            if stop != "signal" and due(cfg.sample_every) and run.on.rank == 0:
+            if stop != "signal" and due(cfg.sample_every) and tokenizer:
                 clock.running(False)
-                log.line(f"--- sample at step {step}\n{sample_text(run, meta, 256)}\n---")
+                log.line(f"--- sample at step {step}\n{sample_text(run, tokenizer, 256)}\n---")
             if step > first_step and due(cfg.save_every):
                 clock.running(False)
                 now = dict(train_time=clock.train_time, wall_time=clock.wall_time)
-                save_checkpoint(run, log.folder, step, now, meta, data)
+                save_checkpoint(run, data, log.folder, step, now)
             if stop:
                 break
 

@@ -1,0 +1,753 @@
+"""Corpora to token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
+
+A prepared folder holds `*train*.bin` and `*val*.bin` in the format that llm.c and the NanoGPT speedrun read: 256
+little-endian int32 (magic, version, token count, zeros), then the tokens. Every document is preceded by one end-of-text
+token. meta.json, written last, says which tokenizer, how many tokens and bytes, from which source, and every hash.
+"""
+
+import argparse
+import contextlib
+import difflib
+import glob
+import gzip
+import hashlib
+import http.client
+import io
+import json
+import os
+import platform
+import re
+import sys
+import sysconfig
+import time
+import urllib.request
+import zipfile
+import zlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+SOURCES = {  # source -> its default tokenizer
+    "python": "bytes",
+    "shakespeare": "bytes",
+    "wikitext2": "gpt2",
+    "wikitext103": "gpt2",
+    "fineweb10B": "gpt2",
+    "files": "gpt2",
+}
+DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256, bytes
+    "shakespeare": (
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        1_115_394,
+    ),
+    "wikitext2": (
+        "{hub}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
+        "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+        4_721_645,
+    ),
+    "wikitext103": (
+        "{hub}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
+        "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
+        191_984_949,
+    ),
+}
+FINEWEB = "{hub}/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+FINEWEB_SHARDS = 103
+
+
+class UserError(Exception):
+    """A user's mistake, told in one sentence: what was found, what was expected, what to do."""
+
+
+# ---- Tokenizers -----------------------------------------------------------------------------------------------------
+
+
+class ByteTokenizer:
+    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
+
+    name, vocab_size, eot = "bytes", 257, 256
+
+    def encode(self, text):
+        """str -> 1-D uint16 array. Lone surrogates become "?"."""
+        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
+
+    def encode_raw(self, raw):
+        """bytes -> 1-D uint8 array that shares their memory."""
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def decode_bytes(self, tokens):
+        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
+        return b"".join(b"<|endoftext|>" if token == 256 else bytes([token]) for token in np.asarray(tokens).tolist())
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken. Raises UserError when its vocabulary cannot be had."""
+
+    name, vocab_size, eot = "gpt2", 50257, 50256
+
+    def __init__(self):
+        try:
+            import tiktoken
+
+            self.tiktoken = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # whatever went wrong in tiktoken's own download
+            raise UserError(
+                f"the gpt2 vocabulary could not be loaded ({type(error).__name__}): connect to the network, point "
+                "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
+            ) from error
+
+    def encode(self, text):
+        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
+        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
+
+    def encode_raw(self, raw):
+        """bytes -> 1-D uint32 array. What is not UTF-8 becomes U+FFFD."""
+        return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
+
+    def decode_bytes(self, tokens):
+        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
+        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
+
+
+TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+
+
+def get_tokenizer(name):
+    """The tokenizer called "gpt2" or "bytes". Raises UserError for other names and for a vocabulary out of reach."""
+    if name not in TOKENIZERS:
+        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes")
+    return TOKENIZERS[name]()
+
+
+# ---- Shards ---------------------------------------------------------------------------------------------------------
+
+HEADER_BYTES = 1024
+MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
+FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of the tokens
+
+
+def _header(dtype, count):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = next((magic, version, count) for magic, (version, kind) in FORMATS.items() if kind == dtype)
+    return header.tobytes()
+
+
+def write_shard(path, tokens):
+    """Writes a 1-D uint16 or uint32 array as one shard, which has a temporary name until it is safe on the disk."""
+    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
+        raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
+    _write_file(Path(path), _header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens))
+
+
+def _write_file(path, *parts):
+    temporary = path.with_name(f".tmp-{path.name}")
+    with open(temporary, "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class ShardWriter:
+    """Writes a split as it comes, in shards of at most `shard_tokens` whose names start with `.tmp-` at first."""
+
+    def __init__(self, folder, split, shard_tokens, pool):
+        self.folder, self.split, self.shard_tokens, self.pool = folder, split, shard_tokens, pool
+        self.file = None
+        self.shards = {}  # name -> tokens, future of its SHA-256
+
+    def add(self, tokens):
+        """Appends a 1-D uint16 array."""
+        while tokens.size:
+            if self.file is None:
+                self.name, self.count = f"{self.split}_{len(self.shards):06d}.bin", 0
+                self.file = open(self.folder / f".tmp-{self.name}", "wb+")
+                self.file.write(bytes(HEADER_BYTES))
+            part, tokens = np.split(tokens, [self.shard_tokens - self.count])
+            self.file.write(part.data)
+            self.count += part.size
+            if self.count == self.shard_tokens:
+                self.finish()
+
+    def finish(self):
+        """Completes the shard that is open, if one is; another thread flushes and hashes it."""
+        if self.file:
+            self.file.seek(0)
+            self.file.write(_header(np.uint16, self.count))
+            self.shards[self.name] = self.count, self.pool.submit(_seal, self.file)
+            self.file = None
+
+
+def _seal(file):
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
+    return _sha256(file.name)
+
+
+def _sha256(path):
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def read_shard(path):
+    """Maps a shard: a read-only 1-D np.memmap of uint16 or uint32. Raises UserError when it is not an intact shard."""
+    path, wrong = Path(path), None
+    if not path.is_file():
+        raise UserError(f"there is no shard {path}: prepare the data again")
+    size = path.stat().st_size
+    if size < HEADER_BYTES:
+        raise UserError(f"{path} has {size} bytes, too short for a shard's header of {HEADER_BYTES}: make it again")
+    magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
+    known_version, dtype = FORMATS.get(magic, (None, np.dtype("<u2")))
+    whole = HEADER_BYTES + count * dtype.itemsize
+    if known_version is None:
+        wrong = f"is no token shard, its magic is {magic} instead of {' or '.join(map(str, FORMATS))}"
+    elif version != known_version:
+        wrong = f"is a shard of version {version} instead of {known_version}"
+    elif count <= 0:
+        wrong = f"has {count} tokens by its header instead of one or more"
+    elif size != whole:
+        wrong = f"is {'truncated' if size < whole else 'too long'}, {size} bytes instead of {whole} for {count} tokens"
+    if wrong:
+        raise UserError(f"{path} {wrong}: delete it, and prepare or download it again")
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+# ---- A prepared folder ----------------------------------------------------------------------------------------------
+
+UNFINISHED = ".tmp-unfinished"  # is in a folder from the first change to the last
+
+
+def _shards(folder, split):
+    return sorted(path for path in folder.glob(f"*{split}*.bin") if not path.name.startswith("."))
+
+
+def find_shards(folder, split):
+    """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none to use."""
+    folder = Path(folder)
+    source, _, tokenizer = folder.name.partition("_")
+    command = f"python data/prepare.py {source if source in SOURCES else 'python'}" + " PATH..." * (source == "files")
+    command += f" --tokenizer {tokenizer}" if source in SOURCES and tokenizer in TOKENIZERS else ""
+    command += f" --out {folder}" if source not in SOURCES or folder.resolve() != HERE / folder.name else ""
+    if not folder.is_dir():
+        raise UserError(f"there is no data folder {folder}: make it with `{command}`")
+    if (folder / UNFINISHED).exists():
+        raise UserError(f"{folder} is not complete: wait for `{command}`, or run it again if it was stopped")
+    shards = _shards(folder, split)
+    if not shards:
+        raise UserError(f"{folder} has no shards *{split}*.bin: make them with `{command}`")
+    return shards
+
+
+def load_meta(folder):
+    """meta.json of a prepared folder; where there is none, GPT-2's tokenizer, marked by "assumed": True.
+
+    Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
+    source, files ({shard: {tokens, sha256}}). Raises UserError when they are missing or of another type.
+    """
+    path = Path(folder) / "meta.json"
+    if not path.exists():
+        return {"tokenizer": "gpt2", "vocab_size": GPT2Tokenizer.vocab_size, "eot": GPT2Tokenizer.eot,
+                "splits": {}, "source": "unknown", "files": {}, "assumed": True}  # fmt: skip
+    try:
+        meta = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): delete the folder and prepare it again") from error
+
+    def check(value, kinds, what):
+        if type(value) not in kinds:
+            raise UserError(f"{path} has no valid {what}: delete the folder and prepare it again")
+        return value
+
+    check(meta, [dict], "content")
+    for key, kind in dict(tokenizer=str, vocab_size=int, eot=int, splits=dict, source=str, files=dict).items():
+        check(meta.get(key), [kind], key)
+    for split in ("train", "val"):
+        counts = check(meta["splits"].get(split), [dict], f"splits.{split}")
+        check(counts.get("tokens"), [int], f"splits.{split}.tokens")
+        check(counts.get("bytes"), [int, type(None)], f"splits.{split}.bytes")
+    for name, shard in meta["files"].items():
+        check(check(shard, [dict], f"files.{name}").get("tokens"), [int], f"files.{name}.tokens")
+        if Path(name).name != name:
+            raise UserError(f"{path} names a file {name!r} outside its folder: delete the folder and prepare it again")
+    return meta
+
+
+# ---- Progress and downloads -----------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Says how far a job of `total` bytes is, twice a second on a terminal and every 10 seconds elsewhere."""
+
+    def __init__(self, doing, total, say):
+        self.doing, self.total, self.say, self.done = doing, total, say, 0
+        self.terminal = say is print and sys.stdout.isatty()
+        self.start = self.shown = time.monotonic()
+
+    def add(self, size, finished=False):
+        """Counts `size` bytes, and prints a line when it is time to."""
+        self.done, now = self.done + size, time.monotonic()
+        if not finished and now - self.shown < (0.5 if self.terminal else 10):
+            return
+        self.shown = now
+        percent = "" if finished or not self.total else f", {min(100, 100 * self.done // self.total)} %"
+        rate = self.done / 1e6 / max(now - self.start, 1e-6)
+        line = f"{self.doing}: {self.done / 1e6:,.1f} MB{percent}, {rate:,.1f} MB/s"
+        if self.terminal:
+            print(f"\r{line}\033[K", end="\n" if finished else "", flush=True)
+        else:
+            self.say(line)
+
+
+def _address(template):
+    return template.replace("{hub}", (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"))
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Keeps what Hugging Face says only on the response that redirects to its storage: the file's SHA-256."""
+
+    etag = None
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        self.etag = headers.get("X-Linked-ETag") or self.etag
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _fetch(url, partial, say):
+    """One attempt to add to `partial` what it lacks. Returns the SHA-256 that the server names, or None."""
+    have = partial.stat().st_size if partial.exists() else 0
+    request = urllib.request.Request(url, headers={"User-Agent": "prepare.py"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+    redirects = _Redirects()
+    with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
+        if response.status != 206:
+            have = 0  # a server without Range sends the whole file again
+        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise http.client.HTTPException("the server sent another range than it was asked for")
+        length = response.headers.get("Content-Length")
+        total = have + int(length) if length else None
+        progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total, say)
+        progress.add(have)
+        with open(partial, "ab" if have else "wb") as file:
+            while block := response.read(1 << 18):
+                file.write(block)
+                progress.add(len(block))
+        if total not in (None, progress.done):
+            raise http.client.HTTPException(f"the connection ended after {progress.done} of {total} bytes")
+        progress.add(0, finished=True)
+        etag = (response.headers.get("X-Linked-ETag") or redirects.etag or "").strip('"')
+    return etag if re.fullmatch("[0-9a-f]{64}", etag) else None
+
+
+def download(url, path, sha256=None, size=None, say=print):
+    """Downloads `url` to `path` unless it is there, and returns its SHA-256 in hex.
+
+    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs go on from there. Raises UserError when
+    four attempts fail, or when the size or the hash is not the one given here or named by the server.
+    """
+    path = Path(path)
+    partial = path.with_name(f".tmp-{path.name}")
+    for wait in () if path.exists() else (1, 2, 4, None):
+        try:
+            named = _fetch(url, partial, say)
+            sha256 = sha256 or named
+            break
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the address is none
+            code = getattr(error, "code", 0)
+            if code == 416:  # what we have is longer than the file: it is something else
+                partial.unlink()
+            hopeless = isinstance(error, ValueError) or (400 <= code < 500 and code not in (408, 416, 429))
+            if hopeless or wait is None:
+                raise UserError(
+                    f"{url} could not be downloaded ({error}): run this again to go on, set HF_ENDPOINT to a mirror of "
+                    "huggingface.co (and TIKTOKEN_CACHE_DIR to a copy of the gpt2 vocabulary), or work offline with "
+                    "`python data/prepare.py python` or `python data/prepare.py files PATH --tokenizer bytes`"
+                ) from error
+            say(f"{error}; trying again in {wait} s")
+            time.sleep(wait)
+    arrived = path if path.exists() else partial
+    digest, found = _sha256(arrived), arrived.stat().st_size
+    if sha256 not in (None, digest) or size not in (None, found):
+        arrived.unlink()
+        raise UserError(
+            f"{url} gave {found} bytes with SHA-256 {digest} instead of {size or 'any number of'} bytes with "
+            f"{sha256 or 'any'}: they are deleted, run this again or put the right file at {path}"
+        )
+    os.replace(arrived, path)
+    return digest
+
+
+# ---- Documents: each source is a generator of (split, binary stream, bytes to read from it) --------------------------
+
+PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet"}
+NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is parsed in memory
+
+
+def split_of(name, val_fraction):
+    """The split, "train" or "val", of the document with this name: the same on every machine and in every run."""
+    digest = hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest()
+    return "val" if int(digest, 16) < val_fraction * 2**256 else "train"
+
+
+def _files_under(folder, unwanted):
+    """Files in the order of their posix paths, without those that have an unwanted name or lie in such a folder."""
+    found = []
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not unwanted(name)]
+        found += [Path(root, name) for name in names if not unwanted(name)]
+    return sorted((path for path in found if path.is_file()), key=Path.as_posix)
+
+
+def _python_files():
+    """(name, path) of the Python files of the standard library that runs this, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in _files_under(root, NOT_PYTHON.__contains__) if path.suffix == ".py"]
+    return [(path.relative_to(root).as_posix(), path) for path in paths]
+
+
+def _given_files(arguments, out):
+    """(name, path) of each file that the arguments mean, once, without hidden ones and those in the folder `out`."""
+    found = {}
+    for argument in map(os.fspath, arguments):
+        matches = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
+        if not matches:
+            raise UserError(f"{argument!r} is no file or folder, and no glob that matches any: check the path")
+        for match in (Path(os.path.abspath(match)) for match in matches):
+            files = _files_under(match, lambda name: name.startswith(".")) if match.is_dir() else [match]
+            for path in files:
+                if out.resolve() not in path.resolve().parents:
+                    found.setdefault(path, path.relative_to(match.parent).as_posix())
+    if not found:
+        raise UserError(f"there are no files in {' '.join(map(str, arguments))}: give text, .jsonl or .jsonl.gz files")
+    for path in found:
+        if path.suffix in PACKED and not path.name.endswith(".jsonl.gz"):
+            raise UserError(f"{path} is packed, and only text, .jsonl and .jsonl.gz can be read: unpack it first")
+    return [(name, path) for path, name in found.items()]
+
+
+def _read_files(files, val_fraction, progress):
+    for name, path in files:
+        if path.name.endswith((".jsonl", ".jsonl.gz")):
+            yield from _read_jsonl(name, path, val_fraction, progress)
+        else:
+            with open(path, "rb") as file:
+                yield split_of(name, val_fraction), file, path.stat().st_size
+
+
+def _read_jsonl(name, path, val_fraction, progress):
+    with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
+        number = position = 0
+        try:
+            while line := lines.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
+                if not line.strip():
+                    continue
+                raw = json.loads(line)["text"].encode("utf-8", errors="replace")
+                progress.add(file.tell() - position - len(raw))  # the text itself is counted when it is encoded
+                position = file.tell()
+                yield split_of(f"{name}:{number}", val_fraction), io.BytesIO(raw), len(raw)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UserError(f'line {number} of {path} is no JSON object with a string "text": correct it') from error
+
+
+def _read_by_position(path, val_fraction):
+    """One text as two documents, its first part for training and its last for validation."""
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        cut = int(size * (1 - val_fraction))
+        file.seek(cut)
+        after = file.read(3)
+        cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a UTF-8 character
+        file.seek(0)
+        yield "train", file, cut
+        yield "val", file, size - cut
+
+
+def _read_wikitext(archive):
+    """The archive's own splits, a document for each article."""
+    with zipfile.ZipFile(archive) as members:
+        for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
+            names = [name for name in members.namelist() if name.endswith(member)]
+            if len(names) != 1:
+                raise UserError(f"{archive} has {len(names)} files {member} instead of one: delete it, run this again")
+            with members.open(names[0]) as lines:
+                article, after_blank = bytearray(), True
+                for line in lines:
+                    heading = line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")
+                    if heading and after_blank and article.strip():
+                        yield split, io.BytesIO(article), len(article)
+                        article = bytearray()
+                    article += line
+                    after_blank = not line.strip()
+                yield split, io.BytesIO(article), len(article)
+
+
+# ---- Documents to shards --------------------------------------------------------------------------------------------
+
+PIECE = 1 << 18  # bytes read at once; pieces stay under 10^6, where tiktoken fails on a long run of blanks
+BATCH = 1 << 20  # bytes given to a thread at once
+# GPT-2 never joins a blank to a visible character before it. Surely visible: ASCII, and UTF-8 other than the blanks
+# U+0085, U+00A0, U+1680, U+2000 to U+205F, U+3000.
+SAFE_CUT = re.compile(rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])")
+
+
+def pieces_of(stream, size):
+    """Cuts `size` bytes of a binary stream so that the GPT-2 tokens of the pieces, joined, are those of the whole."""
+    rest = b""
+    while block := stream.read(min(size, PIECE)):
+        size -= len(block)
+        rest += block
+        safe = SAFE_CUT.match(rest)
+        cut = safe.end() if safe else 0
+        if not safe and len(rest) >= 3 * PIECE:  # no place in sight: between any two characters, to bound the memory
+            cut = max((i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80), default=len(rest))
+        if cut:
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _batches(documents):
+    """Lists of (split, whether a document starts, bytes), each of about BATCH bytes."""
+    batch, size = [], 0
+    for split, stream, length in documents:
+        for number, piece in enumerate(pieces_of(stream, length)):
+            batch.append((split, number == 0, piece))
+            size += len(piece)
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    yield batch
+
+
+def _encode(tokenizer, batch):
+    """Returns {split: (1-D uint16 tokens, bytes of text, documents begun)}."""
+    end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
+    parts = {"train": [end_of_text[:0]], "val": [end_of_text[:0]]}
+    counts = {"train": [0, 0], "val": [0, 0]}
+    for split, starts, piece in batch:
+        parts[split] += [end_of_text] * starts + [tokenizer.encode_raw(piece)]
+        counts[split][0] += len(piece)
+        counts[split][1] += starts
+    return {split: (np.concatenate(parts[split], dtype=np.uint16), *counts[split]) for split in parts}
+
+
+def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
+    """Encodes on all cores, writes in order, renames at the end. Returns "splits" and "files" of meta.json."""
+    splits = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in ("train", "val")}
+
+    def write(encoded):
+        for split, (tokens, size, documents) in encoded.items():
+            writers[split].add(tokens)
+            splits[split]["tokens"] += tokens.size
+            splits[split]["bytes"] += size
+            splits[split]["documents"] += documents
+            progress.add(size)
+
+    threads, waiting = min(os.cpu_count() or 1, 16), deque()  # tiktoken and numpy do their work outside Python's lock
+    with ThreadPoolExecutor(threads) as pool:
+        writers = {split: ShardWriter(folder, split, shard_tokens, pool) for split in splits}
+        for batch in _batches(documents):
+            waiting.append(pool.submit(_encode, tokenizer, batch))
+            if len(waiting) > 2 * threads:
+                write(waiting.popleft().result())
+        while waiting:
+            write(waiting.popleft().result())
+        for split, writer in writers.items():
+            if not splits[split]["tokens"]:
+                raise UserError(f"no text fell into the {split} split: give more of it, or another --val_fraction")
+            writer.finish()
+    progress.add(0, finished=True)
+    shards = {name: shard for writer in writers.values() for name, shard in writer.shards.items()}
+    files = {name: {"tokens": tokens, "sha256": sealed.result()} for name, (tokens, sealed) in shards.items()}
+    for name in files:
+        os.replace(folder / f".tmp-{name}", folder / name)
+    return splits, files
+
+
+def _fetch_fineweb(folder, shards, say):
+    """Downloads FineWeb's shards as they are. Returns "splits" and "files" of meta.json for all shards found here."""
+    say(f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}")
+    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{number:06d}.bin" for number in range(1, shards + 1)]
+    digests = {name: download(_address(FINEWEB) + name, folder / name, say=say) for name in names}
+    splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
+    files = {}
+    for split, counts in splits.items():
+        for path in _shards(folder, split):
+            files[path.name] = {"tokens": read_shard(path).size, "sha256": digests.get(path.name) or _sha256(path)}
+            counts["tokens"] += files[path.name]["tokens"]
+    return splits, files
+
+
+# ---- The whole job --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _locked(folder, say):
+    """One process at a time works in a folder; the others wait."""
+    with open(folder / ".lock", "w") as file:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            yield
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another process that prepares {folder}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_done(folder, made_with, shards):
+    """Whether the folder is complete. Raises UserError when it holds something else than this command makes."""
+    if (folder / UNFINISHED).exists():
+        return False
+    if not (folder / "meta.json").exists():
+        if made_with["source"] != "fineweb10B" and (_shards(folder, "train") or _shards(folder, "val")):
+            raise UserError(f"{folder} has shards of another origin, without a meta.json: choose another --out")
+        return False
+    meta = load_meta(folder)
+    if meta.get("made_with") != made_with:
+        old = meta["made_with"] if isinstance(meta.get("made_with"), dict) else {}
+        other = ", ".join(key for key in made_with if old.get(key) != made_with[key])
+        raise UserError(f"{folder} was made from something else ({other} differs): choose another --out or delete it")
+    sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
+    whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
+    return whole and sum("train" in name for name in meta["files"]) >= shards
+
+
+def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_tokens=10**8, shards=None, say=print):
+    """Makes a folder of token shards and returns its Path. One that is complete already is left as it is.
+
+    source: a key of SOURCES. paths: files, folders and globs, for "files". tokenizer: "gpt2" or "bytes" (None: the
+    source's own). out: the folder (None: beside this file). val_fraction: of documents, or of a single text's bytes.
+    shard_tokens: the most that one shard holds. shards: how many training shards of fineweb10B (None: all). say: gets
+    each line of output. Raises UserError. Several processes may run it at once: one works, the others wait.
+    """
+    if source not in SOURCES:
+        closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
+        raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
+    tokenizer = tokenizer or SOURCES[source]
+    if tokenizer not in TOKENIZERS:
+        raise UserError(f"unknown tokenizer {tokenizer!r}: it must be gpt2 or bytes")
+    if source == "fineweb10B" and tokenizer != "gpt2":
+        raise UserError("fineweb10B comes tokenized with gpt2 and cannot be had in bytes: leave out --tokenizer")
+    if source == "files" and not paths:
+        raise UserError("files needs at least one PATH: give text, .jsonl or .jsonl.gz files, folders or globs")
+    if source != "files" and paths:
+        raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
+    if not 0 < val_fraction < 1:
+        raise UserError(f"--val_fraction is {val_fraction} and must lie between 0 and 1: 0.1 is usual")
+    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
+        raise UserError(f"--shard_tokens is {shard_tokens} and must be 1 to {MAX_SHARD_TOKENS}: 100000000 is usual")
+    if shards is not None and (source != "fineweb10B" or not 1 <= shards <= FINEWEB_SHARDS):
+        raise UserError(f"--shards is {shards} for {source}: it is for fineweb10B, and must be 1 to {FINEWEB_SHARDS}")
+    folder = Path(out) if out else HERE / (source if tokenizer == SOURCES[source] else f"{source}_{tokenizer}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file where a folder was expected: choose another --out")
+
+    origin, files, made_with = source, [], {"source": source, "tokenizer": tokenizer}
+    if source == "fineweb10B":
+        origin, shards = _address(FINEWEB), shards or FINEWEB_SHARDS
+    else:
+        made_with |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
+    if source in DOWNLOADS:
+        url, sha256, size = DOWNLOADS[source]
+        origin = _address(url)
+    if source == "python":  # whichever version made it: an update of Python must not ask for the data to be deleted
+        origin, files = f"standard library of Python {platform.python_version()}", _python_files()
+    if source == "files":
+        origin, files = f"files {' '.join(map(os.fspath, paths))}", _given_files(paths, folder)
+        facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files]
+        made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    if _is_done(folder, made_with, shards or 0):  # asked before locking too: a complete folder may be read-only
+        say(f"already there: {folder}")
+        return folder
+    encoder = GPT2Tokenizer if source == "fineweb10B" else get_tokenizer(tokenizer)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, say):
+        if _is_done(folder, made_with, shards or 0):
+            say(f"already there: {folder}")
+            return folder
+        (folder / UNFINISHED).touch()
+        (folder / "meta.json").unlink(missing_ok=True)
+        if source == "fineweb10B":
+            splits, files = _fetch_fineweb(folder, shards, say)
+        else:
+            for pattern in (".tmp-train_*.bin", ".tmp-val_*.bin", "train_*.bin", "val_*.bin"):  # of a run that stopped
+                for path in list(folder.glob(pattern)):
+                    path.unlink()
+            if source in DOWNLOADS:
+                files = [(source, folder / url.rpartition("/")[2])]
+                download(origin, files[0][1], sha256, size, say)
+            packed = source.startswith("wikitext")
+            progress = Progress(f"preparing {source}", None if packed else sum(p.stat().st_size for _, p in files), say)
+            if packed:
+                documents = _read_wikitext(files[0][1])
+            elif len(files) == 1 and not files[0][1].name.endswith((".jsonl", ".jsonl.gz")):
+                documents = _read_by_position(files[0][1], val_fraction)
+            else:
+                documents = _read_files(files, val_fraction, progress)
+            splits, files = _write_documents(documents, encoder, folder, shard_tokens, progress)
+        meta = {"tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "splits": splits}
+        meta |= {"source": origin, "files": files, "made_with": made_with}
+        _write_file(folder / "meta.json", json.dumps(meta, indent=1).encode())
+        (folder / UNFINISHED).unlink()
+    train, val = splits["train"]["tokens"], splits["val"]["tokens"]
+    say(f"{folder}: {train:,} tokens for training, {val:,} for validation ({tokenizer}) in {len(files)} shards")
+    return folder
+
+
+def main(argv=None):
+    """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("source", help=", ".join(SOURCES))
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="for files: text, .jsonl, .jsonl.gz, folders, globs")
+    parser.add_argument("--tokenizer", help="gpt2 or bytes; the default depends on the source")
+    parser.add_argument("--out", metavar="DIR", help="the folder to make; default: data/<source>")
+    parser.add_argument("--val_fraction", type=float, default=0.1, help="share for validation (default: 0.1)")
+    parser.add_argument("--shard_tokens", type=int, default=10**8, help="most tokens in a shard (default: 100000000)")
+    parser.add_argument("--shards", type=int, help="fineweb10B: training shards to get, 200 MB each (default: 103)")
+
+    def refuse(message):
+        raise UserError(f"{message}: see `python data/prepare.py --help`")
+
+    parser.error = refuse
+    try:
+        options, unknown = parser.parse_known_intermixed_args(argv)
+        if unknown:
+            flags = [f"--{name}" for name in vars(options) if name not in ("source", "paths")]
+            closest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1, 0)[0]
+            raise UserError(f"unknown flag {unknown[0]}: did you mean {closest}?")
+        prepare(**vars(options))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, a folder without permission: the sentence is enough
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped: run the same command again to go on", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
