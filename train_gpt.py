@@ -46,8 +46,8 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autot
 # 1. Config: every knob, declared once. Flags, help, checks, log and checkpoint follow from here.
 
 PRESETS = {
-    "laptop": dict(n_layer=4, n_head=2, n_embd=256, seq_len=256, batch_tokens=8192, max_steps=120,
-                   eval_every=60, eval_tokens=65536),
+    "laptop": dict(n_layer=4, n_head=1, n_embd=128, seq_len=256, batch_tokens=4096, max_steps=500, muon_lr=0.04,
+                   adam_lr=0.012, eval_every=100, eval_tokens=131072),
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
