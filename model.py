@@ -454,9 +454,9 @@ class Optimizer(torch.optim.Optimizer):
             out.copy_(grad.lerp(buffer, beta))
         updates = newton_schulz(updates.view(-1, rows // group["split"], cols)).view(share, rows, cols)
         if self.world > 1:
-            gathered = updates.new_empty((share * self.world, rows, cols))
-            dist.all_gather_into_tensor(gathered, updates.contiguous())
-            updates = gathered
+            gathered = updates.new_empty((self.world, share, rows, cols))
+            dist.all_gather(list(gathered.unbind()), updates.contiguous())
+            updates = gathered.flatten(0, 1)
         scale = max(1.0, rows / group["split"] / cols) ** 0.5
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

@@ -801,7 +801,7 @@ def test_micro_batch_is_predicted_verified_and_halved():
     (["--resume"], "holds no valid checkpoint; leave it out"),
     (["--resume", "gone.pt"], "no checkpoint gone.pt"),
     (["--vocab_size", "200"], "less than the 257 of"),
-    (["--seq_len", "8192", "--batch_tokens", "8192", "--micro_batch", "1"], "has 4333 tokens, too few .* --seq_len below 4333"),
+    (["--seq_len=8192", "--batch_tokens=8192", "--micro_batch=1"], "has 4333 tokens, too few .* --seq_len below 4333"),
     (["--data", "/nowhere"], "/nowhere.*python data/prepare.py"),
 ])  # fmt: skip
 def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
