@@ -3,6 +3,8 @@
 Read from top to bottom: GPTConfig, attention, modules, loss, KV cache and generation, roles, optimizer.
 """
 
+import contextlib
+import functools
 import hashlib
 import math
 import re
@@ -13,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. GPTConfig
@@ -49,25 +53,81 @@ class GPTConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. Attention: one function, one meaning: causal, with an optional sliding window
+# 2. Attention: one function, one meaning on every backend: causal, with an optional window and document boundaries
+
+SDPA_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "fa4": SDPBackend.FLASH_ATTENTION,
+}
 
 
-def attention_mask(n_query: int, n_key: int, window: int, device: torch.device) -> Tensor | None:
-    """Which keys each query sees, bool (n_query, n_key); None where plain causal attention says the same.
+class Varlen(NamedTuple):
+    """What varlen_attn needs in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
 
-    The queries are the last n_query of the n_key positions.
+    starts: Tensor
+    longest: int
+    window: tuple[int, int]
+
+
+def attention_mask(backend: str, idx: Tensor, n_key: int, window: int, eot: int | None):
+    """Which keys each query sees, in the form that `backend` takes; None where plain causal attention says the same.
+
+    idx: integer (B, T), the last T of n_key positions. window: keys seen, the query's own included; 0 = all.
+    eot: the token that starts a document, which sees no other; None = documents do not matter.
+    For SDPA a bool mask (T, n_key) or (B, 1, T, n_key), for flex a BlockMask, for varlen a Varlen.
     """
-    if n_query == n_key and (window == 0 or window >= n_key):
+    batch, length = idx.shape
+    window = 0 if window >= n_key else window
+    docs = None if eot is None else (idx == eot).cumsum(1)
+    if backend == "varlen":
+        starts = torch.arange(0, batch * length + 1, length, device=idx.device)
+        if docs is not None:
+            starts = torch.cat((starts, (idx.flatten() == eot).nonzero()[:, 0])).unique()
+            room = batch * (length // 16 + 1) + 1  # one static shape: the rest are empty sequences at the end
+            if len(starts) > room:
+                raise ValueError(f"{len(starts)} documents in a micro-batch exceed the {room} that varlen has room for")
+            starts = F.pad(starts, (0, room - len(starts)), value=batch * length)
+        return Varlen(starts.int(), length, (window - 1 if window else -1, 0))
+    if backend == "flex":
+        from torch.nn.attention.flex_attention import create_block_mask  # two seconds that nobody else should pay
+
+        def seen(b, h, q, k):
+            inside = (k <= q) & (k > q - window) if window else k <= q
+            return inside if docs is None else inside & (docs[b, q] == docs[b, k])
+
+        return create_block_mask(seen, None if docs is None else batch, None, length, n_key, device=idx.device)
+    if docs is None and not window and length == n_key:
         return None
-    query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
-    key = torch.arange(n_key, device=device)
-    mask = key <= query
-    return mask & (key > query - window) if window else mask
+    query = torch.arange(n_key - length, n_key, device=idx.device)[:, None]
+    key = torch.arange(n_key, device=idx.device)
+    mask = (key <= query) & (key > query - window) if window else key <= query
+    return mask if docs is None else mask & (docs[:, None, :, None] == docs[:, None, None, :])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D) under `mask` (T, S), or causal where it is None."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
+    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made."""
+    if backend == "flex":
+        return flex_kernel(q.is_cuda and not torch.compiler.is_compiling())(q, k, v, block_mask=mask)
+    if backend == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+        out = varlen_attn(*flat, mask.starts, mask.starts, mask.longest, mask.longest, window_size=mask.window)
+        return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
+    with sdpa_kernel(SDPA_KERNELS[backend]) if backend in SDPA_KERNELS else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+@functools.cache
+def flex_kernel(compiled: bool):
+    """FlexAttention (Dong et al. 2024); uncompiled it makes the whole matrix of scores."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,11 +137,44 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 class Linear(nn.Linear):
     """Matrix product without bias in the activations' dtype: the weight stays fp32 and is cast at each use."""
 
+    fp8 = False
+
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        w = self.weight.to(x.dtype)
+        return Fp8Product.apply(x, w) if self.fp8 else F.linear(x, w)
+
+
+def fp8_product(a: Tensor, b: Tensor, a_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """a (M, K) @ b (N, K).T in float8 with fp32 sums, each operand scaled as a whole to its range; in a's dtype."""
+
+    def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+        return (x / scale).to(dtype), scale
+
+    (a8, a_scale), (b8, b_scale) = scaled(a, a_dtype), scaled(b, torch.float8_e4m3fn)
+    return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=a.dtype)
+
+
+class Fp8Product(torch.autograd.Function):
+    """x (..., K) @ w (N, K).T in float8 forward (e4m3) and for the gradient by x (e5m2); that by w stays in x's dtype.
+
+    Dynamic scales for whole tensors, as in Micikevicius et al. 2022. M, K and N must be multiples of 16.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return fp8_product(x.flatten(0, -2), w).view(*x.shape[:-1], w.size(0))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        dx = fp8_product(flat, w.t().contiguous(), torch.float8_e5m2)
+        return dx.view_as(x), flat.T @ x.flatten(0, -2)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -100,18 +193,18 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.n_head, self.head_dim = cfg.n_head, cfg.head_dim
+        self.n_head, self.head_dim, self.backend = cfg.n_head, cfg.head_dim, "sdpa"
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: "LayerCache | None") -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, past: "LayerCache | None") -> Tensor:
         batch, length, n_embd = x.shape
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
         q, k = rotate(norm(qk), cos, sin).split(self.n_head, 2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = past.append(k, v)
-        y = attention(q, k, v, mask)
+        y = attention(q, k, v, mask, self.backend if past is None else "sdpa")
         return self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
 
 
@@ -132,25 +225,58 @@ class Block(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
+        self.checkpointing = "none"
         self.attn = Attention(cfg)
         self.mlp = MLP(cfg)
+        self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past=None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, past: "LayerCache | None" = None) -> Tensor:
+        return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
+
+    def checkpointed(self, *inputs) -> Tensor:
+        """The layer; "full" recomputes all of it in the backward pass, "selective" all but products and attention."""
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self.layer(*inputs)
+        options = {}
+        if self.checkpointing == "selective":
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        return checkpoint(self.layer, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+    def layer(self, x: Tensor, cos: Tensor, sin: Tensor, mask, past: "LayerCache | None") -> Tensor:
         x = x + self.attn(norm(x), cos, sin, mask, past)
         return x + self.mlp(norm(x))
 
 
-class GPT(nn.Module):
-    """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`."""
+def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """The policy of selective checkpointing: what costs much to compute again is kept."""
+    name = str(op)
+    costly = any(part in name for part in ("mm.default", "scaled_dot_product", "flash_attention", "flex_attention"))
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0):
+
+class GPT(nn.Module):
+    """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
+
+    None of the other options changes what is computed: `attn` is the attention backend, `checkpointing` none, selective
+    or full, `loss_chunk` the tokens whose logits exist at once (0 = all); `fp8` (head and MLP) changes the rounding.
+    With `doc_eot`, tokens do not attend across the documents that this token starts.
+    """
+
+    def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
+                 attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
+                 fp8: bool = False):  # fmt: skip
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
+        self.attn, self.doc_eot = attn, doc_eot
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.loss_grad = cross_entropy_grad
+        self.head.fp8 = fp8
+        for block in self.blocks:
+            block.checkpointing, block.attn.backend = checkpointing, attn
+            block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
         self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
         self.reset_buffers()
@@ -167,7 +293,7 @@ class GPT(nn.Module):
     def compile_parts(self, mode: str) -> None:
         """Compile each block and the loss in place: blocks share one compilation, and names of parameters stay."""
         for block in self.blocks:
-            block.compile(mode=mode, dynamic=False, fullgraph=True)
+            block.compiled = torch.compile(block.checkpointed, mode=mode, dynamic=False, fullgraph=True)
         self.loss_grad = torch.compile(cross_entropy_grad, mode=mode, dynamic=False, fullgraph=True)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
@@ -182,7 +308,8 @@ class GPT(nn.Module):
         if end > self.cfg.seq_len:
             raise ValueError(f"{end} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
         cos, sin = (table[past:end].to(self.compute_dtype) for table in (self.cos, self.sin))
-        masks = {window: attention_mask(end - past, end, window, idx.device) for window in set(self.windows)}
+        backend, eot = (self.attn, self.doc_eot) if cache is None else ("sdpa", None)
+        masks = {window: attention_mask(backend, idx, end, window, eot) for window in set(self.windows)}
         x = norm(self.wte(idx).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, masks[self.windows[i]], cache and cache.layers[i])
@@ -197,7 +324,8 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
         if self.loss_chunk:
-            return ChunkedLoss.apply(x, self.head.weight, targets, self.cfg.softcap, self.loss_chunk, self.loss_grad)
+            options = (self.cfg.softcap, self.loss_chunk, self.loss_grad, self.head.fp8)
+            return ChunkedLoss.apply(x, self.head.weight, targets, *options)
         logits = softcapped(self.head(x).float(), self.cfg.softcap)
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
@@ -232,16 +360,16 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, softcap, chunk, loss_grad):
+    def forward(ctx, x, weight, targets, softcap, chunk, loss_grad, fp8=False):
         w = weight.to(x.dtype)
         need_grad = any(ctx.needs_input_grad[:2])
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)) if need_grad else (None, None)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
-            logits = x[rows] @ w.T
+            logits = fp8_product(x[rows], w) if fp8 else x[rows] @ w.T
             if need_grad:
                 loss, dlogits = loss_grad(logits, targets[rows], softcap)
-                dx[rows] = dlogits @ w
+                dx[rows] = fp8_product(dlogits, w.t().contiguous(), torch.float8_e5m2) if fp8 else dlogits @ w
                 dw += dlogits.T @ x[rows]
             else:
                 logits = softcapped(logits.float(), softcap)
@@ -255,7 +383,7 @@ class ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None, None
+        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,23 +531,37 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a parameter or gradient of FSDP; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def shard_heights(rows: int, world: int) -> list[int]:
+    """Rows of a matrix that each rank holds under FSDP, which cuts as Tensor.chunk does; the last may hold none."""
+    most = -(-rows // world)
+    return [max(0, min(most, rows - rank * most)) for rank in range(world)]
+
+
 class Optimizer(torch.optim.Optimizer):
     """Muon for the matrices inside the blocks, Adam (decoupled decay) for the other roles; for 1..N ranks.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): Nesterov momentum, then each matrix's update
     is replaced by its orthogonal factor. All matrices of a shape are stacked and orthogonalised in one batched call,
     in `ns_dtype`; the ranks share the stack out between them, evenly or not, and exchange the results.
-    Every rank must hold the same parameters and gradients (as under DDP); they then stay bit-identical.
+    Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
+    a matrix meet on its owner, so that never a shard is orthogonalised, and its update goes back in shards.
+    `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
     """
 
-    def __init__(self, groups: list[dict], ns_dtype: torch.dtype = torch.float32, eps: float = 1e-10):
+    def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
         super().__init__(groups, dict(lr=0.0))
-        self.ns_dtype, self.eps = ns_dtype, eps
+        self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for group in self.param_groups:
             slots = ("momentum",) if group["kind"] == "muon" else ("exp_avg", "exp_avg_sq")
             for p in group["params"]:
-                self.state[p] = {slot: torch.zeros_like(p) for slot in slots}
+                place = dict(device="cpu", pin_memory=p.is_cuda) if offload else dict(device=p.device)
+                self.state[p] = {slot: torch.zeros(local(p).shape, dtype=p.dtype, **place) for slot in slots}
                 if group["kind"] == "adam":
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
@@ -427,37 +569,72 @@ class Optimizer(torch.optim.Optimizer):
     def step(self) -> None:
         """Update every parameter from its gradient, with the groups' present `lr`. Every gradient must be there."""
         for group in self.param_groups:
-            update = self.muon_update if group["kind"] == "muon" else self.adam_update
+            update, slots = self.adam_update, ("exp_avg", "exp_avg_sq")
+            if group["kind"] == "muon":
+                update, slots = self.muon_update, ("momentum",)
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 by_shape.setdefault(p.shape, []).append(p)
             for params in by_shape.values():
-                update(group, params)
+                kept = [[self.state[p][slot] for p in params] for slot in slots]
+                used = (
+                    [[t.to(params[0].device, non_blocking=True) for t in ts] for ts in kept] if self.offload else kept
+                )
+                update(group, params, *used)
+                if self.offload:
+                    for host, device in zip(sum(kept, []), sum(used, [])):
+                        host.copy_(device, non_blocking=True)
+        if self.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the host's copies are read by checkpoints
 
-    def adam_update(self, group: dict, params: list[Tensor]) -> None:
-        states = [self.state[p] for p in params]
-        slots = ([s[slot] for s in states] for slot in ("exp_avg", "exp_avg_sq"))
+    def adam_update(self, group: dict, params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> None:
+        steps = [self.state[p]["step"] for p in params]
         adamw(
-            params, [p.grad for p in params], *slots, [], [s["step"] for s in states], fused=True, amsgrad=False,
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=self.eps, maximize=False,
+            [local(p) for p in params], [local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], steps, fused=True,
+            amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
         )  # fmt: skip
 
-    def muon_update(self, group: dict, params: list[Tensor]) -> None:
-        grads, buffers, beta = [p.grad for p in params], [self.state[p]["momentum"] for p in params], group["betas"][0]
-        torch._foreach_lerp_(buffers, grads, 1 - beta)
-        count, (rows, cols) = len(params), params[0].shape
+    def muon_update(self, group: dict, params: list[Tensor], momenta: list[Tensor]) -> None:
+        weights, grads, beta = [local(p) for p in params], [local(p.grad) for p in params], group["betas"][0]
+        count, (rows, cols), sharded = len(params), params[0].shape, hasattr(params[0], "to_local")
+        torch._foreach_lerp_(momenta, grads, 1 - beta)
         share = -(-count // self.world)
         mine = slice(min(count, self.rank * share), min(count, (self.rank + 1) * share))
-        updates = params[0].new_zeros((share, rows, cols), dtype=self.ns_dtype)
-        for out, grad, buffer in zip(updates, grads[mine], buffers[mine]):
-            out.copy_(grad.lerp(buffer, beta))
-        updates = newton_schulz(updates.view(-1, rows // group["split"], cols)).view(share, rows, cols)
-        if self.world > 1:
-            gathered = updates.new_empty((self.world, share, rows, cols))
-            dist.all_gather(list(gathered.unbind()), updates.contiguous())
-            updates = gathered.flatten(0, 1)
+        parts = slice(None) if sharded else mine
+        updates = torch._foreach_lerp(grads[parts], momenta[parts], beta) if grads[parts] else []
+        updates = torch.stack(updates) if updates else weights[0].new_zeros((0, *weights[0].shape))
+        updates = updates.to(self.ns_dtype)
+        if sharded:
+            updates = self.exchange(updates, count, rows, to_owners=True)
+        if len(updates):
+            updates = newton_schulz(updates.view(-1, rows // group["split"], cols)).reshape(-1, rows, cols)
+        if sharded:
+            updates = self.exchange(updates, count, rows, to_owners=False)
+        elif self.world > 1:
+            gathered = updates.new_zeros((self.world, share, rows, cols))
+            dist.all_gather(list(gathered.unbind()), F.pad(updates, (0, 0, 0, 0, 0, share - len(updates))))
+            updates = gathered.flatten(0, 1)[:count]
         scale = max(1.0, rows / group["split"] / cols) ** 0.5
         if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, list(updates[:count].to(params[0].dtype).unbind()), alpha=-group["lr"] * scale)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates.to(weights[0].dtype).unbind()), alpha=-group["lr"] * scale)
+
+    def exchange(self, parts: Tensor, count: int, rows: int, to_owners: bool) -> Tensor:
+        """Turn every matrix's shard on this rank (count, my rows, cols) into its whole matrices (n, rows, cols).
+
+        Not to_owners: the way back. One all-to-all; matrix i belongs to rank i // ceil(count / world).
+        """
+        heights, cols = shard_heights(rows, self.world), parts.size(2)
+        owned = shard_heights(count, self.world)
+        shards = [n * heights[self.rank] * cols for n in owned]  # numbers that pass between this rank and each owner
+        wholes = [owned[self.rank] * height * cols for height in heights]
+        if to_owners:
+            received = parts.new_empty(sum(wholes))
+            dist.all_to_all_single(received, parts.flatten(), wholes, shards)
+            pieces = [t.view(owned[self.rank], h, cols) for t, h in zip(received.split(wholes), heights)]
+            return torch.cat(pieces, dim=1)
+        received = parts.new_empty(sum(shards))
+        sent = torch.cat([piece.flatten() for piece in parts.split(heights, dim=1)])
+        dist.all_to_all_single(received, sent, shards, wholes)
+        return received.view(count, heights[self.rank], cols)

@@ -310,7 +310,8 @@ def reference_attention(q, k, v, window):
 @pytest.mark.parametrize("window", [0, 1, 5, 64])
 def test_attention_against_its_definition(window):
     q, k, v = torch.randn(3, 2, 3, 24, 16, generator=torch.Generator().manual_seed(0)).unbind()
-    out = attention(q, k, v, attention_mask(24, 24, window, q.device))
+    idx = torch.zeros((2, 24), dtype=torch.int64)
+    out = attention(q, k, v, attention_mask("sdpa", idx, 24, window, None))
     torch.testing.assert_close(out.double(), reference_attention(q, k, v, window), rtol=1e-5, atol=1e-5)
 
 
