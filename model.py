@@ -285,8 +285,9 @@ class GPT(nn.Module):
     def reset_buffers(self) -> None:
         """(Re)compute the rotary tables, which no checkpoint holds."""
         half, theta = self.cfg.head_dim // 2, self.cfg.rope_theta
-        frequency = theta ** -(torch.arange(half, dtype=torch.float64) / half)
-        angle = torch.outer(torch.arange(self.cfg.seq_len, dtype=torch.float64), frequency)[:, None]
+        frequency = theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+        position = torch.arange(self.cfg.seq_len, dtype=torch.float64, device="cpu")  # not every device has float64
+        angle = torch.outer(position, frequency)[:, None]
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
@@ -383,7 +384,7 @@ class ChunkedLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None, None, None
+        return (dx.float() * grad).to(dx.dtype), (dw.float() * grad).to(dw.dtype), None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
     args = parser.parse_args(argv)
+    sys.stdout.reconfigure(errors="replace")  # the text may hold what a terminal cannot show
     try:
         for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0).items():
             if not getattr(args, name) >= least:

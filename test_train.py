@@ -142,6 +142,8 @@ RANK_CASES = {
     "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
     "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
     "ddp_half": dict(max_steps=20, save_every=10, keep=0),
+    "ddp_resumed": dict(resume="ddp_half/ckpt_10.pt", init_from=""),
+    "ddp_watched": dict(eval_every=3, sample_every=7, save_every=4, prefetch=0),
 }
 
 
@@ -162,6 +164,7 @@ def worker(folder: Path) -> None:
             step(self)
 
         Optimizer.step = step_and_note
+        case = {k: str(folder / v) if k == "resume" else v for k, v in case.items()}
         train(config(**common | case | dict(out_dir=str(folder / name))))
         Optimizer.step = step
         torch.save(grads, folder / f"{name}.grads{dist.get_rank()}.pt")
@@ -230,6 +233,14 @@ def test_resume_at_another_world_size(two_ranks, data, noisy, tmp_path, plain):
         np.testing.assert_allclose(rows(tmp_path / "run", key), rows(plain, key)[10:], rtol=1e-5)
 
 
+def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
+    for case, start in (("ddp_resumed", 10), ("ddp_watched", 0)):
+        for key in ("train_loss", "grad_norm"):
+            assert rows(two_ranks / case, key) == rows(two_ranks / "ddp_half", key)[start:]
+        ours, theirs = final(two_ranks / case)["model"], final(two_ranks / "ddp_half")["model"]
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_threads_are_shared_out_under_torchrun(two_ranks):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert f"({max(1, cores // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
@@ -266,12 +277,10 @@ def test_batch_does_not_depend_on_ranks(data):
     cpu = torch.device("cpu")
     whole = train_gpt.train_batch(split, cfg, train_gpt.Launch(cpu), 77)
     parts = [train_gpt.train_batch(split, cfg, train_gpt.Launch(cpu, rank, 4), 77) for rank in range(4)]
-    for i in (0, 1):
-        assert torch.equal(whole[i], torch.cat([part[i] for part in parts]))
+    assert torch.equal(whole, torch.cat(parts))
     everything = np.concatenate([np.fromfile(p, dtype="<u2", offset=1024) for p in sorted(data.glob("*train*"))])
     starts = window_starts(77 * 16 + np.arange(16), len(everything), 32, cfg.seed)
-    assert torch.equal(whole[0], torch.from_numpy(np.stack([everything[s : s + 32] for s in starts]).astype(np.int64)))
-    assert torch.equal(whole[0][:, 1:], whole[1][:, :-1])
+    assert torch.equal(whole, torch.from_numpy(np.stack([everything[s : s + 33] for s in starts]).astype(np.int64)))
 
 
 def test_window_over_the_end_of_a_shard(data):
@@ -418,6 +427,18 @@ def test_cached_logits_equal_uncached():
         torch.testing.assert_close(got[:, 0], whole[:, end - 1], rtol=1e-4, atol=1e-5)
 
 
+def test_bf16_gradients_have_the_right_scale():
+    gpt = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for divisor in (1, 491520):  # 1 / 491520 is off by 0.3 % in bf16
+        gpt.zero_grad()
+        (gpt(idx, idx) / divisor).backward()
+        gradients.append({name: p.grad * divisor for name, p in gpt.named_parameters()})
+    for name, grad in gradients[0].items():
+        assert (gradients[1][name] * grad).sum() / grad.square().sum() == pytest.approx(1, abs=1.5e-3), name
+
+
 def test_top_k_and_top_p_draw_from_the_likeliest():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     g = torch.Generator().manual_seed(0)
@@ -487,13 +508,13 @@ def test_muon_against_torch():
     targets = [torch.randn(s, generator=generator) for s in shapes]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     group = dict(params=ours, names=list("abcd"), kind="muon", lr=0.05, betas=(0.9, 0.0), weight_decay=0.3, split=1)
-    optimizer = Optimizer([group], ns_dtype=torch.bfloat16)
+    optimizer, oracle = Optimizer([group], ns_dtype=torch.bfloat16), torch.optim.Muon(theirs, 0.05, 0.3, 0.9)
     quadratic_steps(optimizer, ours, targets)
-    quadratic_steps(torch.optim.Muon(theirs, lr=0.05, momentum=0.9, weight_decay=0.3), theirs, targets)
+    quadratic_steps(oracle, theirs, targets)
     for a, b, p in zip(ours, theirs, start):
         assert ((a - b).norm() / (b - p).norm()) < 0.03
-    for a, b in zip(ours, theirs):
-        assert torch.allclose(optimizer.state[a]["momentum"], optimizer.state[a]["momentum"]) and a.shape == b.shape
+        momentum = oracle.state[b]["momentum_buffer"]
+        assert ((optimizer.state[a]["momentum"] - momentum).norm() / momentum.norm()) < 0.03
 
 
 def test_muon_orthogonalises_stacked_matrices_one_by_one():
@@ -546,7 +567,8 @@ def plain_loop(data, noisy, steps):
     optimizer = Optimizer(model_module.optimizer_groups(gpt, "muon", 0.02, 0.004, cfg.weight_decay))
     split, losses, norms, first = train_gpt.Split(data, "train", 257), [], [], None
     for step in range(steps):
-        x, y = train_gpt.train_batch(split, cfg, train_gpt.Launch(torch.device("cpu")), step)
+        windows = train_gpt.train_batch(split, cfg, train_gpt.Launch(torch.device("cpu")), step)
+        x, y = windows[:, :-1], windows[:, 1:]
         loss = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten())
         loss.backward()
         first = first or {name: p.grad.clone() for name, p in gpt.named_parameters()}
@@ -754,6 +776,37 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(data, tmp_path)
     assert all(torch.equal(ours["model"][name], theirs["model"][name]) for name in ours["model"])
 
 
+def test_checkpoints_of_other_branches_are_safe(data, tmp_path):
+    common = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), save_every=2, keep=0, max_steps=6)
+    train(config(**common))
+    (tmp_path / "run" / "ckpt_6 (copy).pt").touch()
+    first = str(tmp_path / "run" / "ckpt_2.pt")
+    with pytest.raises(UserError, match="ckpt_6.pt, later than .*ckpt_2.pt; give another --out_dir"):
+        train(config(**common | dict(resume=first)))
+    branch = common | dict(out_dir=str(tmp_path / "branch"), keep=1)
+    summary = train(config(**branch | dict(init_from=str(tmp_path) + "/./run/ckpt_2.pt", max_steps=3)))
+    assert rows(tmp_path / "branch", "step") == [1, 2, 3, 3] and summary["step"] == 3  # a fresh schedule
+    assert len(train_gpt.checkpoints(tmp_path / "branch")) == 1
+
+
+def test_a_restart_goes_on_from_what_was_saved(data, noisy, plain, tmp_path, monkeypatch):
+    common = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), init_from=str(noisy), max_steps=4, save_every=2)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(config(**common))  # died before it saved: starts from the same weights again
+    assert rows(tmp_path / "run", "train_loss")[0] == pytest.approx(rows(plain, "train_loss")[0], rel=1e-5)
+    train(config(**common))
+    assert "resumed from" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_summary_covers_what_was_before_a_resume(data, tmp_path):
+    common = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), eval_every=2, max_steps=6, save_every=3)
+    whole = train(config(**common))
+    again = train(config(**common | dict(resume="newest")))
+    for key in ("val_loss", "best_val_loss", "step", "tokens"):
+        assert whole[key] == again[key]
+    assert len(rows(tmp_path / "run", "val_loss")) == 3
+
+
 def test_wandb_offline(data, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -799,7 +852,8 @@ def test_micro_batch_is_predicted_verified_and_halved():
     (["--max_steps", "0"], "--max_steps is 0; expected a finite number of at least 1"),
     (["--bf16", "--dtype", "fp32"], "contradict each other"),
     (["--resume", "--init_from", "x.pt"], "contradict each other"),
-    (["--resume"], "holds no valid checkpoint; leave it out"),
+    (["--resume"], "--resume found no valid checkpoint in .*; leave it out"),
+    (["--wandb", "yes"], "invalid true or false value: 'yes'"),
     (["--resume", "gone.pt"], "no checkpoint gone.pt"),
     (["--vocab_size", "200"], "less than the 257 of"),
     (["--seq_len=8192", "--batch_tokens=8192", "--micro_batch=1"], "has 4333 tokens, too few .* --seq_len below 4333"),
@@ -1550,7 +1604,10 @@ def test_help_lists_every_flag_with_its_default():
     text = run_python("train_gpt.py", "--help").stdout
     for f in dataclasses.fields(train_gpt.Config):
         assert f"--{f.name} " in text
-    assert "[524288]" in text and "[muon]" in text
+        value = getattr(config(), f.name)
+        assert value == "" or re.search(rf"--{f.name} .*?\[{re.escape(str(value).lower())}\]", text, re.S | re.I), (
+            f.name
+        )
 
 
 def test_readme_names_real_commands_and_flags():
@@ -1578,6 +1635,7 @@ def test_importing_has_no_side_effects():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_run_matches_cpu_run(data, noisy, plain, tmp_path):
     flags = TINY | dict(data=str(data), init_from=str(noisy), out_dir=str(tmp_path / "run"), device="cuda")
     train(config(**flags))
@@ -1585,6 +1643,7 @@ def test_gpu_run_matches_cpu_run(data, noisy, plain, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_finds_a_micro_batch_and_trains_in_bf16(data, tmp_path):
     flags = TINY | dict(data=str(data), device="cuda", dtype="auto", micro_batch=0, compile="default", max_steps=60)
     summary = train(config(**flags | dict(out_dir=str(tmp_path / "run"))))

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -55,9 +56,9 @@ PRESETS = {
 }  # fmt: skip
 
 
-def knob(default, text, choices=None, bare=None):
-    """A field of Config: its default, its help, the values allowed, and what the flag means without a value."""
-    return field(default=default, metadata=dict(help=text, choices=choices, bare=bare))
+def knob(default, text, choices=None, bare=None, least=0):
+    """A field of Config: default, help, values allowed, what the flag means without a value, the least of a number."""
+    return field(default=default, metadata=dict(help=text, choices=choices, bare=bare, least=least))
 
 
 @dataclass
@@ -71,10 +72,10 @@ class Config:
     seed: int = knob(0, "decides initial weights and the order of the data")
     device: str = knob("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    n_layer: int = knob(12, "blocks")
-    n_head: int = knob(6, "attention heads; a head of 128 dimensions is fastest")
-    n_embd: int = knob(768, "width")
-    seq_len: int = knob(1024, "context length in tokens")
+    n_layer: int = knob(12, "blocks", least=1)
+    n_head: int = knob(6, "attention heads; a head of 128 dimensions is fastest", least=1)
+    n_embd: int = knob(768, "width", least=1)
+    seq_len: int = knob(1024, "context length in tokens", least=1)
     window: str = knob("L", "a letter a layer, repeated: L full context, S sliding window; SSSL:256 sets its size")
     vocab_size: int = knob(0, "rows of the head; 0 is the tokenizer's, rounded up to a multiple of 64")
     softcap: float = knob(15.0, "logits are squashed to within this; 0 is off")
@@ -83,11 +84,11 @@ class Config:
     optimizer: str = knob("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
     muon_lr: float = knob(0.02, "learning rate of Muon")
     adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006 beside Muon, 0.002 alone")
-    weight_decay: float = knob(0.05, "decoupled decay of the matrices inside the blocks, times the learning rate")
+    weight_decay: float = knob(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
-    batch_tokens: int = knob(524288, "tokens in one optimizer step, all devices together")
+    batch_tokens: int = knob(524288, "tokens in one optimizer step, all devices together", least=1)
     micro_batch: int = knob(0, "sequences a device takes at once; 0 is as many as fit")
-    max_steps: int = knob(5000, "optimizer steps; the schedules are fractions of it")
+    max_steps: int = knob(5000, "optimizer steps; the schedules are fractions of it", least=1)
     max_minutes: float = knob(0.0, "stop after so many minutes of wall time; 0 is never")
     target_val_loss: float = knob(0.0, "stop when the validation loss is this low; 0 is never")
     warmup_frac: float = knob(0.0, "first part of the run, in which the learning rate rises from 0")
@@ -103,7 +104,7 @@ class Config:
     save_every: int = knob(0, "steps between checkpoints; 0 is at the end only")
     keep: int = knob(2, "newest checkpoints kept; 0 is all")
     sample_every: int = knob(0, "steps between samples of text; 0 is at the end only")
-    log_every: int = knob(10, "steps between logged steps")
+    log_every: int = knob(10, "steps between logged steps", least=1)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", bare=True)
 
 
@@ -125,15 +126,10 @@ def config(**flags) -> Config:
         if cfg.dtype not in ("auto", "bf16"):
             raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")
         cfg.dtype = "bf16"
-    at_least = dict(
-        n_layer=1, n_head=1, n_embd=1, seq_len=1, batch_tokens=1, max_steps=1, log_every=1, vocab_size=0, softcap=0,
-        loss_chunk=0, muon_lr=0, adam_lr=0, weight_decay=0, grad_clip=0, micro_batch=0, max_minutes=0, warmup_frac=0,
-        target_val_loss=0, cooldown_frac=0, prefetch=0, eval_every=0, eval_tokens=0, save_every=0, keep=0,
-        sample_every=0,
-    )  # fmt: skip
-    for name, least in at_least.items():
-        if not least <= getattr(cfg, name) < math.inf:
-            raise UserError(f"--{name} is {getattr(cfg, name)}; expected a finite number of at least {least}")
+    for name, f in fields.items():
+        value, least = getattr(cfg, name), f.metadata["least"]
+        if isinstance(value, (int, float)) and not least <= value < math.inf:
+            raise UserError(f"--{name} is {value}; expected a finite number of at least {least}")
     if cfg.warmup_frac + cfg.cooldown_frac > 1:
         raise UserError(
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to more than 1; lower one"
@@ -170,15 +166,19 @@ def parse_flags(argv: list[str]) -> Config:
             raise UserError(f"{message}; --help lists the flags")
 
     def boolean(text: str) -> bool:
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if text.lower() not in ("true", "1", "false", "0"):
+            raise ValueError
+        return text.lower() in ("true", "1")
 
     boolean.__name__ = "true or false"
 
-    parser = Parser(prog="train_gpt.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+    parser = Parser(prog="train_gpt.py", allow_abbrev=False,
+                    description=__doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop.",
                     argument_default=argparse.SUPPRESS)  # fmt: skip
     for f in dataclasses.fields(Config):
         kind, meta = type(f.default), f.metadata
-        default = "" if f.default == "" else f" [{str(f.default).lower() if kind is bool else f.default}]"
+        default = PRESETS["laptop"].get(f.name, f.default)
+        default = "" if default == "" else f" [{str(default).lower() if kind is bool else default}]"
         metavar = None if meta["choices"] else {bool: "true|false", str: "TEXT"}.get(kind, kind.__name__.upper())
         bare = {"nargs": "?", "const": meta["bare"]} if meta["bare"] else {}
         parser.add_argument(f"--{f.name}", type=boolean if kind is bool else kind, choices=meta["choices"],
@@ -360,15 +360,13 @@ def window_starts(rows: np.ndarray, n_tokens: int, seq_len: int, seed: int) -> n
     return starts
 
 
-def train_batch(split: Split, cfg: Config, run_on: Launch, step: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of step's global batch: inputs and targets, int64 (rows of this rank, seq_len), on the CPU."""
+def train_batch(split: Split, cfg: Config, run_on: Launch, step: int) -> Tensor:
+    """This rank's part of step's global batch: inputs and one target more, int64 (rows, seq_len + 1), on the CPU."""
     rows = cfg.batch_tokens // cfg.seq_len
     share = rows // run_on.world
     mine = step * rows + run_on.rank * share + np.arange(share, dtype=np.int64)
     windows = torch.from_numpy(split.read(window_starts(mine, split.n_tokens, cfg.seq_len, cfg.seed), cfg.seq_len + 1))
-    if run_on.device.type == "cuda":
-        windows = windows.pin_memory()  # a copy from pinned memory does not hold up the host
-    return windows[:, :-1], windows[:, 1:]
+    return windows.pin_memory() if run_on.device.type == "cuda" else windows  # copied without holding up the host
 
 
 def prefetched(load, first: int, last: int, depth: int):
@@ -416,13 +414,16 @@ def open_data(cfg: Config, run_on: Launch) -> Data:
         raise UserError(
             f"--vocab_size {cfg.vocab_size} is less than the {meta['vocab_size']} of {folder}'s tokenizer; raise it"
         )
-    data = Data(folder, meta, *(Split(folder, split, meta["vocab_size"]) for split in ("train", "val")))
+    vocab_size = max(cfg.vocab_size, meta["vocab_size"])
+    data = Data(folder, meta, *(Split(folder, split, vocab_size) for split in ("train", "val")))
     for name, split in (("train", data.train), ("val", data.val)):
         if split.n_tokens <= cfg.seq_len:
             raise UserError(
                 f"the {name} split of {folder} has {split.n_tokens} tokens, too few for one window of --seq_len "
                 f"{cfg.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
             )
+    if largest(run_on, data.fingerprint() != from_rank0(run_on, data.fingerprint)):
+        raise UserError(f"the ranks see different data in {folder}; give every node the same --data folder")
     return data
 
 
@@ -473,11 +474,12 @@ def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
     gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk).to(run_on.device)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
+        torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
         gpt.compile_parts(cfg.compile)
     model = gpt
     if run_on.world > 1:
-        model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
-    if cfg.compile != "off" or run_on.device.type == "cuda":
+        model = DistributedDataParallel(gpt, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if cfg.compile != "off" or run_on.device.type == "cuda" or run_on.world > 1:  # DDP sorts its buckets in step 1
         warm_up(model, micro_batch, cfg)
     with torch.no_grad():
         for name, param in gpt.named_parameters():
@@ -485,6 +487,11 @@ def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
     muon_lr, adam_lr = learning_rates(cfg)
     groups = optimizer_groups(gpt, cfg.optimizer, muon_lr, adam_lr, cfg.weight_decay)
     optimizer = Optimizer(groups, ns_dtype=dtype)
+    if cuda_graphs(cfg):
+        for p in gpt.parameters():
+            p.grad = torch.zeros_like(p)
+    if run_on.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     return Run(cfg, run_on, gpt, model, optimizer, micro_batch)
 
 
@@ -494,15 +501,15 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
 
 
 def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
-    """One micro-step on dummy tokens; leaves no gradient behind."""
+    """One micro-step on dummy tokens, for what it compiles, loads or allocates."""
     x = torch.zeros((rows, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
     (model(x, x) / x.numel()).backward()
-    model.zero_grad(set_to_none=True)
 
 
 def warm_up(model: nn.Module, micro_batch: int, cfg: Config) -> None:
     """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring."""
     forward_backward(model, micro_batch, cfg)
+    model.zero_grad(set_to_none=True)
     x = torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         model(x, x)
@@ -521,15 +528,18 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
             forward_backward(gpt, micro_batch, cfg)
             used = torch.cuda.max_memory_allocated()
         except torch.OutOfMemoryError:
-            gpt.zero_grad(set_to_none=True)
             used = math.inf
         torch.cuda.empty_cache()
         return largest(run_on, used)
 
+    for p in gpt.parameters():
+        p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
     free, _ = torch.cuda.mem_get_info()
     budget = 0.92 * (free + torch.cuda.memory_reserved())
     budget -= 2 * sum(p.numel() * p.element_size() for p in gpt.parameters())  # the optimizer's state is not there yet
-    return largest_that_fits(rows, peak, -largest(run_on, -budget))
+    fits = largest_that_fits(rows, peak, -largest(run_on, -budget))
+    gpt.zero_grad(set_to_none=True)
+    return fits
 
 
 def largest_that_fits(rows: int, peak, budget: float) -> int:
@@ -583,12 +593,18 @@ def lr_scale(step: int, cfg: Config) -> float:
     return min(1.0, (step + 1) / warmup if warmup else 1.0, (cfg.max_steps - step) / cooldown if cooldown else 1.0)
 
 
-def train_step(run: Run, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's rows x and y, int64 (rows, seq_len), at `scale` times the learning rates.
+def cuda_graphs(cfg: Config) -> bool:
+    """Whether the compiler replays CUDA graphs: gradients must then be tensors of our own, not a graph's output."""
+    return cfg.compile in ("reduce-overhead", "max-autotune")
+
+
+def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One optimizer step on this rank's windows, int64 (rows, seq_len + 1), at `scale` times the learning rates.
 
     Returns the mean loss of this rank's tokens and the norm of the whole gradient before clipping, both fp32 () on the
     device: nothing here waits for it.
     """
+    x, y = windows[:, :-1], windows[:, 1:]
     loss = torch.zeros((), device=run.on.device)
     for i in range(run.grad_accum_steps):
         rows = slice(i * run.micro_batch, (i + 1) * run.micro_batch)
@@ -605,7 +621,7 @@ def train_step(run: Run, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Te
     for group in run.optimizer.param_groups:
         group["lr"] = group["base_lr"] * scale
     run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad(set_to_none=not cuda_graphs(run.cfg))
     return loss, norm
 
 
@@ -624,7 +640,7 @@ def evaluate(run: Run, val: Split) -> float:
         windows = torch.from_numpy(windows)
         y = windows[:, 1:].clone()
         y[len(starts) :] = -1
-        losses.append(run.model(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
+        losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
     total = torch.stack(losses).cpu().double().sum()
     if run.on.world > 1:
         dist.all_reduce(total, group=run.on.control)
@@ -700,9 +716,15 @@ def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) 
         old.unlink()
 
 
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 for any other file."""
+    match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
+    return int(match[1]) if match else -1
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoint files of a run's folder, newest first."""
-    return sorted(folder.glob("ckpt_[0-9]*.pt"), key=lambda path: -int("0" + "".join(filter(str.isdigit, path.stem))))
+    return sorted((path for path in folder.glob("ckpt_*.pt") if step_of(path) >= 0), key=step_of, reverse=True)
 
 
 def read_checkpoint(path: Path, verify: bool = True) -> dict:
@@ -723,7 +745,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
 
 def load_weights(gpt: GPT, checkpoint: dict, path) -> None:
     """Copy the checkpoint's weights into the model; prefixes that wrappers leave on names are dropped."""
-    weights = {name.removeprefix("module.").replace("_orig_mod.", ""): w for name, w in checkpoint["model"].items()}
+    weights = {re.sub(r"(module|_orig_mod)\.", "", name): w for name, w in checkpoint["model"].items()}
     theirs, ours = checkpoint["model_config"], dataclasses.asdict(gpt.cfg)
     wrong = {name for name, p in gpt.named_parameters() if name not in weights or weights[name].shape != p.shape}
     if wrong or theirs != ours:
@@ -746,26 +768,28 @@ def load_optimizer(run: Run, checkpoint: dict, path) -> None:
             value.copy_(saved[slot])
 
 
-def find_checkpoint(cfg: Config, folder: Path, say) -> Path | None:
-    """The file to start from, verified, or None to start from the beginning. Raises UserError."""
-    resume = cfg.resume
-    if not resume and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        resume = "auto"  # torchrun has restarted the job
-    there = checkpoints(folder)
+def find_checkpoint(cfg: Config, folder: Path, say) -> tuple[Path | None, bool]:
+    """The file to start from, verified (None = from nothing), and whether to resume it. Raises UserError."""
+    there, resume = checkpoints(folder), cfg.resume
+    if there and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        resume = "newest"  # torchrun has restarted the job: what it saved counts, not what it was started from
     if there and not resume:
         raise UserError(f"{folder} already holds {there[0].name}; add --resume to go on, or give another --out_dir")
-    if resume not in ("newest", "auto"):
-        path = resume or cfg.init_from
-        return Path(path) if path and read_checkpoint(path) else None
-    for path in there:
-        try:
-            read_checkpoint(path)
-            return path
-        except UserError as error:
-            say(f"passing over a checkpoint: {error}")
-    if resume == "newest":
-        raise UserError(f"--resume was given, but {folder} holds no valid checkpoint; leave it out to start a new run")
-    return None
+    if resume == "newest" or (resume == "auto" and there):
+        for path in there:
+            try:
+                read_checkpoint(path)
+                return path, True
+            except UserError as error:
+                path.rename(path.with_name(path.name + ".damaged"))
+                say(f"passing over a checkpoint, renamed to {path.name}.damaged: {error}")
+        raise UserError(f"--resume found no valid checkpoint in {folder}; leave it out and give another --out_dir")
+    path = Path(resume) if resume not in ("", "auto") else Path(cfg.init_from) if cfg.init_from else None
+    if path:
+        read_checkpoint(path)
+    if resume and path and there and step_of(there[0]) > step_of(path):
+        raise UserError(f"{folder} holds {there[0].name}, later than {path}; give another --out_dir to branch off")
+    return path, bool(resume and path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -778,6 +802,7 @@ class Log:
     def __init__(self, folder: Path, run_on: Launch):
         self.folder, self.on = folder, run_on.rank == 0
         self.file = self.metrics = self.wandb = self.lock = None
+        self.early = []  # lines from before log.txt is open
 
     def claim(self) -> None:
         """Make the folder and lock it against other runs. Raises UserError."""
@@ -791,37 +816,44 @@ class Log:
         try:
             if fcntl:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it") from None
+        except OSError as error:  # some network file systems
+            self.line(f"{self.folder} is not locked against a second run ({error})")
+        for partial in self.folder.glob(".tmp-*"):
+            partial.unlink()
 
-    def open(self, cfg: Config, first_step: int) -> None:
-        """Start both files, or go on with them: rows after `first_step` belong to updates that were lost."""
+    def open(self, cfg: Config, first_step: int) -> list[dict]:
+        """Start the files, or go on with them; returns the rows up to `first_step`: later updates were lost."""
         if not self.on:
-            return
-        rows = self.folder / "metrics.jsonl"
-        kept = []
+            return []
+        rows, kept = self.folder / "metrics.jsonl", []
         if first_step and rows.exists():
-            for line in rows.read_text().splitlines():
-                with contextlib.suppress(ValueError, KeyError):  # a torn last line
-                    if json.loads(line)["step"] <= first_step:
-                        kept.append(line + "\n")
-        write_atomically(rows, "".join(kept))
-        self.metrics = open(rows, "a", buffering=1)
-        self.file = open(self.folder / "log.txt", "a" if first_step else "w", buffering=1)
+            for line in rows.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # a torn last line
+                    kept.append(json.loads(line))
+        kept = [row for row in kept if row["step"] <= first_step]
+        write_atomically(rows, "".join(json.dumps(row) + "\n" for row in kept))
+        self.metrics = open(rows, "a", buffering=1, encoding="utf-8")
+        self.file = open(self.folder / "log.txt", "a" if first_step else "w", buffering=1, encoding="utf-8")
         for name in ("train_gpt.py", "model.py"):
-            self.file.write(f"{'=' * 40} {name}\n{(HERE / name).read_text()}\n")
+            self.file.write(f"{'=' * 40} {name}\n{(HERE / name).read_text(encoding='utf-8')}\n")
         self.file.write(f"{'=' * 40} run\n{json.dumps(dataclasses.asdict(cfg))}\n")
+        self.file.writelines(line + "\n" for line in self.early)
         if cfg.wandb:
             import wandb
 
             self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder,
                                     config=dataclasses.asdict(cfg))  # fmt: skip
+        return kept
 
     def line(self, text: str) -> None:
         if self.on:
             print(text, flush=True)
             if self.file:
                 self.file.write(text + "\n")
+            else:
+                self.early.append(text)
 
     def row(self, **values) -> None:
         """One line of metrics.jsonl; what is not finite becomes null."""
@@ -845,7 +877,7 @@ class Log:
 
 def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(".tmp-" + path.name)
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -882,20 +914,25 @@ def clock_text(seconds: float) -> str:
 
 
 class Clock:
-    """Seconds of training steps, and of everything; the first stands still outside `running`."""
+    """Seconds of training steps, and of everything; the first stands still from `stop` to `run`."""
 
     def __init__(self, device: torch.device):
         self.device, self.train_time, self.wall_before, self.started = device, 0.0, 0.0, time.perf_counter()
         self.resumed_at = None
 
-    def running(self, on: bool) -> None:
-        """Start or stop the training clock, once the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        now = time.perf_counter()
+    def run(self) -> None:
+        """Let the training clock go on, if it stands still."""
+        if self.resumed_at is None:
+            self.resumed_at = time.perf_counter()
+
+    def stop(self) -> float:
+        """Stop it once the device has done what it was given; returns the training time."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
         if self.resumed_at is not None:
-            self.train_time += now - self.resumed_at
-        self.resumed_at = now if on else None
+            self.train_time += time.perf_counter() - self.resumed_at
+        self.resumed_at = None
+        return self.train_time
 
     @property
     def wall_time(self) -> float:
@@ -904,7 +941,7 @@ class Clock:
 
 @contextlib.contextmanager
 def signals_noted():
-    """Yields a list that the names of SIGTERM, SIGINT and SIGUSR1 land in; a second signal ends the process at once."""
+    """Yields a list that SIGTERM, SIGINT, SIGUSR1 and SIGHUP land in by name; a second one ends the process at once."""
     caught, before = [], {}
 
     def note(number, _):
@@ -914,7 +951,7 @@ def signals_noted():
         caught.append(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
             if hasattr(signal, name):
                 before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
     try:
@@ -937,14 +974,14 @@ def train(cfg: Config) -> dict:
     log = Log(Path(folder), run_on)
     with contextlib.closing(log), signals_noted() as signals:
         from_rank0(run_on, log.claim)
-        path = from_rank0(run_on, lambda: find_checkpoint(cfg, log.folder, log.line))
+        path, resumes = from_rank0(run_on, lambda: find_checkpoint(cfg, log.folder, log.line))
         run = build(cfg, run_on, data.meta["vocab_size"])
         step, note = 0, ""
         if path:
             checkpoint = read_checkpoint(path, verify=False)
             load_weights(run.gpt, checkpoint, path)
             note = f"weights from {path}"
-        if path and str(path) != cfg.init_from:
+        if resumes:
             if checkpoint["data"] != data.fingerprint():
                 raise UserError(
                     f"{path} was trained on other data than {data.folder} holds now; give the same --data, or start a "
@@ -957,11 +994,11 @@ def train(cfg: Config) -> dict:
             changed = ", ".join(sorted(changed - {"resume", "out_dir", "data"}))
             note = f"resumed from {path}" + (f"; these flags have other values than then: {changed}" if changed else "")
         checkpoint = None
-        log.open(cfg, step)
+        earlier = log.open(cfg, step)
         describe(run, data, log)
         if note:
             log.line(note)
-        return loop(run, data, log, clock, signals, step)
+        return loop(run, data, log, clock, signals, step, earlier)
 
 
 def describe(run: Run, data: Data, log: Log) -> None:
@@ -992,24 +1029,32 @@ def describe(run: Run, data: Data, log: Log) -> None:
     )
 
 
-def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int) -> dict:
-    """Train from `step` to the end of the run, or until something stops it; returns the summary."""
+def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int, earlier: list[dict]) -> dict:
+    """Train from `step` to the end of the run, or until something stops it; returns the summary.
+
+    `earlier` holds the rows of metrics.jsonl that a resumed run goes on from.
+    """
     cfg, first_step = run.cfg, step
     peak, per_token = peak_flops(run.on.device, dtype_of(cfg, run.on.device)), flops_per_token(cfg, run.gpt)
     counts = data.meta["splits"].get("val") or {}
     bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
     base_lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1]
-    val_loss, best, reached, waited, logged = math.nan, math.nan, None, 0.0, (step, clock.train_time)
-    time_before, tokenizer = clock.train_time, None
-    if run.on.rank == 0:
-        try:
-            tokenizer = get_tokenizer(data.meta["tokenizer"])
-        except UserError as error:  # tokens alone are enough to train
-            log.line(f"no samples will be printed: {error}")
+    evaluations = [row for row in earlier if row.get("val_loss") is not None]
+    waited, time_before, logged = 0.0, clock.train_time, (step, clock.train_time)
+    try:
+        tokenizer = get_tokenizer(data.meta["tokenizer"])
+    except UserError as error:  # tokens alone are enough to train
+        tokenizer = None
+        log.line(f"no samples will be printed: {error}")
     stop = "max_steps" if step >= cfg.max_steps else ""
 
     def due(every: int) -> bool:
         return bool(stop) or (every > 0 and step % every == 0)
+
+    def save() -> None:
+        now = dict(train_time=clock.stop(), wall_time=clock.wall_time)
+        save_checkpoint(run, data, log.folder, step, now)
+        largest(run.on, 0)  # the others wait here, on the CPU, and not in a collective that times out
 
     def at() -> str:
         return f"step {step:>{len(str(cfg.max_steps))}}/{cfg.max_steps}"
@@ -1018,11 +1063,11 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int)
     with contextlib.closing(batches):
         while True:
             if not stop:
-                clock.running(True)
+                clock.run()
                 asked = time.perf_counter()
-                x, y = (part.to(run.on.device, non_blocking=True) for part in next(batches))
+                windows = next(batches).to(run.on.device, non_blocking=run.on.device.type == "cuda")
                 waited += time.perf_counter() - asked
-                loss, norm = train_step(run, x, y, lr_scale(step, cfg))
+                loss, norm = train_step(run, windows, lr_scale(step, cfg))
                 step += 1
                 late = cfg.max_minutes and clock.wall_time - clock.wall_before >= 60 * cfg.max_minutes
                 wish = largest(run.on, 2 if signals else 1 if late else 0)  # ranks must stop at the same step
@@ -1031,7 +1076,7 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int)
 
                 if due(cfg.log_every) or step == 1:
                     train_loss, grad_norm = mean_of_ranks(run.on, loss), norm.item()
-                    clock.running(True)
+                    clock.stop()
                     rate = (step - logged[0]) * cfg.batch_tokens / max(clock.train_time - logged[1], 1e-9)
                     logged = (step, clock.train_time)
                     mfu = rate * per_token / (peak * run.on.world) if peak else math.nan
@@ -1047,36 +1092,42 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int)
                         tokens_per_s=rate, mfu=mfu, peak_mem_mb=memory, train_time_s=clock.train_time,
                         wall_time_s=clock.wall_time,
                     )  # fmt: skip
-            if stop != "signal" and due(cfg.eval_every):
-                clock.running(False)
+            if saved := step > first_step and due(cfg.save_every):
+                save()
+            seen = any(row["step"] == step for row in evaluations)
+            if stop != "signal" and due(cfg.eval_every) and not largest(run.on, seen):
+                clock.stop()
                 val_loss = evaluate(run, data.val)
-                best = min(val_loss, best) if math.isfinite(best) else val_loss
                 bpb = val_loss * bits_per_nat
                 log.line(
                     f"{at()} | val_loss {val_loss:.4f} | "
                     + (f"val_bpb {bpb:.4f} | " if math.isfinite(bpb) else "") + f"train_time {clock.train_time:.1f} s"
                 )  # fmt: skip
-                log.row(
+                row = dict(
                     step=step, val_loss=val_loss, val_bpb=bpb, tokens=step * cfg.batch_tokens,
                     train_time_s=clock.train_time, wall_time_s=clock.wall_time,
                 )  # fmt: skip
-                if cfg.target_val_loss and val_loss <= cfg.target_val_loss and not reached:
-                    reached = dict(step=step, train_time_s=clock.train_time)
+                log.row(**row)
+                evaluations.append(row)
+                if val_loss <= cfg.target_val_loss:
                     stop = stop or "target_val_loss"
+                    if not saved:
+                        save()
             if stop != "signal" and due(cfg.sample_every) and tokenizer:
-                clock.running(False)
+                clock.stop()
                 log.line(f"--- sample at step {step}\n{sample_text(run, tokenizer, 256)}\n---")
-            if step > first_step and due(cfg.save_every):
-                clock.running(False)
-                now = dict(train_time=clock.train_time, wall_time=clock.wall_time)
-                save_checkpoint(run, data, log.folder, step, now)
             if stop:
                 break
 
-    trained = clock.train_time - time_before
+    trained = clock.stop() - time_before
+    losses = [row["val_loss"] for row in evaluations if math.isfinite(row["val_loss"])]
+    reached = next((row for row in evaluations if row["val_loss"] <= cfg.target_val_loss), None)
+    last = evaluations[-1] if evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
     summary = dict(
-        stopped_by=signals[0] if stop == "signal" and signals else stop, step=step, val_loss=val_loss,
-        best_val_loss=best, val_bpb=val_loss * bits_per_nat, target_reached=reached, tokens=step * cfg.batch_tokens,
+        stopped_by=signals[0] if stop == "signal" and signals else stop, step=step, val_loss=last["val_loss"],
+        best_val_loss=min(losses, default=math.nan), val_bpb=last["val_bpb"],
+        target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
+        tokens=step * cfg.batch_tokens,
         tokens_per_s=(step - first_step) * cfg.batch_tokens / trained if trained else math.nan,
         data_wait_s=waited, train_time_s=clock.train_time, wall_time_s=clock.wall_time,
     )  # fmt: skip
@@ -1103,15 +1154,15 @@ def mean_of_ranks(run_on: Launch, value: Tensor) -> float:
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake."""
+    sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
         train(parse_flags(argv))
     except UserError as error:
         rank = os.environ.get("RANK")
         print(f"error{f' [rank {rank}]' if rank else ''}: {error}", file=sys.stderr)
         return 2
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():  # not after an error: it would wait for the other ranks
+        dist.destroy_process_group()
     return 0
 
 
