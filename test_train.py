@@ -273,10 +273,10 @@ def test_windows_of_an_epoch(n_tokens):
 
 def test_batch_does_not_depend_on_ranks(data):
     cfg = config(**TINY | dict(data=str(data)))
-    split = train_gpt.Split(data, "train", 257)
     cpu = torch.device("cpu")
-    whole = train_gpt.train_batch(split, cfg, train_gpt.Launch(cpu), 77)
-    parts = [train_gpt.train_batch(split, cfg, train_gpt.Launch(cpu, rank, 4), 77) for rank in range(4)]
+    opened = train_gpt.open_data(cfg, train_gpt.Launch(cpu))
+    whole = train_gpt.train_batch(opened, cfg, train_gpt.Launch(cpu), 77)
+    parts = [train_gpt.train_batch(opened, cfg, train_gpt.Launch(cpu, rank, 4), 77) for rank in range(4)]
     assert torch.equal(whole, torch.cat(parts))
     everything = np.concatenate([np.fromfile(p, dtype="<u2", offset=1024) for p in sorted(data.glob("*train*"))])
     starts = window_starts(77 * 16 + np.arange(16), len(everything), 32, cfg.seed)
@@ -565,9 +565,10 @@ def plain_loop(data, noisy, steps):
     gpt = GPT(GPTConfig(**read_checkpoint(noisy)["model_config"]))
     gpt.load_state_dict(read_checkpoint(noisy)["model"])
     optimizer = Optimizer(model_module.optimizer_groups(gpt, "muon", 0.02, 0.004, cfg.weight_decay))
-    split, losses, norms, first = train_gpt.Split(data, "train", 257), [], [], None
+    here = train_gpt.Launch(torch.device("cpu"))
+    opened, losses, norms, first = train_gpt.open_data(cfg, here), [], [], None
     for step in range(steps):
-        windows = train_gpt.train_batch(split, cfg, train_gpt.Launch(torch.device("cpu")), step)
+        windows = train_gpt.train_batch(opened, cfg, here, step)
         x, y = windows[:, :-1], windows[:, 1:]
         loss = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten())
         loss.backward()

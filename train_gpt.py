@@ -29,10 +29,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from data.prepare import UserError, find_shards, get_tokenizer, load_meta, prepare, read_shard
-from model import GPT, GPTConfig, Optimizer, generate, initial_weight, optimizer_groups
+from model import (
+    GPT,
+    SDPA_KERNELS,
+    GPTConfig,
+    Optimizer,
+    attention_mask,
+    generate,
+    initial_weight,
+    local,
+    optimizer_groups,
+    shard_heights,
+)
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
@@ -40,7 +52,8 @@ except ImportError:
     fcntl = None
 
 HERE = Path(__file__).resolve().parent
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,7 +110,19 @@ class Config:
     compile: str = knob("off", "torch.compile every block, in this mode", COMPILE_MODES, bare="default")
     dtype: str = knob("auto", "of activations; auto is bf16 where the hardware has it, else fp32", ("auto", *DTYPES))
     bf16: bool = knob(False, "short for --dtype bf16", bare=True)
+    fp8: bool = knob(False, "float8 matrix products in MLP and head (CUDA sm89 or newer)", bare=True)
+    matmul_precision: str = knob("highest", "of fp32 products on CUDA; high is TF32", ("highest", "high", "medium"))
+    attn: str = knob("auto", "attention backend; auto leaves the choice of kernel to PyTorch", ATTENTION)
+    checkpointing: str = knob("none", "activations recomputed: none, selective, full, or a compiler's budget as 0.5")
+    offload: str = knob("none", "what lives in host memory", ("none", "activations", "optimizer"))
+    parallel: str = knob("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state",
+                         ("auto", "ddp", "fsdp"))  # fmt: skip
+    bucket_cap_mb: int = knob(25, "gradients that DDP sends together, in MB", least=1)
+    alloc_conf: str = knob("", "settings of the CUDA allocator, as in expandable_segments:True,max_split_size_mb:512")
+    deterministic: bool = knob(False, "only operations whose reruns give the same bits", bare=True)
     prefetch: int = knob(2, "batches prepared ahead in the background")
+    doc_align: bool = knob(False, "training windows start where documents do; what does not fit is left out", bare=True)
+    doc_mask: bool = knob(False, "no attention from one document to another", bare=True)
     # watching
     eval_every: int = knob(250, "steps between evaluations; 0 is at the end only")
     eval_tokens: int = knob(10485760, "validation tokens, rounded down to whole windows; 0 is all")
@@ -105,6 +130,7 @@ class Config:
     keep: int = knob(2, "newest checkpoints kept; 0 is all")
     sample_every: int = knob(0, "steps between samples of text; 0 is at the end only")
     log_every: int = knob(10, "steps between logged steps", least=1)
+    profile: int = knob(0, "steps to profile: a trace in out_dir and the ten most expensive operations", bare=5)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", bare=True)
 
 
@@ -144,6 +170,20 @@ def config(**flags) -> Config:
         raise UserError(
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; use --batch_tokens {near}"
         )
+    if cfg.checkpointing not in ("none", "selective", "full"):
+        try:
+            budget = float(cfg.checkpointing)
+        except ValueError:
+            budget = math.nan
+        if not 0 < budget < 1:
+            raise UserError(
+                f"--checkpointing is {cfg.checkpointing!r}; expected none, selective, full or a number between 0 and 1"
+            )
+        if cfg.compile == "off":
+            raise UserError(f"--checkpointing {cfg.checkpointing} is a budget for the compiler; add --compile")
+    if cfg.profile and cfg.max_steps < cfg.profile + 3:
+        raise UserError(f"--profile {cfg.profile} starts after 3 steps; use --max_steps {cfg.profile + 3} or more")
+    allocator_keys(cfg.alloc_conf)
     if cfg.resume and cfg.init_from:
         raise UserError("--resume and --init_from contradict each other; give one of them")
     try:
@@ -151,6 +191,29 @@ def config(**flags) -> Config:
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return cfg
+
+
+ALLOCATOR_KEYS = {
+    "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
+    "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb", "pinned_use_background_threads", "pinned_use_cuda_host_register",
+    "release_lock_on_cudamalloc", "roundup_power2_divisions", "throw_on_cudamalloc_oom",
+}  # fmt: skip
+
+
+def allocator_keys(text: str) -> None:
+    """Raises UserError for what PyTorch's allocator does not know: it would accept much of that without a word."""
+    for part in filter(None, re.sub(r"\[.*?\]", "", text).split(",")):
+        key, colon, _ = part.strip().partition(":")
+        if key == "backend":
+            raise UserError(
+                "--alloc_conf cannot set backend, which is fixed when torch is imported; set PYTORCH_ALLOC_CONF in the "
+                "environment instead"
+            )
+        if key not in ALLOCATOR_KEYS or not colon:
+            raise UserError(
+                f"--alloc_conf has no setting {part.strip()!r}{closest(key, ALLOCATOR_KEYS)}; expected key:value"
+            )
 
 
 def closest(name: str, names) -> str:
@@ -223,13 +286,79 @@ def launch(cfg: Config) -> Launch:
     elif env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // env["LOCAL_WORLD_SIZE"]))
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+    if cfg.alloc_conf and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):  # the user's own wins
+        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, cfg.alloc_conf))
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    torch.set_float32_matmul_precision(cfg.matmul_precision)
+    if ("WORLD_SIZE" in os.environ or cfg.parallel == "fsdp") and not dist.is_initialized():
         on_cuda = device.type == "cuda"
-        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None)
+        alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, **alone)
     control = None
     if dist.is_initialized():
         control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return Launch(device, env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], control)
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def check_device(cfg: Config, device: torch.device) -> list[str]:
+    """Refuse flags that cannot work on this device with a UserError; returns a line for each that has no effect."""
+    cuda, dtype = device.type == "cuda", dtype_of(cfg, device)
+    masked = cfg.doc_mask or any(GPTConfig(window=cfg.window, seq_len=cfg.seq_len).layer_windows())
+    if cfg.attn == "flex" and not cuda:
+        raise UserError(
+            "--attn flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"
+        )
+    if cfg.attn in ("cudnn", "efficient", "varlen", "fa3", "fa4") and not cuda:
+        raise UserError(f"--attn {cfg.attn} runs on CUDA only, not on {device.type}; use auto, sdpa, flash or math")
+    if cfg.attn in ("flash", "fa3", "fa4") and cuda and masked:
+        raise UserError(f"--attn {cfg.attn} takes no mask, as --window and --doc_mask need; use --attn flex or varlen")
+    if cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and cuda and dtype == "fp32":
+        raise UserError(f"--attn {cfg.attn} needs bf16 or fp16; add --bf16, or use --attn efficient")
+    if cfg.attn in ("fa3", "fa4"):
+        try:
+            torch.nn.attention.activate_flash_attention_impl(cfg.attn.upper())
+        except Exception as error:  # whatever its package raises
+            raise UserError(f"--attn {cfg.attn} needs a package that does not load ({error}); use flash") from None
+    if cfg.fp8 and (not cuda or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise UserError("--fp8 needs a CUDA device of compute capability 8.9 or newer (L4, RTX 40, H100); leave it out")
+    if cfg.fp8 and (dtype != "bf16" or cfg.n_embd % 16):
+        raise UserError(f"--fp8 goes with bf16 and widths that 16 divides, not {dtype} and --n_embd {cfg.n_embd}")
+    if cfg.parallel == "fsdp" and device.type == "mps":
+        raise UserError("--parallel fsdp does not run on MPS; leave it out")
+    if cfg.compile != "off":
+        check_compiler(device)
+    lines = []
+    if cfg.alloc_conf and not cuda:
+        lines.append(f"--alloc_conf has no effect on {device.type}: it is about CUDA memory")
+    elif cfg.alloc_conf and os.environ.get(ALLOCATOR_VARIABLES[0]) != cfg.alloc_conf:
+        lines.append("--alloc_conf gives way to the environment's PYTORCH_ALLOC_CONF")
+    if cfg.offload != "none" and not cuda:
+        lines.append(f"--offload {cfg.offload} has no effect on {device.type}: everything is in host memory already")
+    if masked and cfg.attn in ("auto", "sdpa") and cuda:
+        lines.append("a window or document mask keeps SDPA from its flash kernel; --attn flex or varlen takes them")
+    return lines
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises UserError when torch.compile has nothing to compile with."""
+    try:
+        if device.type == "cuda":
+            from torch.utils._triton import has_triton
+
+            missing = "" if has_triton() else "no Triton for this GPU"
+        else:
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+            missing = "" if get_cpp_compiler() else "no C++ compiler"
+    except Exception as error:
+        missing = f"no C++ compiler ({type(error).__name__})"
+    if missing:
+        raise UserError(f"--compile finds {missing}; install one (on a CPU: g++, or what CXX names) or leave it out")
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -343,12 +472,27 @@ def permuted(index: np.ndarray, n: int, key: int) -> np.ndarray:
     return out
 
 
-def window_starts(rows: np.ndarray, n_tokens: int, seq_len: int, seed: int) -> np.ndarray:
+def document_windows(split: Split, eot: int, seq_len: int) -> np.ndarray:
+    """Starts of windows that begin with a document and do not overlap, int64 (n,); rests of documents are left out."""
+    begins = split.ends - [len(shard) for shard in split.shards]
+    starts = np.concatenate([np.flatnonzero(shard == eot) + begin for shard, begin in zip(split.shards, begins)])
+    starts = starts[starts + seq_len < split.n_tokens]
+    following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
+    while i < len(starts):
+        chosen.append(i)
+        i = following[i]
+    return starts[chosen].astype(np.int64)
+
+
+def window_starts(
+    rows: np.ndarray, n_tokens: int, seq_len: int, seed: int, aligned: np.ndarray | None = None
+) -> np.ndarray:
     """Where the training windows with these numbers start, int64 (len(rows),).
 
-    Each epoch cuts the stream into windows of stride seq_len from its own offset and visits them in its own order.
+    Each epoch cuts the stream into windows of stride seq_len from its own offset and visits them in its own order;
+    with `aligned`, the windows are those of document_windows.
     """
-    n_windows = max(1, (n_tokens - seq_len) // seq_len)
+    n_windows = max(1, (n_tokens - seq_len) // seq_len) if aligned is None else len(aligned)
     offsets = min(seq_len, n_tokens - n_windows * seq_len)
     starts = np.empty(len(rows), dtype=np.int64)
     epochs = rows // n_windows
@@ -356,16 +500,17 @@ def window_starts(rows: np.ndarray, n_tokens: int, seq_len: int, seed: int) -> n
         here = epochs == epoch
         key = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "little")
         order = permuted(rows[here] % n_windows, n_windows, key)
-        starts[here] = key % offsets + seq_len * order.astype(np.int64)
+        starts[here] = key % offsets + seq_len * order.astype(np.int64) if aligned is None else aligned[order]
     return starts
 
 
-def train_batch(split: Split, cfg: Config, run_on: Launch, step: int) -> Tensor:
+def train_batch(data: "Data", cfg: Config, run_on: Launch, step: int) -> Tensor:
     """This rank's part of step's global batch: inputs and one target more, int64 (rows, seq_len + 1), on the CPU."""
     rows = cfg.batch_tokens // cfg.seq_len
     share = rows // run_on.world
     mine = step * rows + run_on.rank * share + np.arange(share, dtype=np.int64)
-    windows = torch.from_numpy(split.read(window_starts(mine, split.n_tokens, cfg.seq_len, cfg.seed), cfg.seq_len + 1))
+    starts = window_starts(mine, data.train.n_tokens, cfg.seq_len, cfg.seed, data.aligned)
+    windows = torch.from_numpy(data.train.read(starts, cfg.seq_len + 1))
     return windows.pin_memory() if run_on.device.type == "cuda" else windows  # copied without holding up the host
 
 
@@ -391,6 +536,7 @@ class Data:
     meta: dict
     train: Split
     val: Split
+    aligned: np.ndarray | None = None  # windows of --doc_align
 
     def fingerprint(self) -> str:
         """Names the data: shards, token counts and the hashes that meta.json records. A checkpoint keeps it."""
@@ -422,6 +568,13 @@ def open_data(cfg: Config, run_on: Launch) -> Data:
                 f"the {name} split of {folder} has {split.n_tokens} tokens, too few for one window of --seq_len "
                 f"{cfg.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
             )
+    if cfg.doc_align:
+        data.aligned = document_windows(data.train, meta["eot"], cfg.seq_len)
+        if not len(data.aligned):
+            raise UserError(
+                f"--doc_align finds no document in {folder} with {cfg.seq_len} tokens behind its start (token "
+                f"{meta['eot']}); use a smaller --seq_len or leave it out"
+            )
     if largest(run_on, data.fingerprint() != from_rank0(run_on, data.fingerprint)):
         raise UserError(f"the ranks see different data in {folder}; give every node the same --data folder")
     return data
@@ -440,6 +593,7 @@ class Run:
     gpt: GPT
     model: nn.Module
     optimizer: Optimizer
+    scaler: torch.amp.GradScaler
     micro_batch: int
 
     @property
@@ -466,33 +620,72 @@ def rows_per_rank(cfg: Config, world: int) -> int:
     return rows
 
 
-def build(cfg: Config, run_on: Launch, vocab_size: int) -> Run:
+def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) -> Run:
     """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
     shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matrix products like multiples of 64
-    dtype = DTYPES[dtype_of(cfg, run_on.device)]
-    gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk).to(run_on.device)
+    dtype, device, fsdp = DTYPES[dtype_of(cfg, run_on.device)], run_on.device, cfg.parallel == "fsdp"
+    with torch.device("meta" if fsdp else device):
+        gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk, attn=cfg.attn, checkpointing=cfg.checkpointing,
+                  doc_eot=eot if cfg.doc_mask else None, fp8=cfg.fp8)  # fmt: skip
+    if fsdp:
+        shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
+        budget = cfg.checkpointing not in ("none", "selective", "full")
+        torch._functorch.config.activation_memory_budget = float(cfg.checkpointing) if budget else 1.0
         gpt.compile_parts(cfg.compile)
     model = gpt
-    if run_on.world > 1:
-        model = DistributedDataParallel(gpt, gradient_as_bucket_view=True, broadcast_buffers=False)
-    if cfg.compile != "off" or run_on.device.type == "cuda" or run_on.world > 1:  # DDP sorts its buckets in step 1
+    if run_on.world > 1 and not fsdp:
+        model = DistributedDataParallel(gpt, gradient_as_bucket_view=True, broadcast_buffers=False,
+                                        bucket_cap_mb=cfg.bucket_cap_mb)  # fmt: skip
+    if cfg.compile != "off" or device.type == "cuda" or run_on.world > 1:  # DDP sorts its buckets in step 1
         warm_up(model, micro_batch, cfg)
-    with torch.no_grad():
-        for name, param in gpt.named_parameters():
-            param.copy_(initial_weight(name, param.shape, cfg.seed))
-    muon_lr, adam_lr = learning_rates(cfg)
-    groups = optimizer_groups(gpt, cfg.optimizer, muon_lr, adam_lr, cfg.weight_decay)
-    optimizer = Optimizer(groups, ns_dtype=dtype)
+    for name, param in gpt.named_parameters():
+        put(param, initial_weight(name, param.shape, cfg.seed))
+    groups = optimizer_groups(gpt, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
+    optimizer = Optimizer(groups, ns_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+                          offload=cfg.offload == "optimizer")  # fmt: skip
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if cuda_graphs(cfg):
         for p in gpt.parameters():
             p.grad = torch.zeros_like(p)
-    if run_on.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    return Run(cfg, run_on, gpt, model, optimizer, micro_batch)
+    return Run(cfg, run_on, gpt, model, optimizer, scaler, micro_batch)
+
+
+def shard(gpt: GPT, device: torch.device, dtype: torch.dtype) -> None:
+    """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    gpt.to_empty(device=device)
+    gpt.reset_buffers()
+
+
+@torch.no_grad()
+def put(param: Tensor, full: Tensor, part: Tensor | None = None) -> None:
+    """Copy a full tensor into a parameter, or into `part` of its size: under FSDP, the rows that this rank holds."""
+    part = local(param) if part is None else part
+    if hasattr(param, "to_local") and full.dim():
+        full = full.split(shard_heights(len(full), dist.get_world_size()))[dist.get_rank()]
+    part.copy_(full)
+
+
+def gathered(param: Tensor, part: Tensor) -> Tensor:
+    """The full tensor, on the CPU, of which `part` is this rank's share, cut as the parameter is."""
+    if hasattr(param, "to_local") and part.dim():
+        from torch.distributed.tensor import DTensor
+
+        part = DTensor.from_local(part.to(param.device), param.device_mesh, param.placements, run_check=False,
+                                  shape=param.shape, stride=param.stride()).full_tensor()  # fmt: skip
+    return part.detach().cpu()
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -536,7 +729,7 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
     free, _ = torch.cuda.mem_get_info()
     budget = 0.92 * (free + torch.cuda.memory_reserved())
-    budget -= 2 * sum(p.numel() * p.element_size() for p in gpt.parameters())  # the optimizer's state is not there yet
+    budget -= 2 * sum(local(p).nbytes for p in gpt.parameters())  # the optimizer's state is not there yet
     fits = largest_that_fits(rows, peak, -largest(run_on, -budget))
     gpt.zero_grad(set_to_none=True)
     return fits
@@ -608,21 +801,42 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
     loss = torch.zeros((), device=run.on.device)
     for i in range(run.grad_accum_steps):
         rows = slice(i * run.micro_batch, (i + 1) * run.micro_batch)
-        last = i == run.grad_accum_steps - 1
         torch.compiler.cudagraph_mark_step_begin()
-        with contextlib.nullcontext() if last or run.on.world == 1 else run.model.no_sync():
-            part = run.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP
-            part.backward()
+        with synchronised(run, i == run.grad_accum_steps - 1), activations_offloaded(run):
+            part = run.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP and FSDP
+            run.scaler.scale(part).backward()
         loss += part.detach()
+    run.scaler.unscale_(run.optimizer)
     grads = [p.grad for p in run.gpt.parameters()]
     norm = nn.utils.get_total_norm(grads)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if run.scaler.is_enabled():  # the norm is of all shards: every rank skips this step, or none does
+        for found_inf in run.scaler._found_inf_per_device(run.optimizer).values():
+            found_inf.copy_(~norm.isfinite())
     if run.cfg.grad_clip:
-        nn.utils.clip_grads_with_norm_(run.gpt.parameters(), run.cfg.grad_clip, norm)
+        torch._foreach_mul_([local(grad) for grad in grads], (run.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in run.optimizer.param_groups:
         group["lr"] = group["base_lr"] * scale
-    run.optimizer.step()
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
     run.optimizer.zero_grad(set_to_none=not cuda_graphs(run.cfg))
     return loss, norm
+
+
+def synchronised(run: Run, last: bool):
+    """The ranks' gradients meet on the last micro-step only; a context for its forward and backward pass."""
+    if hasattr(run.model, "set_requires_gradient_sync"):  # FSDP
+        run.model.set_requires_gradient_sync(last)
+    elif run.on.world > 1 and not last:
+        return run.model.no_sync()
+    return contextlib.nullcontext()
+
+
+def activations_offloaded(run: Run):
+    """With --offload activations: what backward needs waits in pinned host memory."""
+    if run.cfg.offload == "activations" and run.on.device.type == "cuda":
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
+    return contextlib.nullcontext()
 
 
 @torch.no_grad()
@@ -688,9 +902,13 @@ def content_hash(checkpoint: dict) -> str:
 
 def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) -> None:
     """Write folder/ckpt_<step>.pt from rank 0, complete or not at all; then delete old ones, as --keep says."""
+    weights, state = {}, {}
+    for name, p in run.gpt.named_parameters():  # every rank takes part; one whole tensor at a time leaves the device
+        full = gathered(p, local(p)), {slot: gathered(p, part) for slot, part in run.optimizer.state[p].items()}
+        if run.on.rank == 0:
+            weights[name], state[name] = full
     if run.on.rank != 0:
         return
-    names = {p: name for name, p in run.gpt.named_parameters()}
     checkpoint = {
         "step": step,
         "clock": clock,
@@ -698,8 +916,9 @@ def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) 
         "model_config": dataclasses.asdict(run.gpt.cfg),
         "tokenizer": data.meta["tokenizer"],
         "data": data.fingerprint(),
-        "model": {name: p.detach().cpu() for p, name in names.items()},
-        "optimizer": {names[p]: {k: v.cpu() for k, v in state.items()} for p, state in run.optimizer.state.items()},
+        "scaler": run.scaler.state_dict(),
+        "model": weights,
+        "optimizer": state,
     }
     checkpoint["sha256"] = content_hash(checkpoint)
     partial = folder / f".tmp-ckpt_{step}.pt"
@@ -752,9 +971,8 @@ def load_weights(gpt: GPT, checkpoint: dict, path) -> None:
         differ = ", ".join(f"{k} {theirs.get(k)} there and {ours[k]} here" for k in ours if theirs.get(k) != ours[k])
         differ = differ or ", ".join(sorted(wrong))
         raise UserError(f"{path} holds a model of another shape ({differ}); give the flags that it was made with")
-    with torch.no_grad():
-        for name, p in gpt.named_parameters():
-            p.copy_(weights[name])
+    for name, p in gpt.named_parameters():
+        put(p, weights[name])
 
 
 def load_optimizer(run: Run, checkpoint: dict, path) -> None:
@@ -764,8 +982,10 @@ def load_optimizer(run: Run, checkpoint: dict, path) -> None:
         saved = checkpoint["optimizer"].get(names[p], {})
         if saved.keys() != state.keys():
             raise UserError(f"{path} was made with another --optimizer; give that one, or use --init_from {path}")
-        for slot, value in state.items():
-            value.copy_(saved[slot])
+        for slot, part in state.items():
+            put(p, saved[slot], part)
+    if run.scaler.is_enabled() and checkpoint["scaler"]:
+        run.scaler.load_state_dict(checkpoint["scaler"])
 
 
 def find_checkpoint(cfg: Config, folder: Path, say) -> tuple[Path | None, bool]:
@@ -968,6 +1188,7 @@ def train(cfg: Config) -> dict:
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
     if not cfg.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise UserError("torchrun --max-restarts needs a folder to come back to; give --out_dir")
+    lines = check_device(cfg, run_on.device)
     rows_per_rank(cfg, run_on.world)
     data = open_data(cfg, run_on)
     folder = cfg.out_dir or from_rank0(run_on, lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}")
@@ -975,7 +1196,7 @@ def train(cfg: Config) -> dict:
     with contextlib.closing(log), signals_noted() as signals:
         from_rank0(run_on, log.claim)
         path, resumes = from_rank0(run_on, lambda: find_checkpoint(cfg, log.folder, log.line))
-        run = build(cfg, run_on, data.meta["vocab_size"])
+        run = build(cfg, run_on, data.meta["vocab_size"], data.meta["eot"])
         step, note = 0, ""
         if path:
             checkpoint = read_checkpoint(path, verify=False)
@@ -996,8 +1217,8 @@ def train(cfg: Config) -> dict:
         checkpoint = None
         earlier = log.open(cfg, step)
         describe(run, data, log)
-        if note:
-            log.line(note)
+        for line in filter(None, (*lines, note)):
+            log.line(line)
         return loop(run, data, log, clock, signals, step, earlier)
 
 
@@ -1011,8 +1232,12 @@ def describe(run: Run, data: Data, log: Log) -> None:
     log.line(environment(run.on))
     log.line(
         f"device: {run.on.world} x {device.type} ({name}), {dtype_of(cfg, device)}, compile {cfg.compile}, "
-        f"{'DDP' if run.on.world > 1 else 'one process'}"
-    )
+        + ("FSDP2" if cfg.parallel == "fsdp" else "one process" if run.model is run.gpt else "DDP")
+        + f", attention {attention_kernels(run)}, matmul precision {torch.get_float32_matmul_precision()}"
+    )  # fmt: skip
+    if device.type == "cuda":
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        log.line(f"allocator: {', '.join(f'{k} {v}' for k, v in settings.items())}")
     log.line(
         f"data: {data.folder}, {data.train.n_tokens:,} + {data.val.n_tokens:,} tokens, tokenizer "
         f"{data.meta['tokenizer']}" + (" (assumed: there is no meta.json)" if data.meta.get("assumed") else "")
@@ -1027,6 +1252,43 @@ def describe(run: Run, data: Data, log: Log) -> None:
         f"{run.micro_batch} micro_batch x {cfg.seq_len} seq_len; {cfg.max_steps:,} steps, {tokens:,} tokens, "
         f"{tokens / data.train.n_tokens:.2f} epochs"
     )
+
+
+def attention_kernels(run: Run) -> str:
+    """The kernels that attention runs on: what PyTorch chooses for tensors as the model's, not what a flag says."""
+    if run.cfg.attn in ("flex", "varlen"):
+        return run.cfg.attn
+    cfg, names = run.gpt.cfg, []
+    q = torch.empty((run.micro_batch, cfg.n_head, cfg.seq_len, cfg.head_dim), dtype=run.gpt.compute_dtype,
+                    device=run.on.device, requires_grad=True)  # fmt: skip
+    idx = torch.zeros((run.micro_batch, cfg.seq_len), dtype=torch.int64, device=run.on.device)
+    for window in sorted(set(run.gpt.windows)):
+        mask = attention_mask("sdpa", idx, cfg.seq_len, window, run.gpt.doc_eot)
+        pinned = SDPA_KERNELS.get(run.cfg.attn)
+        with torch.nn.attention.sdpa_kernel(pinned) if pinned else contextlib.nullcontext():
+            choice = torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None)
+        names += [name.lower() for name, kernel in SDPBackend.__members__.items() if int(kernel) == choice]
+    return f"{run.cfg.attn} ({', '.join(dict.fromkeys(names))})"
+
+
+def profiler_of(run: Run, log: Log):
+    """With --profile: a profiler that skips 2 steps, warms up for one, and reports the steps after them."""
+    if not run.cfg.profile:
+        return None
+    cuda = run.on.device.type == "cuda"
+
+    def report(profiler) -> None:
+        profiler.export_chrome_trace(str(log.folder / f"trace_rank{run.on.rank}.json"))
+        by = "self_device_time_total" if cuda else "self_cpu_time_total"
+        log.line(profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60))
+        if cuda:
+            torch.cuda.memory._dump_snapshot(str(log.folder / f"memory_rank{run.on.rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    if cuda:
+        torch.cuda.memory._record_memory_history()
+    schedule = torch.profiler.schedule(wait=2, warmup=1, active=run.cfg.profile, repeat=1)
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=report)
 
 
 def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int, earlier: list[dict]) -> dict:
@@ -1059,8 +1321,9 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
     def at() -> str:
         return f"step {step:>{len(str(cfg.max_steps))}}/{cfg.max_steps}"
 
-    batches = prefetched(lambda s: train_batch(data.train, cfg, run.on, s), step, cfg.max_steps, cfg.prefetch)
-    with contextlib.closing(batches):
+    batches = prefetched(lambda s: train_batch(data, cfg, run.on, s), step, cfg.max_steps, cfg.prefetch)
+    profiler = profiler_of(run, log)
+    with contextlib.closing(batches), profiler or contextlib.nullcontext():
         while True:
             if not stop:
                 clock.run()
@@ -1069,6 +1332,8 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                 waited += time.perf_counter() - asked
                 loss, norm = train_step(run, windows, lr_scale(step, cfg))
                 step += 1
+                if profiler:
+                    profiler.step()
                 late = cfg.max_minutes and clock.wall_time - clock.wall_before >= 60 * cfg.max_minutes
                 wish = largest(run.on, 2 if signals else 1 if late else 0)  # ranks must stop at the same step
                 stop = "signal" if wish == 2 else "max_minutes" if wish else ""
