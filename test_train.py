@@ -44,13 +44,14 @@ TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_
             muon_lr=0.02, adam_lr=0.004)  # fmt: skip
 
 
-def make_data(folder: Path) -> Path:
+def make_data(folder: Path, eot: bool = True) -> Path:
     """Two training shards and a validation shard of learnable bytes, with windows that cross from shard to shard."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     words = [bytes(rng.integers(97, 123, n, dtype=np.uint8)) + b" " for n in rng.integers(2, 7, 50)]
     text = b"".join(words[i] for i in rng.integers(0, 50, 9000))
     tokens = np.concatenate(([256], np.frombuffer(text, dtype=np.uint8))).astype(np.uint16)
+    tokens[::97] = 256 if eot else 32
     parts = {"a_train_0.bin": tokens[:11111], "a_train_1.bin": tokens[11111:29000], "a_val_0.bin": tokens[29000:33333]}
     for name, part in parts.items():
         write_shard(folder / name, part)
@@ -144,6 +145,20 @@ RANK_CASES = {
     "ddp_half": dict(max_steps=20, save_every=10, keep=0),
     "ddp_resumed": dict(resume="ddp_half/ckpt_10.pt", init_from=""),
     "ddp_watched": dict(eval_every=3, sample_every=7, save_every=4, prefetch=0),
+    "ddp_bucket": dict(bucket_cap_mb=1, micro_batch=4),
+    "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
+    "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
+    "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
+    "fsdp_resumed": dict(parallel="fsdp", resume="ddp_half/ckpt_10.pt", init_from=""),
+    "fsdp_thin": dict(parallel="fsdp", n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257),
+    "ddp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, sample_every=3),
+    "fsdp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, parallel="fsdp", sample_every=3),
+    "ddp_selective": dict(checkpointing="selective"),
+    "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
+}
+COMPILED_RANK_CASES = {
+    "ddp_compiled": dict(compile="default", checkpointing="selective", max_steps=6),
+    "fsdp_compiled": dict(compile="default", checkpointing="full", parallel="fsdp", micro_batch=8, max_steps=6),
 }
 
 
@@ -152,15 +167,18 @@ def worker(folder: Path) -> None:
     import torch.distributed as dist
 
     common = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt"))
-    report = {}
-    for name, case in RANK_CASES.items():
+    report, cases = {}, dict(RANK_CASES)
+    if compiler_works():
+        cases |= COMPILED_RANK_CASES
+    for name, case in cases.items():
         grads = {}
         step, built = Optimizer.step, []
 
         def step_and_note(self, built=built, grads=grads, step=step):
             built[:] = [self]
             if not grads:
-                grads.update({n: p.grad.clone() for g in self.param_groups for n, p in zip(g["names"], g["params"])})
+                named = [(n, p.grad) for g in self.param_groups for n, p in zip(g["names"], g["params"])]
+                grads.update({n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in named})
             step(self)
 
         Optimizer.step = step_and_note
@@ -168,7 +186,8 @@ def worker(folder: Path) -> None:
         train(config(**common | case | dict(out_dir=str(folder / name))))
         Optimizer.step = step
         torch.save(grads, folder / f"{name}.grads{dist.get_rank()}.pt")
-        weights = torch.cat([p.detach().flatten() for g in built[0].param_groups for p in g["params"]])
+        params = [p.detach() for g in built[0].param_groups for p in g["params"]]
+        weights = torch.cat([(p.full_tensor() if hasattr(p, "full_tensor") else p).flatten() for p in params])
         everyones = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, weights)
         report[name] = all(torch.equal(everyones[0], other) for other in everyones)
@@ -192,16 +211,17 @@ def two_ranks(data, noisy, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", ["ddp", "ddp_accum"])
+@pytest.mark.parametrize("case", ["ddp", "ddp_accum", "ddp_bucket", "ddp_selective", "fsdp", "fsdp_accum"])
 def test_two_ranks_train_as_one(case, two_ranks, plain):
     assert_same_run(two_ranks / case, plain)
 
 
 def test_ranks_agree_to_the_bit(two_ranks):
-    assert json.loads((two_ranks / "report.json").read_text()) == dict.fromkeys(RANK_CASES, True)
+    report = json.loads((two_ranks / "report.json").read_text())
+    assert set(report.values()) == {True} and set(report) >= set(RANK_CASES)
 
 
-@pytest.mark.parametrize("case", ["ddp", "ddp_accum"])
+@pytest.mark.parametrize("case", ["ddp", "ddp_accum", "ddp_bucket", "ddp_selective", "fsdp", "fsdp_accum"])
 def test_first_gradients_of_two_ranks(case, two_ranks, data, noisy):
     expected = plain_loop(data, noisy, steps=1)[1]
     for rank in range(2):
@@ -212,14 +232,37 @@ def test_first_gradients_of_two_ranks(case, two_ranks, data, noisy):
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", ["ddp_adamw", "ddp_uneven"])
+@pytest.mark.parametrize("case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs"])
 def test_two_ranks_other_optimizers_and_uneven_shares(case, two_ranks, data, noisy, tmp_path):
-    train(
-        config(
-            **TINY | dict(data=str(data), init_from=str(noisy)) | RANK_CASES[case] | dict(out_dir=str(tmp_path / "one"))
-        )
-    )
+    one = RANK_CASES[case] | dict(out_dir=str(tmp_path / "one"), parallel="auto", offload="none")
+    train(config(**TINY | dict(data=str(data), init_from=str(noisy)) | one))
     assert_same_run(two_ranks / case, tmp_path / "one")
+
+
+@pytest.mark.parametrize("case", ["ddp_fp16", "fsdp_fp16"])
+def test_two_ranks_in_fp16(case, two_ranks, data, noisy, tmp_path):
+    flags = TINY | dict(data=str(data), init_from=str(noisy), out_dir=str(tmp_path / "one"), dtype="fp16", max_steps=6)
+    train(config(**flags))
+    np.testing.assert_allclose(rows(two_ranks / case, "train_loss"), rows(tmp_path / "one", "train_loss"), rtol=2e-3)
+    np.testing.assert_allclose(rows(two_ranks / case, "grad_norm"), rows(tmp_path / "one", "grad_norm"), rtol=2e-2)
+
+
+@pytest.mark.parametrize("case", COMPILED_RANK_CASES)
+def test_two_compiled_ranks_train_as_one(case, two_ranks, data, noisy, tmp_path):
+    if not (two_ranks / case).exists():
+        pytest.skip("torch.compile finds no working compiler here")
+    train(config(**TINY | dict(data=str(data), init_from=str(noisy), out_dir=str(tmp_path / "one"), max_steps=6)))
+    assert_same_run(two_ranks / case, tmp_path / "one")
+
+
+def test_fsdp_and_ddp_share_their_checkpoints(two_ranks, plain):
+    for key in ("train_loss", "grad_norm"):
+        np.testing.assert_allclose(rows(two_ranks / "fsdp_resumed", key), rows(plain, key)[10:], rtol=1e-5)
+    a, b = (read_checkpoint(two_ranks / case / "ckpt_10.pt") for case in ("fsdp", "ddp_half"))
+    assert a["model"].keys() == b["model"].keys()
+    for name in a["model"]:
+        for slot in a["optimizer"][name]:
+            torch.testing.assert_close(a["optimizer"][name][slot], b["optimizer"][name][slot], rtol=1e-3, atol=1e-6)
 
 
 def test_resume_at_another_world_size(two_ranks, data, noisy, tmp_path, plain):
@@ -589,6 +632,19 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
 
 
 SAME = {
+    "checkpointing full": dict(checkpointing="full"),
+    "checkpointing selective": dict(checkpointing="selective"),
+    "attention math": dict(attn="math"),
+    "attention flash": dict(attn="flash"),
+    "attention sdpa": dict(attn="sdpa"),
+    "deterministic": dict(deterministic=True),
+    "matmul_precision": dict(matmul_precision="high"),
+    "offload activations": dict(offload="activations"),
+    "offload optimizer": dict(offload="optimizer"),
+    "prefetch": dict(prefetch=7),
+    "profile": dict(profile=2),
+    "window as wide as the context": dict(window="S:32"),
+    "alloc_conf": dict(alloc_conf="expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]"),
     "micro_batch 1": dict(micro_batch=1),
     "micro_batch 4, chunked": dict(micro_batch=4, loss_chunk=50),
     "chunk of everything": dict(micro_batch=16, loss_chunk=10**6),
@@ -596,8 +652,16 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_launch_shape_does_not_change_the_run(case, data, noisy, plain, tmp_path):
-    train(config(**TINY | dict(data=str(data), init_from=str(noisy), out_dir=str(tmp_path / "run")) | SAME[case]))
+def test_launch_shape_does_not_change_the_run(case, data, noisy, plain, tmp_path, monkeypatch):
+    flags = TINY | dict(data=str(data), init_from=str(noisy), out_dir=str(tmp_path / "run")) | SAME[case]
+    if case == "window as wide as the context":  # another field in the checkpoint's shape, the same model
+        checkpoint = read_checkpoint(noisy)
+        checkpoint["model_config"]["window"] = "S:32"
+        checkpoint["sha256"] = content_hash(checkpoint)
+        torch.save(checkpoint, tmp_path / "window.pt")
+        flags["init_from"] = str(tmp_path / "window.pt")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    train(config(**flags))
     assert_same_run(tmp_path / "run", plain)
 
 
@@ -669,11 +733,12 @@ def compiler_works() -> bool:
         return False
 
 
-def test_compiled_run_is_the_same(data, noisy, plain, tmp_path):
+@pytest.mark.parametrize("more", [dict(), dict(checkpointing="0.3"), dict(compile="reduce-overhead", micro_batch=4)])
+def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     flags = TINY | dict(data=str(data), init_from=str(noisy), micro_batch=8, loss_chunk=256, compile="default")
-    train(config(**flags | dict(out_dir=str(tmp_path / "run"), sample_every=10)))
+    train(config(**flags | more | dict(out_dir=str(tmp_path / "run"), sample_every=10)))
     assert_same_run(tmp_path / "run", plain)
     assert all("_orig_mod" not in name for name in final(tmp_path / "run")["model"])
 
@@ -856,14 +921,154 @@ def test_micro_batch_is_predicted_verified_and_halved():
     (["--resume"], "--resume found no valid checkpoint in .*; leave it out"),
     (["--wandb", "yes"], "invalid true or false value: 'yes'"),
     (["--resume", "gone.pt"], "no checkpoint gone.pt"),
+    (["--attn", "flex"], "flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
+    (["--attn", "varlen"], "--attn varlen runs on CUDA only, not on cpu; use auto, sdpa, flash or math"),
+    (["--attn", "cudnn"], "--attn cudnn runs on CUDA only"),
+    (["--attn", "fa3"], "--attn fa3 runs on CUDA only"),
+    (["--fp8"], "--fp8 needs a CUDA device of compute capability 8.9 or newer"),
+    (["--checkpointing", "some"], "expected none, selective, full or a number between 0 and 1"),
+    (["--checkpointing", "1.5"], "expected none, selective, full or a number between 0 and 1"),
+    (["--checkpointing", "0.5"], "is a budget for the compiler; add --compile"),
+    (["--alloc_conf", "expandable_segment:True"], "no setting .*; did you mean expandable_segments"),
+    (["--alloc_conf", "backend:cudaMallocAsync"], "cannot set backend, which is fixed when torch is imported"),
+    (["--alloc_conf", "max_split_size_mb"], "no setting 'max_split_size_mb'.*expected key:value"),
+    (["--profile", "50"], "--profile 50 starts after 3 steps; use --max_steps 53 or more"),
+    (["--seq_len=32", "--doc_align", "--vocab_size=300", "--data", "NO_DOCS"], "finds no document"),
     (["--vocab_size", "200"], "less than the 257 of"),
     (["--seq_len=8192", "--batch_tokens=8192", "--micro_batch=1"], "has 4333 tokens, too few .* --seq_len below 4333"),
     (["--data", "/nowhere"], "/nowhere.*python data/prepare.py"),
 ])  # fmt: skip
 def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
+    if "NO_DOCS" in flags:
+        flags = [str(make_data(tmp_path / "no_docs", eot=False)) if flag == "NO_DOCS" else flag for flag in flags]
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")) + flags, capsys)
     assert code == 2 and re.search(sentence, err) and err.startswith("error: ") and err.count("\n") == 1, err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_no_compiler_is_said(data, tmp_path):
+    done = run_python("train_gpt.py", *flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), "--compile",
+                      env=os.environ | {"CXX": "/no/such/compiler"})  # fmt: skip
+    assert done.returncode == 2 and "--compile finds no C++ compiler" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_flags_without_effect_are_named(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    flags = dict(offload="activations", alloc_conf="max_split_size_mb:64", max_steps=1, out_dir=str(tmp_path / "run"))
+    train(config(**TINY | dict(data=str(data)) | flags))
+    out = capsys.readouterr().out
+    assert "--offload activations has no effect on cpu" in out and "--alloc_conf has no effect on cpu" in out
+    assert "attention auto (flash_attention), matmul precision highest" in out
+
+
+def test_profile_leaves_a_trace_and_a_table(data, tmp_path):
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=6, profile=2)))
+    events = json.loads((tmp_path / "run" / "trace_rank0.json").read_text())["traceEvents"]
+    assert any("aten::mm" in event.get("name", "") for event in events)
+    assert "Self CPU time total" in (tmp_path / "run" / "log.txt").read_text().split("=" * 40 + " run\n")[-1]
+
+
+def test_windows_start_at_documents(data):
+    cfg = config(**TINY | dict(data=str(data), doc_align=True))
+    opened = train_gpt.open_data(cfg, train_gpt.Launch(torch.device("cpu")))
+    steps = -(-len(opened.aligned) // 16)
+    windows = torch.cat(
+        [train_gpt.train_batch(opened, cfg, train_gpt.Launch(torch.device("cpu")), s) for s in range(steps)]
+    )
+    assert (windows[:, 0] == 256).all()
+    assert (np.diff(opened.aligned) >= 32).all() and len(opened.aligned) == len(np.unique(opened.aligned))
+    assert len(opened.aligned) > 0.9 * 29000 / 97
+
+
+def test_documents_do_not_see_each_other():
+    gpt = random_gpt(window="SL:5")
+    gpt.doc_eot = 3
+    idx = torch.randint(4, 70, (2, 24), generator=torch.Generator().manual_seed(0))
+    idx[0, 9] = idx[1, 4] = idx[1, 5] = idx[1, 20] = 3
+    targets = idx.roll(-1, 1)
+    with torch.no_grad():
+        together = gpt(idx)
+        gpt.doc_eot = None
+        for row, starts in ((0, (0, 9, 24)), (1, (0, 4, 5, 20, 24))):
+            for a, b in zip(starts, starts[1:]):  # rotary positions are relative: alone, a document reads the same
+                torch.testing.assert_close(together[row, a:b], gpt(idx[row : row + 1, a:b])[0], rtol=1e-4, atol=1e-4)
+        assert (together - gpt(idx)).abs().max() > 0.1 and targets.shape == idx.shape
+
+
+@pytest.mark.parametrize("window, docs", [(0, False), (5, False), (0, True), (5, True)])
+def test_flex_attention_means_the_same(window, docs):
+    q, k, v = torch.randn(3, 2, 3, 128, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    idx = torch.randint(0, 20, (2, 128), generator=torch.Generator().manual_seed(0))
+    eot = 3 if docs else None
+    with torch.no_grad():
+        got = attention(q, k, v, attention_mask("flex", idx, 128, window, eot), "flex")
+        want = attention(q, k, v, attention_mask("sdpa", idx, 128, window, eot))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_varlen_offsets():
+    idx = torch.ones((2, 48), dtype=torch.int64)
+    idx[0, 0] = idx[0, 7] = idx[1, 10] = 3
+    plan = attention_mask("varlen", idx, 48, 5, 3)
+    assert plan.starts.tolist() == [0, 7, 48, 58, 96, 96, 96, 96, 96] and plan.starts.dtype == torch.int32
+    assert plan.longest == 48 and plan.window == (4, 0)  # the window counts the query itself, varlen_attn's does not
+    assert attention_mask("varlen", idx, 48, 0, None).starts.tolist() == [0, 48, 96]
+    with pytest.raises(ValueError, match="exceed the 9 that varlen has room for"):
+        attention_mask("varlen", torch.full((2, 48), 3), 48, 0, 3)
+
+
+def test_checkpointing_keeps_fewer_bytes_for_backward():
+    from torch.autograd.graph import saved_tensors_hooks
+
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        gpt, storages = random_gpt(n_layer=6, loss_chunk=10), {}
+        for block in gpt.blocks:
+            block.checkpointing = mode
+        idx = torch.zeros((8, 24), dtype=torch.int64)
+
+        def note(t, storages=storages):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with saved_tensors_hooks(note, lambda t: t):
+            loss = gpt(idx, idx)
+        weights = sum(p.nbytes for p in gpt.parameters())
+        kept[mode] = sum(storages.values()) - weights
+        del loss
+    assert kept["full"] < 0.3 * kept["none"]
+
+
+def test_fp8_products_are_close():
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(48, 32).bfloat16().requires_grad_()
+    try:
+        got = model_module.Fp8Product.apply(x, w)
+    except RuntimeError as error:
+        pytest.skip(f"no float8 products on this CPU: {error}")
+    want = x @ w.T
+    assert ((got - want).norm() / want.norm()) < 0.06
+    grad = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad)):
+        assert ((a - b).norm() / b.norm()) < 0.1
+
+
+def test_fp16_skips_bad_steps_and_goes_on(data, noisy, tmp_path, monkeypatch):
+    from torch.amp import GradScaler
+
+    monkeypatch.setattr(train_gpt.torch.amp, "GradScaler", lambda d, enabled: GradScaler(d, 2.0**40, enabled=enabled))
+    flags = TINY | dict(data=str(data), init_from=str(noisy), dtype="fp16", max_steps=30, save_every=15, keep=0)
+    train(config(**flags | dict(out_dir=str(tmp_path / "run"))))
+    saved = final(tmp_path / "run")
+    assert saved["scaler"]["scale"] < 2.0**40 and all(w.isfinite().all() for w in saved["model"].values())
+    losses = rows(tmp_path / "run", "train_loss")
+    assert abs(losses[1] - losses[0]) < 0.3 and losses[-1] < losses[0] - 0.5
+    train(
+        config(
+            **flags | dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / "ckpt_15.pt"), init_from="")
+        )
+    )
+    assert all(torch.equal(final(tmp_path / "again")["model"][name], w) for name, w in saved["model"].items())
 
 
 def test_cuda_asked_for_and_absent(data, tmp_path, capsys):

@@ -669,6 +669,12 @@ def shard(gpt: GPT, device: torch.device, dtype: torch.dtype) -> None:
     gpt.reset_buffers()
 
 
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward one: FSDP leaves the root's parameters whole, and they are read as shards."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
 @torch.no_grad()
 def put(param: Tensor, full: Tensor, part: Tensor | None = None) -> None:
     """Copy a full tensor into a parameter, or into `part` of its size: under FSDP, the rows that this rank holds."""
@@ -706,6 +712,7 @@ def warm_up(model: nn.Module, micro_batch: int, cfg: Config) -> None:
     x = torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         model(x, x)
+    reshard(model)
 
 
 def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
@@ -722,6 +729,7 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
             used = torch.cuda.max_memory_allocated()
         except torch.OutOfMemoryError:
             used = math.inf
+            reshard(gpt)
         torch.cuda.empty_cache()
         return largest(run_on, used)
 
@@ -855,6 +863,7 @@ def evaluate(run: Run, val: Split) -> float:
         y = windows[:, 1:].clone()
         y[len(starts) :] = -1
         losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
+    reshard(run.gpt)
     total = torch.stack(losses).cpu().double().sum()
     if run.on.world > 1:
         dist.all_reduce(total, group=run.on.control)
@@ -874,6 +883,7 @@ def sample_text(run: Run, tokenizer, n_tokens: int) -> str:
     with torch.compiler.set_stance("force_eager"):  # every length would be a compilation of its own
         drawn = generate(run.gpt, prompt, n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
         tokens = [token.item() for token in drawn]
+    reshard(run.gpt)
     return tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
 
 
