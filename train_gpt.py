@@ -670,7 +670,7 @@ def shard(gpt: GPT, device: torch.device, dtype: torch.dtype) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward one: FSDP leaves the root's parameters whole, and they are read as shards."""
+    """After a forward pass without a backward one, FSDP's root still holds whole parameters: back to shards."""
     if hasattr(model, "reshard"):
         model.reshard()
 
