@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -65,6 +66,9 @@ SDPA_KERNELS = {
 }
 
 
+COMPILED_FLEX = []  # made at first use
+
+
 class Varlen(NamedTuple):
     """What varlen_attn needs in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
 
@@ -87,19 +91,14 @@ def attention_mask(backend: str, idx: Tensor, n_key: int, window: int, eot: int 
         starts = torch.arange(0, batch * length + 1, length, device=idx.device)
         if docs is not None:
             starts = torch.cat((starts, (idx.flatten() == eot).nonzero()[:, 0])).unique()
-            room = batch * (length // 16 + 1) + 1  # one static shape: the rest are empty sequences at the end
-            if len(starts) > room:
-                raise ValueError(f"{len(starts)} documents in a micro-batch exceed the {room} that varlen has room for")
-            starts = F.pad(starts, (0, room - len(starts)), value=batch * length)
-        return Varlen(starts.int(), length, (window - 1 if window else -1, 0))
+        starts = starts.int()
+        if docs is not None:
+            torch._dynamo.mark_dynamic(starts, 0)  # one compilation for any number of documents
+        return Varlen(starts, length, (window - 1 if window else -1, 0))
     if backend == "flex":
-        from torch.nn.attention.flex_attention import create_block_mask  # two seconds that nobody else should pay
-
-        def seen(b, h, q, k):
-            inside = (k <= q) & (k > q - window) if window else k <= q
-            return inside if docs is None else inside & (docs[b, q] == docs[b, k])
-
-        return create_block_mask(seen, None if docs is None else batch, None, length, n_key, device=idx.device)
+        return (
+            causal_blocks(window, length, idx.device) if docs is None else block_mask(window, length, idx.device, docs)
+        )
     if docs is None and not window and length == n_key:
         return None
     query = torch.arange(n_key - length, n_key, device=idx.device)[:, None]
@@ -108,10 +107,32 @@ def attention_mask(backend: str, idx: Tensor, n_key: int, window: int, eot: int 
     return mask if docs is None else mask & (docs[:, None, :, None] == docs[:, None, None, :])
 
 
+def block_mask(window: int, length: int, device: torch.device, docs: Tensor | None = None):
+    """FlexAttention's BlockMask of a causal window (0 = all), within documents numbered by docs (B, T) if given."""
+    from torch.nn.attention.flex_attention import create_block_mask  # two seconds that nobody else should pay
+
+    def seen(b, h, q, k):
+        inside = (k <= q) & (k > q - window) if window else k <= q
+        return inside if docs is None else inside & (docs[b, q] == docs[b, k])
+
+    batch = None if docs is None else len(docs)
+    compiled = docs is not None and device.type == "cuda"  # else it would make the whole (B, T, T)
+    return create_block_mask(seen, batch, None, length, length, device=device, _compile=compiled)
+
+
+causal_blocks = functools.cache(block_mask)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
     """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made."""
     if backend == "flex":
-        return flex_kernel(q.is_cuda and not torch.compiler.is_compiling())(q, k, v, block_mask=mask)
+        from torch.nn.attention.flex_attention import flex_attention
+
+        if torch.compiler.is_compiling() or not q.is_cuda:
+            return flex_attention(q, k, v, block_mask=mask)
+        if not COMPILED_FLEX:  # FlexAttention (Dong et al. 2024) uncompiled makes the whole matrix of scores
+            COMPILED_FLEX.append(torch.compile(flex_attention, dynamic=False))
+        return COMPILED_FLEX[0](q, k, v, block_mask=mask)
     if backend == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
@@ -120,14 +141,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> T
         return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
     with sdpa_kernel(SDPA_KERNELS[backend]) if backend in SDPA_KERNELS else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-
-
-@functools.cache
-def flex_kernel(compiled: bool):
-    """FlexAttention (Dong et al. 2024); uncompiled it makes the whole matrix of scores."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -152,7 +165,7 @@ def fp8_product(a: Tensor, b: Tensor, a_dtype: torch.dtype = torch.float8_e4m3fn
 
     def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
-        return (x / scale).to(dtype), scale
+        return (x.float() / scale).to(dtype), scale
 
     (a8, a_scale), (b8, b_scale) = scaled(a, a_dtype), scaled(b, torch.float8_e4m3fn)
     return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=a.dtype)
@@ -225,13 +238,14 @@ class Block(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.checkpointing = "none"
+        self.checkpointing, self.offload = "none", False
         self.attn = Attention(cfg)
         self.mlp = MLP(cfg)
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, past: "LayerCache | None" = None) -> Tensor:
-        return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
+        with saved_tensors_hooks(to_host, from_host) if self.offload else contextlib.nullcontext():
+            return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
 
     def checkpointed(self, *inputs) -> Tensor:
         """The layer; "full" recomputes all of it in the backward pass, "selective" all but products and attention."""
@@ -247,10 +261,25 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def to_host(tensor: Tensor):
+    """What backward needs, waiting in pinned host memory; weights, masks and what is small or there already stay."""
+    if not tensor.is_cuda or isinstance(tensor, nn.Parameter) or tensor.dtype == torch.bool or tensor.numel() < 1 << 16:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return tensor.device, host.copy_(tensor, non_blocking=True)
+
+
+def from_host(packed) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=True)
+
+
 def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """The policy of selective checkpointing: what costs much to compute again is kept."""
     name = str(op)
-    costly = any(part in name for part in ("mm.default", "scaled_dot_product", "flash_attention", "flex_attention"))
+    costly = any(
+        part in name
+        for part in ("mm.default", "scaled_dot_product", "flash_attention", "flex_attention", "varlen_attn")
+    )
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -258,13 +287,14 @@ class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
     None of the other options changes what is computed: `attn` is the attention backend, `checkpointing` none, selective
-    or full, `loss_chunk` the tokens whose logits exist at once (0 = all); `fp8` (head and MLP) changes the rounding.
+    or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the host;
+    `fp8` (head and MLP) changes the rounding.
     With `doc_eot`, tokens do not attend across the documents that this token starts.
     """
 
     def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
                  attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
-                 fp8: bool = False):  # fmt: skip
+                 fp8: bool = False, offload: bool = False):  # fmt: skip
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
         self.attn, self.doc_eot = attn, doc_eot
@@ -275,7 +305,7 @@ class GPT(nn.Module):
         self.loss_grad = cross_entropy_grad
         self.head.fp8 = fp8
         for block in self.blocks:
-            block.checkpointing, block.attn.backend = checkpointing, attn
+            block.checkpointing, block.offload, block.attn.backend = checkpointing, offload, attn
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
         self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
@@ -340,8 +370,8 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of softcapped logits (N, V), fp32 (), and its gradient by the logits, in their dtype."""
+def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float, boost: float) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of softcapped logits (N, V), fp32 (), and its gradient by them times boost, their dtype."""
     capped = softcapped(logits.float(), softcap)
     log_z = capped.logsumexp(-1, keepdim=True)
     counted = (targets >= 0)[:, None]
@@ -350,7 +380,7 @@ def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float) -> tuple
     grad = (capped - log_z).exp_().scatter_add_(1, target, torch.full_like(log_z, -1.0))
     if softcap:
         grad = grad * (1 - (capped / softcap).square())
-    return loss, torch.where(counted, grad, 0).to(logits.dtype)
+    return loss, torch.where(counted, grad * boost, 0).to(logits.dtype)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -364,12 +394,13 @@ class ChunkedLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, softcap, chunk, loss_grad, fp8=False):
         w = weight.to(x.dtype)
         need_grad = any(ctx.needs_input_grad[:2])
+        ctx.boost = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)) if need_grad else (None, None)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
             logits = fp8_product(x[rows], w) if fp8 else x[rows] @ w.T
             if need_grad:
-                loss, dlogits = loss_grad(logits, targets[rows], softcap)
+                loss, dlogits = loss_grad(logits, targets[rows], softcap, ctx.boost)
                 dx[rows] = fp8_product(dlogits, w.t().contiguous(), torch.float8_e5m2) if fp8 else dlogits @ w
                 dw += dlogits.T @ x[rows]
             else:
@@ -377,14 +408,16 @@ class ChunkedLoss(torch.autograd.Function):
                 loss = F.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="sum")
             total += loss
         if need_grad:
-            ctx.save_for_backward(dx, dw.to(weight.dtype))
+            ctx.save_for_backward(dx, dw)
+            ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
-        return (dx.float() * grad).to(dx.dtype), (dw.float() * grad).to(dw.dtype), None, None, None, None, None
+        grad = grad.float() / ctx.boost
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -585,8 +618,6 @@ class Optimizer(torch.optim.Optimizer):
                 if self.offload:
                     for host, device in zip(sum(kept, []), sum(used, [])):
                         host.copy_(device, non_blocking=True)
-        if self.offload and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the host's copies are read by checkpoints
 
     def adam_update(self, group: dict, params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> None:
         steps = [self.state[p]["step"] for p in params]

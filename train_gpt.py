@@ -181,6 +181,15 @@ def config(**flags) -> Config:
             )
         if cfg.compile == "off":
             raise UserError(f"--checkpointing {cfg.checkpointing} is a budget for the compiler; add --compile")
+    if cuda_graphs(cfg) and cfg.parallel == "fsdp":
+        raise UserError(
+            f"--compile {cfg.compile} records CUDA graphs, which FSDP's moving weights break; "
+            "use --compile max-autotune-no-cudagraphs or default"
+        )
+    if cfg.deterministic and cfg.compile.startswith("max-autotune"):
+        raise UserError(
+            f"--compile {cfg.compile} picks kernels by timing, so no rerun is sure to be the same; use default"
+        )
     if cfg.profile and cfg.max_steps < cfg.profile + 3:
         raise UserError(f"--profile {cfg.profile} starts after 3 steps; use --max_steps {cfg.profile + 3} or more")
     allocator_keys(cfg.alloc_conf)
@@ -275,6 +284,12 @@ def launch(cfg: Config) -> Launch:
     device = device_of(cfg)
     if device.type == "mps" and env["WORLD_SIZE"] > 1:
         raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
+    if cfg.alloc_conf and not any(
+        os.environ.get(name) for name in ALLOCATOR_VARIABLES
+    ):  # the user's own wins; read once, when CUDA starts
+        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, cfg.alloc_conf))
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device.type == "cuda":
         if env["LOCAL_RANK"] >= torch.cuda.device_count():
             raise UserError(
@@ -286,10 +301,6 @@ def launch(cfg: Config) -> Launch:
     elif env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // env["LOCAL_WORLD_SIZE"]))
-    if cfg.alloc_conf and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):  # the user's own wins
-        os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, cfg.alloc_conf))
-    if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(cfg.deterministic)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     if ("WORLD_SIZE" in os.environ or cfg.parallel == "fsdp") and not dist.is_initialized():
@@ -319,6 +330,8 @@ def check_device(cfg: Config, device: torch.device) -> list[str]:
         raise UserError(f"--attn {cfg.attn} takes no mask, as --window and --doc_mask need; use --attn flex or varlen")
     if cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and cuda and dtype == "fp32":
         raise UserError(f"--attn {cfg.attn} needs bf16 or fp16; add --bf16, or use --attn efficient")
+    if cuda and cfg.attn == "flash" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        torch.nn.attention.restore_flash_attention_impl()  # an earlier run in this process may have taken another
     if cfg.attn in ("fa3", "fa4"):
         try:
             torch.nn.attention.activate_flash_attention_impl(cfg.attn.upper())
@@ -326,17 +339,28 @@ def check_device(cfg: Config, device: torch.device) -> list[str]:
             raise UserError(f"--attn {cfg.attn} needs a package that does not load ({error}); use flash") from None
     if cfg.fp8 and (not cuda or torch.cuda.get_device_capability(device) < (8, 9)):
         raise UserError("--fp8 needs a CUDA device of compute capability 8.9 or newer (L4, RTX 40, H100); leave it out")
-    if cfg.fp8 and (dtype != "bf16" or cfg.n_embd % 16):
-        raise UserError(f"--fp8 goes with bf16 and widths that 16 divides, not {dtype} and --n_embd {cfg.n_embd}")
+    if cfg.fp8 and (dtype != "bf16" or cfg.n_embd % 16 or cfg.vocab_size % 16):
+        raise UserError(
+            f"--fp8 goes with bf16 and sizes that 16 divides, not with {dtype}, --n_embd {cfg.n_embd} and --vocab_size "
+            f"{cfg.vocab_size}"
+        )
     if cfg.parallel == "fsdp" and device.type == "mps":
         raise UserError("--parallel fsdp does not run on MPS; leave it out")
-    if cfg.compile != "off":
+    if cfg.parallel == "fsdp" and cuda and not cfg.micro_batch:
+        raise UserError(
+            "--parallel fsdp cannot probe memory, as a rank that runs out would hang the others; give --micro_batch"
+        )
+    if cfg.deterministic and cuda and (not cfg.micro_batch or cfg.attn == "cudnn"):
+        raise UserError("--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn")
+    if cfg.attn == "flex" and cfg.checkpointing == "selective" and cfg.compile == "off":
+        raise UserError("--checkpointing selective cannot see into uncompiled FlexAttention; add --compile")
+    if cfg.compile != "off" or cfg.attn == "flex":
         check_compiler(device)
     lines = []
     if cfg.alloc_conf and not cuda:
         lines.append(f"--alloc_conf has no effect on {device.type}: it is about CUDA memory")
     elif cfg.alloc_conf and os.environ.get(ALLOCATOR_VARIABLES[0]) != cfg.alloc_conf:
-        lines.append("--alloc_conf gives way to the environment's PYTORCH_ALLOC_CONF")
+        lines.append("--alloc_conf gives way to PYTORCH_ALLOC_CONF, as the environment or an earlier run here set it")
     if cfg.offload != "none" and not cuda:
         lines.append(f"--offload {cfg.offload} has no effect on {device.type}: everything is in host memory already")
     if masked and cfg.attn in ("auto", "sdpa") and cuda:
@@ -625,21 +649,25 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
     shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matrix products like multiples of 64
     dtype, device, fsdp = DTYPES[dtype_of(cfg, run_on.device)], run_on.device, cfg.parallel == "fsdp"
+    budget = cfg.checkpointing not in ("none", "selective", "full")
     with torch.device("meta" if fsdp else device):
-        gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk, attn=cfg.attn, checkpointing=cfg.checkpointing,
-                  doc_eot=eot if cfg.doc_mask else None, fp8=cfg.fp8)  # fmt: skip
+        gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
+                  checkpointing="none" if budget else cfg.checkpointing, doc_eot=eot if cfg.doc_mask else None,
+                  offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
     if fsdp:
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
-        budget = cfg.checkpointing not in ("none", "selective", "full")
         torch._functorch.config.activation_memory_budget = float(cfg.checkpointing) if budget else 1.0
         gpt.compile_parts(cfg.compile)
     model = gpt
     if run_on.world > 1 and not fsdp:
         model = DistributedDataParallel(gpt, gradient_as_bucket_view=True, broadcast_buffers=False,
                                         bucket_cap_mb=cfg.bucket_cap_mb)  # fmt: skip
+    if cuda_graphs(cfg):
+        for p in gpt.parameters():
+            p.grad = torch.zeros_like(p)
     if cfg.compile != "off" or device.type == "cuda" or run_on.world > 1:  # DDP sorts its buckets in step 1
         warm_up(model, micro_batch, cfg)
     for name, param in gpt.named_parameters():
@@ -648,9 +676,6 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     optimizer = Optimizer(groups, ns_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
                           offload=cfg.offload == "optimizer")  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    if cuda_graphs(cfg):
-        for p in gpt.parameters():
-            p.grad = torch.zeros_like(p)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return Run(cfg, run_on, gpt, model, optimizer, scaler, micro_batch)
@@ -702,16 +727,20 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
 def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
     """One micro-step on dummy tokens, for what it compiles, loads or allocates."""
     x = torch.zeros((rows, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
+    torch.compiler.cudagraph_mark_step_begin()
     (model(x, x) / x.numel()).backward()
 
 
 def warm_up(model: nn.Module, micro_batch: int, cfg: Config) -> None:
     """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring."""
-    forward_backward(model, micro_batch, cfg)
-    model.zero_grad(set_to_none=True)
+    for _ in range(3 if cuda_graphs(cfg) else 1):  # a graph is recorded at the second call
+        forward_backward(model, micro_batch, cfg)
+    model.zero_grad(set_to_none=not cuda_graphs(cfg))
     x = torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.no_grad():
-        model(x, x)
+    for _ in range(3 if cuda_graphs(cfg) else 1):
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            model(x, x)
     reshard(model)
 
 
@@ -729,7 +758,6 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
             used = torch.cuda.max_memory_allocated()
         except torch.OutOfMemoryError:
             used = math.inf
-            reshard(gpt)
         torch.cuda.empty_cache()
         return largest(run_on, used)
 
@@ -737,7 +765,8 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
     free, _ = torch.cuda.mem_get_info()
     budget = 0.92 * (free + torch.cuda.memory_reserved())
-    budget -= 2 * sum(local(p).nbytes for p in gpt.parameters())  # the optimizer's state is not there yet
+    if cfg.offload != "optimizer":
+        budget -= 2 * sum(p.nbytes for p in gpt.parameters())  # the optimizer's state is not there yet
     fits = largest_that_fits(rows, peak, -largest(run_on, -budget))
     gpt.zero_grad(set_to_none=True)
     return fits
@@ -810,7 +839,7 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
     for i in range(run.grad_accum_steps):
         rows = slice(i * run.micro_batch, (i + 1) * run.micro_batch)
         torch.compiler.cudagraph_mark_step_begin()
-        with synchronised(run, i == run.grad_accum_steps - 1), activations_offloaded(run):
+        with synchronised(run, i == run.grad_accum_steps - 1):
             part = run.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP and FSDP
             run.scaler.scale(part).backward()
         loss += part.detach()
@@ -840,13 +869,6 @@ def synchronised(run: Run, last: bool):
     return contextlib.nullcontext()
 
 
-def activations_offloaded(run: Run):
-    """With --offload activations: what backward needs waits in pinned host memory."""
-    if run.cfg.offload == "activations" and run.on.device.type == "cuda":
-        return torch.autograd.graph.save_on_cpu(pin_memory=True)
-    return contextlib.nullcontext()
-
-
 @torch.no_grad()
 def evaluate(run: Run, val: Split) -> float:
     """Mean loss over the first --eval_tokens validation tokens, in nats; the same for any ranks and micro-batch."""
@@ -862,7 +884,8 @@ def evaluate(run: Run, val: Split) -> float:
         windows = torch.from_numpy(windows)
         y = windows[:, 1:].clone()
         y[len(starts) :] = -1
-        losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
+        torch.compiler.cudagraph_mark_step_begin()
+        losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)).clone())
     reshard(run.gpt)
     total = torch.stack(losses).cpu().double().sum()
     if run.on.world > 1:
@@ -1293,10 +1316,9 @@ def profiler_of(run: Run, log: Log):
         log.line(profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60))
         if cuda:
             torch.cuda.memory._dump_snapshot(str(log.folder / f"memory_rank{run.on.rank}.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     if cuda:
-        torch.cuda.memory._record_memory_history()
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
     schedule = torch.profiler.schedule(wait=2, warmup=1, active=run.cfg.profile, repeat=1)
     return torch.profiler.profile(schedule=schedule, on_trace_ready=report)
 
@@ -1333,6 +1355,8 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
 
     batches = prefetched(lambda s: train_batch(data, cfg, run.on, s), step, cfg.max_steps, cfg.prefetch)
     profiler = profiler_of(run, log)
+    if cfg.profile and cfg.max_steps - step < cfg.profile + 3:
+        log.line(f"--profile {cfg.profile} has no effect: it starts after 3 steps, and {cfg.max_steps - step} are left")
     with contextlib.closing(batches), profiler or contextlib.nullcontext():
         while True:
             if not stop:
@@ -1395,6 +1419,11 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                 break
 
     trained = clock.stop() - time_before
+    if run.on.device.type == "cuda":
+        if cfg.profile:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        stats = torch.cuda.memory_stats()
+        log.line(f"allocator: {stats['num_alloc_retries']} retries, {stats['num_ooms']} times out of memory")
     losses = [row["val_loss"] for row in evaluations if math.isfinite(row["val_loss"])]
     reached = next((row for row in evaluations if row["val_loss"] <= cfg.target_val_loss), None)
     last = evaluations[-1] if evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
