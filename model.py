@@ -64,8 +64,6 @@ SDPA_KERNELS = {
     "fa3": SDPBackend.FLASH_ATTENTION,
     "fa4": SDPBackend.FLASH_ATTENTION,
 }
-
-
 COMPILED_FLEX = []  # made at first use
 
 
@@ -86,15 +84,13 @@ def attention_mask(backend: str, idx: Tensor, n_key: int, window: int, eot: int 
     """
     batch, length = idx.shape
     window = 0 if window >= n_key else window
-    docs = None if eot is None else (idx == eot).cumsum(1)
     if backend == "varlen":
-        starts = torch.arange(0, batch * length + 1, length, device=idx.device)
-        if docs is not None:
-            starts = torch.cat((starts, (idx.flatten() == eot).nonzero()[:, 0])).unique()
-        starts = starts.int()
-        if docs is not None:
+        starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=idx.device)
+        if eot is not None:
+            starts = torch.cat((starts, (idx.flatten() == eot).nonzero()[:, 0])).unique().int()
             torch._dynamo.mark_dynamic(starts, 0)  # one compilation for any number of documents
         return Varlen(starts, length, (window - 1 if window else -1, 0))
+    docs = None if eot is None else (idx == eot).cumsum(1)
     if backend == "flex":
         return (
             causal_blocks(window, length, idx.device) if docs is None else block_mask(window, length, idx.device, docs)

@@ -1,5 +1,6 @@
 """All tests: `python -m pytest test_train.py`. Cases for two ranks run in one launch of this file under torchrun."""
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -115,6 +116,19 @@ def plain(data, noisy, tmp_path_factory) -> Path:
         config(**TINY | dict(data=str(data), out_dir=str(folder), init_from=str(noisy), micro_batch=16, loss_chunk=0))
     )
     return folder
+
+
+@contextlib.contextmanager
+def saved_for_backward():
+    """Yields the storages (address: bytes) that autograd keeps for backward, and a function that adds a tensor."""
+    storages = {}
+
+    def note(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield storages, note
 
 
 def run_main(argv: list[str], capsys) -> tuple[int, str]:
@@ -1019,28 +1033,18 @@ def test_varlen_offsets():
 def test_budget_of_the_compiler_acts():
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
-    from torch.autograd.graph import saved_tensors_hooks
-
     kept, idx = {}, torch.zeros((8, 32), dtype=torch.int64)
     for mode in ("0.1", "0.9"):
         run = train_gpt.build(
             config(**TINY | dict(compile="default", checkpointing=mode)), train_gpt.Launch(idx.device), 257
         )
-        storages = {}
-
-        def note(t, storages=storages):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with saved_tensors_hooks(note, lambda t: t):
+        with saved_for_backward() as (storages, _):
             run.gpt(idx, idx).backward()
         kept[mode] = sum(storages.values())
     assert kept["0.1"] < 0.9 * kept["0.9"], kept
 
 
 def test_checkpointing_keeps_fewer_bytes_for_backward(monkeypatch):
-    from torch.autograd.graph import saved_tensors_hooks
-
     selective, caches = model_module.create_selective_checkpoint_contexts, []
 
     def contexts(policy):
@@ -1051,17 +1055,13 @@ def test_checkpointing_keeps_fewer_bytes_for_backward(monkeypatch):
     monkeypatch.setattr(model_module, "create_selective_checkpoint_contexts", contexts)
     kept = {}
     for mode in ("none", "selective", "full"):
-        gpt, storages = random_gpt(n_layer=6, loss_chunk=10), {}
+        gpt = random_gpt(n_layer=6, loss_chunk=10)
         weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
         for block in gpt.blocks:
             block.checkpointing = mode
         idx = torch.zeros((8, 24), dtype=torch.int64)
 
-        def note(t, storages=storages):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with saved_tensors_hooks(note, lambda t: t):
+        with saved_for_backward() as (storages, note):
             loss = gpt(idx, idx)
         for value in torch.utils._pytree.tree_leaves([list(cache.values()) for cache in caches]):
             tensor = getattr(value, "val", value)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from data.prepare import UserError, find_shards, get_tokenizer, load_meta, prepare, read_shard
+from data.prepare import UserError, find_shards, get_tokenizer, load_meta, prepare, read_shard, whole_file
 from model import (
     GPT,
     SDPA_KERNELS,
@@ -170,17 +170,8 @@ def config(**flags) -> Config:
         raise UserError(
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; use --batch_tokens {near}"
         )
-    if cfg.checkpointing not in ("none", "selective", "full"):
-        try:
-            budget = float(cfg.checkpointing)
-        except ValueError:
-            budget = math.nan
-        if not 0 < budget < 1:
-            raise UserError(
-                f"--checkpointing is {cfg.checkpointing!r}; expected none, selective, full or a number between 0 and 1"
-            )
-        if cfg.compile == "off":
-            raise UserError(f"--checkpointing {cfg.checkpointing} is a budget for the compiler; add --compile")
+    if activation_budget(cfg) < 1 and cfg.compile == "off":
+        raise UserError(f"--checkpointing {cfg.checkpointing} is a budget for the compiler; add --compile")
     if cuda_graphs(cfg) and cfg.parallel == "fsdp":
         raise UserError(
             f"--compile {cfg.compile} records CUDA graphs, which FSDP's moving weights break; "
@@ -200,6 +191,21 @@ def config(**flags) -> Config:
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return cfg
+
+
+def activation_budget(cfg: Config) -> float:
+    """The share of activation memory that --checkpointing leaves the compiler; 1 for its modes. Raises UserError."""
+    if cfg.checkpointing in ("none", "selective", "full"):
+        return 1.0
+    try:
+        budget = float(cfg.checkpointing)
+    except ValueError:
+        budget = math.nan
+    if not 0 < budget < 1:
+        raise UserError(
+            f"--checkpointing is {cfg.checkpointing!r}; expected none, selective, full or a number between 0 and 1"
+        )
+    return budget
 
 
 ALLOCATOR_KEYS = {
@@ -284,9 +290,7 @@ def launch(cfg: Config) -> Launch:
     device = device_of(cfg)
     if device.type == "mps" and env["WORLD_SIZE"] > 1:
         raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
-    if cfg.alloc_conf and not any(
-        os.environ.get(name) for name in ALLOCATOR_VARIABLES
-    ):  # the user's own wins; read once, when CUDA starts
+    if cfg.alloc_conf and not any(map(os.environ.get, ALLOCATOR_VARIABLES)):  # the user's wins; read as CUDA starts
         os.environ.update(dict.fromkeys(ALLOCATOR_VARIABLES, cfg.alloc_conf))
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -649,17 +653,17 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
     shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matrix products like multiples of 64
     dtype, device, fsdp = DTYPES[dtype_of(cfg, run_on.device)], run_on.device, cfg.parallel == "fsdp"
-    budget = cfg.checkpointing not in ("none", "selective", "full")
+    budget = activation_budget(cfg)
     with torch.device("meta" if fsdp else device):
         gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
-                  checkpointing="none" if budget else cfg.checkpointing, doc_eot=eot if cfg.doc_mask else None,
+                  checkpointing=cfg.checkpointing if budget == 1 else "none", doc_eot=eot if cfg.doc_mask else None,
                   offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
     if fsdp:
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
-        torch._functorch.config.activation_memory_budget = float(cfg.checkpointing) if budget else 1.0
+        torch._functorch.config.activation_memory_budget = budget
         gpt.compile_parts(cfg.compile)
     model = gpt
     if run_on.world > 1 and not fsdp:
@@ -885,7 +889,7 @@ def evaluate(run: Run, val: Split) -> float:
         y = windows[:, 1:].clone()
         y[len(starts) :] = -1
         torch.compiler.cudagraph_mark_step_begin()
-        losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)).clone())
+        losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
     reshard(run.gpt)
     total = torch.stack(losses).cpu().double().sum()
     if run.on.world > 1:
@@ -954,12 +958,8 @@ def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) 
         "optimizer": state,
     }
     checkpoint["sha256"] = content_hash(checkpoint)
-    partial = folder / f".tmp-ckpt_{step}.pt"
-    with open(partial, "wb") as file:
+    with whole_file(folder / f"ckpt_{step}.pt") as file:
         torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / f"ckpt_{step}.pt")
     if hasattr(os, "O_DIRECTORY"):  # the new name itself must reach the disk before an old checkpoint goes
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(handle)
@@ -1086,7 +1086,8 @@ class Log:
                 with contextlib.suppress(ValueError):  # a torn last line
                     kept.append(json.loads(line))
         kept = [row for row in kept if row["step"] <= first_step]
-        write_atomically(rows, "".join(json.dumps(row) + "\n" for row in kept))
+        with whole_file(rows) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
         self.metrics = open(rows, "a", buffering=1, encoding="utf-8")
         self.file = open(self.folder / "log.txt", "a" if first_step else "w", buffering=1, encoding="utf-8")
         for name in ("train_gpt.py", "model.py"):
@@ -1111,14 +1112,15 @@ class Log:
     def row(self, **values) -> None:
         """One line of metrics.jsonl; what is not finite becomes null."""
         if self.on:
-            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+            values = finite(values)
             self.metrics.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
     def summary(self, values: dict) -> None:
         if self.on:
-            write_atomically(self.folder / "summary.json", json.dumps(values, indent=1) + "\n")
+            with whole_file(self.folder / "summary.json") as file:
+                file.write(json.dumps(values, indent=1).encode() + b"\n")
 
     def close(self) -> None:
         for thing in (self.file, self.metrics, self.lock):
@@ -1128,10 +1130,9 @@ class Log:
             self.wandb.finish()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(".tmp-" + path.name)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+def finite(values: dict) -> dict:
+    """The same with null for figures that are not finite: JSON has no word for them."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -1435,7 +1436,7 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
         tokens_per_s=(step - first_step) * cfg.batch_tokens / trained if trained else math.nan,
         data_wait_s=waited, train_time_s=clock.train_time, wall_time_s=clock.wall_time,
     )  # fmt: skip
-    summary = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+    summary = finite(summary)
     log.summary(summary)
     log.line(
         f"stopped by {summary['stopped_by']} at step {step}: train_time {clock.train_time:.1f} s (data waiting "

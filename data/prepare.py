@@ -140,13 +140,16 @@ def write_shard(path, tokens):
     """Writes a 1-D uint16 or uint32 array as one shard, which has a temporary name until it is safe on the disk."""
     if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
         raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
-    _write_file(Path(path), _header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens))
+    with whole_file(Path(path)) as file:
+        file.writelines((_header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens)))
 
 
-def _write_file(path, *parts):
+@contextlib.contextmanager
+def whole_file(path):
+    """A binary file to write under a name that starts with `.tmp`: in the end it is on the disk and renamed to path."""
     temporary = path.with_name(f".tmp-{path.name}")
     with open(temporary, "wb") as file:
-        file.writelines(parts)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -708,7 +711,8 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
             splits, files = _write_documents(documents, encoder, folder, shard_tokens, progress)
         meta = {"tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "splits": splits}
         meta |= {"source": origin, "files": files, "made_with": made_with}
-        _write_file(folder / "meta.json", json.dumps(meta, indent=1).encode())
+        with whole_file(folder / "meta.json") as file:
+            file.write(json.dumps(meta, indent=1).encode())
         (folder / UNFINISHED).unlink()
     train, val = splits["train"]["tokens"], splits["val"]["tokens"]
     say(f"{folder}: {train:,} tokens for training, {val:,} for validation ({tokenizer}) in {len(files)} shards")
