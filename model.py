@@ -583,6 +583,8 @@ class Optimizer(torch.optim.Optimizer):
     `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
     """
 
+    fused = True  # False: a parameter at a time, as in plain loops; the baseline of bench.py
+
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
         super().__init__(groups, dict(lr=0.0))
         self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
@@ -605,7 +607,7 @@ class Optimizer(torch.optim.Optimizer):
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 by_shape.setdefault(p.shape, []).append(p)
-            for params in by_shape.values():
+            for params in by_shape.values() if self.fused else ([p] for p in group["params"]):
                 kept = [[self.state[p][slot] for p in params] for slot in slots]
                 used = (
                     [[t.to(params[0].device, non_blocking=True) for t in ts] for ts in kept] if self.offload else kept
@@ -618,9 +620,9 @@ class Optimizer(torch.optim.Optimizer):
     def adam_update(self, group: dict, params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> None:
         steps = [self.state[p]["step"] for p in params]
         adamw(
-            [local(p) for p in params], [local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], steps, fused=True,
-            amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
+            [local(p) for p in params], [local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], steps,
+            fused=self.fused, foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
         )  # fmt: skip
 
     def muon_update(self, group: dict, params: list[Tensor], momenta: list[Tensor]) -> None:

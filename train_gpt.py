@@ -236,8 +236,8 @@ def closest(name: str, names) -> str:
     return f"; did you mean {near[0]}?" if near else "; --help lists them"
 
 
-def parse_flags(argv: list[str]) -> Config:
-    """The Config that a command line asks for. Raises UserError."""
+def given_flags(argv: list[str]) -> dict:
+    """The flags that a command line names, with their values. Raises UserError."""
 
     class Parser(argparse.ArgumentParser):
         def error(self, message):
@@ -265,7 +265,12 @@ def parse_flags(argv: list[str]) -> Config:
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]
         raise UserError(f"there is no flag {unknown[0]}{closest(name, [f.name for f in dataclasses.fields(Config)])}")
-    return config(**vars(flags))
+    return vars(flags)
+
+
+def parse_flags(argv: list[str]) -> Config:
+    """The Config that a command line asks for. Raises UserError."""
+    return config(**given_flags(argv))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +310,8 @@ def launch(cfg: Config) -> Launch:
     elif env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // env["LOCAL_WORLD_SIZE"]))
-    torch.use_deterministic_algorithms(cfg.deterministic)
+    if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(cfg.deterministic)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     if ("WORLD_SIZE" in os.environ or cfg.parallel == "fsdp") and not dist.is_initialized():
         on_cuda = device.type == "cuda"
@@ -648,14 +654,19 @@ def rows_per_rank(cfg: Config, world: int) -> int:
     return rows
 
 
-def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) -> Run:
-    """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
+def model_config(cfg: Config, vocab_size: int) -> GPTConfig:
+    """The model's shape, for a tokenizer with so many tokens."""
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
     shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matrix products like multiples of 64
+    return GPTConfig(**shape)
+
+
+def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) -> Run:
+    """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
     dtype, device, fsdp = DTYPES[dtype_of(cfg, run_on.device)], run_on.device, cfg.parallel == "fsdp"
     budget = activation_budget(cfg)
     with torch.device("meta" if fsdp else device):
-        gpt = GPT(GPTConfig(**shape), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
+        gpt = GPT(model_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
                   checkpointing=cfg.checkpointing if budget == 1 else "none", doc_eot=eot if cfg.doc_mask else None,
                   offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
     if fsdp:
@@ -731,7 +742,7 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
 def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
     """One micro-step on dummy tokens, for what it compiles, loads or allocates."""
     x = torch.zeros((rows, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
-    torch.compiler.cudagraph_mark_step_begin()
+    mark_step(cfg)
     (model(x, x) / x.numel()).backward()
 
 
@@ -742,7 +753,7 @@ def warm_up(model: nn.Module, micro_batch: int, cfg: Config) -> None:
     model.zero_grad(set_to_none=not cuda_graphs(cfg))
     x = torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=next(model.parameters()).device)
     for _ in range(3 if cuda_graphs(cfg) else 1):
-        torch.compiler.cudagraph_mark_step_begin()
+        mark_step(cfg)
         with torch.no_grad():
             model(x, x)
     reshard(model)
@@ -832,6 +843,12 @@ def cuda_graphs(cfg: Config) -> bool:
     return cfg.compile in ("reduce-overhead", "max-autotune")
 
 
+def mark_step(cfg: Config) -> None:
+    """Tell CUDA graphs, if there are any, that what an earlier call returned may be overwritten."""
+    if cuda_graphs(cfg):
+        torch.compiler.cudagraph_mark_step_begin()  # imports the compiler: more than a second
+
+
 def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One optimizer step on this rank's windows, int64 (rows, seq_len + 1), at `scale` times the learning rates.
 
@@ -842,7 +859,7 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
     loss = torch.zeros((), device=run.on.device)
     for i in range(run.grad_accum_steps):
         rows = slice(i * run.micro_batch, (i + 1) * run.micro_batch)
-        torch.compiler.cudagraph_mark_step_begin()
+        mark_step(run.cfg)
         with synchronised(run, i == run.grad_accum_steps - 1):
             part = run.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP and FSDP
             run.scaler.scale(part).backward()
@@ -888,7 +905,7 @@ def evaluate(run: Run, val: Split) -> float:
         windows = torch.from_numpy(windows)
         y = windows[:, 1:].clone()
         y[len(starts) :] = -1
-        torch.compiler.cudagraph_mark_step_begin()
+        mark_step(cfg)
         losses.append(run.gpt(windows[:, :-1].to(run.on.device), y.to(run.on.device)))
     reshard(run.gpt)
     total = torch.stack(losses).cpu().double().sum()
