@@ -18,6 +18,7 @@ Flags of train_gpt.py set sizes and everything else that a benchmark does not va
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
@@ -203,6 +204,23 @@ def timed(device: torch.device, function) -> float:
     function()
     synchronize(device)
     return time.perf_counter() - began
+
+
+def allocated(device: torch.device, function) -> tuple[int, int, object]:
+    """Bytes that function() leaves allocated while its result lives, its peak beyond those before, and the result."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = function()
+        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, result
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+    events = [(e["ts"], i, e["args"]["Bytes"]) for i, e in enumerate(events) if e["name"] == "[memory]"]
+    held = list(itertools.accumulate((more for _, _, more in sorted(events)), initial=0))
+    return held[-1], max(held), result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -479,10 +497,10 @@ def time_to(rows: list[dict], target: float, key: str) -> float | None:
 def bench_loss(bench: Bench) -> dict:
     """Time to AdamW's final validation loss, for each recipe, over several seeds."""
     bench.reserve(seed=0, optimizer=0, eval_every=0, out_dir=0, resume=0, target_val_loss=0)
-    small = dict(n_layer=2, max_steps=40, batch_tokens=2048, eval_tokens=16384) if bench.quick else {}
+    small = dict(n_layer=2, max_steps=40, batch_tokens=2048, eval_tokens=8192) if bench.quick else {}
     flags = {**small, **bench.flags}
     steps, seeds = config(**flags).max_steps, 2 if bench.quick else 3
-    flags["eval_every"] = max(1, steps // 20)
+    flags["eval_every"] = max(1, steps // (10 if bench.quick else 20))
     runs = {name: [] for name in RECIPES}
     rows = [dict(name=name) for name in RECIPES]
     for seed in range(seeds):
@@ -561,7 +579,7 @@ def attention_once(backend: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, id
 
 
 def attention_case(flags: dict, backend: str):
-    """Yields the dtype; then, for (T, tokens, variant): seconds forward, backward, and MB that both take more."""
+    """Yields the dtype; for (T, tokens, variant) the most bytes that a call holds; for None its seconds."""
     device = launch(config(**flags)).device
     dtype = DTYPES[dtype_of(config(**flags), device)]
     question = yield str(dtype)
@@ -578,30 +596,13 @@ def attention_case(flags: dict, backend: str):
         q, k, v, dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
         q, k, v = (t.requires_grad_(trains) for t in (q, k, v))
         idx = torch.randint(max(2, length // 4), (shape[0], length), generator=generator).to(device)  # 0: a document
-        held = memory_now_mb(device)
-        attention_once(backend, q, k, v, dy, idx, variant)
-        peak, q.grad, k.grad, v.grad = memory_peak_mb(device) - held, None, None, None
-        question = yield *attention_once(backend, q, k, v, dy, idx, variant), peak
-
-
-def memory_now_mb(device: torch.device) -> float:
-    """MB held now; the peak is counted from here on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 2**20
-    if Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")
-    return memory_peak_mb(device)
-
-
-def memory_peak_mb(device: torch.device) -> float:
-    """Most MB held since memory_now_mb: allocations on a GPU; resident memory elsewhere (NaN where not known)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    if not Path("/proc/self/status").exists():
-        return math.nan
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) / 1024
+        attention_once(backend, q, k, v, dy, idx, variant)  # whatever it compiles is not of the call
+        q.grad = k.grad = v.grad = None
+        _, peak, _ = allocated(device, lambda call=(backend, q, k, v, dy, idx, variant): attention_once(*call))
+        question = yield peak
+        while question is None:
+            q.grad = k.grad = v.grad = None
+            question = yield attention_once(backend, q, k, v, dy, idx, variant)
 
 
 def bench_attention(bench: Bench) -> dict:
@@ -612,53 +613,53 @@ def bench_attention(bench: Bench) -> dict:
     lengths, tokens = (lengths[:2], 2048) if bench.quick else (lengths, 16384 if cuda else 4096)
     backends = ("explicit", "explicit, chunked", "math", "sdpa", "flash", "efficient", "cudnn", "flex", "varlen")
     rows, workers, cfg = [], {}, config(**bench.flags)
-    for length in lengths:
-        for variant in ("causal", "window", "documents"):
-            here = [dict(backend=b, seq_len=length, variant=variant, forward=[], backward=[]) for b in backends]
+
+    def ask(row: dict, what=None):
+        """The answer of the row's backend; None, and the reason in the row, where it has none."""
+        backend = row["backend"]
+        try:
+            if backend not in workers:
+                workers[backend] = exits.enter_context(Worker(bench, attention_case, bench.flags, backend))
+                workers[backend].ask()
+            return workers[backend].ask(what)
+        except Failed as error:
+            row["note"] = str(error)
+            workers.pop(backend).__exit__()
+
+    with contextlib.ExitStack() as exits:
+        for length, variant in itertools.product(lengths, ("causal", "window", "documents")):
+            here = [dict(seq_len=length, variant=variant, backend=b, times=[]) for b in backends]
+            for row in here:
+                row["more_mb"] = (ask(row, (length, tokens, variant)) or math.nan) / 2**20
+            for row in [row for _ in range(bench.repeats) for row in here]:
+                if "note" not in row:
+                    row["times"].append(ask(row))
+            for row in here:
+                times = row.pop("times")
+                if "note" not in row:
+                    row |= spread([1000 * forward for forward, _ in times], "forward_ms")
+                    if times[0][1] is not None:
+                        row |= spread([1000 * backward for _, backward in times], "backward_ms")
+                        row["vs_explicit"] = (
+                            here[0].get("forward_ms", math.nan) + here[0].get("backward_ms", math.nan)
+                        ) / (row["forward_ms"] + row["backward_ms"])
             rows += here
-            for repeat in range(bench.repeats + 1):
-                for row in here:
-                    if "note" in row:
-                        continue
-                    try:
-                        if row["backend"] not in workers:
-                            workers[row["backend"]] = Worker(bench, attention_case, bench.flags, row["backend"])
-                            workers[row["backend"]].ask()
-                        forward, backward, peak = workers[row["backend"]].ask((length, tokens, variant))
-                    except Failed as error:
-                        row["note"] = str(error)
-                        workers.pop(row["backend"]).__exit__()
-                        continue
-                    if repeat:  # the first is a warm-up
-                        row["forward"].append(1000 * forward)
-                        row["backward"] += [] if backward is None else [1000 * backward]
-                    row["peak_mb"] = peak
             progress(f"T {length}, {variant}")
-    for worker in workers.values():
-        worker.__exit__()
-    for row in rows:
-        forward, backward = row.pop("forward"), row.pop("backward")
-        if "note" not in row:
-            row |= spread(forward, "forward_ms")
-            flops = 4 * tokens * row["seq_len"] / 2 * cfg.n_embd
-            row["forward_flops_per_s"] = flops / row["forward_ms"] * 1000 if row["variant"] == "causal" else None
-            row |= spread(backward, "backward_ms") if backward else dict(note="forward only on this device")
-    base = {(r["seq_len"], r["variant"]): r.get("forward_ms", math.nan) + r.get("backward_ms", math.nan)
-            for r in rows if r["backend"] == "explicit"}  # fmt: skip
-    for row in rows:
-        total = row.get("forward_ms", math.nan) + row.get("backward_ms", math.nan)
-        row["vs_explicit"] = base[row["seq_len"], row["variant"]] / total
     columns = {
         "seq_len": ("T", "d"), "variant": ("mask", ""), "backend": ("backend", ""),
-        "forward_ms": ("forward, ms", ".2f"),
-        "backward_ms": ("backward, ms", ".2f"), "vs_explicit": ("times faster than explicit", ".2f"),
-        "peak_mb": ("MB more", ",.0f"), "note": ("", ""),
+        "forward_ms": ("forward, ms", ".2f"), "backward_ms": ("backward, ms", ".2f"),
+        "vs_explicit": ("times faster than explicit", ".2f"), "more_mb": ("MiB more", ",.1f"), "note": ("", ""),
     }  # fmt: skip
-    note = (
+    nowhere = {
+        b: r["note"] for r in rows if (b := r["backend"]) and all("note" in x for x in rows if x["backend"] == b)
+    }
+    shown = [row for row in rows if row["backend"] not in nowhere]
+    notes = (
         f"{tokens} tokens a call, {cfg.n_head} heads of {cfg.n_embd // cfg.n_head}. The window is a quarter of T, as "
-        "are documents on average. Making the mask counts as forward; on a CPU the memory is resident memory."
+        "are documents on average. Making the mask counts as forward. FlexAttention has no backward pass on a CPU.",
+        *(f"Not here: {backend} ({reason})." for backend, reason in nowhere.items()),
     )
-    print(table("Attention", rows, columns, (note,)))
+    print(table("Attention", shown, columns, notes))
     return dict(attention=rows, tokens=tokens)
 
 
@@ -756,30 +757,11 @@ def memory_case(flags: dict):
     def forward() -> Tensor:
         return run.model(windows[:, :-1], windows[:, 1:]) / windows[:, 1:].numel()
 
-    def allocated(function) -> tuple[float, float, object]:
-        """Bytes that function() leaves allocated while its result lives, its peak beyond those before, the result."""
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            kept = function()
-            return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, kept
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kept = function()
-        with tempfile.TemporaryDirectory() as folder:
-            profiler.export_chrome_trace(f"{folder}/trace.json")
-            events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-        steps = sorted((e["ts"], i, e["args"]["Bytes"]) for i, e in enumerate(events) if e["name"] == "[memory]")
-        now = most = 0
-        for _, _, more in steps:
-            now += more
-            most = max(most, now)
-        return now, most, kept
-
     forward().backward()
-    activations, _, loss = allocated(forward)
+    activations, _, loss = allocated(device, forward)
     loss.backward()
     del loss
-    _, peak, _ = allocated(lambda: forward().backward())
+    _, peak, _ = allocated(device, lambda: forward().backward())
     parts = dict(
         weights=sum(p.nbytes for p in run.gpt.parameters()),
         gradients=sum(p.grad.nbytes for p in run.gpt.parameters()),
@@ -912,7 +894,7 @@ def infer_case(flags: dict, batch: int, use_cache: bool, compiled: bool, prompt:
     generator = torch.Generator().manual_seed(0)
     idx = torch.randint(vocabulary(cfg), (batch, prompt), generator=generator).to(device)
 
-    def go(n_tokens: int) -> list[float]:
+    def go(n_tokens: int, patience: float = math.inf) -> list[float]:
         synchronize(device)
         began, times = time.perf_counter(), []
         for _ in generate(gpt, idx, n_tokens, vocabulary(cfg), 0, use_cache=use_cache):
@@ -923,11 +905,11 @@ def infer_case(flags: dict, batch: int, use_cache: bool, compiled: bool, prompt:
         return times
 
     began = time.perf_counter()
-    go(3)
+    go(8)
     ready_s = time.perf_counter() - began
     yield dict(setup_s=ready_s)
     while True:
-        times = go(max(lengths))
+        times = go(max(lengths), patience)
         yield dict(
             prefill=times[0], decode=(times[-1] - times[0]) / max(1, len(times) - 1),
             to={n: times[n - 1] if len(times) >= n else None for n in lengths}, peak_mb=peak_memory_mb(device),
@@ -998,16 +980,18 @@ def bench_infer(bench: Bench) -> dict:
 
 
 def scaling_rank(bench: Bench) -> dict | None:
-    """What each rank that torchrun started measures, a step with and without exchanging gradients; None but on rank 0."""
+    """What each rank of torchrun measures, a step with and without exchanging gradients; None but on rank 0."""
     run, windows = ready(bench.flags)
-    alone = dataclasses.replace(run, model=run.gpt)  # the same step without DDP's all-reduce
-    cases = [run] if run.cfg.parallel == "fsdp" or run.on.world == 1 else [run, alone]
+    cases = [contextlib.nullcontext]
+    if hasattr(run.model, "no_sync"):  # DDP
+        cases.append(run.model.no_sync)
     times = [[] for _ in cases]
     for repeat in range(bench.repeats + 2):
         for case, seconds in zip(cases, times):
             if run.on.world > 1:
                 dist.barrier()
-            took = timed(run.on.device, lambda case=case: train_step(case, windows, 1.0))
+            with case():
+                took = timed(run.on.device, lambda: train_step(run, windows, 1.0))
             if repeat >= 2:
                 seconds.append(took)
     device, cfg = run.on.device, run.cfg
@@ -1016,7 +1000,7 @@ def scaling_rank(bench: Bench) -> dict | None:
     row |= spread([1000 * s for s in times[0]], "ms")
     row["tokens_per_s"] = 1000 * cfg.batch_tokens / row["ms"]
     if len(cases) == 2:
-        row["communication"] = 1 - statistics.median(b / a for a, b in zip(*times))
+        row |= spread([1 - b / a for a, b in zip(*times)], "communication")
     return row if run.on.rank == 0 else None
 
 

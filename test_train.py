@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import bench
 import data.prepare as prep
 import model as model_module
 import sample
@@ -1954,3 +1955,220 @@ def test_gpu_allocator_settings_are_in_force(data, tmp_path):
 
 if __name__ == "__main__":
     worker(Path(sys.argv[1]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench.py
+
+SIZES = "--n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
+SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
+
+
+def measured(folder, name: str, flags: str = SMALL) -> dict:
+    """The JSON of a benchmark run in a tiny form."""
+    assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == 0
+    report = json.loads((folder / "out.json").read_text())
+    assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] == name and name in report["command"]
+    return report
+
+
+def numbers_are_finite(rows: list[dict]) -> None:
+    for row in rows:
+        for key, value in row.items():
+            assert not isinstance(value, float) or math.isfinite(value), (key, row)
+            if f"{key}_min" in row:
+                assert row[f"{key}_min"] <= value <= row[f"{key}_max"], (key, row)
+
+
+def test_bench_ladder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "LADDER", [rung for rung in bench.LADDER if "compile" not in rung[1]])
+    report = measured(tmp_path, "train")
+    rungs = {row["name"]: row for row in report["ladder"]}
+    assert list(rungs) == ["fp32 eager", *(f"+ {name}" for name, _ in bench.LADDER)]
+    assert "compute capability" in rungs["+ fp8"]["note"] and "CUDA" in rungs["+ TF32"]["note"]
+    done = [row for row in report["ladder"] + report["without"] if "ms" in row]
+    numbers_are_finite(done)
+    assert {"fp32 eager", "+ fused attention", "+ fused optimizer", "+ chunked loss"} <= {row["name"] for row in done}
+    for row in done:
+        assert row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(row["tokens"])
+        assert row["loss"] == pytest.approx(done[0]["loss"], rel=1e-4) and abs(row["loss"] - math.log(320)) > 0.01
+        assert row["flops_per_s"] < report["product_flops"] and row["peak_mb"] > 50
+    carried = [row for row in done if row.get("note") is None]
+    assert report["without"][0]["name"] == "without all of them" or len(carried) == 1
+    assert rungs["+ fitted batch"]["micro_batch"] == 8
+    text = capsys.readouterr().out
+    assert "### The ladder" in text and "| + fused attention |" in text
+
+
+def test_optimizer_one_by_one_is_the_same():
+    runs, cfg = {}, config(**TINY)
+    windows = torch.randint(257, (16, 33), generator=torch.manual_seed(0))
+    for fused in (True, False):
+        runs[fused] = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+        runs[fused].optimizer.fused = fused
+        for _ in range(3):
+            train_gpt.train_step(runs[fused], windows, 1.0)
+    for p, q in zip(runs[True].gpt.parameters(), runs[False].gpt.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_bench_out_of_memory_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "LADDER", [rung for rung in bench.LADDER if rung[0] == "fused attention"])
+    long = "--n_layer 1 --n_embd 32 --n_head 4 --seq_len 2048 --batch_tokens 4096 --quick --repeats 1 --limit_mb 220"
+    scores, fused = measured(tmp_path, "train", long)["ladder"]
+    assert scores["note"] == "out of memory" and "ms" not in scores
+    assert fused["ms"] > 0 and "vs_above" not in fused
+
+
+def test_bench_survives_a_case_that_dies(tmp_path):
+    setting = bench.Bench({})
+    for case, reason in ((killed_case, "killed by the system"), (broken_case, "FAILED, ZeroDivisionError")):
+        with bench.Worker(setting, case) as worker:
+            assert worker.ask() == "ready"
+            with pytest.raises(bench.Failed, match=reason):
+                worker.ask()
+
+
+def killed_case():
+    yield "ready"
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def broken_case():
+    yield "ready"
+    yield 1 / 0
+
+
+def test_bench_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "RECIPES", dict(list(bench.RECIPES.items())[:2]))
+    report = measured(tmp_path, "loss", SMALL + " --max_steps 20 --eval_tokens 2048")
+    adam, muon = report["loss"]
+    numbers_are_finite(report["loss"])
+    assert adam["seeds"] == muon["seeds"] == 2 and report["target"] == pytest.approx(adam["val_loss"])
+    assert muon["val_loss"] < adam["val_loss"] and muon["reached"] == "2 of 2"
+    assert 0 < muon["to_target_s"] < muon["train_time_s"] and 0 < muon["steps_to_target"] <= 20
+
+
+def test_time_to_a_loss():
+    rows = [
+        dict(step=10 * i, train_time_s=float(i), val_loss=loss) for i, loss in enumerate((4.0, None, 3.0, 2.0, 2.5))
+    ]
+    assert bench.time_to(rows, 2.25, "train_time_s") == pytest.approx(2.75)
+    assert bench.time_to(rows, 2.25, "step") == pytest.approx(27.5)
+    assert bench.time_to(rows, 4.5, "step") == 0 and bench.time_to(rows, 1.0, "step") is None
+
+
+def test_bench_attention(tmp_path):
+    report = measured(tmp_path, "attention", SIZES)
+    numbers_are_finite([row for row in report["attention"] if "note" not in row])
+    done = {row["backend"] for row in report["attention"] if "backward_ms" in row}
+    assert done == {"explicit", "explicit, chunked", "math", "sdpa", "flash"}
+    flex = [row for row in report["attention"] if row["backend"] == "flex"]
+    assert all("forward_ms" in row and "backward_ms" not in row for row in flex)
+    more = {row["backend"]: row["more_mb"] for row in report["attention"] if row["seq_len"] == 512}
+    assert more["sdpa"] < more["explicit"]  # the scores
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_explicit_attention_is_attention(chunk):
+    q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
+    torch.testing.assert_close(bench.explicit(q, k, v, None, chunk), attention(q, k, v, None))
+    mask = attention_mask("sdpa", torch.zeros(2, 50, dtype=torch.long), 50, 7, None)
+    torch.testing.assert_close(bench.explicit(q, k, v, mask, chunk), attention(q, k, v, mask))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_bench_fit(tmp_path):
+    wide = "--n_layer 2 --n_embd 64 --n_head 1 --seq_len 512 --quick --repeats 1 --limit_mb 150"
+    report = measured(tmp_path, "fit", wide)
+    rows = report["fit"]
+    assert [row["micro_batch"] for row in rows] == sorted(row["micro_batch"] for row in rows)
+    fits = [row["micro_batch"] for row in rows if row["fits"]]
+    fails = [row["micro_batch"] for row in rows if not row["fits"]]
+    assert report["largest"] == max(fits) < min(fails) <= report["largest"] + max(1, report["largest"] // 16)
+    assert all(row["note"] == "out of memory" for row in rows if not row["fits"])
+    for row in rows:
+        if row["fits"]:
+            assert row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(512 * row["micro_batch"])
+
+
+@pytest.mark.parametrize("flags", ["", " --dtype bf16 --loss_chunk 0"])
+def test_bench_memory(tmp_path, flags):
+    rows = measured(tmp_path, "memory", "--n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --quick" + flags)["memory"]
+    numbers_are_finite(rows)
+    for mode in ("none", "selective", "full"):
+        parts = {row["part"]: row for row in rows if row["checkpointing"] == mode}
+        total = parts.pop("together, at the peak")
+        for kind in ("formula_mb", "measured_mb"):
+            assert sum(part[kind] for part in parts.values()) == pytest.approx(total["measured_mb"], rel=0.2), (
+                mode,
+                kind,
+            )
+        assert parts["activations"]["formula_mb"] == pytest.approx(parts["activations"]["measured_mb"], rel=0.05)
+    kept = {row["checkpointing"]: row["measured_mb"] for row in rows if row["part"] == "activations"}
+    assert kept["none"] > 1.4 * kept["selective"] > 4 * kept["full"]
+
+
+def test_bench_data(data, tmp_path):
+    report = measured(tmp_path, "data", SMALL + f" --data {data}")
+    numbers_are_finite(report["data"])
+    assert [row["prefetch"] for row in report["data"]] == [0, 1, 2, 4]
+    assert report["loader_tokens_per_s"] * report["batch_s"] == pytest.approx(512, rel=0.5)
+    assert all(0 <= row["waits"] < 1 for row in report["data"])
+
+
+def test_bench_infer(tmp_path):
+    rows = measured(tmp_path, "infer", SIZES)["infer"]
+    numbers_are_finite(rows)
+    assert {(row["batch"], row["mode"], row["cache"]) for row in rows} == {
+        (b, m, c) for b in (1, 8) for m in ("eager", "compiled") for c in ("none", "KV cache")
+    }
+    for row in rows:
+        assert row["tokens_per_s"] * row["decode_ms"] / 1000 == pytest.approx(row["batch"])
+        assert 0 < row["s_50"] < row["s_200"] and row["prefill_ms"] / 1000 < row["s_50"]
+        assert row["cache"] == "none" or row["gain_200"] > 0
+
+
+def test_bench_scaling(tmp_path):
+    rows = measured(tmp_path, "scaling", SMALL.replace("512", "1024"))["scaling"]
+    numbers_are_finite(rows)
+    assert rows[0]["ranks"] == 1 and rows[0]["efficiency"] == 1
+    assert all(row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(row["tokens"]) for row in rows)
+    assert all(row["communication"] < 1 and row["efficiency"] > 0 for row in rows[1:])
+    assert [row["tokens"] for row in rows[1:3]] in ([1024, 2048], [])
+
+
+def test_bench_profile(tmp_path):
+    report = measured(tmp_path, "profile")
+    spent = {row["kind"]: row["ms"] for row in report["profile"]}
+    assert list(sorted(spent)) == [
+        "attention",
+        "communication",
+        "elementwise",
+        "matrix products",
+        "optimizer",
+        "waiting",
+    ]
+    assert sum(spent.values()) == pytest.approx(report["step_ms"])
+    assert all(spent[kind] > 0 for kind in ("attention", "elementwise", "matrix products", "optimizer"))
+    assert json.loads(Path(report["trace"]).read_text())["traceEvents"]
+    Path(report["trace"]).unlink()
+
+
+@pytest.mark.parametrize(
+    "argv", ["frain", "--n_layers 2", "train --compile", "train --repeats -1", "loss --json no/x.json"]
+)
+def test_bench_refuses(argv, capsys):
+    assert bench.main(argv.split()) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.gpu
+def test_bench_on_cuda(tmp_path):
+    small = "--preset laptop --n_layer 2 --quick --repeats 2"
+    for name in ("train", "attention", "memory", "profile", "fit"):
+        report = measured(tmp_path, name, small + (" --limit_mb 4000" if name == "fit" else ""))
+        assert report["machine"]["device"].startswith("cuda")
+    peak = [row for row in report["fit"] if row["fits"]]
+    assert peak
