@@ -9,6 +9,7 @@ data       what the loader can deliver, its share of a step, prefetch depth, pin
 infer      prefill and decode, with and without a KV cache, eager and compiled
 scaling    1, 2, 4, ... ranks by torchrun (or the ranks that torchrun started this with): weak and strong scaling
 profile    where a step's time goes, in six lines, and the trace
+record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value
 
 A step is the trainer's own train_step on dummy tokens. Every case has a process of its own; what is compared is run in
 turn (A B A B) after an untimed warm-up, with the device synchronised; figures are medians, with the least and the most.
@@ -48,6 +49,7 @@ from train_gpt import (
     build,
     check_device,
     config,
+    device_name,
     device_of,
     dtype_of,
     flops_per_token,
@@ -63,6 +65,8 @@ from train_gpt import (
     train_batch,
     train_step,
 )
+
+HERE = Path(__file__).resolve().parent
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Cases: generators in processes of their own. What they yield first says what was set up; then one value each time
@@ -253,15 +257,10 @@ def table(title: str, rows: list[dict], columns: dict[str, tuple[str, str]], not
 
 def machine(device: torch.device) -> dict:
     """Device and versions, for the report."""
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif Path("/proc/cpuinfo").exists():
-        models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        name = models[0] if models else name
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(
-        device=f"{device.type} ({name})", cores=cores, threads=torch.get_num_threads(), torch=torch.__version__,
+        device=f"{device.type} ({device_name(device)})", cores=cores, threads=torch.get_num_threads(),
+        torch=torch.__version__,
         cuda=torch.version.cuda, python=platform.python_version(), platform=platform.platform(),
         capability=torch.backends.cpu.get_cpu_capability(),
     )  # fmt: skip
@@ -796,7 +795,8 @@ def bench_memory(bench: Bench) -> dict:
         "resident_mb": ("whole process", ",.0f"), "note": ("", ""),
     }  # fmt: skip
     note = (
-        "Of a micro-step while gradients are there; the peak has what is freed at once besides (logits, scratch space)."
+        "MiB, of a micro-step while gradients are there. Passing is what the peak holds besides: a block computed "
+        "again, gradients of activations, logits."
     )
     print(table("Memory", rows, columns, (note,)))
     return dict(memory=rows)
@@ -1141,11 +1141,153 @@ def bench_profile(bench: Bench) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 11. Command line
+# 11. Records
+
+SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
+    "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",
+    "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
+}
+# folder of records/ -> targets by name, where it runs, its data (None: no hash is known yet, and none is accepted)
+TRACKS = {
+    "laptop": dict(targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697}, device="1 x cpu",
+                   files=SHAKESPEARE, val_tokens=111540),
+    "single-gpu": dict(targets={"fineweb-3.28": 3.28}, device="1 x cuda", files=None, val_tokens=10485760),
+    "8-gpus": dict(targets={"fineweb-3.28": 3.28}, device="8 x cuda", files=None, val_tokens=10485760),
+    "steps": dict(targets={"fineweb-3.28": 3.28}, device="", files=None, val_tokens=10485760,
+                  fixed=dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)),
+}  # fmt: skip
+SOURCE = "=" * 40
+
+
+def t_test(values: list[float], target: float) -> float:
+    """One-sided p-value of "the mean is below the target" by Student's t-test; 1 for fewer than two values."""
+    n = len(values)
+    if n < 2:
+        return 1.0
+    deviation, gap = statistics.stdev(values), target - statistics.mean(values)
+    if deviation == 0:
+        return 0.0 if gap > 0 else 1.0
+    t, df = gap / deviation * math.sqrt(n), n - 1
+    # P(T > t) = P(0 < angle of the tail), with T = sqrt(df) tan(angle): an integral of cos^(df - 1) over a finite range
+    begin, steps = math.atan(t / math.sqrt(df)), 2000
+    width = (math.pi / 2 - begin) / steps
+    heights = [math.cos(begin + i * width) ** (df - 1) for i in range(steps + 1)]
+    area = width / 3 * (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]))  # Simpson
+    return area * math.gamma((df + 1) / 2) / (math.gamma(df / 2) * math.sqrt(math.pi))
+
+
+def read_run(folder: Path) -> dict:
+    """A run's folder as it stands: log, source, flags, rows, summary. Raises UserError for what is missing."""
+    try:
+        log = (folder / "log.txt").read_text(encoding="utf-8")
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        head, sources = log.split(f"{SOURCE} run\n"), {}
+        for name in ("train_gpt.py", "model.py"):
+            sources[name] = head[0].split(f"{SOURCE} {name}\n")[1].split(SOURCE)[0].strip()
+        flags, lines = head[1].split("\n", 1)
+        run = dict(name=folder.name, starts=len(head) - 1, flags=json.loads(flags), sources=sources, lines=lines)
+        return run | dict(rows=rows, evaluations=[row for row in rows if "val_loss" in row], summary=summary)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder} is no finished run with its source in log.txt ({reason})") from None
+
+
+def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
+    """Why the runs are no record of this track; empty when they are one."""
+    reasons = []
+
+    def rule(holds: bool, reason: str) -> None:
+        if not holds and reason not in reasons:
+            reasons.append(reason)
+
+    def plain(flags: dict) -> dict:
+        return {k: v for k, v in flags.items() if k not in ("seed", "out_dir", "data", "trials")}
+
+    first, seeds = runs[0], sorted(run["flags"]["seed"] for run in runs)
+    rule((folder / "command.sh").is_file() and (folder / "README.md").is_file(), "command.sh or README.md is missing")
+    rule(seeds == list(range(len(runs))), f"the seeds are {seeds}, not 0, 1, 2, ...: every run counts")
+    rule(len(runs) >= 3, f"{len(runs)} runs; a record needs at least 3")
+    rule(
+        track["files"] is not None,
+        "no hash of the track's data is known yet; add those of a verified download to TRACKS",
+    )
+    for run in runs:
+        name, flags, summary, rows = run["name"], run["flags"], run["summary"], run["rows"]
+        last = run["evaluations"][-1] if run["evaluations"] else {}
+        times = [(0.0, 0.0)] + [(row["train_time_s"], row["wall_time_s"]) for row in rows]
+        logged = [row for row in rows if "tokens_per_s" in row]
+        rule(run["sources"] == first["sources"], f"{name}: another source than {first['name']}")
+        rule(plain(flags) == plain(first["flags"]), f"{name}: other flags than {first['name']}")
+        rule(summary["machine"] == first["summary"]["machine"], f"{name}: another machine than {first['name']}")
+        rule(summary["machine"].startswith(track["device"]), f"{name}: on {summary['machine']}, not {track['device']}")
+        rule(run["starts"] == 1 and not flags["resume"] + flags["init_from"], f"{name}: resumed, or not from scratch")
+        ended = f"{name}: stopped by {summary['stopped_by']} at step {summary['step']}, not {flags['max_steps']}"
+        rule(summary["stopped_by"] == "max_steps" and summary["step"] == flags["max_steps"], ended)
+        wrong = [key for key, value in track.get("fixed", {}).items() if flags[key] != value]
+        rule(not wrong, f"{name}: the track fixes {', '.join(wrong)}")
+        rule(track["files"] in (None, summary["files"]), f"{name}: trained or validated on other data than the track's")
+        seen = 0 <= track["val_tokens"] - summary["val_tokens"] < flags["seq_len"]
+        rule(seen, f"{name}: validated on {summary['val_tokens']:,} tokens of {track['val_tokens']:,}")
+        agrees = all(last.get(key) == summary[key] for key in ("step", "val_loss", "train_time_s", "tokens"))
+        rule(agrees, f"{name}: summary.json and the last evaluation in metrics.jsonl disagree")
+        forward = all(a[0] <= b[0] and a[1] <= b[1] and b[0] <= b[1] for a, b in zip(times, times[1:]))
+        rule(forward, f"{name}: the clock runs backwards, or train_time is above the wall time")
+        for before, row in zip([dict(step=0, train_time_s=0.0), *logged], logged):
+            tokens = flags["batch_tokens"] * (row["step"] - before["step"])
+            counted = row["tokens_per_s"] * (row["train_time_s"] - before["train_time_s"])
+            fits = row["tokens"] == flags["batch_tokens"] * row["step"] and abs(counted / tokens - 1) < 0.01
+            rule(fits, f"{name}: tokens and seconds of step {row['step']} do not fit together")
+    return reasons
+
+
+def bench_record(bench: Bench, path: str = "") -> dict:
+    """Check a record's folder against its track's rules; print the row of the table, or why it is none."""
+    folder = Path(path).resolve()
+    track, (_, _, target_name) = folder.parent.name, folder.name.partition("_")
+    if track not in TRACKS or target_name not in TRACKS[track]["targets"]:
+        known = ", ".join(f"records/{t}/DATE_{name}" for t, spec in TRACKS.items() for name in spec["targets"])
+        raise UserError(f"{path} is no folder of a track; expected one of {known}")
+    spec, target = TRACKS[track], TRACKS[track]["targets"][target_name]
+    runs = [read_run(log.parent) for log in sorted(folder.glob("*/log.txt")) if log.parent.name != "baseline"]
+    if not runs:
+        raise UserError(f"{path} holds no runs; expected folders with log.txt, metrics.jsonl and summary.json")
+    reasons = broken_rules(spec, runs, folder)
+    losses, p = [run["summary"]["val_loss"] for run in runs], 1.0
+    if all(isinstance(loss, float) for loss in losses):
+        p = t_test(losses, target)
+    if p >= 0.01:
+        reasons.append(f"the mean is not below {target} with p < 0.01 (p = {p:.4f})")
+    changed = [
+        name for name, text in runs[0]["sources"].items() if text != (HERE / name).read_text(encoding="utf-8").strip()
+    ]
+    row = dict(
+        track=track, record=folder.name, runs=len(runs), mean=statistics.mean(losses), p=p, target=target,
+        deviation=statistics.stdev(losses) if len(losses) > 1 else None, steps=runs[0]["summary"]["step"],
+        **spread([run["summary"]["train_time_s"] for run in runs], "train_time_s"),
+        **spread([run["summary"]["wall_time_s"] for run in runs], "wall_time_s"),
+        machine=runs[0]["summary"]["machine"], verdict="FAIL" if reasons else "PASS",
+    )  # fmt: skip
+    columns = {
+        "record": ("record", ""), "target": ("target", ""), "mean": ("mean val_loss", ".4f"),
+        "deviation": ("sd", ".4f"),
+        "p": ("p", ".1e"), "runs": ("runs", "d"), "steps": ("steps", ",d"), "train_time_s": ("train_time, s", ".1f"),
+        "wall_time_s": ("wall time, s", ".1f"), "machine": ("machine", ""), "verdict": ("", ""),
+    }  # fmt: skip
+    notes = [f"- {reason}" for reason in reasons]
+    if changed:
+        notes.append(f"A person must read the source in log.txt: {' and '.join(changed)} are not as they stand here.")
+    print(table(f"Track {track}", [row], columns, tuple(notes)))
+    return dict(record=[row | dict(broken=reasons)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 12. Command line
 
 BENCHES = {
     "train": bench_train, "loss": bench_loss, "attention": bench_attention, "fit": bench_fit, "memory": bench_memory,
     "data": bench_data, "infer": bench_infer, "scaling": bench_scaling, "profile": bench_profile,
+    "record": bench_record,
 }  # fmt: skip
 
 
@@ -1159,7 +1301,7 @@ def finite(value):
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit code: 0 done, 1 a case failed for no known reason, 2 the user's mistake."""
+    """The command line; returns the exit code: 0 done, 1 a case failed or a record is none, 2 a user's mistake."""
     command, name = shlex.join(["python", "bench.py", *argv]), "train"
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
@@ -1177,6 +1319,7 @@ def main(argv: list[str]) -> int:
     try:
         if name not in BENCHES:
             raise UserError(f"there is no benchmark {name!r}; expected one of {', '.join(BENCHES)}")
+        folder = [argv.pop(0)] if name == "record" and argv and not argv[0].startswith("-") else []
         args, rest = parser.parse_known_args(argv)
         if args.repeats < 0 or args.limit_mb < 0:
             raise UserError("--repeats and --limit_mb cannot be negative")
@@ -1185,7 +1328,7 @@ def main(argv: list[str]) -> int:
         if args.json and not Path(args.json).resolve().parent.is_dir():
             raise UserError(f"--json {args.json}: there is no such folder; make it first")
         began = time.perf_counter()
-        measured = BENCHES[name](bench)
+        measured = BENCHES[name](bench, *folder)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -1197,8 +1340,8 @@ def main(argv: list[str]) -> int:
     print(", ".join(f"{k} {v}" for k, v in about["machine"].items() if v is not None) + f". `{command}`")
     if args.json:
         Path(args.json).write_text(json.dumps(finite(about | measured), indent=1) + "\n", encoding="utf-8")
-    notes = [str(row.get("note")) for rows in measured.values() if isinstance(rows, list) for row in rows]
-    return 1 if any(note.startswith("FAILED") for note in notes) else 0
+    rows = [row for rows in measured.values() if isinstance(rows, list) for row in rows]
+    return 1 if any(row.get("broken") or str(row.get("note")).startswith("FAILED") for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -2172,3 +2173,126 @@ def test_bench_on_cuda(tmp_path):
         assert report["machine"]["device"].startswith("cuda")
     peak = [row for row in report["fit"] if row["fits"]]
     assert peak
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trials and records
+
+
+@pytest.fixture(scope="session")
+def shakespeare_like(tmp_path_factory) -> Path:
+    """A data folder, and three short runs on it in the form of a record."""
+    folder = tmp_path_factory.mktemp("record")
+    (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 400)
+    assert prep.main(["files", str(folder / "text.txt"), "--tokenizer", "bytes", "--out", str(folder / "data")]) == 0
+    record = folder / "records" / "laptop" / "2026-01-01_shakespeare-1.8857"
+    flags = flags_of(TINY | dict(data=str(folder / "data"), out_dir=str(record), trials=3, eval_tokens=0, log_every=5))
+    assert train_gpt.main(flags) == 0
+    (record / "command.sh").write_text("python train_gpt.py")
+    (record / "README.md").write_text("A test.")
+    return folder
+
+
+def test_trials_are_runs_with_seeds(shakespeare_like, tmp_path):
+    record = shakespeare_like / "records" / "laptop" / "2026-01-01_shakespeare-1.8857"
+    assert sorted(path.name for path in record.iterdir() if path.is_dir()) == ["seed_0", "seed_1", "seed_2"]
+    train(
+        config(
+            **TINY
+            | dict(
+                data=str(shakespeare_like / "data"), out_dir=str(tmp_path / "run"), eval_tokens=0, seed=1, log_every=5
+            )
+        )
+    )
+    assert_same_run(record / "seed_1", tmp_path / "run", exact=True)
+    assert rows(record / "seed_0", "train_loss") != rows(record / "seed_1", "train_loss")
+
+
+@pytest.mark.parametrize("flags", [dict(target_val_loss=2.0), dict(resume="newest")])
+def test_trials_refuse_what_compares_nothing(flags):
+    with pytest.raises(UserError, match="--trials"):
+        config(trials=2, **flags)
+
+
+def edit_json(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def edit_log(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def edit_rows(folder: Path, change) -> None:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    change(lines)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def resumed(record: Path) -> None:
+    path = record / "seed_1" / "log.txt"
+    text = path.read_text()
+    path.write_text(text + "=" * 40 + " run\n{}\n")
+
+
+CHEATS = {  # what was done -> what is said of it
+    "early stop": (lambda r: edit_json(r / "seed_1" / "summary.json", stopped_by="target_val_loss"), "stopped by"),
+    "fewer steps": (lambda r: edit_json(r / "seed_1" / "summary.json", step=10), "stopped by"),
+    "seed hunting": (lambda r: edit_log(r / "seed_2" / "log.txt", '"seed": 2', '"seed": 7'), "not 0, 1, 2"),
+    "one seed twice": (lambda r: edit_log(r / "seed_2" / "log.txt", '"seed": 2', '"seed": 1'), "not 0, 1, 2"),
+    "two runs": (lambda r: (r / "seed_2").rename(r.parent.parent / "hidden"), "at least 3"),
+    "other data": (lambda r: edit_json(r / "seed_0" / "summary.json", files={"val_000000.bin": "0"}), "other data"),
+    "fewer tokens": (lambda r: edit_json(r / "seed_0" / "summary.json", val_tokens=64), "validated on 64"),
+    "other flags": (lambda r: edit_log(r / "seed_1" / "log.txt", '"n_layer": 2', '"n_layer": 3'), "other flags"),
+    "other source": (
+        lambda r: edit_log(r / "seed_1" / "log.txt", "def train_step", "def train_stop"),
+        "another source",
+    ),
+    "resumed": (resumed, "resumed"),
+    "other machine": (lambda r: edit_json(r / "seed_1" / "summary.json", machine="1 x cpu (fast)"), "another machine"),
+    "no command": (lambda r: (r / "command.sh").unlink(), "command.sh"),
+    "better loss": (lambda r: edit_json(r / "seed_1" / "summary.json", val_loss=0.1), "disagree"),
+    "slow clock": (lambda r: edit_rows(r / "seed_0", lambda rows: rows[0].update(train_time_s=1e6)), "clock"),
+    "quick clock": (lambda r: edit_rows(r / "seed_0", lambda rows: rows[1].update(tokens_per_s=1e9)), "fit together"),
+}
+
+
+@pytest.mark.parametrize("cheat", ["none", *CHEATS])
+def test_records_that_cheat_are_rejected(cheat, shakespeare_like, tmp_path, monkeypatch, capsys):
+    source = shakespeare_like / "records" / "laptop" / "2026-01-01_shakespeare-1.8857"
+    record = tmp_path / "records" / "laptop" / source.name
+    shutil.copytree(source, record)
+    meta = json.loads((shakespeare_like / "data" / "meta.json").read_text())
+    files = {name: shard["sha256"] for name, shard in meta["files"].items()}
+    tokens = json.loads((source / "seed_0" / "summary.json").read_text())["val_tokens"]
+    track = bench.TRACKS["laptop"] | dict(files=files, val_tokens=tokens, targets={"shakespeare-1.8857": 5.0})
+    monkeypatch.setitem(bench.TRACKS, "laptop", track)
+    if cheat != "none":
+        CHEATS[cheat][0](record)
+    code = bench.main(["record", str(record), "--json", str(tmp_path / "out.json")])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["record"][0]["verdict"] == ("PASS" if cheat == "none" else "FAIL") and code == (cheat != "none")
+    assert cheat == "none" or any(CHEATS[cheat][1] in reason for reason in report["record"][0]["broken"])
+    assert report["record"][0]["verdict"] in capsys.readouterr().out
+
+
+def test_records_need_significance_and_source(shakespeare_like, tmp_path, monkeypatch, capsys):
+    record = tmp_path / "records" / "laptop" / "2026-01-01_shakespeare-1.8857"
+    shutil.copytree(shakespeare_like / "records" / "laptop" / record.name, record)
+    assert bench.main(["record", str(record)]) == 1
+    said = capsys.readouterr().out
+    assert "not below 1.8857 with p < 0.01" in said and "other data" in said
+    edit_log(record / "seed_1" / "log.txt", "=" * 40 + " model.py", "model.py")
+    assert bench.main(["record", str(record)]) == 2 and bench.main(["record", str(tmp_path)]) == 2
+    assert "no finished run with its source" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "df, t, p", [(2, 6.965, 0.01), (4, 3.747, 0.01), (9, 2.821, 0.01), (1, 1.0, 0.25), (30, 1.697, 0.05)]
+)
+def test_p_values_against_tables(df, t, p):
+    values = torch.linspace(-1, 1, df + 1, dtype=torch.float64)
+    values = values - t * values.std() / math.sqrt(df + 1)  # so that this is their t for a mean below 0
+    assert bench.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
+    assert bench.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)

@@ -16,6 +16,7 @@ import platform
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -83,6 +84,7 @@ class Config:
     resume: str = knob("", "newest checkpoint in out_dir; auto: the same, or start if none; or a file", bare="newest")
     init_from: str = knob("", "checkpoint file to take the weights from, with a fresh schedule")
     seed: int = knob(0, "decides initial weights and the order of the data")
+    trials: int = knob(1, "whole runs one after the other, with seeds from --seed on, in folders of out_dir", least=1)
     device: str = knob("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
     n_layer: int = knob(12, "blocks", least=1)
@@ -184,6 +186,10 @@ def config(**flags) -> Config:
     if cfg.profile and cfg.max_steps < cfg.profile + 3:
         raise UserError(f"--profile {cfg.profile} starts after 3 steps; use --max_steps {cfg.profile + 3} or more")
     allocator_keys(cfg.alloc_conf)
+    if cfg.trials > 1 and cfg.target_val_loss:
+        raise UserError("--trials compares runs of one length, so none may stop early; leave out --target_val_loss")
+    if cfg.trials > 1 and cfg.resume not in ("", "auto"):
+        raise UserError(f"--trials goes on with --resume auto, not with {cfg.resume!r}, which is about one run")
     if cfg.resume and cfg.init_from:
         raise UserError("--resume and --init_from contradict each other; give one of them")
     try:
@@ -1175,6 +1181,21 @@ def environment(run_on: Launch) -> str:
     return ", ".join(parts)
 
 
+def device_name(device: torch.device) -> str:
+    """What the GPU or the processor calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def machine(run_on: Launch) -> str:
+    """The devices of all ranks, with the threads of each where the CPU works."""
+    threads = f", {torch.get_num_threads()} threads" if run_on.device.type == "cpu" else ""
+    return f"{run_on.world} x {run_on.device.type} ({device_name(run_on.device)}{threads})"
+
+
 def clock_text(seconds: float) -> str:
     minutes, seconds = divmod(int(max(0, seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
@@ -1277,12 +1298,11 @@ def describe(run: Run, data: Data, log: Log) -> None:
     """Print what is in force and what was derived from the flags."""
     cfg, device = run.cfg, run.on.device
     n_params = sum(p.numel() for p in run.gpt.parameters())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     tokens = cfg.batch_tokens * cfg.max_steps
     muon_lr, adam_lr = learning_rates(cfg)
     log.line(environment(run.on))
     log.line(
-        f"device: {run.on.world} x {device.type} ({name}), {dtype_of(cfg, device)}, compile {cfg.compile}, "
+        f"device: {machine(run.on)}, {dtype_of(cfg, device)}, compile {cfg.compile}, "
         + ("FSDP2" if cfg.parallel == "fsdp" else "one process" if run.model is run.gpt else "DDP")
         + f", attention {attention_kernels(run)}, matmul precision {torch.get_float32_matmul_precision()}"
     )  # fmt: skip
@@ -1451,6 +1471,8 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
         target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
         tokens=step * cfg.batch_tokens,
         tokens_per_s=(step - first_step) * cfg.batch_tokens / trained if trained else math.nan,
+        machine=machine(run.on), val_tokens=eval_rows(cfg, data.val) * cfg.seq_len,
+        files={name: shard.get("sha256") for name, shard in data.meta["files"].items()},
         data_wait_s=waited, train_time_s=clock.train_time, wall_time_s=clock.wall_time,
     )  # fmt: skip
     summary = finite(summary)
@@ -1466,6 +1488,25 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
     return summary
 
 
+def train_trials(cfg: Config) -> list[dict]:
+    """--trials whole runs, seed after seed, each in its own folder; returns their summaries."""
+    run_on = launch(cfg)
+    folder = cfg.out_dir or from_rank0(run_on, lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}")
+    summaries = []
+    for seed in range(cfg.seed, cfg.seed + cfg.trials):
+        summaries.append(train(dataclasses.replace(cfg, seed=seed, trials=1, out_dir=f"{folder}/seed_{seed}")))
+        if summaries[-1]["stopped_by"] != "max_steps":
+            break
+    losses = [s["val_loss"] for s in summaries]
+    if run_on.rank == 0 and len(losses) > 1 and None not in losses:
+        print(
+            f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} "
+            f"+- {statistics.stdev(losses):.4f}, "
+            f"train_time {statistics.mean(s['train_time_s'] for s in summaries):.1f} s each"
+        )
+    return summaries
+
+
 def mean_of_ranks(run_on: Launch, value: Tensor) -> float:
     """The mean of a 0-d tensor over the ranks; waits for the device."""
     box = value.detach().cpu().double()
@@ -1478,7 +1519,8 @@ def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake."""
     sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
-        train(parse_flags(argv))
+        cfg = parse_flags(argv)
+        train_trials(cfg) if cfg.trials > 1 else train(cfg)
     except UserError as error:
         rank = os.environ.get("RANK")
         print(f"error{f' [rank {rank}]' if rank else ''}: {error}", file=sys.stderr)
