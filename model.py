@@ -34,6 +34,8 @@ class GPTConfig:
     n_head: int = 6
     n_embd: int = 768
     window: str = "L"  # a letter a layer, repeated: L full context, S a sliding window; "SSSL:256" sets its size
+    ngram: int = 0  # the longest n-gram of tokens that has an embedding besides each token's own; below 2 = off
+    ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
     softcap: float = 15.0  # logits are squashed to (-softcap, softcap); 0 = off
     rope_theta: float = 10000.0
 
@@ -296,6 +298,7 @@ class GPT(nn.Module):
         self.attn, self.doc_eot = attn, doc_eot
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.ngrams = nn.Embedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.loss_grad = cross_entropy_grad
@@ -337,7 +340,7 @@ class GPT(nn.Module):
         cos, sin = (table[past:end].to(self.compute_dtype) for table in (self.cos, self.sin))
         backend, eot = (self.attn, self.doc_eot) if cache is None else ("sdpa", None)
         masks = {window: attention_mask(backend, idx, end, window, eot) for window in set(self.windows)}
-        x = norm(self.wte(idx).to(self.compute_dtype))
+        x = norm(self.embed(idx, eot, cache).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, masks[self.windows[i]], cache and cache.layers[i])
         x = norm(x)
@@ -347,6 +350,28 @@ class GPT(nn.Module):
             cache.length = end
             x = x[:, -1:]
         return softcapped(self.head(x).float(), self.cfg.softcap)
+
+    def embed(self, idx: Tensor, eot: int | None, cache: "KVCache | None") -> Tensor:
+        """Embeddings of tokens (B, T), each with those of the n-grams that it ends: (B, T, n_embd).
+
+        Hashed n-grams as in Over-Tokenized Transformer (Huang et al. 2025): what follows a few letters need not be
+        learnt by attention. An n-gram that would reach over the start of the window or document has "no token" there.
+        """
+        x = self.wte(idx)
+        if self.ngrams is None:
+            return x
+        tokens = idx if cache is None else torch.cat((cache.recent, idx), dim=1)
+        if cache is not None:
+            cache.recent = tokens[:, 1 - self.cfg.ngram :]
+        docs = None if eot is None else (idx == eot).cumsum(1)
+        code = idx + 1
+        for back in range(1, self.cfg.ngram):
+            before = F.pad(tokens + 1, (back, 0))[:, -idx.size(1) - back : -back]
+            if docs is not None:
+                before = before * (docs == F.pad(docs, (back, 0), value=-1)[:, :-back])
+            code = (code * 0x9E3779B1 + before) % (1 << 31)
+            x = x + self.ngrams((code * 0x85EBCA6B >> 7) % self.cfg.ngram_rows)
+        return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
@@ -443,7 +468,7 @@ class KVCache:
         self.layers = [
             LayerCache(*torch.zeros(shape, dtype=model.compute_dtype, device=device)) for _ in range(cfg.n_layer)
         ]
-        self.length = 0
+        self.length, self.recent = 0, torch.zeros((batch, 0), dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
@@ -503,6 +528,7 @@ class Role(NamedTuple):
 # The one table of parameters: every parameter must match exactly one row.
 ROLES = {
     "embedding": Role(r"wte\.weight", 1.0, "adam", 75.0, (0.8, 0.95), 0.0),
+    "ngrams": Role(r"ngrams\.weight", 0.0, "adam", 75.0, (0.8, 0.95), 0.0),
     "head": Role(r"head\.weight", 0.0, "adam", 1.0, (0.8, 0.95), 0.0),
     "qkv": Role(r"blocks\.\d+\.attn\.qkv\.weight", 0.33**0.5, "muon", 1.0, (0.95, 0.0), 1.0, split=3),
     "mlp_in": Role(r"blocks\.\d+\.mlp\.fc\.weight", 0.33**0.5, "muon", 1.0, (0.95, 0.0), 1.0),

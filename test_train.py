@@ -171,6 +171,7 @@ RANK_CASES = {
     "fsdp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, parallel="fsdp", sample_every=3),
     "ddp_selective": dict(checkpointing="selective"),
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
+    "fsdp_ngrams": dict(ngram=3, ngram_rows=65, doc_mask=True, parallel="fsdp", init_from="", max_steps=5),
 }
 COMPILED_RANK_CASES = {
     "ddp_compiled": dict(compile="default", checkpointing="selective", max_steps=6),
@@ -248,7 +249,7 @@ def test_first_gradients_of_two_ranks(case, two_ranks, data, noisy):
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs"])
+@pytest.mark.parametrize("case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs", "fsdp_ngrams"])
 def test_two_ranks_other_optimizers_and_uneven_shares(case, two_ranks, data, noisy, tmp_path):
     one = RANK_CASES[case] | dict(out_dir=str(tmp_path / "one"), parallel="auto", offload="none")
     train(config(**TINY | dict(data=str(data), init_from=str(noisy)) | one))
@@ -393,7 +394,14 @@ def reference_gpt(weights: dict, cfg: GPTConfig, idx) -> torch.Tensor:
     d, half = cfg.n_embd // cfg.n_head, cfg.n_embd // cfg.n_head // 2
     angle = torch.arange(idx.size(1))[:, None] * cfg.rope_theta ** (-torch.arange(half).double() / half)
     turn = torch.polar(torch.ones_like(angle), -angle)  # a rotation is a complex product
-    x = norm(w["wte.weight"][idx])
+    x = w["wte.weight"][idx]
+    for row, tokens in enumerate(idx.tolist() if cfg.ngram > 1 else []):
+        for t in range(len(tokens)):
+            code = tokens[t] + 1
+            for back in range(1, cfg.ngram):
+                code = (code * 0x9E3779B1 + (tokens[t - back] + 1 if back <= t else 0)) % 2**31
+                x[row, t] += w["ngrams.weight"][(code * 0x85EBCA6B // 128) % cfg.ngram_rows]
+    x = norm(x)
     for layer in range(cfg.n_layer):
         q, k, v = (norm(x) @ w[f"blocks.{layer}.attn.qkv.weight"].T).chunk(3, -1)
         q, k, v = (t.view(*idx.shape, cfg.n_head, d).transpose(1, 2) for t in (q, k, v))
@@ -419,7 +427,8 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
     return gpt
 
 
-@pytest.mark.parametrize("shape", [dict(), dict(window="SSL:4"), dict(window="S", softcap=0.0, n_head=1)])
+@pytest.mark.parametrize("shape", [dict(), dict(window="SSL:4"), dict(window="S", softcap=0.0, n_head=1),
+                                   dict(ngram=4, ngram_rows=50)])  # fmt: skip
 def test_model_against_its_description(shape):
     gpt = random_gpt(**shape)
     idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -461,9 +470,9 @@ def test_bf16_model_is_close_and_keeps_fp32_weights():
         assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.995
 
 
-@pytest.mark.parametrize("window", ["L", "SL:5"])
-def test_generation_with_cache_is_generation_without(window):
-    gpt = random_gpt(window=window, std=0.3)
+@pytest.mark.parametrize("shape", [dict(), dict(window="SL:5"), dict(ngram=3)])
+def test_generation_with_cache_is_generation_without(shape):
+    gpt = random_gpt(**shape, std=0.3)
     prompt = torch.randint(70, (3, 9), generator=torch.Generator().manual_seed(0))
     for options in (dict(temperature=0), dict(temperature=1.0, top_k=20), dict(temperature=0.9, top_p=0.8)):
         runs = []
@@ -478,12 +487,27 @@ def test_generation_with_cache_is_generation_without(window):
 
 @torch.no_grad()
 def test_cached_logits_equal_uncached():
-    gpt = random_gpt(window="SL:5")
+    gpt = random_gpt(window="SL:5", ngram=4)
     idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
     cache, whole = model_module.KVCache(gpt, 2), gpt(idx)
     for start, end in ((0, 7), (7, 8), (8, 15), (15, 24)):  # pieces of several lengths
         got = gpt(idx[:, start:end], cache=cache)
         torch.testing.assert_close(got[:, 0], whole[:, end - 1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_ngrams_end_at_documents_and_after_n_tokens():
+    gpt = random_gpt(ngram=3, ngram_rows=1 << 20)
+    idx = torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
+    whole = gpt.embed(idx, None, None)[0]
+    assert torch.equal(whole[2], whole[8]) and not torch.equal(whole[1], whole[7])  # 5 6 7, and (4) 5 6 against (-) 5 6
+    other = idx.clone()
+    other[0, 2] = 60
+    differs = (gpt.embed(other, None, None)[0] != whole).any(-1)
+    assert differs.tolist() == [False, False, True, True, True, False, False, False, False]
+    masked = gpt.embed(idx, 4, None)[0]  # 4 starts a document
+    assert torch.equal(masked[:5], whole[:5]) and torch.equal(masked[5:], gpt.embed(idx[:, 5:], None, None)[0])
+    assert not torch.equal(masked[6], whole[6])
 
 
 def test_bf16_gradients_have_the_right_scale():

@@ -93,6 +93,8 @@ class Config:
     seq_len: int = knob(1024, "context length in tokens", least=1)
     window: str = knob("L", "a letter a layer, repeated: L full context, S sliding window; SSSL:256 sets its size")
     vocab_size: int = knob(0, "rows of the head; 0 is the tokenizer's, rounded up to a multiple of 64")
+    ngram: int = knob(0, "n-grams of 2 to so many tokens have embeddings too, found by hash; 0 is off")
+    ngram_rows: int = knob(16384, "embeddings that all n-grams share", least=1)
     softcap: float = knob(15.0, "logits are squashed to within this; 0 is off")
     loss_chunk: int = knob(2048, "tokens whose logits exist at once; 0 is all of them")
     # optimizer
@@ -815,7 +817,7 @@ def flops_per_token(cfg: Config, gpt: GPT) -> float:
     """Floating-point operations of one token, forward and backward: 6 a weight, and 12 * n_embd a token attended to."""
     t = cfg.seq_len
     attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in gpt.windows)
-    weights = sum(p.numel() for name, p in gpt.named_parameters() if name != "wte.weight")
+    weights = sum(p.numel() for name, p in gpt.named_parameters() if name not in ("wte.weight", "ngrams.weight"))
     return 6 * weights + 12 * cfg.n_embd * attended
 
 
