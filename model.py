@@ -326,12 +326,13 @@ class GPT(nn.Module):
             block.compiled = torch.compile(block.checkpointed, mode=mode, dynamic=False, fullgraph=True)
         self.loss_grad = torch.compile(cross_entropy_grad, mode=mode, dynamic=False, fullgraph=True)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None,
+                last: bool = False) -> Tensor:  # fmt: skip
         """idx and targets are integer (B, T), T <= seq_len; a target of -1 is not counted.
 
         With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
-        Without: fp32 logits (B, T, vocab_size). With a cache: idx follows what the cache holds, and the logits are
-        those of its last position only, (B, 1, vocab_size).
+        Without: fp32 logits (B, T, vocab_size), or with `last` those of the last position only, (B, 1, vocab_size).
+        With a cache: the same, and idx follows what the cache holds.
         """
         past = 0 if cache is None else cache.length
         end = past + idx.size(1)
@@ -348,6 +349,7 @@ class GPT(nn.Module):
             return self.loss(x.flatten(0, 1), targets.flatten())
         if cache is not None:
             cache.length = end
+        if last or cache is not None:
             x = x[:, -1:]
         return softcapped(self.head(x).float(), self.cfg.softcap)
 
@@ -485,7 +487,7 @@ def generate(model: GPT, idx: Tensor, n_tokens: int, vocab_size: int, temperatur
         if context.size(1) > model.cfg.seq_len:
             context, cache = context[:, -(model.cfg.seq_len // 2 or 1) :], None
         if not use_cache:
-            logits = model(context)[:, -1]
+            logits = model(context, last=True)[:, -1]
         elif cache is None:
             cache = KVCache(model, context.size(0))
             logits = model(context, cache=cache)[:, -1]

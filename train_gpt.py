@@ -786,8 +786,8 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
 
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
-    free, _ = torch.cuda.mem_get_info()
-    budget = 0.92 * (free + torch.cuda.memory_reserved())
+    free, total = torch.cuda.mem_get_info()
+    budget = 0.92 * min(free + torch.cuda.memory_reserved(), total * torch.cuda.get_per_process_memory_fraction())
     if cfg.offload != "optimizer":
         budget -= 2 * sum(p.nbytes for p in gpt.parameters())  # the optimizer's state is not there yet
     fits = largest_that_fits(rows, peak, -largest(run_on, -budget))
