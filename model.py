@@ -574,16 +574,22 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
     return list(groups.values())
 
 
+# a x + b x^3 + c x^5: each brings what the one before leaves as near to 1 as can be, with 2 % to spare, beginning with
+# singular values in [0.005, 1] (Polar Express, Amsel et al. 2025). Four do better than Muon's first five.
+NEWTON_SCHULZ = (
+    (8.1360, -23.0214, 16.3849), (3.8460, -2.7601, 0.5080), (3.1450, -2.2740, 0.4566), (2.2311, -1.6187, 0.4207)
+)  # fmt: skip
+
+
 def newton_schulz(x: Tensor) -> Tensor:
-    """Nearest semi-orthogonal matrix to each of x (M, rows, cols), nearly: singular values end in about [0.7, 1.2].
+    """Nearest semi-orthogonal matrix to each of x (M, rows, cols), nearly: most singular values end in [0.9, 1.1].
 
     Quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), in the dtype of x. All-zero matrices stay zero.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
+    for a, b, c in NEWTON_SCHULZ:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
