@@ -188,12 +188,12 @@ def worker(folder: Path) -> None:
         grads = {}
         step, built = Optimizer.step, []
 
-        def step_and_note(self, built=built, grads=grads, step=step):
+        def step_and_note(self, skip, built=built, grads=grads, step=step):
             built[:] = [self]
             if not grads:
                 named = [(n, p.grad) for g in self.param_groups for n, p in zip(g["names"], g["params"])]
                 grads.update({n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in named})
-            step(self)
+            step(self, skip)
 
         Optimizer.step = step_and_note
         case = {k: str(folder / v) if k == "resume" else v for k, v in case.items()}
@@ -729,7 +729,7 @@ def test_overfits_one_batch(tmp_path):
     folder.mkdir()
     tokens = np.random.default_rng(0).integers(0, 250, 300).astype(np.uint16)
     write_shard(folder / "train.bin", tokens)
-    write_shard(folder / "val.bin", tokens)
+    write_shard(folder / "val.bin", tokens[:-1])
     meta = dict(tokenizer="bytes", vocab_size=257, eot=256, splits={}, source="test", files={})
     meta["splits"] = {split: dict(tokens=300, bytes=300, documents=1) for split in ("train", "val")}
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -1109,6 +1109,7 @@ def test_fp16_skips_bad_steps_and_goes_on(data, noisy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_gpt.torch.amp, "GradScaler", lambda d, enabled: GradScaler(d, 2.0**40, enabled=enabled))
     flags = TINY | dict(data=str(data), init_from=str(noisy), dtype="fp16", max_steps=30, save_every=15, keep=0)
+    flags["max_bad_steps"] = 0
     train(config(**flags | dict(out_dir=str(tmp_path / "run"))))
     saved = final(tmp_path / "run")
     assert saved["scaler"]["scale"] < 2.0**40 and all(w.isfinite().all() for w in saved["model"].values())
