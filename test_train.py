@@ -18,6 +18,7 @@ import sysconfig
 import threading
 import time
 import zipfile
+from collections import deque
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only cost, here and in the processes started
@@ -1953,5 +1954,426 @@ def test_gpu_allocator_settings_are_in_force(data, tmp_path):
     assert done.returncode == 0 and "max_split_size" in done.stdout and str(77 * 2**20) in done.stdout, done.stdout
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing is lost: bad numbers, failing disks, signals, damaged data, kills
+
+
+def poison(monkeypatch, at, value=math.nan, rank=None):
+    """In the forward passes `at` (numbers from 1) the training loss is times `value`, on one rank or on all."""
+    forward, count, here = GPT.forward, [0], os.environ.get("RANK")
+
+    def poisoned(self, idx, targets=None, cache=None):
+        loss = forward(self, idx, targets, cache)
+        if not torch.is_grad_enabled() or targets is None:
+            return loss
+        count[0] += 1
+        return loss * value if count[0] in at and here in (rank, None) else loss
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_skipped_update_leaves_no_trace(bad, kind, offload):
+    def after(*plan):
+        """Weights and state after updates from the gradients with these numbers; None is a bad one, to be skipped."""
+        gpt = random_gpt()
+        optimizer = Optimizer(model_module.optimizer_groups(gpt, kind, 0.02, 0.01, 0.1), offload=offload)
+        for number in plan:
+            generator = torch.Generator().manual_seed(number or 0)
+            for p in gpt.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+                p.grad.flatten()[1:3] *= bad if number is None else 1
+            optimizer.step(torch.tensor(number is None))
+        return [*gpt.parameters(), *(v for p in gpt.parameters() for v in optimizer.state[p].values())]
+
+    for plan in ((None, 1, 2), (1, None, None, 2), (1, 2, None)):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(after(*plan), after(1, 2))), plan
+
+
+def test_bad_steps_are_skipped_and_told(data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(data=str(data), micro_batch=16, max_steps=8, optimizer="adamw", cooldown_frac=0.0)
+    step = Optimizer.step
+    calls = []
+
+    def without(self, skip):
+        calls.append(skip)
+        return None if len(calls) in (3, 6) else step(self, skip)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", without)
+        train(config(**flags | dict(out_dir=str(tmp_path / "without"))))
+    poison(monkeypatch, {3, 6})
+    train(config(**flags | dict(out_dir=str(tmp_path / "run"), log_every=4)))
+    assert_weights_equal(tmp_path / "run", tmp_path / "without")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "step 3 skipped" in log and "(1 in a row)" in log and "16 windows from number 80 of epoch 0" in log
+    assert rows(tmp_path / "run", "step") == [1, 4, 8, 8] and len(re.findall(r"step \d skipped", log)) == 2
+    poison(monkeypatch, {2}, math.inf)
+    train(config(**flags | dict(out_dir=str(tmp_path / "inf"), max_steps=3)))
+    assert rows(tmp_path / "inf", "train_loss")[1] is None and rows(tmp_path / "inf", "grad_norm")[1] is None
+    assert all(w.isfinite().all() for w in final(tmp_path / "inf")["model"].values())
+
+
+def assert_weights_equal(a, b) -> None:
+    """Weights and optimizer state of the newest checkpoints are the same, to the bit."""
+    ours, theirs = final(a), final(b)
+    for name, w in ours["model"].items():
+        assert torch.equal(w, theirs["model"][name]), name
+        assert all(torch.equal(v, theirs["optimizer"][name][slot]) for slot, v in ours["optimizer"][name].items()), name
+
+
+def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", micro_batch=16, save_every=2, max_bad_steps=3)
+    poison(monkeypatch, {5, 6, 8, 9, 10, 11, 12})
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 1 and err.count("\n") == 1, err
+    assert "3 steps in a row, up to step 10, and ckpt_8.pt is kept; try lower learning rates, --grad_clip 1" in err
+    assert all(w.isfinite().all() for w in final(tmp_path / "run")["model"].values())
+
+
+def test_loss_spikes_are_marked(data, tmp_path, monkeypatch, capsys):
+    assert not train_gpt.spikes(9.0, deque([1.0] * 4)) and not train_gpt.spikes(1.09, deque([1.0] * 5))
+    assert train_gpt.spikes(1.2, deque([1.0] * 5)) and not train_gpt.spikes(1.9, deque([1.0, 2.0] * 5))
+    poison(monkeypatch, {15}, 2.0)
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), micro_batch=16)))
+    assert re.findall(r"step +(\d+)/20 \| loss \S+ SPIKE", capsys.readouterr().out) == ["15"]
+
+
+@contextlib.contextmanager
+def no_room(size=100_000):
+    """The system refuses to write files larger than this, as a full disk would."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_disk_full_while_saving(data, tmp_path, monkeypatch, capsys):
+    saving, full = torch.save, {10, 20}
+
+    def save(checkpoint, file):
+        with no_room() if checkpoint["step"] in full else contextlib.nullcontext():
+            saving(checkpoint, file)
+
+    monkeypatch.setattr(train_gpt.torch, "save", save)
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1)
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 1 and err.count("\n") == 1 and "ckpt_20.pt could not be saved ([Errno 27] File too large)" in err
+    assert "newest checkpoint there is ckpt_15.pt; make room and --resume" in err
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "WARNING: " in log and "ckpt_10.pt could not be saved" in log  # and the run went on
+    assert [path.name for path in (tmp_path / "run").glob("*ckpt*")] == ["ckpt_15.pt"]
+    full.clear()
+    assert run_main(flags_of(flags | dict(resume="newest")), capsys)[0] == 0
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "whole"))))
+    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
+
+
+def test_a_full_disk_does_not_end_the_log(data, tmp_path, capsys):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    log = train_gpt.Log(tmp_path, train_gpt.Launch(torch.device("cpu")))
+    log.file = open("/dev/full", "w", buffering=1)
+    log.line("told")
+    log.close()
+    assert "told\nWARNING: /dev/full cannot be written (No space left on device)" in capsys.readouterr().out
+
+
+def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(data, tmp_path, monkeypatch, capsys):
+    saving = torch.save
+
+    def torn(checkpoint, file):
+        saving(checkpoint, file)
+        if checkpoint["step"] > 5:
+            file.seek(file.tell() // 2)
+            file.write(b"\xff" * 64)
+
+    monkeypatch.setattr(train_gpt.torch, "save", torn)
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1, max_steps=10)
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 1 and "is damaged" in err and "newest checkpoint there is ckpt_5.pt" in err
+    assert final(tmp_path / "run")["step"] == 5 and not list((tmp_path / "run").glob(".tmp*"))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(data, tmp_path, monkeypatch):
+    hashing, step, stepped, at_once = train_gpt.content_hash, train_gpt.train_step, threading.Event(), []
+    done = []
+
+    def held(checkpoint):
+        if threading.current_thread() is not threading.main_thread() and checkpoint.get("step") == 4:
+            at_once.append(stepped.wait(60))
+        return hashing(checkpoint)
+
+    def counted(run, windows, scale):
+        done.append(1)
+        if len(done) == 7:
+            stepped.set()
+        return step(run, windows, scale)
+
+    monkeypatch.setattr(train_gpt, "content_hash", held)
+    monkeypatch.setattr(train_gpt, "train_step", counted)
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), save_every=4, max_steps=10, keep=0)))
+    assert at_once[0] is True  # step 7 was reached before ckpt_4.pt was written
+    monkeypatch.undo()
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "whole"), save_every=4, max_steps=10, keep=0)))
+    for number in (4, 8, 10):  # what was written is the state of its own step
+        a, b = (read_checkpoint(tmp_path / name / f"ckpt_{number}.pt") for name in ("run", "whole"))
+        assert all(torch.equal(a["model"][name], w) for name, w in b["model"].items()) and a["step"] == number
+
+
+@pytest.mark.parametrize("moment", ["evaluation", "saving"])
+def test_sigterm_during_evaluation_and_saving(moment, data, tmp_path, monkeypatch):
+    flags = TINY | dict(data=str(data), eval_every=4, save_every=3, eval_tokens=0)
+    train(config(**flags | dict(out_dir=str(tmp_path / "whole"))))
+    name = dict(evaluation="largest", saving="content_hash")[moment]
+    function, calls = getattr(train_gpt, name), []
+
+    def and_signal(*arguments):
+        calls.append(1)
+        if len(calls) == (60 if moment == "evaluation" else 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments)
+
+    evaluate, values = train_gpt.evaluate, []
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, name, and_signal)
+        patch.setattr(train_gpt, "evaluate", lambda *a: values.append(evaluate(*a)) or values[-1])
+        summary = train(config(**flags | dict(out_dir=str(tmp_path / "run"))))
+    assert summary["stopped_by"] == "SIGTERM" and summary["step"] < 20
+    assert (None in values) == (moment == "evaluation")  # not finished: little time may be left
+    train(config(**flags | dict(out_dir=str(tmp_path / "run"), resume="newest")))
+    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
+    assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code = (
+        "import os, signal, train_gpt\n"
+        "with train_gpt.signals_noted() as caught:\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1); print(caught, flush=True); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "['SIGUSR1']\n"
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(data, tmp_path):
+    common = TINY | dict(data=str(data), save_every=5, eval_every=5, keep=0)
+    train(config(**common | dict(out_dir=str(tmp_path / "whole"))))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ckpt_10.pt").write_bytes((tmp_path / "whole" / "ckpt_10.pt").read_bytes())
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    cut = next(i for i, line in enumerate(lines) if '"step": 10, "val' in line)
+    junk = '\n[1]\n{"loss": 2}\n\x00\x00\n{"step": "x"}\n'
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[:cut]) + junk)
+    train(config(**common | dict(out_dir=str(tmp_path / "run"), resume="newest")))
+    assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+    assert rows(tmp_path / "run", "val_loss") == rows(tmp_path / "whole", "val_loss")
+
+
+def test_what_an_edit_draws_at_random_resumes_exactly(data, tmp_path, monkeypatch):
+    forward = GPT.forward
+
+    def with_noise(self, idx, targets=None, cache=None):
+        loss = forward(self, idx, targets, cache)
+        return loss * (0.5 + torch.rand(())) if targets is not None else loss
+
+    monkeypatch.setattr(GPT, "forward", with_noise)
+    common = TINY | dict(data=str(data), save_every=5, keep=0, max_steps=10)
+    train(config(**common | dict(out_dir=str(tmp_path / "whole"), eval_every=3)))
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "ckpt_5.pt").write_bytes((tmp_path / "whole" / "ckpt_5.pt").read_bytes())
+    train(config(**common | dict(out_dir=str(tmp_path / "half"), resume="newest")))
+    assert rows(tmp_path / "half", "train_loss") == rows(tmp_path / "whole", "train_loss")[5:]
+    assert len(set(rows(tmp_path / "whole", "train_loss"))) == 10
+    assert_weights_equal(tmp_path / "half", tmp_path / "whole")
+    draws = set()
+    for seed, step, rank in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        train_gpt.seed_step(config(seed=seed), rank, step)
+        draws.add(torch.rand(()).item())
+    assert len(draws) == 4
+
+
+def test_resuming_goes_on_at_the_same_place_of_the_stream(data, plain, noisy, tmp_path, capsys):
+    path = train_gpt.checkpoints(plain)[0]
+    assert final(plain)["position"] == dict(seed=0, seq_len=32, windows=905, epoch=0, window=320)
+    common = TINY | dict(data=data, out_dir=tmp_path / "run", resume=path, max_steps=30)
+    for change in (dict(seed=1), dict(batch_tokens=1024), dict(doc_align=True)):
+        code, err = run_main(flags_of(common | change), capsys)
+        assert code == 2 and "goes on at another place of the stream" in err and err.count("\n") == 1, err
+
+
+def test_optimizer_state_with_the_prefixes_of_wrappers_loads(data, plain, tmp_path):
+    checkpoint = final(plain)
+    for part in ("model", "optimizer"):
+        checkpoint[part] = {f"_orig_mod.module.{name}": value for name, value in checkpoint[part].items()}
+    checkpoint["sha256"] = content_hash(checkpoint)
+    torch.save(checkpoint, tmp_path / "ckpt_20.pt")
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), resume=str(tmp_path / "ckpt_20.pt"))
+    assert train(config(**flags | dict(max_steps=21)))["step"] == 21
+
+
+# ---- Data that changes
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied"])
+def test_a_shard_that_shrinks_while_it_is_read(how, tmp_path, monkeypatch, capsys):
+    data = make_data(tmp_path / "data")
+    step = train_gpt.train_step
+
+    def and_damage(run, windows, scale):
+        os.truncate(data / "a_train_1.bin", 20_000 if how == "truncated" else 0)
+        return step(run, windows, scale)
+
+    monkeypatch.setattr(train_gpt, "train_step", and_damage)
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=200)), capsys)
+    assert code == 2 and re.search(r"a_train_1.bin ended at byte \d+ while it was in use", err), err
+    assert err.count("\n") == 1
+
+
+def test_a_shard_that_is_deleted_while_it_is_read_stays_readable(tmp_path):
+    data = make_data(tmp_path / "data")
+    split = train_gpt.Split(data, "train", 257)
+    before = split.read(np.array([0, 12000, 28900]), 33)
+    (data / "a_train_1.bin").unlink()
+    assert np.array_equal(split.read(np.array([0, 12000, 28900]), 33), before)
+
+
+def test_missing_changed_and_shared_shards_are_refused(tmp_path, capsys):
+    data = make_data(tmp_path / "data")
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)
+    shard, meta = data / "a_train_1.bin", json.loads((data / "meta.json").read_text())
+    content = shard.read_bytes()
+    shard.unlink()
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin is missing, where meta.json says 17889 tokens" in err
+    write_shard(shard, np.zeros(50, np.uint16))
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin has 50 tokens, where meta.json says 17889" in err
+    shard.write_bytes(content)
+    meta["files"]["a_train_1.bin"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (data / "meta.json").write_text(json.dumps(meta))
+    assert run_main(flags_of(flags), capsys)[0] == 0
+    shard.write_bytes(content[:5000] + b"a\0" + content[5002:])
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin is not the shard whose hash meta.json holds" in err
+    shard.write_bytes(content)
+    for link in (os.link, os.symlink, lambda a, b: Path(b).write_bytes(Path(a).read_bytes())):
+        link(data / "a_val_0.bin", data / "more_train.bin")
+        code, err = run_main(flags_of(flags), capsys)
+        assert code == 2 and "the same tokens for training in more_train.bin and for validation in a_val_0.bin" in err
+        (data / "more_train.bin").unlink()
+    (data / "a_val_0.bin").rename(data / "a_val_of_train.bin")  # both patterns match it
+    (data / "meta.json").write_text(json.dumps(meta | dict(files={})))
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_val_of_train.bin and for validation in a_val_of_train.bin" in err
+
+
+def test_other_content_is_other_data_without_meta_json_too(tmp_path):
+    def fingerprint():
+        here = train_gpt.Launch(torch.device("cpu"))
+        return train_gpt.open_data(config(data=str(data), seq_len=32, batch_tokens=64), here).fingerprint()
+
+    data = make_data(tmp_path / "data")
+    (data / "meta.json").unlink()
+    before = fingerprint()
+    assert fingerprint() == before
+    content = (data / "a_train_1.bin").read_bytes()
+    (data / "a_train_1.bin").write_bytes(content[:5000] + b"a\0" + content[5002:])
+    assert fingerprint() != before
+
+
+# ---- Memory and ranks
+
+
+def test_out_of_memory_is_one_sentence(data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run")
+    code, err = run_main(flags_of(flags | dict(n_embd=2_000_000, n_head=1)), capsys)  # a real failure: terabytes
+    assert code == 1 and err.count("\n") == 1
+    said = r"memory ran out: [\d,.]+ GiB were asked for, with [\d,.]+ GiB free; try, in this order, a smaller --micro_b"
+    assert re.search(said, err), err
+    text = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+    def fail(*_):
+        raise torch.OutOfMemoryError(text)
+
+    monkeypatch.setattr(train_gpt, "train_step", fail)
+    code, err = run_main(flags_of(flags | dict(out_dir=tmp_path / "b")), capsys)
+    assert code == 1 and "memory ran out: 20.00 GiB were asked for" in err
+    assert train_gpt.out_of_memory(ValueError("other")) == ""
+
+
+def ranks_script(folder: Path, case: str) -> None:
+    """What each of two ranks does under torchrun in the tests below."""
+    import torch.distributed as dist
+
+    rank, patch = os.environ["RANK"], pytest.MonkeyPatch()
+    flags = TINY | dict(data=str(folder / "data"), micro_batch=8, max_steps=6)
+    if case in ("raise", "kill"):
+        step, count = train_gpt.train_step, []
+
+        def die(*arguments):
+            count.append(1)
+            if rank == "1" and len(count) == 4:
+                if case == "raise":
+                    raise ZeroDivisionError("rank 1's own mistake")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*arguments)
+
+        patch.setattr(train_gpt, "train_step", die)
+        sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=1))))
+    for name, more in dict(ddp={}, fsdp=dict(parallel="fsdp"), adamw=dict(optimizer="adamw")).items():
+        with pytest.MonkeyPatch.context() as patch:
+            poison(patch, {4, 6}, math.nan if name == "ddp" else math.inf, rank="1")  # the first is DDP's warm-up
+            train(config(**flags | more | dict(out_dir=str(folder / name), save_every=1, keep=0)))
+    poison(patch, set(range(5, 99)), rank="1")
+    code = train_gpt.main(flags_of(flags | dict(out_dir=folder / "ended", max_bad_steps=2, save_every=1)))
+    (folder / f"code{rank}").write_text(str(code))
+    dist.destroy_process_group()
+
+
+def run_ranks(folder, data, case, *options) -> subprocess.CompletedProcess:
+    with contextlib.suppress(FileExistsError):
+        (folder / "data").symlink_to(data)
+    return run_python("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *options, __file__, folder,
+                      case)  # fmt: skip
+
+
+def test_nan_in_one_rank_is_skipped_on_all(data, tmp_path):
+    done = run_ranks(tmp_path, data, "nan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("ddp", "fsdp", "adamw"):
+        for step in (3, 5):  # nothing moved
+            a, b = (read_checkpoint(tmp_path / name / f"ckpt_{s}.pt") for s in (step - 1, step))
+            assert all(torch.equal(w, b["model"][n]) for n, w in a["model"].items())
+            slots = [(n, slot) for n in a["optimizer"] for slot in a["optimizer"][n]]
+            assert all(torch.equal(a["optimizer"][n][slot], b["optimizer"][n][slot]) for n, slot in slots)
+        assert all(w.isfinite().all() for w in final(tmp_path / name)["model"].values())
+        heads = [read_checkpoint(tmp_path / name / f"ckpt_{step}.pt")["model"]["head.weight"] for step in (3, 4)]
+        assert not torch.equal(*heads)
+    assert [(tmp_path / f"code{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert "2 steps in a row, up to step 5" in done.stderr
+
+
+@pytest.mark.parametrize("case", ["raise", "kill"])
+def test_a_rank_that_dies_ends_the_others(case, data, tmp_path):
+    done = run_ranks(tmp_path, data, case)
+    assert done.returncode == 1
+    workers = done.stderr.split("torch/distributed/elastic")[0]
+    if case == "raise":
+        own, other = workers.find("rank 1's own mistake"), workers.find("[rank 0]: another rank has ended")
+        assert -1 < own < other or other == -1, done.stderr  # torchrun may have ended rank 0 before it noticed
+    else:
+        assert "exitcode  : -9" in done.stderr and "[rank 0]: another rank has ended" in done.stderr, done.stderr
+    assert "gloo" not in re.sub("[(]gloo: no connection[)]", "", workers.lower()), workers
+    assert final(tmp_path / case)["step"] == 3
+
+
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+    folder, *case = sys.argv[1:]
+    ranks_script(Path(folder), *case) if case else worker(Path(folder))

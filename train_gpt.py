@@ -1606,6 +1606,7 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
             if stop != "signal" and due(cfg.eval_every) and not largest(run.on, seen()):
                 clock.stop()
                 val_loss = evaluate(run, data.val, signals)
+                stop = "signal" if val_loss is None else stop
             if val_loss is not None:
                 bpb = val_loss * bits_per_nat
                 log.line(
@@ -1618,10 +1619,9 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                 )  # fmt: skip
                 log.row(**row)
                 evaluations.append(row)
-                if val_loss <= cfg.target_val_loss:
-                    stop = stop or "target_val_loss"
-                    if not saved:
-                        saver.save(step, dict(train_time=clock.stop(), wall_time=clock.wall_time))
+                stop = stop or ("target_val_loss" if val_loss <= cfg.target_val_loss else "")
+            if stop and not saved and step > first_step:
+                saver.save(step, dict(train_time=clock.stop(), wall_time=clock.wall_time))
             if stop != "signal" and due(cfg.sample_every) and tokenizer:
                 clock.stop()
                 log.line(f"--- sample at step {step}\n{sample_text(run, tokenizer, 256)}\n---")
