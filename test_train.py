@@ -5,11 +5,14 @@ import dataclasses
 import gzip
 import hashlib
 import http.server
+import importlib.util
+import io
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -17,6 +20,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import zipfile
 from collections import deque
 from pathlib import Path
@@ -2293,7 +2297,7 @@ def test_other_content_is_other_data_without_meta_json_too(tmp_path):
 
 def test_out_of_memory_is_one_sentence(data, tmp_path, monkeypatch, capsys):
     flags = TINY | dict(data=data, out_dir=tmp_path / "run")
-    code, err = run_main(flags_of(flags | dict(n_embd=2_000_000, n_head=1)), capsys)  # a real failure: terabytes
+    code, err = run_main(flags_of(flags | dict(n_embd=200_000_000, n_head=1)), capsys)  # a real failure: terabytes
     assert code == 1 and err.count("\n") == 1
     said = r"memory ran out: [\d,.]+ GiB were asked for, with [\d,.]+ GiB free; try, in this order, a smaller --micro_b"
     assert re.search(said, err), err
@@ -2327,6 +2331,18 @@ def ranks_script(folder: Path, case: str) -> None:
 
         patch.setattr(train_gpt, "train_step", die)
         sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=1))))
+    if case in ("whole", "restarts"):
+        step, life = train_gpt.train_step, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        count = []
+
+        def die_once_a_life(*arguments):
+            count.append(1)
+            if case == "restarts" and life < 3 and int(rank) == life % 2 and len(count) == 5 + life:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*arguments)
+
+        patch.setattr(train_gpt, "train_step", die_once_a_life)
+        sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=2, max_steps=20))))
     for name, more in dict(ddp={}, fsdp=dict(parallel="fsdp"), adamw=dict(optimizer="adamw")).items():
         with pytest.MonkeyPatch.context() as patch:
             poison(patch, {4, 6}, math.nan if name == "ddp" else math.inf, rank="1")  # the first is DDP's warm-up
@@ -2374,6 +2390,439 @@ def test_a_rank_that_dies_ends_the_others(case, data, tmp_path):
     assert final(tmp_path / case)["step"] == 3
 
 
+# ---- Kills
+
+
+def forked_ranks(argv: list[str], world: int, log: Path, port: int) -> list[int]:
+    """Start train_gpt.py's command line in forks of this process, which has imported everything; returns their ids."""
+    pids = []
+    for rank in range(world):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        try:
+            output = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+            os.dup2(output, 1), os.dup2(output, 2)
+            if world > 1:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port),
+                                  LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")  # fmt: skip
+            os._exit(train_gpt.main(argv))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return pids
+
+
+def killed_runs(folder: Path, kills: int, world: int) -> None:
+    """Runs that are killed at random moments and resumed until they end, till `kills` are reached; writes kills.json.
+
+    Half of the kills come after a random time, half when a checkpoint is being written; with two ranks, a third hit
+    one rank only, and the other has to end by itself.
+    """
+    rng, port = random.Random(0), 20000 + os.getpid() % 20000
+    flags = TINY | dict(
+        n_layer=1, batch_tokens=256, micro_batch=4, max_steps=120, save_every=2, eval_every=7, prefetch=1
+    )
+    flags |= dict(data=make_data(folder / "data"), eval_tokens=1024, resume="auto")
+    report = dict(kills=0, while_saving=0, runs=0, waiting=0, codes=[])
+
+    def start(out):
+        nonlocal port
+        port += 1
+        return forked_ranks(flags_of(flags | dict(out_dir=out)), world, folder / "output.txt", port)
+
+    def ended(pids, patience=60):
+        """Exit codes. As torchrun does, ends a rank that waits for one which has gone (while they are connecting)."""
+        codes, deadline = {}, time.monotonic() + patience
+        while len(codes) < len(pids):
+            for pid in set(pids) - set(codes):
+                gone, status = os.waitpid(pid, os.WNOHANG)
+                if gone:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    report["waiting"] += 1
+                    os.kill(pid, signal.SIGKILL)
+                    codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            time.sleep(0.002)
+        return [codes[pid] for pid in pids]
+
+    assert ended(start(folder / "whole")) == [0] * world, (folder / "output.txt").read_text()
+    while report["kills"] < kills:
+        out, done = folder / f"run{report['runs']}", False
+        report["runs"] += 1
+        while not done:
+            began, pids = time.time(), start(out)
+            if rng.random() < 0.5:
+                time.sleep(rng.random() * 0.8)
+            else:
+                deadline = time.monotonic() + 0.3 + rng.random()
+                while time.monotonic() < deadline or not list(out.glob(".tmp-ckpt*")):
+                    if time.monotonic() > deadline + 5:
+                        break
+                time.sleep(rng.random() * 0.005)
+            hit = pids if world == 1 or rng.random() < 0.67 else [rng.choice(pids)]
+            for pid in hit:
+                os.kill(pid, signal.SIGKILL)
+            codes = ended(pids, 3)
+            done = 0 in codes and set(codes) <= {0, -9} and (out / "summary.json").exists()
+            if -signal.SIGKILL in codes:
+                report["kills"] += 1
+                report["while_saving"] += any(path.stat().st_mtime > began for path in out.glob(".tmp-ckpt*"))
+            report["codes"] += [code for code in codes if code not in (0, -9)]
+            if not done and report["kills"] >= kills:  # enough: the last run may end
+                assert ended(start(out)) == [0] * world, (folder / "output.txt").read_text()
+                done = True
+    (folder / "kills.json").write_text(json.dumps(report))
+
+
+def check_killed_runs(folder: Path, kills: int, world: int) -> None:
+    done = subprocess.run([sys.executable, __file__, folder, "kills", str(kills), str(world)], capture_output=True,
+                          text=True, cwd=HERE, timeout=1500)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((folder / "kills.json").read_text())
+    print(report)
+    assert report["kills"] >= kills and set(report["codes"]) <= {1}
+    for i in range(report["runs"]):
+        for key in ("step", "train_loss", "grad_norm", "lr", "val_loss", "tokens"):
+            assert rows(folder / f"run{i}", key) == rows(folder / "whole", key), (i, key)
+        assert_weights_equal(folder / f"run{i}", folder / "whole")
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@forks
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_runs_end_as_if_nothing_had_been(world, tmp_path):
+    check_killed_runs(tmp_path, 3 if world == 2 else 5, world)
+
+
+@pytest.mark.soak
+@forks
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_hundred_kills(world, tmp_path):
+    check_killed_runs(tmp_path, 100, world)
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_killed_ranks(data, tmp_path):
+    done = run_ranks(tmp_path, data, "whole", "--max-restarts=9")
+    assert done.returncode == 0, done.stderr
+    done = run_ranks(tmp_path, data, "restarts", "--max-restarts=9")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "restarts" / "log.txt").read_text().count("resumed from") == 3
+    assert_same_run(tmp_path / "restarts", tmp_path / "whole", exact=True)
+
+
+# ---- Fuzzing, with fixed seeds
+
+
+def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
+    """The bytes with some damage: half of the time in the first `head` of them."""
+    out, end = bytearray(raw), head if rng.random() < 0.5 else len(raw)
+    how = rng.randrange(6)
+    if how == 0:
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            out[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        return bytes(out[: rng.randrange(len(out))])
+    elif how == 2:
+        out += rng.randbytes(rng.choice([1, 2, 512, 4096]))
+    elif how == 3:
+        at = rng.randrange(end)
+        out[at : at + rng.choice([1, 2, 4, 64, 512])] = bytes(rng.choice([1, 2, 4, 64, 512]))
+    elif how == 4:
+        at = rng.randrange(max(1, end - 4))
+        out[at : at + 4] = struct.pack(
+            "<i", rng.choice([0, 1, -1, 7, 2**31 - 1, -(2**31), 20240520, 20240801, 1 << 20])
+        )
+    else:
+        a, b = sorted(rng.randrange(len(out)) for _ in range(2))
+        out[a:b] = out[a:b][::-1]
+    return bytes(out)
+
+
+JUNK = (None, True, -1, 0, 1, 2**40, 10**30, 1.5, math.nan, math.inf, "", "x", "../../etc/passwd", "bytes", [], [1], {},
+        {"tokens": 1}, {"x": {"tokens": -5}})  # fmt: skip
+
+
+def replaced(value, rng: random.Random, junk=JUNK):
+    """A copy of nested dicts in which one entry has gone, has other content or has another name."""
+    value = dict(value)
+    key = rng.choice(list(value))
+    if isinstance(value[key], dict) and value[key] and rng.random() < 0.7:
+        value[key] = replaced(value[key], rng, junk)
+    elif rng.random() < 0.25:
+        del value[key]
+    elif rng.random() < 0.25:
+        value[rng.choice(["", "..", "x", f"../{key}", f"{key}.", "7"])] = value.pop(key)
+    else:
+        value[key] = rng.choice(junk)
+    return value
+
+
+def refused(function) -> bool:
+    """Whether it raises a UserError that is one sentence; any other exception is the test's failure."""
+    try:
+        function()
+    except UserError as error:
+        text = str(error)
+        assert "\n" not in text.strip() and 20 < len(text) < 1500 and "Traceback" not in text, text
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder from data/prepare.py, with its hashes."""
+    folder = tmp_path_factory.mktemp("prepared")
+    rng = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(rng.choice(["one", "two", "three"]) for _ in range(3000)))
+    return prep.prepare("files", [folder / "text.txt"], "bytes", folder / "data", shard_tokens=5000, say=quiet)
+
+
+def open_fuzzed(folder: Path) -> train_gpt.Data:
+    flags = dict(data=str(folder), seq_len=32, batch_tokens=64)
+    return train_gpt.open_data(config(**flags), train_gpt.Launch(torch.device("cpu")))
+
+
+def test_fuzzed_shards(prepared, tmp_path):
+    rng, outcomes = random.Random(1), []
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    shards = {path: path.read_bytes() for path in sorted(data.glob("*.bin"))}
+    meta = (data / "meta.json").read_bytes()
+    for i in range(500):
+        path, raw = rng.choice(list(shards.items()))
+        path.write_bytes(mutated(raw, rng, 1024))
+        (data / "meta.json").unlink(missing_ok=True)
+        if i % 2:
+            (data / "meta.json").write_bytes(meta)
+        opened = []
+        outcomes.append(refused(lambda: opened.append(open_fuzzed(data))))  # noqa: B023
+        if opened:
+            if i % 2:  # the hash admits nothing but the whole shard
+                assert path.read_bytes() == raw
+            for split, name in ((opened[0].train, "train"), (opened[0].val, "val")):
+                tokens = [t for p in sorted(shards) if name in p.name for t in independent_tokens(p)]
+                assert split.read(np.array([0]), split.n_tokens)[0].tolist() == tokens
+        path.write_bytes(raw)
+    print(f"shards: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 200 < sum(outcomes) < 500
+
+
+def independent_tokens(path: Path) -> list[int]:
+    magic, _, count = struct.unpack("<3i", path.read_bytes()[:12])
+    return np.frombuffer(path.read_bytes(), {20240520: "<u2", 20240801: "<u4"}[magic], count, 1024).tolist()
+
+
+def test_fuzzed_meta_json(prepared, tmp_path):
+    rng, outcomes = random.Random(2), []
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    raw = (data / "meta.json").read_bytes()
+    expected = open_fuzzed(data).train.read(np.array([0]), 1000)
+    for i in range(500):
+        content = mutated(raw, rng, len(raw)) if i % 2 else json.dumps(replaced(json.loads(raw), rng)).encode()
+        if i == 2:
+            content = b"[" * 100_000
+        (data / "meta.json").write_bytes(content)
+        opened = []
+        outcomes.append(refused(lambda: opened.append(open_fuzzed(data))))  # noqa: B023
+        if opened:
+            assert np.array_equal(opened[0].train.read(np.array([0]), 1000), expected)
+            assert opened[0].meta["vocab_size"] == 257 or opened[0].meta["tokenizer"] != "bytes"
+    print(f"meta.json: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 150 < sum(outcomes) < 500
+
+
+def test_fuzzed_checkpoints(data, plain, tmp_path):
+    rng, outcomes, path = random.Random(3), [], tmp_path / "ckpt_20.pt"
+    original = train_gpt.checkpoints(plain)[0]
+    raw, content = original.read_bytes(), read_checkpoint(original)
+    cfg = config(**TINY | dict(data=str(data)))
+    run = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    before = [p.detach().clone() for p in run.gpt.parameters()]
+    junk = (*JUNK, torch.zeros(3), torch.zeros(()), torch.tensor([[math.nan]]), torch.zeros(2, dtype=torch.bool))
+
+    def load():
+        checkpoint = read_checkpoint(path)
+        train_gpt.load_weights(run.gpt, checkpoint, path)
+        train_gpt.load_optimizer(run, checkpoint, path)
+        loaded.append(checkpoint)
+
+    for i in range(500):
+        if i % 2:
+            path.write_bytes(mutated(raw, rng, 4096 if rng.random() < 0.5 else len(raw)))
+        else:
+            changed = replaced({k: v for k, v in content.items() if k != "sha256"}, rng, junk)
+            changed["sha256"] = content_hash(changed) if rng.random() < 0.9 else rng.choice(JUNK)
+            torch.save(changed, path)
+        loaded = []
+        outcomes.append(refused(load))
+        if loaded:
+            for name, w in content["model"].items():
+                assert torch.equal(loaded[0]["model"][name], w)
+                assert all(
+                    torch.equal(v, loaded[0]["optimizer"][name][k]) for k, v in content["optimizer"][name].items()
+                )
+    assert before and sum(outcomes) > 250
+    print(f"checkpoints: {sum(outcomes)} of {len(outcomes)} refused")
+
+
+FLAG_LINES = (
+    "--preset gpt2-small --data data/fineweb10B --compile", "--n_layer 3 --n_head 2 --n_embd 64 --seq_len 128",
+    "--window SSSL:256 --softcap 0 --loss_chunk 100", "--optimizer adamw --adam_lr 1e-3 --weight_decay 0.1",
+    "--batch_tokens 65536 --seq_len 256 --micro_batch 4", "--dtype bf16 --bf16 --checkpointing full --offload none",
+    "--compile reduce-overhead --checkpointing 0.5 --attn sdpa", "--warmup_frac 0.1 --cooldown_frac 0.5 --max_steps 9",
+    "--resume auto --out_dir runs/x --save_every 10 --keep 3", "--alloc_conf pinned_num_register_threads:8",
+    "--doc_align --doc_mask true --wandb false --profile", "--eval_every 5 --eval_tokens 0 --target_val_loss 3.28",
+)  # fmt: skip
+
+
+def fuzzed_flags(rng: random.Random) -> list[str]:
+    words = rng.choice(FLAG_LINES).split()
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at = rng.randrange(len(words))
+        how = rng.randrange(5)
+        if how == 0:
+            words[at] = rng.choice(["-1", "0", "nan", "inf", "1e400", "9" * 30, "9" * 400, "", "None", "%s", "--", "=",
+                                    "--x", "é", "1_000", "0x10", "true", "../..", "\udc80", "SS", "L:0"])  # fmt: skip
+        elif how == 1:
+            letter = rng.randrange(len(words[at]) + 1)
+            words[at] = words[at][:letter] + rng.choice("-_=x7 .,:\t[") + words[at][letter + rng.randrange(2) :]
+        elif how == 2:
+            del words[at]
+        elif how == 3:
+            words.insert(at, rng.choice(rng.choice(FLAG_LINES).split()))
+        else:
+            words[at] = words[at].replace(" ", "=").upper() if rng.random() < 0.5 else words[at] * 2
+        if not words:
+            break
+    return words
+
+
+def test_fuzzed_flags(monkeypatch):
+    rng, outcomes = random.Random(4), []
+    monkeypatch.setattr(train_gpt, "check_compiler", lambda device: None)
+    for _ in range(500):
+        words, parsed = fuzzed_flags(rng), []
+
+        def parse(words=words, parsed=parsed):
+            cfg = train_gpt.parse_flags(words)
+            train_gpt.check_device(cfg, torch.device("cpu"))
+            train_gpt.rows_per_rank(cfg, 2)
+            parsed.append(cfg)
+
+        outcomes.append(refused(parse))
+        for value in dataclasses.asdict(parsed[0]).values() if parsed else ():
+            assert isinstance(value, str) or 0 <= value < math.inf
+    print(f"flags: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 150 < sum(outcomes) < 500
+
+
+def check_fuzzed_processes(count: int, data: Path, checkpoint: Path, folder: Path) -> None:
+    """Damaged shards, meta.json, checkpoints and flags, given to train_gpt.py as a user would."""
+    rng, codes = random.Random(5), []
+    for i in range(count):
+        here = folder / str(i)
+        shutil.copytree(data, here / "data")
+        flags = TINY | dict(data=here / "data", out_dir=here / "run", max_steps=21, eval_tokens=64)
+        words = []
+        if i % 4 == 0:
+            path = rng.choice(sorted((here / "data").glob("*.bin")))
+            path.write_bytes(mutated(path.read_bytes(), rng, 1024))
+        elif i % 4 == 1:
+            path = here / "data" / "meta.json"
+            path.write_text(json.dumps(replaced(json.loads(path.read_text()), rng)))
+        elif i % 4 == 2:
+            (here / "ckpt_20.pt").write_bytes(mutated(checkpoint.read_bytes(), rng, 4096))
+            flags["resume"] = here / "ckpt_20.pt"
+        else:  # the tiny model's flags come last, and win
+            words = [
+                word for word in fuzzed_flags(rng) if "compile" not in word and "\udc80" not in word and len(word) < 99
+            ]
+            flags["max_steps"] = 2
+        done = run_python("train_gpt.py", *words, *flags_of(flags))
+        codes.append(done.returncode)
+        assert done.returncode in (0, 2), (i, words, done.stderr)
+        assert "Traceback" not in done.stderr, done.stderr
+        if done.returncode == 2:
+            assert len(re.findall("^error: ", done.stderr, re.M)) == 1, done.stderr
+        elif "-h" not in words and "--help" not in words:
+            assert (here / "run" / "summary.json").exists() or "--help" in " ".join(words)
+    print(f"processes: {codes.count(2)} of {count} refused, {codes.count(0)} correct runs")
+
+
+def test_some_fuzzed_processes(prepared, tmp_path):
+    train(config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
+    check_fuzzed_processes(4, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
+
+
+@pytest.mark.soak
+def test_fifty_fuzzed_processes(prepared, tmp_path):
+    train(config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
+    check_fuzzed_processes(50, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
+
+
+# ---- Secrets, and what is outside
+
+
+def test_no_secret_is_written(data, tmp_path):
+    if importlib.util.find_spec("wandb") is None or not shutil.which("git"):
+        pytest.skip("needs wandb and git")
+    secrets = dict(WANDB_API_KEY="a1b2c3d4" * 5, HF_TOKEN="hf_SECRETtoken", AWS_SECRET_ACCESS_KEY="SECRETaws",
+                   MY_PASSWORD="SECRETpw", HF_ENDPOINT="https://user:SECRETmirror@mirror.example")  # fmt: skip
+    here = tmp_path / "repo"
+    (here / "data").mkdir(parents=True)
+    for name in ("train_gpt.py", "model.py", "data/__init__.py", "data/prepare.py"):
+        shutil.copy(HERE / name, here / name)
+    remote = "https://user:SECRETremote@example.com/x.git"
+    for command in ("init -q", f"remote add origin {remote}", "add .",
+                    "-c user.name=a -c user.email=a@b commit -qm x"):  # fmt: skip
+        subprocess.run(["git", *command.split()], cwd=here, check=True, capture_output=True)
+    flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=2, wandb="true"))
+    env = {**os.environ, **secrets, "WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "train_gpt.py", *flags], cwd=here, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in written) and (tmp_path / "run" / "log.txt") in written
+    texts = {str(path): path.read_bytes() for path in written} | {"output": (done.stdout + done.stderr).encode()}
+    for path, text in texts.items():
+        for secret in ("SECRET", secrets["WANDB_API_KEY"]):
+            assert secret.encode() not in text, (path, secret)
+
+
+def test_an_endpoint_with_a_password_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:SECRETmirror@mirror.example")
+    assert prep.main(["wikitext2", "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "HF_ENDPOINT holds a user name or a password" in err and "SECRET" not in err
+
+
+def test_a_download_stays_in_its_folder(server, tmp_path, monkeypatch):
+    """Neither a redirect's name, a header nor a name inside an archive chooses where something is written."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        members.writestr("../../escaped.txt", "x")
+        members.writestr("../w/wiki.train.raw", " \n = A = \n text \n" * 50)
+        members.writestr("/w/wiki.valid.raw", " \n = B = \n text \n" * 50)
+    body = archive.getvalue()
+    server.files["/real/..%2F..%2Fescaped.zip"] = body
+    server.redirects["/w.zip"] = server.address + "/real/..%2F..%2Fescaped.zip"
+    server.linked_sha256 = hashlib.sha256(body).hexdigest()
+    monkeypatch.setitem(prep.DOWNLOADS, "wikitext2", ("{hub}/w.zip", server.linked_sha256, len(body)))
+    inside = tmp_path / "a" / "b" / "out"
+    prep.prepare("wikitext2", tokenizer="bytes", out=inside, say=quiet)
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and inside not in path.parents]
+    assert outside == [] and (inside / "meta.json").exists()
+
+
 if __name__ == "__main__":
     folder, *case = sys.argv[1:]
-    ranks_script(Path(folder), *case) if case else worker(Path(folder))
+    if not case:
+        worker(Path(folder))
+    elif case[0] == "kills":
+        killed_runs(Path(folder), *map(int, case[1:]))
+    else:
+        ranks_script(Path(folder), *case)

@@ -161,8 +161,8 @@ def config(**flags) -> Config:
         cfg.dtype = "bf16"
     for name, f in fields.items():
         value, least = getattr(cfg, name), f.metadata["least"]
-        if isinstance(value, (int, float)) and not least <= value < math.inf:
-            raise UserError(f"--{name} is {value}; expected a finite number of at least {least}")
+        if isinstance(value, (int, float)) and not least <= value < (math.inf if isinstance(value, float) else 2**48):
+            raise UserError(f"--{name} is {value}; expected a finite number of at least {least} and below 2**48")
     if cfg.warmup_frac + cfg.cooldown_frac > 1:
         raise UserError(
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to more than 1; lower one"
@@ -712,6 +712,10 @@ class Run:
         return self.cfg.batch_tokens // self.cfg.seq_len // self.on.world // self.micro_batch
 
 
+def divisors(n: int) -> list[int]:
+    return [d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)]
+
+
 def rows_per_rank(cfg: Config, world: int) -> int:
     """Sequences that each rank takes per step. Raises UserError when they cannot be shared out."""
     rows = cfg.batch_tokens // cfg.seq_len
@@ -723,7 +727,7 @@ def rows_per_rank(cfg: Config, world: int) -> int:
         )
     rows //= world
     if cfg.micro_batch and rows % cfg.micro_batch:
-        fits = max(m for m in range(1, cfg.micro_batch + 1) if rows % m == 0)
+        fits = max(m for m in divisors(rows) if m <= cfg.micro_batch)
         raise UserError(
             f"--micro_batch {cfg.micro_batch} does not divide the {rows} sequences that each rank takes per step; "
             f"use --micro_batch {fits}, or another --batch_tokens"
@@ -835,7 +839,7 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
     """As many sequences as fit. On a GPU by memory; elsewhere as many as make 8,192 tokens, more being no faster."""
     rows = rows_per_rank(cfg, run_on.world)
     if run_on.device.type != "cuda":
-        return max(m for m in range(1, rows + 1) if rows % m == 0 and m * cfg.seq_len <= max(8192, cfg.seq_len))
+        return max(m for m in divisors(rows) if m * cfg.seq_len <= max(8192, cfg.seq_len))
 
     def peak(micro_batch: int) -> float:
         """Bytes at the peak of a micro-step, the largest of the ranks; infinite when one ran out of memory."""
@@ -871,9 +875,9 @@ def largest_that_fits(rows: int, peak, budget: float) -> int:
             "use a smaller --seq_len or a smaller model"
         )
     guess = rows if two <= one else 1 + (budget - one) / (two - one)
-    fits = max(m for m in range(1, rows + 1) if rows % m == 0 and m <= guess)
+    fits = max(m for m in divisors(rows) if m <= guess)
     while fits > 1 and peak(fits) > budget:
-        fits = max(m for m in range(1, fits // 2 + 1) if rows % m == 0)
+        fits = max(m for m in divisors(rows) if m <= fits // 2)
     return fits
 
 
