@@ -2765,6 +2765,25 @@ def test_fifty_fuzzed_processes(prepared, tmp_path):
     check_fuzzed_processes(50, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
 
 
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gpu_step_skips_without_waiting(dtype, data, monkeypatch):
+    cfg = config(**TINY | dict(data=str(data), device="cuda", dtype=dtype))
+    here = train_gpt.launch(cfg)
+    run = train_gpt.build(cfg, here, 257)
+    windows = train_gpt.train_batch(train_gpt.open_data(cfg, here), cfg, here, 0).cuda()
+    train_gpt.train_step(run, windows, 1.0)
+    before = [p.detach().clone() for p in run.gpt.parameters()]
+    poison(monkeypatch, {1, 2})
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        train_gpt.train_step(run, windows, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.skipped[-1].item() is True
+    assert all(torch.equal(a, p) for a, p in zip(before, run.gpt.parameters()))
+
+
 # ---- Secrets, and what is outside
 
 
