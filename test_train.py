@@ -2421,7 +2421,7 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
     """
     rng, port = random.Random(0), 20000 + os.getpid() % 20000
     flags = TINY | dict(
-        n_layer=1, batch_tokens=256, micro_batch=4, max_steps=120, save_every=2, eval_every=7, prefetch=1
+        n_layer=1, batch_tokens=256, micro_batch=4, max_steps=60, save_every=1, eval_every=7, prefetch=1
     )
     flags |= dict(data=make_data(folder / "data"), eval_tokens=1024, resume="auto")
     report = dict(kills=0, while_saving=0, runs=0, waiting=0, codes=[])
@@ -2446,6 +2446,13 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
             time.sleep(0.002)
         return [codes[pid] for pid in pids]
 
+    def saving(out, since):
+        with contextlib.suppress(FileNotFoundError):
+            return any(path.stat().st_mtime > since for path in out.glob(".tmp-ckpt*"))
+
+    def over(pids):
+        return any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids)
+
     assert ended(start(folder / "whole")) == [0] * world, (folder / "output.txt").read_text()
     while report["kills"] < kills:
         out, done = folder / f"run{report['runs']}", False
@@ -2453,13 +2460,12 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
         while not done:
             began, pids = time.time(), start(out)
             if rng.random() < 0.5:
-                time.sleep(rng.random() * 0.8)
+                time.sleep(rng.random() * 1.5 * world)
             else:
-                deadline = time.monotonic() + 0.3 + rng.random()
-                while time.monotonic() < deadline or not list(out.glob(".tmp-ckpt*")):
-                    if time.monotonic() > deadline + 5:
-                        break
-                time.sleep(rng.random() * 0.005)
+                moment, limit = began + 2 * rng.random(), began + 10
+                while time.time() < moment or not (saving(out, began) or over(pids) or time.time() > limit):
+                    time.sleep(0.0005)
+                time.sleep(rng.random() * 0.003)
             hit = pids if world == 1 or rng.random() < 0.67 else [rng.choice(pids)]
             for pid in hit:
                 os.kill(pid, signal.SIGKILL)
@@ -2467,7 +2473,7 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
             done = 0 in codes and set(codes) <= {0, -9} and (out / "summary.json").exists()
             if -signal.SIGKILL in codes:
                 report["kills"] += 1
-                report["while_saving"] += any(path.stat().st_mtime > began for path in out.glob(".tmp-ckpt*"))
+                report["while_saving"] += bool(saving(out, began))
             report["codes"] += [code for code in codes if code not in (0, -9)]
             if not done and report["kills"] >= kills:  # enough: the last run may end
                 assert ended(start(out)) == [0] * world, (folder / "output.txt").read_text()
