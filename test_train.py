@@ -1963,7 +1963,10 @@ def test_gpu_allocator_settings_are_in_force(data, tmp_path):
 
 
 def poison(monkeypatch, at, value=math.nan, rank=None):
-    """In the forward passes `at` (numbers from 1) the training loss is times `value`, on one rank or on all."""
+    """In the forward passes `at` (numbers from 1) `value` is added to the summed loss, on one rank or on all.
+
+    The gradients alone would not show it.
+    """
     forward, count, here = GPT.forward, [0], os.environ.get("RANK")
 
     def poisoned(self, idx, targets=None, cache=None):
@@ -1971,7 +1974,7 @@ def poison(monkeypatch, at, value=math.nan, rank=None):
         if not torch.is_grad_enabled() or targets is None:
             return loss
         count[0] += 1
-        return loss * value if count[0] in at and here in (rank, None) else loss
+        return loss + value if count[0] in at and rank in (here, None) else loss
 
     monkeypatch.setattr(GPT, "forward", poisoned)
 
@@ -2040,7 +2043,7 @@ def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
 def test_loss_spikes_are_marked(data, tmp_path, monkeypatch, capsys):
     assert not train_gpt.spikes(9.0, deque([1.0] * 4)) and not train_gpt.spikes(1.09, deque([1.0] * 5))
     assert train_gpt.spikes(1.2, deque([1.0] * 5)) and not train_gpt.spikes(1.9, deque([1.0, 2.0] * 5))
-    poison(monkeypatch, {15}, 2.0)
+    poison(monkeypatch, {15}, 512 * 2.0)
     train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), micro_batch=16)))
     assert re.findall(r"step +(\d+)/20 \| loss \S+ SPIKE", capsys.readouterr().out) == ["15"]
 
@@ -2460,9 +2463,9 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
         while not done:
             began, pids = time.time(), start(out)
             if rng.random() < 0.5:
-                time.sleep(rng.random() * 1.5 * world)
+                time.sleep(rng.random() * 1.2 * world)
             else:
-                moment, limit = began + 2 * rng.random(), began + 10
+                moment, limit = began + rng.random() * world, began + 10
                 while time.time() < moment or not (saving(out, began) or over(pids) or time.time() > limit):
                     time.sleep(0.0005)
                 time.sleep(rng.random() * 0.003)
@@ -2500,7 +2503,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @forks
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_runs_end_as_if_nothing_had_been(world, tmp_path):
-    check_killed_runs(tmp_path, 3 if world == 2 else 5, world)
+    check_killed_runs(tmp_path, 2 if world == 2 else 3, world)
 
 
 @pytest.mark.soak
@@ -2762,7 +2765,7 @@ def check_fuzzed_processes(count: int, data: Path, checkpoint: Path, folder: Pat
 
 def test_some_fuzzed_processes(prepared, tmp_path):
     train(config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
-    check_fuzzed_processes(4, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
+    check_fuzzed_processes(3, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
 
 
 @pytest.mark.soak
