@@ -2424,7 +2424,7 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
     """
     rng, port = random.Random(0), 20000 + os.getpid() % 20000
     flags = TINY | dict(
-        n_layer=1, batch_tokens=256, micro_batch=4, max_steps=60, save_every=1, eval_every=7, prefetch=1
+        n_layer=1, batch_tokens=256, micro_batch=4, max_steps=12, save_every=1, eval_every=5, prefetch=1
     )
     flags |= dict(data=make_data(folder / "data"), eval_tokens=1024, resume="auto")
     report = dict(kills=0, while_saving=0, runs=0, waiting=0, codes=[])
