@@ -2036,7 +2036,8 @@ def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
     poison(monkeypatch, {5, 6, 8, 9, 10, 11, 12})
     code, err = run_main(flags_of(flags), capsys)
     assert code == 1 and err.count("\n") == 1, err
-    assert "3 steps in a row, up to step 10, and ckpt_8.pt is kept; try lower learning rates, --grad_clip 1" in err
+    said = "3 steps in a row, up to step 10, and ckpt_8.pt is kept; try lower learning rates, --grad_clip 1"
+    assert said in err and said in (tmp_path / "run" / "log.txt").read_text()
     assert all(w.isfinite().all() for w in final(tmp_path / "run")["model"].values())
 
 

@@ -1459,7 +1459,12 @@ def train(cfg: Config) -> dict:
         describe(run, data, log)
         for line in filter(None, (*lines, note)):
             log.line(line)
-        return loop(run, data, log, clock, signals, step, earlier)
+        try:
+            return loop(run, data, log, clock, signals, step, earlier)
+        except UserError as error:
+            if log.file:  # the command line prints it on standard error, which may be lost
+                log.write(log.file, f"ended: {error}")
+            raise
 
 
 def describe(run: Run, data: Data, log: Log) -> None:
