@@ -316,8 +316,12 @@ def launch(cfg: Config) -> Launch:
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     if ("WORLD_SIZE" in os.environ or cfg.parallel == "fsdp") and not dist.is_initialized():
         on_cuda = device.type == "cuda"
-        alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, **alone)
+        store = dist.HashStore()
+        if "WORLD_SIZE" in os.environ:  # torchrun keeps its store over a restart, and the dead ranks' addresses in it
+            life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            store = dist.PrefixStore(life, next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
+                                rank=env["RANK"], world_size=env["WORLD_SIZE"])  # fmt: skip
     control = None
     if dist.is_initialized():
         control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
