@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -632,8 +633,15 @@ class Optimizer(torch.optim.Optimizer):
                     self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update every parameter from its gradient, with the groups' present `lr`. Every gradient must be there."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update every parameter from its gradient, with the groups' present `lr`. Every gradient must be there.
+
+        skip: bool () on the device. Where it is true, weights and state stay as they are to the bit, and nothing waits.
+        """
+        device = self.param_groups[0]["params"][0].device
+        skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
+        if device.type == "mps" and skip.item():  # the fused kernels of MPS do not look at found_inf
+            return
         for group in self.param_groups:
             update, slots = self.adam_update, ("exp_avg", "exp_avg_sq")
             if group["kind"] == "muon":
@@ -646,22 +654,26 @@ class Optimizer(torch.optim.Optimizer):
                 used = (
                     [[t.to(params[0].device, non_blocking=True) for t in ts] for ts in kept] if self.offload else kept
                 )
-                update(group, params, *used)
+                update(group, params, skip, *used)
                 if self.offload:
                     for host, device in zip(sum(kept, []), sum(used, [])):
                         host.copy_(device, non_blocking=True)
 
-    def adam_update(self, group: dict, params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor]) -> None:
+    def adam_update(self, group: dict, params: list[Tensor], skip: Tensor, exp_avgs: list[Tensor],
+                    exp_avg_sqs: list[Tensor]) -> None:  # fmt: skip
         steps = [self.state[p]["step"] for p in params]
         adamw(
             [local(p) for p in params], [local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], steps,
             fused=self.fused, foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
+            found_inf=skip.float() if self.fused else None,
         )  # fmt: skip
 
-    def muon_update(self, group: dict, params: list[Tensor], momenta: list[Tensor]) -> None:
+    def muon_update(self, group: dict, params: list[Tensor], skip: Tensor, momenta: list[Tensor]) -> None:
         weights, grads, beta = [local(p) for p in params], [local(p.grad) for p in params], group["betas"][0]
         count, (rows, cols), sharded = len(params), params[0].shape, hasattr(params[0], "to_local")
+        for grad, momentum in zip(grads, momenta):  # the mean of a momentum and itself is that momentum
+            torch.where(skip, momentum, grad, out=grad)
         torch._foreach_lerp_(momenta, grads, 1 - beta)
         share = -(-count // self.world)
         mine = slice(min(count, self.rank * share), min(count, (self.rank + 1) * share))
@@ -680,9 +692,12 @@ class Optimizer(torch.optim.Optimizer):
             dist.all_gather(list(gathered.unbind()), F.pad(updates, (0, 0, 0, 0, 0, share - len(updates))))
             updates = gathered.flatten(0, 1)[:count]
         scale = max(1.0, rows / group["split"] / cols) ** 0.5
-        if group["weight_decay"]:
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, list(updates.to(weights[0].dtype).unbind()), alpha=-group["lr"] * scale)
+        updates = updates.contiguous().to(weights[0].dtype)  # the fused kernel does not look at strides
+        sgd(
+            weights, list(updates.unbind()), [None] * count, fused=True, found_inf=skip.float(),
+            lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,
+            nesterov=False, maximize=False,
+        )  # fmt: skip
 
     def exchange(self, parts: Tensor, count: int, rows: int, to_owners: bool) -> Tensor:
         """Turn every matrix's shard on this rank (count, my rows, cols) into its whole matrices (n, rows, cols).

@@ -5,6 +5,8 @@ import dataclasses
 import gzip
 import hashlib
 import http.server
+import importlib.util
+import io
 import json
 import math
 import os
@@ -18,7 +20,9 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import zipfile
+from collections import deque
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only cost, here and in the processes started
@@ -191,12 +195,12 @@ def worker(folder: Path) -> None:
         grads = {}
         step, built = Optimizer.step, []
 
-        def step_and_note(self, built=built, grads=grads, step=step):
+        def step_and_note(self, skip, built=built, grads=grads, step=step):
             built[:] = [self]
             if not grads:
                 named = [(n, p.grad) for g in self.param_groups for n, p in zip(g["names"], g["params"])]
                 grads.update({n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in named})
-            step(self)
+            step(self, skip)
 
         Optimizer.step = step_and_note
         case = {k: str(folder / v) if k == "resume" else v for k, v in case.items()}
@@ -763,7 +767,7 @@ def test_overfits_one_batch(tmp_path):
     folder.mkdir()
     tokens = np.random.default_rng(0).integers(0, 250, 300).astype(np.uint16)
     write_shard(folder / "train.bin", tokens)
-    write_shard(folder / "val.bin", tokens)
+    write_shard(folder / "val.bin", tokens[:-1])
     meta = dict(tokenizer="bytes", vocab_size=257, eot=256, splits={}, source="test", files={})
     meta["splits"] = {split: dict(tokens=300, bytes=300, documents=1) for split in ("train", "val")}
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -1143,6 +1147,7 @@ def test_fp16_skips_bad_steps_and_goes_on(data, noisy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_gpt.torch.amp, "GradScaler", lambda d, enabled: GradScaler(d, 2.0**40, enabled=enabled))
     flags = TINY | dict(data=str(data), init_from=str(noisy), dtype="fp16", max_steps=30, save_every=15, keep=0)
+    flags["max_bad_steps"] = 0
     train(config(**flags | dict(out_dir=str(tmp_path / "run"))))
     saved = final(tmp_path / "run")
     assert saved["scaler"]["scale"] < 2.0**40 and all(w.isfinite().all() for w in saved["model"].values())
@@ -1986,8 +1991,893 @@ def test_gpu_allocator_settings_are_in_force(data, tmp_path):
     assert done.returncode == 0 and "max_split_size" in done.stdout and str(77 * 2**20) in done.stdout, done.stdout
 
 
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+# ---------------------------------------------------------------------------------------------------------------------
+# Nothing is lost: bad numbers, failing disks, signals, damaged data, kills
+
+
+def poison(monkeypatch, at, value=math.nan, rank=None):
+    """In the forward passes `at` (numbers from 1) `value` is added to the summed loss, on one rank or on all.
+
+    The gradients alone would not show it.
+    """
+    forward, count, here = GPT.forward, [0], os.environ.get("RANK")
+
+    def poisoned(self, idx, targets=None, **rest):
+        loss = forward(self, idx, targets, **rest)
+        if not torch.is_grad_enabled() or targets is None:
+            return loss
+        count[0] += 1
+        return loss + value if count[0] in at and rank in (here, None) else loss
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_skipped_update_leaves_no_trace(bad, kind, offload):
+    def after(*plan):
+        """Weights and state after updates from the gradients with these numbers; None is a bad one, to be skipped."""
+        gpt = random_gpt()
+        optimizer = Optimizer(model_module.optimizer_groups(gpt, kind, 0.02, 0.01, 0.1), offload=offload)
+        for number in plan:
+            generator = torch.Generator().manual_seed(number or 0)
+            for p in gpt.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+                p.grad.flatten()[1:3] *= bad if number is None else 1
+            optimizer.step(torch.tensor(number is None))
+        return [*gpt.parameters(), *(v for p in gpt.parameters() for v in optimizer.state[p].values())]
+
+    for plan in ((None, 1, 2), (1, None, None, 2), (1, 2, None)):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(after(*plan), after(1, 2))), plan
+
+
+def test_bad_steps_are_skipped_and_told(data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(data=str(data), micro_batch=16, max_steps=8, optimizer="adamw", cooldown_frac=0.0)
+    step = Optimizer.step
+    calls = []
+
+    def without(self, skip):
+        calls.append(skip)
+        return None if len(calls) in (3, 6) else step(self, skip)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", without)
+        train(config(**flags | dict(out_dir=str(tmp_path / "without"))))
+    poison(monkeypatch, {3, 6})
+    train(config(**flags | dict(out_dir=str(tmp_path / "run"), log_every=4)))
+    assert_weights_equal(tmp_path / "run", tmp_path / "without")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "step 3 skipped" in log and "(1 in a row)" in log and "16 windows from number 80 of epoch 0" in log
+    assert rows(tmp_path / "run", "step") == [1, 4, 8, 8] and len(re.findall(r"step \d skipped", log)) == 2
+    poison(monkeypatch, {2}, math.inf)
+    train(config(**flags | dict(out_dir=str(tmp_path / "inf"), max_steps=3)))
+    assert rows(tmp_path / "inf", "train_loss")[1] is None and rows(tmp_path / "inf", "grad_norm")[1] is None
+    assert all(w.isfinite().all() for w in final(tmp_path / "inf")["model"].values())
+
+
+def assert_weights_equal(a, b) -> None:
+    """Weights and optimizer state of the newest checkpoints are the same, to the bit."""
+    ours, theirs = final(a), final(b)
+    for name, w in ours["model"].items():
+        assert torch.equal(w, theirs["model"][name]), name
+        assert all(torch.equal(v, theirs["optimizer"][name][slot]) for slot, v in ours["optimizer"][name].items()), name
+
+
+def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", micro_batch=16, save_every=2, max_bad_steps=3)
+    poison(monkeypatch, {5, 6, 8, 9, 10, 11, 12})
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 1 and err.count("\n") == 1, err
+    said = "3 steps in a row, up to step 10, and ckpt_8.pt is kept; try lower learning rates, --grad_clip 1"
+    assert said in err and said in (tmp_path / "run" / "log.txt").read_text()
+    assert all(w.isfinite().all() for w in final(tmp_path / "run")["model"].values())
+
+
+def test_loss_spikes_are_marked(data, tmp_path, monkeypatch, capsys):
+    assert not train_gpt.spikes(9.0, deque([1.0] * 4)) and not train_gpt.spikes(1.09, deque([1.0] * 5))
+    assert train_gpt.spikes(1.2, deque([1.0] * 5)) and not train_gpt.spikes(1.9, deque([1.0, 2.0] * 5))
+    poison(monkeypatch, {15}, 512 * 2.0)
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), micro_batch=16)))
+    assert re.findall(r"step +(\d+)/20 \| loss \S+ SPIKE", capsys.readouterr().out) == ["15"]
+
+
+@contextlib.contextmanager
+def no_room(size=100_000):
+    """The system refuses to write files larger than this, as a full disk would."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_disk_full_while_saving(data, tmp_path, monkeypatch, capsys):
+    saving, full = torch.save, {10, 20}
+
+    def save(checkpoint, file):
+        with no_room() if checkpoint["step"] in full else contextlib.nullcontext():
+            saving(checkpoint, file)
+
+    monkeypatch.setattr(train_gpt.torch, "save", save)
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1)
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 1 and err.count("\n") == 1 and "ckpt_20.pt could not be saved ([Errno 27] File too large)" in err
+    assert "newest checkpoint there is ckpt_15.pt; make room and --resume" in err
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "WARNING: " in log and "ckpt_10.pt could not be saved" in log  # and the run went on
+    assert [path.name for path in (tmp_path / "run").glob("*ckpt*")] == ["ckpt_15.pt"]
+    full.clear()
+    assert run_main(flags_of(flags | dict(resume="newest")), capsys)[0] == 0
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "whole"))))
+    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
+
+
+def test_a_full_disk_does_not_end_the_log(data, tmp_path, capsys):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    log = train_gpt.Log(tmp_path, train_gpt.Launch(torch.device("cpu")))
+    log.file = open("/dev/full", "w", buffering=1)
+    log.line("told")
+    log.close()
+    assert "told\nWARNING: /dev/full cannot be written (No space left on device)" in capsys.readouterr().out
+
+
+def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(data, tmp_path, monkeypatch, capsys):
+    saving = torch.save
+
+    def torn(checkpoint, file):
+        saving(checkpoint, file)
+        if checkpoint["step"] > 5:
+            file.seek(file.tell() // 2)
+            file.write(b"\xff" * 64)
+
+    monkeypatch.setattr(train_gpt.torch, "save", torn)
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1, max_steps=10)
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 1 and "is damaged" in err and "newest checkpoint there is ckpt_5.pt" in err
+    assert final(tmp_path / "run")["step"] == 5 and not list((tmp_path / "run").glob(".tmp*"))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(data, tmp_path, monkeypatch):
+    hashing, step, stepped, at_once = train_gpt.content_hash, train_gpt.train_step, threading.Event(), []
+    done = []
+
+    def held(checkpoint):
+        if threading.current_thread() is not threading.main_thread() and checkpoint.get("step") == 4:
+            at_once.append(stepped.wait(60))
+        return hashing(checkpoint)
+
+    def counted(run, windows, scale):
+        done.append(1)
+        if len(done) == 7:
+            stepped.set()
+        return step(run, windows, scale)
+
+    monkeypatch.setattr(train_gpt, "content_hash", held)
+    monkeypatch.setattr(train_gpt, "train_step", counted)
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), save_every=4, max_steps=10, keep=0)))
+    assert at_once[0] is True  # step 7 was reached before ckpt_4.pt was written
+    monkeypatch.undo()
+    train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "whole"), save_every=4, max_steps=10, keep=0)))
+    for number in (4, 8, 10):  # what was written is the state of its own step
+        a, b = (read_checkpoint(tmp_path / name / f"ckpt_{number}.pt") for name in ("run", "whole"))
+        assert all(torch.equal(a["model"][name], w) for name, w in b["model"].items()) and a["step"] == number
+
+
+@pytest.mark.parametrize("moment", ["evaluation", "saving"])
+def test_sigterm_during_evaluation_and_saving(moment, data, tmp_path, monkeypatch):
+    flags = TINY | dict(data=str(data), eval_every=4, save_every=3, eval_tokens=0)
+    train(config(**flags | dict(out_dir=str(tmp_path / "whole"))))
+    name = dict(evaluation="largest", saving="content_hash")[moment]
+    function, calls = getattr(train_gpt, name), []
+
+    def and_signal(*arguments):
+        calls.append(1)
+        if len(calls) == (60 if moment == "evaluation" else 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments)
+
+    evaluate, values = train_gpt.evaluate, []
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, name, and_signal)
+        patch.setattr(train_gpt, "evaluate", lambda *a: values.append(evaluate(*a)) or values[-1])
+        summary = train(config(**flags | dict(out_dir=str(tmp_path / "run"))))
+    assert summary["stopped_by"] == "SIGTERM" and summary["step"] < 20
+    assert (None in values) == (moment == "evaluation")  # not finished: little time may be left
+    train(config(**flags | dict(out_dir=str(tmp_path / "run"), resume="newest")))
+    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
+    assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+
+
+def test_a_second_signal_ends_the_process_at_once():
+    code = (
+        "import os, signal, train_gpt\n"
+        "with train_gpt.signals_noted() as caught:\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1); print(caught, flush=True); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('still here')"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "['SIGUSR1']\n"
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(data, tmp_path):
+    common = TINY | dict(data=str(data), save_every=5, eval_every=5, keep=0)
+    train(config(**common | dict(out_dir=str(tmp_path / "whole"))))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ckpt_10.pt").write_bytes((tmp_path / "whole" / "ckpt_10.pt").read_bytes())
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()
+    cut = next(i for i, line in enumerate(lines) if '"step": 10, "val' in line)
+    junk = '\n[1]\n{"loss": 2}\n\x00\x00\n{"step": "x"}\n'
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines[:cut]) + junk)
+    train(config(**common | dict(out_dir=str(tmp_path / "run"), resume="newest")))
+    assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+    assert rows(tmp_path / "run", "val_loss") == rows(tmp_path / "whole", "val_loss")
+
+
+def test_what_an_edit_draws_at_random_resumes_exactly(data, tmp_path, monkeypatch):
+    forward = GPT.forward
+
+    def with_noise(self, idx, targets=None, **rest):
+        loss = forward(self, idx, targets, **rest)
+        return loss * (0.5 + torch.rand(())) if targets is not None else loss
+
+    monkeypatch.setattr(GPT, "forward", with_noise)
+    common = TINY | dict(data=str(data), save_every=5, keep=0, max_steps=10)
+    train(config(**common | dict(out_dir=str(tmp_path / "whole"), eval_every=3)))
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "ckpt_5.pt").write_bytes((tmp_path / "whole" / "ckpt_5.pt").read_bytes())
+    train(config(**common | dict(out_dir=str(tmp_path / "half"), resume="newest")))
+    assert rows(tmp_path / "half", "train_loss") == rows(tmp_path / "whole", "train_loss")[5:]
+    assert len(set(rows(tmp_path / "whole", "train_loss"))) == 10
+    assert_weights_equal(tmp_path / "half", tmp_path / "whole")
+    draws = set()
+    for seed, step, rank in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        train_gpt.seed_step(config(seed=seed), rank, step)
+        draws.add(torch.rand(()).item())
+    assert len(draws) == 4
+
+
+def test_resuming_goes_on_at_the_same_place_of_the_stream(data, plain, noisy, tmp_path, capsys):
+    path = train_gpt.checkpoints(plain)[0]
+    assert final(plain)["position"] == dict(seed=0, seq_len=32, windows=905, epoch=0, window=320)
+    common = TINY | dict(data=data, out_dir=tmp_path / "run", resume=path, max_steps=30)
+    for change in (dict(seed=1), dict(batch_tokens=1024), dict(doc_align=True)):
+        code, err = run_main(flags_of(common | change), capsys)
+        assert code == 2 and "goes on at another place of the stream" in err and err.count("\n") == 1, err
+
+
+def test_optimizer_state_with_the_prefixes_of_wrappers_loads(data, plain, tmp_path):
+    checkpoint = final(plain)
+    for part in ("model", "optimizer"):
+        checkpoint[part] = {f"_orig_mod.module.{name}": value for name, value in checkpoint[part].items()}
+    checkpoint["sha256"] = content_hash(checkpoint)
+    torch.save(checkpoint, tmp_path / "ckpt_20.pt")
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), resume=str(tmp_path / "ckpt_20.pt"))
+    assert train(config(**flags | dict(max_steps=21)))["step"] == 21
+
+
+# ---- Data that changes
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied"])
+def test_a_shard_that_shrinks_while_it_is_read(how, tmp_path, monkeypatch, capsys):
+    data = make_data(tmp_path / "data")
+    step = train_gpt.train_step
+
+    def and_damage(run, windows, scale):
+        os.truncate(data / "a_train_1.bin", 20_000 if how == "truncated" else 0)
+        return step(run, windows, scale)
+
+    monkeypatch.setattr(train_gpt, "train_step", and_damage)
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=200)), capsys)
+    assert code == 2 and re.search(r"a_train_1.bin ended at byte \d+ while it was in use", err), err
+    assert err.count("\n") == 1
+
+
+def test_a_shard_that_is_deleted_while_it_is_read_stays_readable(tmp_path):
+    data = make_data(tmp_path / "data")
+    split = train_gpt.Split(data, "train", 257)
+    before = split.read(np.array([0, 12000, 28900]), 33)
+    (data / "a_train_1.bin").unlink()
+    assert np.array_equal(split.read(np.array([0, 12000, 28900]), 33), before)
+
+
+def test_missing_changed_and_shared_shards_are_refused(tmp_path, capsys):
+    data = make_data(tmp_path / "data")
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)
+    shard, meta = data / "a_train_1.bin", json.loads((data / "meta.json").read_text())
+    content = shard.read_bytes()
+    shard.unlink()
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin is missing, where meta.json says 17889 tokens" in err
+    write_shard(shard, np.zeros(50, np.uint16))
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin has 50 tokens, where meta.json says 17889" in err
+    shard.write_bytes(content)
+    meta["files"]["a_train_1.bin"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (data / "meta.json").write_text(json.dumps(meta))
+    assert run_main(flags_of(flags), capsys)[0] == 0
+    shard.write_bytes(content[:5000] + b"a\0" + content[5002:])
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin is not the shard whose hash meta.json holds" in err
+    shard.write_bytes(content)
+    for link in (os.link, os.symlink, lambda a, b: Path(b).write_bytes(Path(a).read_bytes())):
+        link(data / "a_val_0.bin", data / "more_train.bin")
+        code, err = run_main(flags_of(flags), capsys)
+        assert code == 2 and "the same tokens for training in more_train.bin and for validation in a_val_0.bin" in err
+        (data / "more_train.bin").unlink()
+    (data / "a_val_0.bin").rename(data / "a_val_of_train.bin")  # both patterns match it
+    (data / "meta.json").write_text(json.dumps(meta | dict(files={})))
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_val_of_train.bin and for validation in a_val_of_train.bin" in err
+
+
+def test_other_content_is_other_data_without_meta_json_too(tmp_path):
+    def fingerprint():
+        here = train_gpt.Launch(torch.device("cpu"))
+        return train_gpt.open_data(config(data=str(data), seq_len=32, batch_tokens=64), here).fingerprint()
+
+    data = make_data(tmp_path / "data")
+    (data / "meta.json").unlink()
+    before = fingerprint()
+    assert fingerprint() == before
+    content = (data / "a_train_1.bin").read_bytes()
+    (data / "a_train_1.bin").write_bytes(content[:5000] + b"a\0" + content[5002:])
+    assert fingerprint() != before
+
+
+# ---- Memory and ranks
+
+
+def test_out_of_memory_is_one_sentence(data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run")
+    code, err = run_main(flags_of(flags | dict(n_embd=200_000_000, n_head=1)), capsys)  # a real failure: terabytes
+    assert code == 1 and err.count("\n") == 1
+    said = r"memory ran out: [\d,.]+ GiB were asked for, with [\d,.]+ GiB free; try, in this order, a smaller --micro_b"
+    assert re.search(said, err), err
+    text = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+
+    def fail(*_):
+        raise torch.OutOfMemoryError(text)
+
+    monkeypatch.setattr(train_gpt, "train_step", fail)
+    code, err = run_main(flags_of(flags | dict(out_dir=tmp_path / "b")), capsys)
+    assert code == 1 and "memory ran out: 20.00 GiB were asked for" in err
+    assert train_gpt.out_of_memory(ValueError("other")) == ""
+
+
+def ranks_script(folder: Path, case: str) -> None:
+    """What each of two ranks does under torchrun in the tests below."""
+    import torch.distributed as dist
+
+    rank, patch = os.environ["RANK"], pytest.MonkeyPatch()
+    flags = TINY | dict(data=str(folder / "data"), micro_batch=8, max_steps=6)
+    if case in ("raise", "kill"):
+        step, count = train_gpt.train_step, []
+
+        def die(*arguments):
+            count.append(1)
+            if rank == "1" and len(count) == 4:
+                if case == "raise":
+                    raise ZeroDivisionError("rank 1's own mistake")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*arguments)
+
+        patch.setattr(train_gpt, "train_step", die)
+        sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=1))))
+    if case in ("whole", "restarts"):
+        step, life = train_gpt.train_step, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        count = []
+
+        def die_once_a_life(*arguments):
+            count.append(1)
+            if case == "restarts" and life < 3 and int(rank) == life % 2 and len(count) == 5 + life:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*arguments)
+
+        patch.setattr(train_gpt, "train_step", die_once_a_life)
+        sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=2, max_steps=20))))
+    for name, more in dict(ddp={}, fsdp=dict(parallel="fsdp"), adamw=dict(optimizer="adamw")).items():
+        with pytest.MonkeyPatch.context() as patch:
+            poison(patch, {4, 6}, math.nan if name == "ddp" else math.inf, rank="1")  # the first is DDP's warm-up
+            train(config(**flags | more | dict(out_dir=str(folder / name), save_every=1, keep=0)))
+    poison(patch, set(range(5, 99)), rank="1")
+    code = train_gpt.main(flags_of(flags | dict(out_dir=folder / "ended", max_bad_steps=2, save_every=1)))
+    (folder / f"code{rank}").write_text(str(code))
+    dist.destroy_process_group()
+
+
+def run_ranks(folder, data, case, *options) -> subprocess.CompletedProcess:
+    with contextlib.suppress(FileExistsError):
+        (folder / "data").symlink_to(data)
+    return run_python("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *options, __file__, folder,
+                      case)  # fmt: skip
+
+
+def test_nan_in_one_rank_is_skipped_on_all(data, tmp_path):
+    done = run_ranks(tmp_path, data, "nan")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("ddp", "fsdp", "adamw"):
+        for step in (3, 5):  # nothing moved
+            a, b = (read_checkpoint(tmp_path / name / f"ckpt_{s}.pt") for s in (step - 1, step))
+            assert all(torch.equal(w, b["model"][n]) for n, w in a["model"].items())
+            slots = [(n, slot) for n in a["optimizer"] for slot in a["optimizer"][n]]
+            assert all(torch.equal(a["optimizer"][n][slot], b["optimizer"][n][slot]) for n, slot in slots)
+        assert all(w.isfinite().all() for w in final(tmp_path / name)["model"].values())
+        heads = [read_checkpoint(tmp_path / name / f"ckpt_{step}.pt")["model"]["head.weight"] for step in (3, 4)]
+        assert not torch.equal(*heads)
+    assert [(tmp_path / f"code{rank}").read_text() for rank in range(2)] == ["1", "1"]
+    assert "2 steps in a row, up to step 5" in done.stderr
+
+
+@pytest.mark.parametrize("case", ["raise", "kill"])
+def test_a_rank_that_dies_ends_the_others(case, data, tmp_path):
+    done = run_ranks(tmp_path, data, case)
+    assert done.returncode == 1
+    workers = done.stderr.split("torch/distributed/elastic")[0]
+    if case == "raise":
+        own, other = workers.find("rank 1's own mistake"), workers.find("[rank 0]: another rank has ended")
+        assert -1 < own < other or other == -1, done.stderr  # torchrun may have ended rank 0 before it noticed
+    else:
+        assert "exitcode  : -9" in done.stderr and "[rank 0]: another rank has ended" in done.stderr, done.stderr
+    assert "gloo" not in re.sub("[(]gloo: no connection[)]", "", workers.lower()), workers
+    assert final(tmp_path / case)["step"] == 3
+
+
+# ---- Kills
+
+
+def forked_ranks(argv: list[str], world: int, log: Path, port: int) -> list[int]:
+    """Start train_gpt.py's command line in forks of this process, which has imported everything; returns their ids."""
+    pids = []
+    for rank in range(world):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        try:
+            output = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+            os.dup2(output, 1), os.dup2(output, 2)
+            if world > 1:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port),
+                                  LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")  # fmt: skip
+            os._exit(train_gpt.main(argv))
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return pids
+
+
+def killed_runs(folder: Path, kills: int, world: int) -> None:
+    """Runs that are killed at random moments and resumed until they end, till `kills` are reached; writes kills.json.
+
+    Half of the kills come after a random time, half when a checkpoint is being written; with two ranks, a third hit
+    one rank only, and the other has to end by itself.
+    """
+    rng, port = random.Random(0), 20000 + os.getpid() % 20000
+    flags = TINY | dict(
+        n_layer=1, batch_tokens=256, micro_batch=4, max_steps=12, save_every=1, eval_every=5, prefetch=1
+    )
+    flags |= dict(data=make_data(folder / "data"), eval_tokens=1024, resume="auto")
+    report = dict(kills=0, while_saving=0, runs=0, waiting=0, codes=[])
+
+    def start(out):
+        nonlocal port
+        port += 1
+        return forked_ranks(flags_of(flags | dict(out_dir=out)), world, folder / "output.txt", port)
+
+    def ended(pids, patience=60):
+        """Exit codes. As torchrun does, ends a rank that waits for one which has gone (while they are connecting)."""
+        codes, deadline = {}, time.monotonic() + patience
+        while len(codes) < len(pids):
+            for pid in set(pids) - set(codes):
+                gone, status = os.waitpid(pid, os.WNOHANG)
+                if gone:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    report["waiting"] += 1
+                    os.kill(pid, signal.SIGKILL)
+                    codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            time.sleep(0.002)
+        return [codes[pid] for pid in pids]
+
+    def saving(out, since):
+        with contextlib.suppress(FileNotFoundError):
+            return any(path.stat().st_mtime > since for path in out.glob(".tmp-ckpt*"))
+
+    def over(pids):
+        return any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids)
+
+    assert ended(start(folder / "whole")) == [0] * world, (folder / "output.txt").read_text()
+    while report["kills"] < kills:
+        out, done = folder / f"run{report['runs']}", False
+        report["runs"] += 1
+        while not done:
+            began, pids = time.time(), start(out)
+            if rng.random() < 0.5:
+                time.sleep(rng.random() * 1.2 * world)
+            else:
+                moment, limit = began + rng.random() * world, began + 10
+                while time.time() < moment or not (saving(out, began) or over(pids) or time.time() > limit):
+                    time.sleep(0.0005)
+                time.sleep(rng.random() * 0.003)
+            hit = pids if world == 1 or rng.random() < 0.67 else [rng.choice(pids)]
+            for pid in hit:
+                os.kill(pid, signal.SIGKILL)
+            codes = ended(pids, 3)
+            done = 0 in codes and set(codes) <= {0, -9} and (out / "summary.json").exists()
+            if -signal.SIGKILL in codes:
+                report["kills"] += 1
+                report["while_saving"] += bool(saving(out, began))
+            report["codes"] += [code for code in codes if code not in (0, -9)]
+            if not done and report["kills"] >= kills:  # enough: the last run may end
+                assert ended(start(out)) == [0] * world, (folder / "output.txt").read_text()
+                done = True
+    (folder / "kills.json").write_text(json.dumps(report))
+
+
+def check_killed_runs(folder: Path, kills: int, world: int) -> None:
+    done = subprocess.run([sys.executable, __file__, folder, "kills", str(kills), str(world)], capture_output=True,
+                          text=True, cwd=HERE, timeout=1500)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((folder / "kills.json").read_text())
+    print(report)
+    assert report["kills"] >= kills and set(report["codes"]) <= {1}
+    for i in range(report["runs"]):
+        for key in ("step", "train_loss", "grad_norm", "lr", "val_loss", "tokens"):
+            assert rows(folder / f"run{i}", key) == rows(folder / "whole", key), (i, key)
+        assert_weights_equal(folder / f"run{i}", folder / "whole")
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@forks
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_runs_end_as_if_nothing_had_been(world, tmp_path):
+    check_killed_runs(tmp_path, 2 if world == 2 else 3, world)
+
+
+@pytest.mark.soak
+@forks
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_hundred_kills(world, tmp_path):
+    check_killed_runs(tmp_path, 100, world)
+
+
+@pytest.mark.soak
+def test_torchrun_restarts_killed_ranks(data, tmp_path):
+    done = run_ranks(tmp_path, data, "whole", "--max-restarts=9")
+    assert done.returncode == 0, done.stderr
+    done = run_ranks(tmp_path, data, "restarts", "--max-restarts=9")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^resumed from", (tmp_path / "restarts" / "log.txt").read_text(), re.M)) == 3
+    assert_same_run(tmp_path / "restarts", tmp_path / "whole", exact=True)
+
+
+# ---- Fuzzing, with fixed seeds
+
+
+def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
+    """The bytes with some damage: half of the time in the first `head` of them."""
+    out, end = bytearray(raw), head if rng.random() < 0.5 else len(raw)
+    how = rng.randrange(6)
+    if how == 0:
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            out[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        return bytes(out[: rng.randrange(len(out))])
+    elif how == 2:
+        out += rng.randbytes(rng.choice([1, 2, 512, 4096]))
+    elif how == 3:
+        at = rng.randrange(end)
+        out[at : at + rng.choice([1, 2, 4, 64, 512])] = bytes(rng.choice([1, 2, 4, 64, 512]))
+    elif how == 4:
+        at = rng.randrange(max(1, end - 4))
+        out[at : at + 4] = struct.pack(
+            "<i", rng.choice([0, 1, -1, 7, 2**31 - 1, -(2**31), 20240520, 20240801, 1 << 20])
+        )
+    else:
+        a, b = sorted(rng.randrange(len(out)) for _ in range(2))
+        out[a:b] = out[a:b][::-1]
+    return bytes(out)
+
+
+JUNK = (None, True, -1, 0, 1, 2**40, 10**30, 1.5, math.nan, math.inf, "", "x", "../../etc/passwd", "bytes", [], [1], {},
+        {"tokens": 1}, {"x": {"tokens": -5}})  # fmt: skip
+
+
+def replaced(value, rng: random.Random, junk=JUNK):
+    """A copy of nested dicts in which one entry has gone, has other content or has another name."""
+    value = dict(value)
+    key = rng.choice(list(value))
+    if isinstance(value[key], dict) and value[key] and rng.random() < 0.7:
+        value[key] = replaced(value[key], rng, junk)
+    elif rng.random() < 0.25:
+        del value[key]
+    elif rng.random() < 0.25:
+        value[rng.choice(["", "..", "x", f"../{key}", f"{key}.", "7"])] = value.pop(key)
+    else:
+        value[key] = rng.choice(junk)
+    return value
+
+
+def refused(function) -> bool:
+    """Whether it raises a UserError that is one sentence; any other exception is the test's failure."""
+    try:
+        function()
+    except UserError as error:
+        text = str(error)
+        assert "\n" not in text.strip() and 20 < len(text) < 1500 and "Traceback" not in text, text
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder from data/prepare.py, with its hashes."""
+    folder = tmp_path_factory.mktemp("prepared")
+    rng = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(rng.choice(["one", "two", "three"]) for _ in range(3000)))
+    return prep.prepare("files", [folder / "text.txt"], "bytes", folder / "data", shard_tokens=5000, say=quiet)
+
+
+def open_fuzzed(folder: Path) -> train_gpt.Data:
+    flags = dict(data=str(folder), seq_len=32, batch_tokens=64)
+    return train_gpt.open_data(config(**flags), train_gpt.Launch(torch.device("cpu")))
+
+
+def test_fuzzed_shards(prepared, tmp_path):
+    rng, outcomes = random.Random(1), []
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    shards = {path: path.read_bytes() for path in sorted(data.glob("*.bin"))}
+    meta = (data / "meta.json").read_bytes()
+    for i in range(500):
+        path, raw = rng.choice(list(shards.items()))
+        path.write_bytes(mutated(raw, rng, 1024))
+        (data / "meta.json").unlink(missing_ok=True)
+        if i % 2:
+            (data / "meta.json").write_bytes(meta)
+        opened = []
+        outcomes.append(refused(lambda: opened.append(open_fuzzed(data))))  # noqa: B023
+        if opened:
+            if i % 2:  # the hash admits nothing but the whole shard
+                assert path.read_bytes() == raw
+            for split, name in ((opened[0].train, "train"), (opened[0].val, "val")):
+                tokens = [t for p in sorted(shards) if name in p.name for t in independent_tokens(p)]
+                assert split.read(np.array([0]), split.n_tokens)[0].tolist() == tokens
+        path.write_bytes(raw)
+    print(f"shards: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 200 < sum(outcomes) < 500
+
+
+def independent_tokens(path: Path) -> list[int]:
+    magic, _, count = struct.unpack("<3i", path.read_bytes()[:12])
+    return np.frombuffer(path.read_bytes(), {20240520: "<u2", 20240801: "<u4"}[magic], count, 1024).tolist()
+
+
+def test_fuzzed_meta_json(prepared, tmp_path):
+    rng, outcomes = random.Random(2), []
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    raw = (data / "meta.json").read_bytes()
+    expected = open_fuzzed(data).train.read(np.array([0]), 1000)
+    for i in range(500):
+        content = mutated(raw, rng, len(raw)) if i % 2 else json.dumps(replaced(json.loads(raw), rng)).encode()
+        if i == 2:
+            content = b"[" * 100_000
+        (data / "meta.json").write_bytes(content)
+        opened = []
+        outcomes.append(refused(lambda: opened.append(open_fuzzed(data))))  # noqa: B023
+        if opened:
+            assert np.array_equal(opened[0].train.read(np.array([0]), 1000), expected)
+            assert opened[0].meta["vocab_size"] == 257 or opened[0].meta["tokenizer"] != "bytes"
+    print(f"meta.json: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 150 < sum(outcomes) < 500
+
+
+def test_fuzzed_checkpoints(data, plain, tmp_path):
+    rng, outcomes, path = random.Random(3), [], tmp_path / "ckpt_20.pt"
+    original = train_gpt.checkpoints(plain)[0]
+    raw, content = original.read_bytes(), read_checkpoint(original)
+    cfg = config(**TINY | dict(data=str(data)))
+    run = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    before = [p.detach().clone() for p in run.gpt.parameters()]
+    junk = (*JUNK, torch.zeros(3), torch.zeros(()), torch.tensor([[math.nan]]), torch.zeros(2, dtype=torch.bool))
+
+    def load():
+        checkpoint = read_checkpoint(path)
+        train_gpt.load_weights(run.gpt, checkpoint, path)
+        train_gpt.load_optimizer(run, checkpoint, path)
+        loaded.append(checkpoint)
+
+    for i in range(500):
+        if i % 2:
+            path.write_bytes(mutated(raw, rng, 4096 if rng.random() < 0.5 else len(raw)))
+        else:
+            changed = replaced({k: v for k, v in content.items() if k != "sha256"}, rng, junk)
+            changed["sha256"] = content_hash(changed) if rng.random() < 0.9 else rng.choice(JUNK)
+            torch.save(changed, path)
+        loaded = []
+        outcomes.append(refused(load))
+        if loaded:
+            for name, w in content["model"].items():
+                assert torch.equal(loaded[0]["model"][name], w)
+                assert all(
+                    torch.equal(v, loaded[0]["optimizer"][name][k]) for k, v in content["optimizer"][name].items()
+                )
+    assert before and sum(outcomes) > 250
+    print(f"checkpoints: {sum(outcomes)} of {len(outcomes)} refused")
+
+
+FLAG_LINES = (
+    "--preset gpt2-small --data data/fineweb10B --compile", "--n_layer 3 --n_head 2 --n_embd 64 --seq_len 128",
+    "--window SSSL:256 --softcap 0 --loss_chunk 100", "--optimizer adamw --adam_lr 1e-3 --weight_decay 0.1",
+    "--batch_tokens 65536 --seq_len 256 --micro_batch 4", "--dtype bf16 --bf16 --checkpointing full --offload none",
+    "--compile reduce-overhead --checkpointing 0.5 --attn sdpa", "--warmup_frac 0.1 --cooldown_frac 0.5 --max_steps 9",
+    "--resume auto --out_dir runs/x --save_every 10 --keep 3", "--alloc_conf pinned_num_register_threads:8",
+    "--doc_align --doc_mask true --wandb false --profile", "--eval_every 5 --eval_tokens 0 --target_val_loss 3.28",
+)  # fmt: skip
+
+
+def fuzzed_flags(rng: random.Random) -> list[str]:
+    words = rng.choice(FLAG_LINES).split()
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at = rng.randrange(len(words))
+        how = rng.randrange(5)
+        if how == 0:
+            words[at] = rng.choice(["-1", "0", "nan", "inf", "1e400", "9" * 30, "9" * 400, "", "None", "%s", "--", "=",
+                                    "--x", "é", "1_000", "0x10", "true", "../..", "\udc80", "SS", "L:0"])  # fmt: skip
+        elif how == 1:
+            letter = rng.randrange(len(words[at]) + 1)
+            words[at] = words[at][:letter] + rng.choice("-_=x7 .,:\t[") + words[at][letter + rng.randrange(2) :]
+        elif how == 2:
+            del words[at]
+        elif how == 3:
+            words.insert(at, rng.choice(rng.choice(FLAG_LINES).split()))
+        else:
+            words[at] = words[at].replace(" ", "=").upper() if rng.random() < 0.5 else words[at] * 2
+        if not words:
+            break
+    return words
+
+
+def test_fuzzed_flags(monkeypatch):
+    rng, outcomes = random.Random(4), []
+    monkeypatch.setattr(train_gpt, "check_compiler", lambda device: None)
+    for _ in range(500):
+        words, parsed = fuzzed_flags(rng), []
+
+        def parse(words=words, parsed=parsed):
+            cfg = train_gpt.parse_flags(words)
+            train_gpt.check_device(cfg, torch.device("cpu"))
+            train_gpt.rows_per_rank(cfg, 2)
+            parsed.append(cfg)
+
+        outcomes.append(refused(parse))
+        for value in dataclasses.asdict(parsed[0]).values() if parsed else ():
+            assert isinstance(value, str) or 0 <= value < math.inf
+    print(f"flags: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 150 < sum(outcomes) < 500
+
+
+def check_fuzzed_processes(count: int, data: Path, checkpoint: Path, folder: Path) -> None:
+    """Damaged shards, meta.json, checkpoints and flags, given to train_gpt.py as a user would."""
+    rng, codes = random.Random(5), []
+    for i in range(count):
+        here = folder / str(i)
+        shutil.copytree(data, here / "data")
+        flags = TINY | dict(data=here / "data", out_dir=here / "run", max_steps=21, eval_tokens=64)
+        words = []
+        if i % 4 == 0:
+            path = rng.choice(sorted((here / "data").glob("*.bin")))
+            path.write_bytes(mutated(path.read_bytes(), rng, 1024))
+        elif i % 4 == 1:
+            path = here / "data" / "meta.json"
+            path.write_text(json.dumps(replaced(json.loads(path.read_text()), rng)))
+        elif i % 4 == 2:
+            (here / "ckpt_20.pt").write_bytes(mutated(checkpoint.read_bytes(), rng, 4096))
+            flags["resume"] = here / "ckpt_20.pt"
+        else:  # the tiny model's flags come last, and win
+            words = [
+                word for word in fuzzed_flags(rng) if "compile" not in word and "\udc80" not in word and len(word) < 99
+            ]
+            flags["max_steps"] = 2
+        done = run_python("train_gpt.py", *words, *flags_of(flags))
+        codes.append(done.returncode)
+        assert done.returncode in (0, 2), (i, words, done.stderr)
+        assert "Traceback" not in done.stderr, done.stderr
+        if done.returncode == 2:
+            assert len(re.findall("^error: ", done.stderr, re.M)) == 1, done.stderr
+        elif "-h" not in words and "--help" not in words:
+            assert (here / "run" / "summary.json").exists() or "--help" in " ".join(words)
+    print(f"processes: {codes.count(2)} of {count} refused, {codes.count(0)} correct runs")
+
+
+def test_some_fuzzed_processes(prepared, tmp_path):
+    train(config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
+    check_fuzzed_processes(3, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
+
+
+@pytest.mark.soak
+def test_fifty_fuzzed_processes(prepared, tmp_path):
+    train(config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
+    check_fuzzed_processes(50, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gpu_step_skips_without_waiting(dtype, data, monkeypatch):
+    cfg = config(**TINY | dict(data=str(data), device="cuda", dtype=dtype))
+    here = train_gpt.launch(cfg)
+    run = train_gpt.build(cfg, here, 257)
+    windows = train_gpt.train_batch(train_gpt.open_data(cfg, here), cfg, here, 0).cuda()
+    train_gpt.train_step(run, windows, 1.0)
+    before = [p.detach().clone() for p in run.gpt.parameters()]
+    poison(monkeypatch, {1, 2})
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        train_gpt.train_step(run, windows, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert run.skipped[-1].item() is True
+    assert all(torch.equal(a, p) for a, p in zip(before, run.gpt.parameters()))
+
+
+# ---- Secrets, and what is outside
+
+
+def test_no_secret_is_written(data, tmp_path):
+    if importlib.util.find_spec("wandb") is None or not shutil.which("git"):
+        pytest.skip("needs wandb and git")
+    secrets = dict(WANDB_API_KEY="a1b2c3d4" * 5, HF_TOKEN="hf_SECRETtoken", AWS_SECRET_ACCESS_KEY="SECRETaws",
+                   MY_PASSWORD="SECRETpw", HF_ENDPOINT="https://user:SECRETmirror@mirror.example")  # fmt: skip
+    here = tmp_path / "repo"
+    (here / "data").mkdir(parents=True)
+    for name in ("train_gpt.py", "model.py", "data/__init__.py", "data/prepare.py"):
+        shutil.copy(HERE / name, here / name)
+    remote = "https://user:SECRETremote@example.com/x.git"
+    for command in ("init -q", f"remote add origin {remote}", "add .",
+                    "-c user.name=a -c user.email=a@b commit -qm x"):  # fmt: skip
+        subprocess.run(["git", *command.split()], cwd=here, check=True, capture_output=True)
+    flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=2, wandb="true"))
+    env = {**os.environ, **secrets, "WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "train_gpt.py", *flags], cwd=here, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in written) and (tmp_path / "run" / "log.txt") in written
+    texts = {str(path): path.read_bytes() for path in written} | {"output": (done.stdout + done.stderr).encode()}
+    for path, text in texts.items():
+        for secret in ("SECRET", secrets["WANDB_API_KEY"]):
+            assert secret.encode() not in text, (path, secret)
+
+
+def test_an_endpoint_with_a_password_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:SECRETmirror@mirror.example")
+    assert prep.main(["wikitext2", "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "HF_ENDPOINT holds a user name or a password" in err and "SECRET" not in err
+
+
+def test_a_download_stays_in_its_folder(server, tmp_path, monkeypatch):
+    """Neither a redirect's name, a header nor a name inside an archive chooses where something is written."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        members.writestr("../../escaped.txt", "x")
+        members.writestr("../w/wiki.train.raw", " \n = A = \n text \n" * 50)
+        members.writestr("/w/wiki.valid.raw", " \n = B = \n text \n" * 50)
+    body = archive.getvalue()
+    server.files["/real/..%2F..%2Fescaped.zip"] = body
+    server.redirects["/w.zip"] = server.address + "/real/..%2F..%2Fescaped.zip"
+    server.linked_sha256 = hashlib.sha256(body).hexdigest()
+    monkeypatch.setitem(prep.DOWNLOADS, "wikitext2", ("{hub}/w.zip", server.linked_sha256, len(body)))
+    inside = tmp_path / "a" / "b" / "out"
+    prep.prepare("wikitext2", tokenizer="bytes", out=inside, say=quiet)
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and inside not in path.parents]
+    assert outside == [] and (inside / "meta.json").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2362,3 +3252,13 @@ def test_p_values_against_tables(df, t, p):
     values = values - t * values.std() / math.sqrt(df + 1)  # so that this is their t for a mean below 0
     assert bench.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
     assert bench.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)
+
+
+if __name__ == "__main__":
+    folder, *case = sys.argv[1:]
+    if not case:
+        worker(Path(folder))
+    elif case[0] == "kills":
+        killed_runs(Path(folder), *map(int, case[1:]))
+    else:
+        ranks_script(Path(folder), *case)

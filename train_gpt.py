@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 import math
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from data.prepare import UserError, find_shards, get_tokenizer, load_meta, prepare, read_shard, whole_file
+from data.prepare import HEADER_BYTES, UserError, find_shards, get_tokenizer, load_meta, prepare, read_shard, whole_file
 from model import (
     GPT,
     SDPA_KERNELS,
@@ -56,6 +57,11 @@ HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class RunError(UserError):
+    """What ends a run and is not the user's mistake, told in one sentence as well; exit code 1."""
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Config: every knob, declared once. Flags, help, checks, log and checkpoint follow from here.
@@ -134,6 +140,7 @@ class Config:
     keep: int = knob(2, "newest checkpoints kept; 0 is all")
     sample_every: int = knob(0, "steps between samples of text; 0 is at the end only")
     log_every: int = knob(10, "steps between logged steps", least=1)
+    max_bad_steps: int = knob(10, "skipped steps in a row (loss or gradient not finite) that end the run; 0 is never")
     profile: int = knob(0, "steps to profile: a trace in out_dir and the ten most expensive operations", bare=5)
     wandb: bool = knob(False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", bare=True)
 
@@ -158,8 +165,8 @@ def config(**flags) -> Config:
         cfg.dtype = "bf16"
     for name, f in fields.items():
         value, least = getattr(cfg, name), f.metadata["least"]
-        if isinstance(value, (int, float)) and not least <= value < math.inf:
-            raise UserError(f"--{name} is {value}; expected a finite number of at least {least}")
+        if isinstance(value, (int, float)) and not least <= value < (math.inf if isinstance(value, float) else 2**48):
+            raise UserError(f"--{name} is {value}; expected a finite number of at least {least} and below 2**48")
     if cfg.warmup_frac + cfg.cooldown_frac > 1:
         raise UserError(
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to more than 1; lower one"
@@ -323,8 +330,12 @@ def launch(cfg: Config) -> Launch:
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     if ("WORLD_SIZE" in os.environ or cfg.parallel == "fsdp") and not dist.is_initialized():
         on_cuda = device.type == "cuda"
-        alone = {} if "WORLD_SIZE" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, **alone)
+        store = dist.HashStore()
+        if "WORLD_SIZE" in os.environ:  # torchrun keeps its store over a restart, and the dead ranks' addresses in it
+            life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+            store = dist.PrefixStore(life, next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
+                                rank=env["RANK"], world_size=env["WORLD_SIZE"])  # fmt: skip
     control = None
     if dist.is_initialized():
         control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
@@ -435,11 +446,11 @@ def from_rank0(run_on: Launch, function):
         try:
             answer[0] = function()
         except UserError as error:
-            answer[1] = str(error)
+            answer[1] = error
     if run_on.world > 1:
         dist.broadcast_object_list(answer, src=0, group=run_on.control)
     if answer[1] is not None:
-        raise UserError(answer[1])
+        raise answer[1]
     return answer[0]
 
 
@@ -457,19 +468,57 @@ def largest(run_on: Launch, value: float) -> float:
 
 
 class Split:
-    """The shards of one split as one long row of tokens, memory-mapped."""
+    """The shards of one split as one long row of tokens, read and not mapped: a mapped file that shrinks kills."""
 
-    CHECKED = 1 << 28  # tokens checked against the vocabulary on opening; the rest are checked as they are read
+    CHECKED = 1 << 28  # tokens checked on opening: against the vocabulary, and the shard against its hash
+    PIECE = 1 << 22  # tokens read at once where all are read
 
-    def __init__(self, folder: Path, split: str, vocab_size: int):
-        self.paths, self.vocab_size = find_shards(folder, split), vocab_size
-        self.shards = [read_shard(path) for path in self.paths]
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
+    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
+        """sha256: the hashes of shards by name, where they are known. Raises UserError for what is not as it should."""
+        self.paths, self.vocab_size, self.lock = find_shards(folder, split), vocab_size, threading.Lock()
+        shards = [read_shard(path) for path in self.paths]
+        self.lengths, self.dtypes = [len(shard) for shard in shards], [shard.dtype for shard in shards]
+        self.files = [open(path, "rb", buffering=0) for path in self.paths]
+        self.ends = np.cumsum(self.lengths)
         self.n_tokens = int(self.ends[-1])
         unchecked = self.CHECKED
-        for path, shard in zip(self.paths, self.shards):
-            self.check(shard[:unchecked], path)
-            unchecked = max(0, unchecked - len(shard))
+        for i, path in enumerate(self.paths):
+            whole, digest = self.lengths[i] <= unchecked, hashlib.sha256(self.bytes_of(i, 0, HEADER_BYTES))
+            for begin in range(0, min(unchecked, self.lengths[i]), self.PIECE):
+                tokens = self.piece(i, begin, self.PIECE)
+                self.check(tokens, path)
+                digest.update(tokens)
+            expected = (sha256 or {}).get(path.name)
+            if whole and expected and digest.hexdigest() != expected:
+                raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
+            unchecked = max(0, unchecked - self.lengths[i])
+
+    def bytes_of(self, i: int, offset: int, size: int) -> bytes:
+        """Bytes of shard i. Raises UserError when they are there no more."""
+        error = ""
+        try:
+            with self.lock:
+                self.files[i].seek(offset)
+                raw = self.files[i].read(size)
+        except OSError as e:
+            raw, error = b"", f" ({e})"
+        if len(raw) < size:
+            raise UserError(
+                f"{self.paths[i]} ended at byte {offset + len(raw)} while it was in use{error}, where {offset + size} "
+                "or more are expected; put the whole shard back and --resume"
+            )
+        return raw
+
+    def piece(self, i: int, begin: int, count: int) -> np.ndarray:
+        """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
+        size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
+        return np.frombuffer(self.bytes_of(i, HEADER_BYTES + begin * size, count * size), self.dtypes[i])
+
+    def sample_hash(self, i: int) -> str:
+        """SHA-256 over 16 pieces of 2,048 tokens of shard i, evenly spread: all of a small shard."""
+        last = max(0, self.lengths[i] - 2048)
+        pieces = (self.piece(i, last * k // 15, 2048) for k in range(16))
+        return hashlib.sha256(str(self.lengths[i]).encode() + b"".join(map(np.ndarray.tobytes, pieces))).hexdigest()
 
     def check(self, tokens: np.ndarray, path: Path) -> None:
         if tokens.size and (worst := int(tokens.max())) >= self.vocab_size:
@@ -484,8 +533,7 @@ class Split:
         for row, start in zip(out, starts.tolist()):
             filled, i = 0, int(np.searchsorted(self.ends, start, side="right"))
             while filled < length:  # a window may run over the end of a shard
-                begin = start + filled - (int(self.ends[i]) - len(self.shards[i]))
-                piece = self.shards[i][begin : begin + length - filled]
+                piece = self.piece(i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled)
                 row[filled : filled + len(piece)] = piece
                 filled, i = filled + len(piece), i + 1
             if row.max() >= self.vocab_size:
@@ -516,8 +564,12 @@ def permuted(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 def document_windows(split: Split, eot: int, seq_len: int) -> np.ndarray:
     """Starts of windows that begin with a document and do not overlap, int64 (n,); rests of documents are left out."""
-    begins = split.ends - [len(shard) for shard in split.shards]
-    starts = np.concatenate([np.flatnonzero(shard == eot) + begin for shard, begin in zip(split.shards, begins)])
+    starts = []
+    for i, length in enumerate(split.lengths):
+        for begin in range(0, length, split.PIECE):
+            found = np.flatnonzero(split.piece(i, begin, split.PIECE) == eot)
+            starts.append(found + begin + int(split.ends[i]) - length)
+    starts = np.concatenate(starts)
     starts = starts[starts + seq_len < split.n_tokens]
     following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
     while i < len(starts):
@@ -534,7 +586,7 @@ def window_starts(
     Each epoch cuts the stream into windows of stride seq_len from its own offset and visits them in its own order;
     with `aligned`, the windows are those of document_windows.
     """
-    n_windows = max(1, (n_tokens - seq_len) // seq_len) if aligned is None else len(aligned)
+    n_windows = windows_per_epoch(n_tokens, seq_len, aligned)
     offsets = min(seq_len, n_tokens - n_windows * seq_len)
     starts = np.empty(len(rows), dtype=np.int64)
     epochs = rows // n_windows
@@ -544,6 +596,17 @@ def window_starts(
         order = permuted(rows[here] % n_windows, n_windows, key)
         starts[here] = key % offsets + seq_len * order.astype(np.int64) if aligned is None else aligned[order]
     return starts
+
+
+def windows_per_epoch(n_tokens: int, seq_len: int, aligned: np.ndarray | None = None) -> int:
+    return max(1, (n_tokens - seq_len) // seq_len) if aligned is None else len(aligned)
+
+
+def position(data: "Data", cfg: Config, step: int) -> dict:
+    """Where in the stream the batch of `step` starts, and what decides which stream it is."""
+    windows = windows_per_epoch(data.train.n_tokens, cfg.seq_len, data.aligned)
+    epoch, window = divmod(step * (cfg.batch_tokens // cfg.seq_len), windows)
+    return dict(seed=cfg.seed, seq_len=cfg.seq_len, windows=windows, epoch=epoch, window=window)
 
 
 def train_batch(data: "Data", cfg: Config, run_on: Launch, step: int) -> Tensor:
@@ -580,10 +643,17 @@ class Data:
     val: Split
     aligned: np.ndarray | None = None  # windows of --doc_align
 
+    @functools.cached_property
+    def shards(self) -> list[list[tuple[str, int, str]]]:
+        """Name, tokens and hash of a sample of each shard, of the training and of the validation split."""
+        return [
+            [(path.name, split.lengths[i], split.sample_hash(i)) for i, path in enumerate(split.paths)]
+            for split in (self.train, self.val)
+        ]
+
     def fingerprint(self) -> str:
-        """Names the data: shards, token counts and the hashes that meta.json records. A checkpoint keeps it."""
-        shards = [[path.name, len(t)] for split in (self.train, self.val) for path, t in zip(split.paths, split.shards)]
-        return hashlib.sha256(json.dumps([shards, self.meta["files"]], sort_keys=True).encode()).hexdigest()
+        """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""
+        return hashlib.sha256(json.dumps([self.shards, self.meta["files"]], sort_keys=True).encode()).hexdigest()
 
 
 def open_data(cfg: Config, run_on: Launch) -> Data:
@@ -603,7 +673,22 @@ def open_data(cfg: Config, run_on: Launch) -> Data:
             f"--vocab_size {cfg.vocab_size} is less than the {meta['vocab_size']} of {folder}'s tokenizer; raise it"
         )
     vocab_size = max(cfg.vocab_size, meta["vocab_size"])
-    data = Data(folder, meta, *(Split(folder, split, vocab_size) for split in ("train", "val")))
+    hashes = {name: shard.get("sha256") for name, shard in meta["files"].items()}
+    data = Data(folder, meta, *(Split(folder, split, vocab_size, hashes) for split in ("train", "val")))
+    train, val = data.shards
+    there = {name: tokens for name, tokens, _ in train + val}
+    for name, shard in meta["files"].items():
+        if there.get(name) != shard["tokens"]:
+            found = f"has {there[name]} tokens" if name in there else "is missing"
+            raise UserError(
+                f"{folder / name} {found}, where meta.json says {shard['tokens']} tokens; prepare the data again"
+            )
+    for a in train:
+        for b in val:
+            if a[1:] == b[1:]:
+                raise UserError(
+                    f"{folder} has the same tokens for training in {a[0]} and for validation in {b[0]}; take one away"
+                )
     for name, split in (("train", data.train), ("val", data.val)):
         if split.n_tokens <= cfg.seq_len:
             raise UserError(
@@ -637,10 +722,16 @@ class Run:
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     micro_batch: int
+    skipped: deque  # of the last --log_every steps, bool () on the device: whether the update was skipped
+    bad_steps: int = 0  # skipped updates in a row, as of the last report
 
     @property
     def grad_accum_steps(self) -> int:
         return self.cfg.batch_tokens // self.cfg.seq_len // self.on.world // self.micro_batch
+
+
+def divisors(n: int) -> list[int]:
+    return [d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)]
 
 
 def rows_per_rank(cfg: Config, world: int) -> int:
@@ -654,7 +745,7 @@ def rows_per_rank(cfg: Config, world: int) -> int:
         )
     rows //= world
     if cfg.micro_batch and rows % cfg.micro_batch:
-        fits = max(m for m in range(1, cfg.micro_batch + 1) if rows % m == 0)
+        fits = max(m for m in divisors(rows) if m <= cfg.micro_batch)
         raise UserError(
             f"--micro_batch {cfg.micro_batch} does not divide the {rows} sequences that each rank takes per step; "
             f"use --micro_batch {fits}, or another --batch_tokens"
@@ -701,7 +792,7 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    return Run(cfg, run_on, gpt, model, optimizer, scaler, micro_batch)
+    return Run(cfg, run_on, gpt, model, optimizer, scaler, micro_batch, deque(maxlen=cfg.log_every))
 
 
 def shard(gpt: GPT, device: torch.device, dtype: torch.dtype) -> None:
@@ -733,13 +824,13 @@ def put(param: Tensor, full: Tensor, part: Tensor | None = None) -> None:
 
 
 def gathered(param: Tensor, part: Tensor) -> Tensor:
-    """The full tensor, on the CPU, of which `part` is this rank's share, cut as the parameter is."""
+    """The full tensor of which `part` is this rank's share, cut as the parameter is."""
     if hasattr(param, "to_local") and part.dim():
         from torch.distributed.tensor import DTensor
 
         part = DTensor.from_local(part.to(param.device), param.device_mesh, param.placements, run_check=False,
                                   shape=param.shape, stride=param.stride()).full_tensor()  # fmt: skip
-    return part.detach().cpu()
+    return part.detach()
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -771,7 +862,7 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
     """As many sequences as fit. On a GPU by memory; elsewhere as many as make 8,192 tokens, more being no faster."""
     rows = rows_per_rank(cfg, run_on.world)
     if run_on.device.type != "cuda":
-        return max(m for m in range(1, rows + 1) if rows % m == 0 and m * cfg.seq_len <= max(8192, cfg.seq_len))
+        return max(m for m in divisors(rows) if m * cfg.seq_len <= max(8192, cfg.seq_len))
 
     def peak(micro_batch: int) -> float:
         """Bytes at the peak of a micro-step, the largest of the ranks; infinite when one ran out of memory."""
@@ -807,9 +898,9 @@ def largest_that_fits(rows: int, peak, budget: float) -> int:
             "use a smaller --seq_len or a smaller model"
         )
     guess = rows if two <= one else 1 + (budget - one) / (two - one)
-    fits = max(m for m in range(1, rows + 1) if rows % m == 0 and m <= guess)
+    fits = max(m for m in divisors(rows) if m <= guess)
     while fits > 1 and peak(fits) > budget:
-        fits = max(m for m in range(1, fits // 2 + 1) if rows % m == 0)
+        fits = max(m for m in divisors(rows) if m <= fits // 2)
     return fits
 
 
@@ -861,7 +952,7 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
     """One optimizer step on this rank's windows, int64 (rows, seq_len + 1), at `scale` times the learning rates.
 
     Returns the mean loss of this rank's tokens and the norm of the whole gradient before clipping, both fp32 () on the
-    device: nothing here waits for it.
+    device: nothing here waits for it. Where that norm is not finite, every rank skips the update and notes it.
     """
     x, y = windows[:, :-1], windows[:, 1:]
     loss = torch.zeros((), device=run.on.device)
@@ -870,23 +961,59 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
         mark_step(run.cfg)
         with synchronised(run, i == run.grad_accum_steps - 1):
             part = run.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP and FSDP
-            run.scaler.scale(part).backward()
+            run.scaler.scale(part).backward(1 + 0 * part.detach())  # a loss not finite is a NaN in all ranks' gradients
         loss += part.detach()
     run.scaler.unscale_(run.optimizer)
     grads = [p.grad for p in run.gpt.parameters()]
     norm = nn.utils.get_total_norm(grads)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    if run.scaler.is_enabled():  # the norm is of all shards: every rank skips this step, or none does
+    skip = ~norm.isfinite()
+    run.skipped.append(skip)
+    if run.scaler.is_enabled():
         for found_inf in run.scaler._found_inf_per_device(run.optimizer).values():
-            found_inf.copy_(~norm.isfinite())
+            found_inf.copy_(skip)
     if run.cfg.grad_clip:
         torch._foreach_mul_([local(grad) for grad in grads], (run.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in run.optimizer.param_groups:
         group["lr"] = group["base_lr"] * scale
-    run.scaler.step(run.optimizer)
+    run.optimizer.step(skip)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=not cuda_graphs(run.cfg))
     return loss, norm
+
+
+def seed_step(cfg: Config, rank: int, step: int) -> None:
+    """What your own edits draw (dropout) is a function of (seed, step, rank) too: no random state needs saving."""
+    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{cfg.seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1)
+
+
+def report_skipped(run: Run, data: Data, log: "Log", step: int) -> None:
+    """Tell which updates up to `step` were skipped since the last report; waits for the device.
+
+    Raises RunError on every rank when --max_bad_steps in a row were.
+    """
+    cfg, flags = run.cfg, torch.stack(list(run.skipped)).tolist()
+    run.skipped.clear()
+    for number, bad in enumerate(flags, step - len(flags) + 1):
+        run.bad_steps = run.bad_steps + 1 if bad else 0
+        if not bad:
+            continue
+        at = position(data, cfg, number - 1)
+        log.line(
+            f"step {number} skipped: its loss or gradient is not finite ({run.bad_steps} in a row); its data: "
+            f"{cfg.batch_tokens // cfg.seq_len} windows from number {at['window']} of epoch {at['epoch']} on"
+        )
+        if run.bad_steps == cfg.max_bad_steps:
+            newest = next((path.name for path in checkpoints(log.folder)), "no checkpoint")
+            raise RunError(
+                f"the loss or gradient was not finite in {run.bad_steps} steps in a row, up to step {number}, and "
+                f"{newest} is kept; try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data there"
+            )
+
+
+def spikes(loss: float, before: deque) -> bool:
+    """Whether a logged loss is above the mean of those before it by 4 standard deviations and by 0.1."""
+    return len(before) >= 5 and loss > np.mean(before) + max(0.1, 4 * np.std(before))
 
 
 def synchronised(run: Run, last: bool):
@@ -899,14 +1026,20 @@ def synchronised(run: Run, last: bool):
 
 
 @torch.no_grad()
-def evaluate(run: Run, val: Split) -> float:
-    """Mean loss over the first --eval_tokens validation tokens, in nats; the same for any ranks and micro-batch."""
+def evaluate(run: Run, val: Split, signals=()) -> float | None:
+    """Mean loss over the first --eval_tokens validation tokens, in nats; the same for any ranks and micro-batch.
+
+    None when `signals` of any rank has something in it: there may be little time left to save.
+    """
     cfg = run.cfg
     n_rows = eval_rows(cfg, val)
     share = -(-n_rows // run.on.world)
     mine = np.arange(run.on.rank * share, min(n_rows, (run.on.rank + 1) * share))
     losses = []
     for i in range(0, share, run.micro_batch):
+        if largest(run.on, bool(signals)):
+            reshard(run.gpt)
+            return None
         starts = mine[i : i + run.micro_batch] * cfg.seq_len
         windows = np.zeros((run.micro_batch, cfg.seq_len + 1), dtype=np.int64)  # one static shape for the compiler
         windows[: len(starts)] = val.read(starts, cfg.seq_len + 1)
@@ -962,15 +1095,8 @@ def content_hash(checkpoint: dict) -> str:
     return digest.hexdigest()
 
 
-def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) -> None:
-    """Write folder/ckpt_<step>.pt from rank 0, complete or not at all; then delete old ones, as --keep says."""
-    weights, state = {}, {}
-    for name, p in run.gpt.named_parameters():  # every rank takes part; one whole tensor at a time leaves the device
-        full = gathered(p, local(p)), {slot: gathered(p, part) for slot, part in run.optimizer.state[p].items()}
-        if run.on.rank == 0:
-            weights[name], state[name] = full
-    if run.on.rank != 0:
-        return
+def snapshot(run: Run, data: Data, step: int, clock: dict) -> dict:
+    """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part."""
     checkpoint = {
         "step": step,
         "clock": clock,
@@ -978,19 +1104,64 @@ def save_checkpoint(run: Run, data: Data, folder: Path, step: int, clock: dict) 
         "model_config": dataclasses.asdict(run.gpt.cfg),
         "tokenizer": data.meta["tokenizer"],
         "data": data.fingerprint(),
+        "position": position(data, run.cfg, step),
         "scaler": run.scaler.state_dict(),
-        "model": weights,
-        "optimizer": state,
+        "model": {},
+        "optimizer": {},
     }
-    checkpoint["sha256"] = content_hash(checkpoint)
-    with whole_file(folder / f"ckpt_{step}.pt") as file:
-        torch.save(checkpoint, file)
-    if hasattr(os, "O_DIRECTORY"):  # the new name itself must reach the disk before an old checkpoint goes
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(handle)
-        os.close(handle)
-    for old in checkpoints(folder)[run.cfg.keep :] if run.cfg.keep else []:
-        old.unlink()
+    for name, p in run.gpt.named_parameters():  # one whole tensor at a time
+        for slot, part in {"": local(p), **run.optimizer.state[p]}.items():
+            full = gathered(p, part)
+            if run.on.rank == 0:
+                place = checkpoint["optimizer"].setdefault(name, {}) if slot else checkpoint["model"]
+                place[slot or name] = full.to("cpu", copy=True)
+    return checkpoint
+
+
+class Saver:
+    """Saves checkpoints: a copy is made between two steps, then hashed and written by a thread, one at a time."""
+
+    def __init__(self, run: Run, data: Data, log: "Log"):
+        self.run, self.data, self.log, self.writing = run, data, log, None
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(self, step: int, clock: dict) -> None:
+        """Save on all ranks together; returns when the copy is made."""
+        if self.writing:
+            self.writing.result()
+        largest(self.run.on, 0)  # the others wait for it here, on the CPU, and not in a collective that times out
+        checkpoint = snapshot(self.run, self.data, step, clock)
+        if self.run.on.rank == 0:
+            self.writing = self.thread.submit(self.write, checkpoint)
+
+    def write(self, checkpoint: dict) -> str:
+        """Write ckpt_<step>.pt, complete or not at all, then delete old ones, as --keep says; returns what failed."""
+        path = self.log.folder / f"ckpt_{checkpoint['step']}.pt"
+        try:
+            self.log.sync()
+            checkpoint["sha256"] = content_hash(checkpoint)
+            with whole_file(path) as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                read_checkpoint(Path(file.name))  # before an older one goes, this one has been read back
+            for old in checkpoints(self.log.folder)[self.run.cfg.keep :] if self.run.cfg.keep else []:
+                old.unlink()
+        except Exception as error:  # the run goes on, and its next save may find room
+            while not isinstance(error, OSError) and error.__context__:  # torch.save hides that the disk is full
+                error = error.__context__
+            newest = next((path.name for path in checkpoints(self.log.folder)), "none")
+            failed = f"{path} could not be saved ({error}); the newest checkpoint there is {newest}"
+            self.log.line(f"WARNING: {failed}")
+            return failed
+        return ""
+
+    def finish(self) -> None:
+        """Wait for what is being written. Raises RunError when it could not be."""
+        if self.writing and (failed := self.writing.result()):
+            raise RunError(f"{failed}; make room and --resume")
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True)
 
 
 def step_of(path: Path) -> int:
@@ -1004,6 +1175,10 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("ckpt_*.pt") if step_of(path) >= 0), key=step_of, reverse=True)
 
 
+PARTS = dict(step=int, clock=dict, config=dict, model_config=dict, tokenizer=str, data=str, scaler=dict, model=dict,
+             optimizer=dict)  # fmt: skip
+
+
 def read_checkpoint(path: Path, verify: bool = True) -> dict:
     """The content of a checkpoint, mapped from the file. Raises UserError when it is missing, damaged or not ours."""
     if not Path(path).is_file():
@@ -1011,6 +1186,16 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         intact = not verify or content_hash(checkpoint) == checkpoint["sha256"]
+        model, ours = dataclasses.asdict(GPTConfig(**checkpoint["model_config"])), dataclasses.asdict(GPTConfig())
+        named = [checkpoint["model"], *checkpoint["optimizer"].values()]
+        if not (
+            all(type(checkpoint[key]) is kind for key, kind in PARTS.items())
+            and all(type(model[key]) is type(value) for key, value in ours.items())
+            and all(isinstance(key, str) and isinstance(value, Tensor) for part in named for key, value in part.items())
+            and all(0 <= checkpoint["clock"][key] < math.inf for key in ("train_time", "wall_time"))
+            and checkpoint["step"] >= 0
+        ):
+            raise ValueError
     except Exception as error:  # torn and foreign files fail in many ways, all of which mean the same here
         raise UserError(
             f"{path} is not a checkpoint of this trainer or is damaged ({type(error).__name__}); use another"
@@ -1020,10 +1205,14 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
     return checkpoint
 
 
+def plain_names(named: dict) -> dict:
+    return {re.sub(r"(module|_orig_mod)\.", "", name): value for name, value in named.items()}
+
+
 def load_weights(gpt: GPT, checkpoint: dict, path) -> None:
     """Copy the checkpoint's weights into the model; prefixes that wrappers leave on names are dropped."""
-    weights = {re.sub(r"(module|_orig_mod)\.", "", name): w for name, w in checkpoint["model"].items()}
-    theirs, ours = checkpoint["model_config"], dataclasses.asdict(gpt.cfg)
+    weights = plain_names(checkpoint["model"])
+    theirs, ours = dataclasses.asdict(GPTConfig(**checkpoint["model_config"])), dataclasses.asdict(gpt.cfg)
     wrong = {name for name, p in gpt.named_parameters() if name not in weights or weights[name].shape != p.shape}
     if wrong or theirs != ours:
         differ = ", ".join(f"{k} {theirs.get(k)} there and {ours[k]} here" for k in ours if theirs.get(k) != ours[k])
@@ -1035,14 +1224,15 @@ def load_weights(gpt: GPT, checkpoint: dict, path) -> None:
 
 def load_optimizer(run: Run, checkpoint: dict, path) -> None:
     """Copy the checkpoint's optimizer state into the run's."""
-    names = {p: name for name, p in run.gpt.named_parameters()}
+    names, theirs = {p: name for name, p in run.gpt.named_parameters()}, plain_names(checkpoint["optimizer"])
     for p, state in run.optimizer.state.items():
-        saved = checkpoint["optimizer"].get(names[p], {})
-        if saved.keys() != state.keys():
+        saved = theirs.get(names[p], {})
+        shapes = {slot: p.shape if part.dim() else part.shape for slot, part in state.items()}
+        if {slot: value.shape for slot, value in saved.items()} != shapes:
             raise UserError(f"{path} was made with another --optimizer; give that one, or use --init_from {path}")
         for slot, part in state.items():
             put(p, saved[slot], part)
-    if run.scaler.is_enabled() and checkpoint["scaler"]:
+    if run.scaler.is_enabled() and checkpoint["scaler"].keys() == run.scaler.state_dict().keys():
         run.scaler.load_state_dict(checkpoint["scaler"])
 
 
@@ -1107,10 +1297,10 @@ class Log:
             return []
         rows, kept = self.folder / "metrics.jsonl", []
         if first_step and rows.exists():
-            for line in rows.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # a torn last line
-                    kept.append(json.loads(line))
-        kept = [row for row in kept if row["step"] <= first_step]
+            for line in rows.read_text(encoding="utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn last line
+                    row = json.loads(line)
+                    kept += [row] if row["step"] <= first_step else []
         with whole_file(rows) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
         self.metrics = open(rows, "a", buffering=1, encoding="utf-8")
@@ -1130,15 +1320,27 @@ class Log:
         if self.on:
             print(text, flush=True)
             if self.file:
-                self.file.write(text + "\n")
+                self.write(self.file, text)
             else:
                 self.early.append(text)
+
+    def write(self, file, text: str) -> None:
+        """A line that a full disk holds back is written when there is room again; it does not end the run."""
+        try:
+            file.write(text + "\n")
+        except OSError as error:
+            print(f"WARNING: {file.name} cannot be written ({error.strerror})", flush=True)
+
+    def sync(self) -> None:
+        """Put the rows so far on the disk: a checkpoint goes on from them."""
+        self.metrics.flush()
+        os.fsync(self.metrics.fileno())
 
     def row(self, **values) -> None:
         """One line of metrics.jsonl; what is not finite becomes null."""
         if self.on:
             values = finite(values)
-            self.metrics.write(json.dumps(values) + "\n")
+            self.write(self.metrics, json.dumps(values))
             if self.wandb:
                 self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
 
@@ -1150,7 +1352,8 @@ class Log:
     def close(self) -> None:
         for thing in (self.file, self.metrics, self.lock):
             if thing:
-                thing.close()
+                with contextlib.suppress(OSError):  # a full disk has been told
+                    thing.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -1284,6 +1487,13 @@ def train(cfg: Config) -> dict:
                 )
             load_optimizer(run, checkpoint, path)
             step = checkpoint["step"]
+            was, now = checkpoint.get("position", {}), position(data, cfg, step)
+            moved = [f"{key} {was[key]} there and {now[key]} here" for key in now if was.get(key, now[key]) != now[key]]
+            if moved:
+                raise UserError(
+                    f"{path} goes on at another place of the stream ({', '.join(moved)}), so data were lost or seen "
+                    f"twice; give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
+                )
             clock.train_time, clock.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
             changed = {k for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
             changed = ", ".join(sorted(changed - {"resume", "out_dir", "data"}))
@@ -1293,7 +1503,12 @@ def train(cfg: Config) -> dict:
         describe(run, data, log)
         for line in filter(None, (*lines, note)):
             log.line(line)
-        return loop(run, data, log, clock, signals, step, earlier)
+        try:
+            return loop(run, data, log, clock, signals, step, earlier)
+        except UserError as error:
+            if log.file:  # the command line prints it on standard error, which may be lost
+                log.write(log.file, f"ended: {error}")
+            raise
 
 
 def describe(run: Run, data: Data, log: Log) -> None:
@@ -1374,6 +1589,7 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
     bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
     base_lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1]
     evaluations = [row for row in earlier if row.get("val_loss") is not None]
+    losses = deque((row["train_loss"] for row in earlier if row.get("train_loss") is not None), maxlen=10)
     waited, time_before, logged = 0.0, clock.train_time, (step, clock.train_time)
     try:
         tokenizer = get_tokenizer(data.meta["tokenizer"])
@@ -1385,10 +1601,8 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
     def due(every: int) -> bool:
         return bool(stop) or (every > 0 and step % every == 0)
 
-    def save() -> None:
-        now = dict(train_time=clock.stop(), wall_time=clock.wall_time)
-        save_checkpoint(run, data, log.folder, step, now)
-        largest(run.on, 0)  # the others wait here, on the CPU, and not in a collective that times out
+    def seen() -> bool:
+        return any(row["step"] == step for row in evaluations)
 
     def at() -> str:
         return f"step {step:>{len(str(cfg.max_steps))}}/{cfg.max_steps}"
@@ -1397,13 +1611,16 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
     profiler = profiler_of(run, log)
     if cfg.profile and cfg.max_steps - step < cfg.profile + 3:
         log.line(f"--profile {cfg.profile} has no effect: it starts after 3 steps, and {cfg.max_steps - step} are left")
-    with contextlib.closing(batches), profiler or contextlib.nullcontext():
+    saver = Saver(run, data, log)
+    skip_training = step > 0 and due(cfg.eval_every) and not largest(run.on, seen())  # stopped before that evaluation
+    with contextlib.closing(saver), contextlib.closing(batches), profiler or contextlib.nullcontext():
         while True:
-            if not stop:
+            if not stop and not skip_training:
                 clock.run()
                 asked = time.perf_counter()
                 windows = next(batches).to(run.on.device, non_blocking=run.on.device.type == "cuda")
                 waited += time.perf_counter() - asked
+                seed_step(cfg, run.on.rank, step)
                 loss, norm = train_step(run, windows, lr_scale(step, cfg))
                 step += 1
                 if profiler:
@@ -1421,9 +1638,10 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                     mfu = rate * per_token / (peak * run.on.world) if peak else math.nan
                     lr, memory = base_lr * lr_scale(step - 1, cfg), peak_memory_mb(run.on.device)
                     left = (clock.train_time - time_before) / (step - first_step) * (cfg.max_steps - step)
+                    spike = " SPIKE" if spikes(train_loss, losses) else ""
                     log.line(
-                        f"{at()} | loss {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f} | {rate:,.0f} tok/s | "
-                        + (f"mfu {mfu:.1%} | " if peak else "")
+                        f"{at()} | loss {train_loss:.4f}{spike} | lr {lr:.2e} | norm {grad_norm:.3f} | "
+                        f"{rate:,.0f} tok/s | " + (f"mfu {mfu:.1%} | " if peak else "")
                         + f"{memory:,.0f} MB | {clock_text(clock.wall_time)} < {clock_text(left)}"
                     )  # fmt: skip
                     log.row(
@@ -1431,12 +1649,17 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                         tokens_per_s=rate, mfu=mfu, peak_mem_mb=memory, train_time_s=clock.train_time,
                         wall_time_s=clock.wall_time,
                     )  # fmt: skip
+                    losses.extend([train_loss] if math.isfinite(train_loss) else [])
+                    report_skipped(run, data, log, step)
+            skip_training = False
             if saved := step > first_step and due(cfg.save_every):
-                save()
-            seen = any(row["step"] == step for row in evaluations)
-            if stop != "signal" and due(cfg.eval_every) and not largest(run.on, seen):
+                saver.save(step, dict(train_time=clock.stop(), wall_time=clock.wall_time))
+            val_loss = None
+            if stop != "signal" and due(cfg.eval_every) and not largest(run.on, seen()):
                 clock.stop()
-                val_loss = evaluate(run, data.val)
+                val_loss = evaluate(run, data.val, signals)
+                stop = "signal" if val_loss is None else stop
+            if val_loss is not None:
                 bpb = val_loss * bits_per_nat
                 log.line(
                     f"{at()} | val_loss {val_loss:.4f} | "
@@ -1448,15 +1671,15 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                 )  # fmt: skip
                 log.row(**row)
                 evaluations.append(row)
-                if val_loss <= cfg.target_val_loss:
-                    stop = stop or "target_val_loss"
-                    if not saved:
-                        save()
+                stop = stop or ("target_val_loss" if val_loss <= cfg.target_val_loss else "")
+            if stop and not saved and step > first_step:
+                saver.save(step, dict(train_time=clock.stop(), wall_time=clock.wall_time))
             if stop != "signal" and due(cfg.sample_every) and tokenizer:
                 clock.stop()
                 log.line(f"--- sample at step {step}\n{sample_text(run, tokenizer, 256)}\n---")
             if stop:
                 break
+        from_rank0(run.on, saver.finish)
 
     trained = clock.stop() - time_before
     if run.on.device.type == "cuda":
@@ -1464,12 +1687,12 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
             torch.cuda.memory._record_memory_history(enabled=None)
         stats = torch.cuda.memory_stats()
         log.line(f"allocator: {stats['num_alloc_retries']} retries, {stats['num_ooms']} times out of memory")
-    losses = [row["val_loss"] for row in evaluations if math.isfinite(row["val_loss"])]
+    finished = [row["val_loss"] for row in evaluations if math.isfinite(row["val_loss"])]
     reached = next((row for row in evaluations if row["val_loss"] <= cfg.target_val_loss), None)
     last = evaluations[-1] if evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
     summary = dict(
         stopped_by=signals[0] if stop == "signal" and signals else stop, step=step, val_loss=last["val_loss"],
-        best_val_loss=min(losses, default=math.nan), val_bpb=last["val_bpb"],
+        best_val_loss=min(finished, default=math.nan), val_bpb=last["val_bpb"],
         target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
         tokens=step * cfg.batch_tokens,
         tokens_per_s=(step - first_step) * cfg.batch_tokens / trained if trained else math.nan,
@@ -1517,16 +1740,48 @@ def mean_of_ranks(run_on: Launch, value: Tensor) -> float:
     return box.item() / run_on.world
 
 
+def out_of_memory(error: Exception) -> str:
+    """What to say of an error that means that memory ran out; nothing for any other."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not re.search(
+        "can't allocate memory|not enough memory|out of memory", str(error)
+    ):
+        return ""
+    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \w+)", str(error))
+    asked = asked and (asked[2] or f"{int(asked[1]) / 2**30:,.1f} GiB") or "more"
+    there, last = "", "a smaller model"
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        there, last = f", with {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free", "--offload optimizer"
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        there = f", with {os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:,.1f} GiB free"
+    return (
+        f"memory ran out: {asked} were asked for{there}; try, in this order, a smaller --micro_batch, "
+        f"--checkpointing full, {last}; the last checkpoint is kept, and --resume goes on from it"
+    )
+
+
+def lost_rank(error: Exception) -> str:
+    """What to say of an error that means that another rank has ended, whose own message matters; else nothing."""
+    found = re.search(r"(?i)gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", str(error))
+    if not found or not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    return f"another rank has ended ({found[0]}: no connection); its own message, or torchrun's, says why"
+
+
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit code: 0 done, 2 the user's mistake."""
+    """The command line; returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
     sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     try:
         cfg = parse_flags(argv)
         train_trials(cfg) if cfg.trials > 1 else train(cfg)
-    except UserError as error:
+    except Exception as error:
+        mistake = isinstance(error, UserError)
+        sentence = str(error) if mistake else out_of_memory(error) or lost_rank(error)
+        if not sentence:
+            raise
         rank = os.environ.get("RANK")
-        print(f"error{f' [rank {rank}]' if rank else ''}: {error}", file=sys.stderr)
-        return 2
+        print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
+        return 2 if mistake and not isinstance(error, RunError) else 1
     if dist.is_initialized():  # not after an error: it would wait for the other ranks
         dist.destroy_process_group()
     return 0

@@ -146,13 +146,24 @@ def write_shard(path, tokens):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """A binary file to write under a name that starts with `.tmp`: in the end it is on the disk and renamed to path."""
+    """A binary file to write under a name that starts with `.tmp`: in the end it is on the disk and renamed to path.
+
+    When anything fails, it is gone again and `path` is what it was.
+    """
     temporary = path.with_name(f".tmp-{path.name}")
-    with open(temporary, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # the new name must reach the disk too
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 class ShardWriter:
@@ -262,7 +273,7 @@ def load_meta(folder):
                 "splits": {}, "source": "unknown", "files": {}, "assumed": True}  # fmt: skip
     try:
         meta = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}): delete the folder and prepare it again") from error
 
     def check(value, kinds, what):
@@ -277,9 +288,19 @@ def load_meta(folder):
         counts = check(meta["splits"].get(split), [dict], f"splits.{split}")
         check(counts.get("tokens"), [int], f"splits.{split}.tokens")
         check(counts.get("bytes"), [int, type(None)], f"splits.{split}.bytes")
+        if counts["tokens"] < 0 or (counts.get("bytes") or 0) < 0:
+            raise UserError(f"{path} has negative counts for {split}: delete the folder and prepare it again")
+    known = TOKENIZERS.get(meta["tokenizer"])
+    expected = (known.vocab_size, known.eot) if known else (min(max(meta["vocab_size"], 1), 2**20), meta["eot"])
+    if (meta["vocab_size"], meta["eot"]) != expected or not 0 <= meta["eot"] < meta["vocab_size"]:
+        raise UserError(
+            f"{path} gives tokenizer {meta['tokenizer']!r} {meta['vocab_size']} tokens and end-of-text {meta['eot']}, "
+            "which cannot be: delete the folder and prepare it again"
+        )
     for name, shard in meta["files"].items():
         check(check(shard, [dict], f"files.{name}").get("tokens"), [int], f"files.{name}.tokens")
-        if Path(name).name != name:
+        check(shard.get("sha256"), [str, type(None)], f"files.{name}.sha256")
+        if Path(name).name != name or name == "..":
             raise UserError(f"{path} names a file {name!r} outside its folder: delete the folder and prepare it again")
     return meta
 
@@ -311,7 +332,10 @@ class Progress:
 
 
 def _address(template):
-    return template.replace("{hub}", (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"))
+    hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if "@" in hub and "{hub}" in template:  # it would stand in meta.json and in messages
+        raise UserError("HF_ENDPOINT holds a user name or a password, which cannot be used: give an address without")
+    return template.replace("{hub}", hub)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
