@@ -307,7 +307,7 @@ def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
 
 def test_threads_are_shared_out_under_torchrun(two_ranks):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert f"({max(1, cores // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
+    assert f", {max(1, cores // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
