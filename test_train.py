@@ -2077,7 +2077,7 @@ def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
 def test_loss_spikes_are_marked(data, tmp_path, monkeypatch, capsys):
     assert not train_gpt.spikes(9.0, deque([1.0] * 4)) and not train_gpt.spikes(1.09, deque([1.0] * 5))
     assert train_gpt.spikes(1.2, deque([1.0] * 5)) and not train_gpt.spikes(1.9, deque([1.0, 2.0] * 5))
-    poison(monkeypatch, {15}, 512 * 2.0)
+    poison(monkeypatch, {15}, 512 * 8.0)
     train(config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), micro_batch=16)))
     assert re.findall(r"step +(\d+)/20 \| loss \S+ SPIKE", capsys.readouterr().out) == ["15"]
 
