@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import shlex
@@ -30,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -146,7 +148,8 @@ class Worker:
 
 
 def serve(pipe, bench: Bench, case, args: tuple) -> None:
-    """The life of a worker's process."""
+    """The life of a worker's process, which ends with that of its parent."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         limit_memory(bench.limit_mb, bench.device)
         values = case(*args)
@@ -169,6 +172,12 @@ def serve(pipe, bench: Bench, case, args: tuple) -> None:
         else:
             traceback.print_exc()
             pipe.send(("failed", f"FAILED: {text}"))
+
+
+def end_with_parent() -> None:
+    """Wait for the end of the process that asked for this one, however it ends; then end this one."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def out_of_memory(text: str) -> bool:

@@ -2958,6 +2958,26 @@ def test_bench_survives_a_case_that_dies(tmp_path):
                 worker.ask()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_bench_workers_end_with_their_parent(tmp_path):
+    code = "import bench, test_train, sys; bench.Worker(bench.Bench({'device': 'cpu'}), test_train.endless_case).ask()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=HERE)
+    worker = int(parent.stderr.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{worker}").exists() and "zombie" not in Path(f"/proc/{worker}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def endless_case():
+    print(os.getpid(), file=sys.stderr, flush=True)
+    while True:
+        time.sleep(0.1)
+    yield
+
+
 def killed_case():
     yield "ready"
     os.kill(os.getpid(), signal.SIGKILL)
