@@ -367,7 +367,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.recent = tokens[:, 1 - self.cfg.ngram :]
         docs = None if eot is None else (idx == eot).cumsum(1)
-        code = idx + 1
+        code = idx.long() + 1
         for back in range(1, self.cfg.ngram):
             before = F.pad(tokens + 1, (back, 0))[:, -idx.size(1) - back : -back]
             if docs is not None:
@@ -636,7 +636,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, skip: Tensor | None = None) -> None:
         """Update every parameter from its gradient, with the groups' present `lr`. Every gradient must be there.
 
-        skip: bool () on the device. Where it is true, weights and state stay as they are to the bit, and nothing waits.
+        skip: bool () on the device. Where it is true, weights and state stay as they are (a -0 may become 0).
         """
         device = self.param_groups[0]["params"][0].device
         skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
@@ -656,8 +656,8 @@ class Optimizer(torch.optim.Optimizer):
                 )
                 update(group, params, skip, *used)
                 if self.offload:
-                    for host, device in zip(sum(kept, []), sum(used, [])):
-                        host.copy_(device, non_blocking=True)
+                    for host, ours in zip(sum(kept, []), sum(used, [])):
+                        host.copy_(ours, non_blocking=True)
 
     def adam_update(self, group: dict, params: list[Tensor], skip: Tensor, exp_avgs: list[Tensor],
                     exp_avg_sqs: list[Tensor]) -> None:  # fmt: skip

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import errno
 import functools
 import hashlib
 import json
@@ -59,6 +60,10 @@ ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "var
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
+class Damaged(UserError):
+    """A checkpoint whose bytes are not what was saved."""
+
+
 class RunError(UserError):
     """What ends a run and is not the user's mistake, told in one sentence as well; exit code 1."""
 
@@ -69,10 +74,10 @@ class RunError(UserError):
 PRESETS = {
     "laptop": dict(n_layer=4, n_head=1, n_embd=128, seq_len=256, batch_tokens=4096, max_steps=500, muon_lr=0.04,
                    adam_lr=0.012, eval_every=100, eval_tokens=131072),
-    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768),
-    "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
-    "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000),
+    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
+    "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
+    "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000, save_every=1000),
 }  # fmt: skip
 
 
@@ -307,6 +312,8 @@ def launch(cfg: Config) -> Launch:
     """Choose the device and join the other ranks, if torchrun started any. Raises UserError."""
     env = {key: int(os.environ.get(key, default)) for key, default in
            dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1).items()}  # fmt: skip
+    if not cfg.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise UserError("torchrun --max-restarts needs a folder to come back to; give --out_dir")
     device = device_of(cfg)
     if device.type == "mps" and env["WORLD_SIZE"] > 1:
         raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
@@ -332,8 +339,9 @@ def launch(cfg: Config) -> Launch:
         on_cuda = device.type == "cuda"
         store = dist.HashStore()
         if "WORLD_SIZE" in os.environ:  # torchrun keeps its store over a restart, and the dead ranks' addresses in it
-            life = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-            store = dist.PrefixStore(life, next(dist.rendezvous("env://"))[0])
+            store = next(dist.rendezvous("env://"))[0]
+            life = store.add(f"lives of rank {env['RANK']}", 1)  # torchrun's own count differs between nodes
+            store = dist.PrefixStore(f"life {life}", store)
         dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
                                 rank=env["RANK"], world_size=env["WORLD_SIZE"])  # fmt: skip
     control = None
@@ -475,21 +483,21 @@ class Split:
 
     def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
         """sha256: the hashes of shards by name, where they are known. Raises UserError for what is not as it should."""
-        self.paths, self.vocab_size, self.lock = find_shards(folder, split), vocab_size, threading.Lock()
+        self.paths, self.vocab_size = find_shards(folder, split), vocab_size
         shards = [read_shard(path) for path in self.paths]
         self.lengths, self.dtypes = [len(shard) for shard in shards], [shard.dtype for shard in shards]
-        self.files = [open(path, "rb", buffering=0) for path in self.paths]
         self.ends = np.cumsum(self.lengths)
         self.n_tokens = int(self.ends[-1])
         unchecked = self.CHECKED
         for i, path in enumerate(self.paths):
-            whole, digest = self.lengths[i] <= unchecked, hashlib.sha256(self.bytes_of(i, 0, HEADER_BYTES))
+            expected = (sha256 or {}).get(path.name) if self.lengths[i] <= unchecked else None
+            digest = hashlib.sha256(self.bytes_of(i, 0, HEADER_BYTES))
             for begin in range(0, min(unchecked, self.lengths[i]), self.PIECE):
                 tokens = self.piece(i, begin, self.PIECE)
                 self.check(tokens, path)
-                digest.update(tokens)
-            expected = (sha256 or {}).get(path.name)
-            if whole and expected and digest.hexdigest() != expected:
+                if expected:
+                    digest.update(tokens)
+            if expected and digest.hexdigest() != expected:
                 raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
             unchecked = max(0, unchecked - self.lengths[i])
 
@@ -497,9 +505,9 @@ class Split:
         """Bytes of shard i. Raises UserError when they are there no more."""
         error = ""
         try:
-            with self.lock:
-                self.files[i].seek(offset)
-                raw = self.files[i].read(size)
+            with open(self.paths[i], "rb") as file:  # not kept open: a corpus may have more shards than a process files
+                file.seek(offset)
+                raw = file.read(size)
         except OSError as e:
             raw, error = b"", f" ({e})"
         if len(raw) < size:
@@ -1004,10 +1012,10 @@ def report_skipped(run: Run, data: Data, log: "Log", step: int) -> None:
             f"{cfg.batch_tokens // cfg.seq_len} windows from number {at['window']} of epoch {at['epoch']} on"
         )
         if run.bad_steps == cfg.max_bad_steps:
-            newest = next((path.name for path in checkpoints(log.folder)), "no checkpoint")
             raise RunError(
                 f"the loss or gradient was not finite in {run.bad_steps} steps in a row, up to step {number}, and "
-                f"{newest} is kept; try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data there"
+                f"ckpt_{step}.pt keeps the weights from before; try lower learning rates, --grad_clip 1 or "
+                "--dtype fp32, or look at the data there"
             )
 
 
@@ -1144,8 +1152,6 @@ class Saver:
                 torch.save(checkpoint, file)
                 file.flush()
                 read_checkpoint(Path(file.name))  # before an older one goes, this one has been read back
-            for old in checkpoints(self.log.folder)[self.run.cfg.keep :] if self.run.cfg.keep else []:
-                old.unlink()
         except Exception as error:  # the run goes on, and its next save may find room
             while not isinstance(error, OSError) and error.__context__:  # torch.save hides that the disk is full
                 error = error.__context__
@@ -1153,6 +1159,11 @@ class Saver:
             failed = f"{path} could not be saved ({error}); the newest checkpoint there is {newest}"
             self.log.line(f"WARNING: {failed}")
             return failed
+        for old in checkpoints(self.log.folder)[self.run.cfg.keep :] if self.run.cfg.keep else []:
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                self.log.line(f"WARNING: {old} could not be deleted ({error})")
         return ""
 
     def finish(self) -> None:
@@ -1183,6 +1194,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
     """The content of a checkpoint, mapped from the file. Raises UserError when it is missing, damaged or not ours."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file")
+    intact = False
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         intact = not verify or content_hash(checkpoint) == checkpoint["sha256"]
@@ -1196,12 +1208,14 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
             and checkpoint["step"] >= 0
         ):
             raise ValueError
+    except (MemoryError, PermissionError) as error:
+        raise UserError(f"{path} cannot be read now ({error}); make it readable, or give more memory") from None
     except Exception as error:  # torn and foreign files fail in many ways, all of which mean the same here
-        raise UserError(
+        raise (UserError if intact else Damaged)(
             f"{path} is not a checkpoint of this trainer or is damaged ({type(error).__name__}); use another"
         ) from None
     if not intact:
-        raise UserError(f"{path} is damaged: its content does not have the hash that it was saved with; use another")
+        raise Damaged(f"{path} is damaged: its content does not have the hash that it was saved with; use another")
     return checkpoint
 
 
@@ -1236,11 +1250,15 @@ def load_optimizer(run: Run, checkpoint: dict, path) -> None:
         run.scaler.load_state_dict(checkpoint["scaler"])
 
 
-def find_checkpoint(cfg: Config, folder: Path, say) -> tuple[Path | None, bool]:
+def find_checkpoint(cfg: Config, folder: Path, say, restarted: bool = False) -> tuple[Path | None, bool]:
     """The file to start from, verified (None = from nothing), and whether to resume it. Raises UserError."""
     there, resume = checkpoints(folder), cfg.resume
-    if there and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+    if there and restarted:
         resume = "newest"  # torchrun has restarted the job: what it saved counts, not what it was started from
+    if not there and resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
+        raise UserError(
+            f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them to start over"
+        )
     if there and not resume:
         raise UserError(f"{folder} already holds {there[0].name}; add --resume to go on, or give another --out_dir")
     if resume == "newest" or (resume == "auto" and there):
@@ -1248,7 +1266,7 @@ def find_checkpoint(cfg: Config, folder: Path, say) -> tuple[Path | None, bool]:
             try:
                 read_checkpoint(path)
                 return path, True
-            except UserError as error:
+            except Damaged as error:
                 path.rename(path.with_name(path.name + ".damaged"))
                 say(f"passing over a checkpoint, renamed to {path.name}.damaged: {error}")
         raise UserError(f"--resume found no valid checkpoint in {folder}; leave it out and give another --out_dir")
@@ -1438,18 +1456,23 @@ class Clock:
 
 @contextlib.contextmanager
 def signals_noted():
-    """Yields a list that SIGTERM, SIGINT, SIGUSR1 and SIGHUP land in by name; a second one ends the process at once."""
-    caught, before = [], {}
+    """Yields a list that SIGTERM, SIGINT, SIGUSR1 and SIGHUP land in by name; a second one ends the process at once.
+
+    One within half a second of the first is the same again: systemd and schedulers signal torchrun and its ranks.
+    """
+    caught, before, since = [], {}, [0.0]
 
     def note(number, _):
-        if caught:
+        if not caught:
+            since[0] = time.monotonic()
+        elif time.monotonic() - since[0] > 0.5:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         caught.append(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
         for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
-            if hasattr(signal, name):
+            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # as nohup sets it
                 before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
     try:
         yield caught
@@ -1463,8 +1486,6 @@ def train(cfg: Config) -> dict:
     run_on = launch(cfg)
     clock = Clock(run_on.device)
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
-    if not cfg.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        raise UserError("torchrun --max-restarts needs a folder to come back to; give --out_dir")
     lines = check_device(cfg, run_on.device)
     rows_per_rank(cfg, run_on.world)
     data = open_data(cfg, run_on)
@@ -1472,7 +1493,8 @@ def train(cfg: Config) -> dict:
     log = Log(Path(folder), run_on)
     with contextlib.closing(log), signals_noted() as signals:
         from_rank0(run_on, log.claim)
-        path, resumes = from_rank0(run_on, lambda: find_checkpoint(cfg, log.folder, log.line))
+        restarts = largest(run_on, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))  # only some nodes count
+        path, resumes = from_rank0(run_on, lambda: find_checkpoint(cfg, log.folder, log.line, restarts > 0))
         run = build(cfg, run_on, data.meta["vocab_size"], data.meta["eot"])
         step, note = 0, ""
         if path:
@@ -1650,7 +1672,11 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                         wall_time_s=clock.wall_time,
                     )  # fmt: skip
                     losses.extend([train_loss] if math.isfinite(train_loss) else [])
-                    report_skipped(run, data, log, step)
+                    try:
+                        report_skipped(run, data, log, step)
+                    except RunError:  # what the guard has kept is not lost
+                        saver.save(step, dict(train_time=clock.stop(), wall_time=clock.wall_time))
+                        raise
             skip_training = False
             if saved := step > first_step and due(cfg.save_every):
                 saver.save(step, dict(train_time=clock.stop(), wall_time=clock.wall_time))
@@ -1713,13 +1739,21 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
     return summary
 
 
+def finished(cfg: Config) -> dict | None:
+    """The summary of a run that a --resume auto need not go on with."""
+    path = Path(cfg.out_dir) / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8")) if cfg.resume and path.exists() else {}
+    return summary if (summary.get("stopped_by"), summary.get("step")) == ("max_steps", cfg.max_steps) else None
+
+
 def train_trials(cfg: Config) -> list[dict]:
     """--trials whole runs, seed after seed, each in its own folder; returns their summaries."""
     run_on = launch(cfg)
     folder = cfg.out_dir or from_rank0(run_on, lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}")
     summaries = []
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
-        summaries.append(train(dataclasses.replace(cfg, seed=seed, trials=1, out_dir=f"{folder}/seed_{seed}")))
+        one = dataclasses.replace(cfg, seed=seed, trials=1, out_dir=f"{folder}/seed_{seed}")
+        summaries.append(from_rank0(run_on, lambda cfg=one: finished(cfg)) or train(one))
         if summaries[-1]["stopped_by"] != "max_steps":
             break
     losses = [s["val_loss"] for s in summaries]
@@ -1743,7 +1777,7 @@ def mean_of_ranks(run_on: Launch, value: Tensor) -> float:
 def out_of_memory(error: Exception) -> str:
     """What to say of an error that means that memory ran out; nothing for any other."""
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not re.search(
-        "can't allocate memory|not enough memory|out of memory", str(error)
+        r"(?i)can(no|')t allocate memory|not enough memory|out of memory", str(error)
     ):
         return ""
     asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \w+)", str(error))
@@ -1752,7 +1786,7 @@ def out_of_memory(error: Exception) -> str:
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         there, last = f", with {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free", "--offload optimizer"
-    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()):
         there = f", with {os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:,.1f} GiB free"
     return (
         f"memory ran out: {asked} were asked for{there}; try, in this order, a smaller --micro_batch, "
@@ -1760,12 +1794,22 @@ def out_of_memory(error: Exception) -> str:
     )
 
 
+def disk_full(error: Exception) -> str:
+    """What to say when a file could not be written for want of room; nothing for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
+        return ""
+    return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
+
+
 def lost_rank(error: Exception) -> str:
     """What to say of an error that means that another rank has ended, whose own message matters; else nothing."""
-    found = re.search(r"(?i)gloo|nccl|connection (closed|reset|refused)|broken pipe|socket", str(error))
-    if not found or not dist.is_initialized() or dist.get_world_size() == 1:
+    found = re.search(r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited", str(error))
+    network = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
+    if not (isinstance(error, network) or type(error) is RuntimeError and found):
         return ""
-    return f"another rank has ended ({found[0]}: no connection); its own message, or torchrun's, says why"
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    return f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why"
 
 
 def main(argv: list[str]) -> int:
@@ -1776,7 +1820,7 @@ def main(argv: list[str]) -> int:
         train_trials(cfg) if cfg.trials > 1 else train(cfg)
     except Exception as error:
         mistake = isinstance(error, UserError)
-        sentence = str(error) if mistake else out_of_memory(error) or lost_rank(error)
+        sentence = str(error) if mistake else out_of_memory(error) or disk_full(error) or lost_rank(error)
         if not sentence:
             raise
         rank = os.environ.get("RANK")

@@ -8,6 +8,7 @@ token. meta.json, written last, says which tokenizer, how many tokens and bytes,
 import argparse
 import contextlib
 import difflib
+import errno
 import glob
 import gzip
 import hashlib
@@ -162,8 +163,13 @@ def whole_file(path):
         raise
     if hasattr(os, "O_DIRECTORY"):  # the new name must reach the disk too
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        os.fsync(folder)
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems know no fsync of folders
+                raise
+        finally:
+            os.close(folder)
 
 
 class ShardWriter:
