@@ -55,6 +55,7 @@ from train_gpt import (
     config,
     device_name,
     device_of,
+    divisors,
     dtype_of,
     flops_per_token,
     given_flags,
@@ -385,7 +386,7 @@ def missing(change: dict, device: torch.device) -> str:
 
 def divisor(rows: int, most: int) -> int:
     """The largest divisor of rows that is at most `most`; at least 1."""
-    return max(m for m in range(1, rows + 1) if rows % m == 0 and (m <= most or m == 1))
+    return max(m for m in divisors(rows) if m <= max(1, most))
 
 
 def bench_train(bench: Bench) -> dict:
