@@ -1909,12 +1909,14 @@ def test_help_lists_every_flag_with_its_default():
 def test_readme_names_real_commands_and_flags():
     readme = (HERE / "README.md").read_text()
     known = {f.name for f in dataclasses.fields(train_gpt.Config)}
-    for script in ("sample.py", "data/prepare.py"):
+    for script in ("sample.py", "data/prepare.py", "bench.py"):
         known |= set(re.findall(r"--(\w+)", run_python(script, "--help").stdout))
     known |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max", "standalone"}  # torchrun's and pip's
     assert set(re.findall(r"(?<![\w-])--(\w+)", readme)) - known == set()
     for command in re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", readme, re.M):
         assert (HERE / command[0]).exists(), command
+        if command[0] == "bench.py":
+            assert all(f"\n{name} " in bench.__doc__ for name in re.findall(r"^ (\w+)", command[1]))
         if command[0] == "train_gpt.py":
             train_gpt.parse_flags([w for w in command[1].split("#")[0].split()])
     assert "python -m pytest test_train.py" in readme
