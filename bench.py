@@ -53,10 +53,12 @@ from train_gpt import (
     check_compiler,
     check_device,
     config,
+    cpu_cores,
     device_name,
     device_of,
     divisors,
     dtype_of,
+    finite,
     flops_per_token,
     given_flags,
     launch,
@@ -280,12 +282,10 @@ def table(title: str, rows: list[dict], columns: dict[str, tuple[str, str]], not
 
 def machine(device: torch.device) -> dict:
     """Device and versions, for the report."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return dict(
-        device=f"{device.type} ({device_name(device)})", cores=cores, threads=torch.get_num_threads(),
-        torch=torch.__version__,
-        cuda=torch.version.cuda, python=platform.python_version(), platform=platform.platform(),
-        capability=torch.backends.cpu.get_cpu_capability(),
+        device=f"{device.type} ({device_name(device)})", cores=cpu_cores(), threads=torch.get_num_threads(),
+        torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
+        platform=platform.platform(), capability=torch.backends.cpu.get_cpu_capability(),
     )  # fmt: skip
 
 
@@ -1101,7 +1101,7 @@ def bench_scaling(bench: Bench) -> dict | None:
             row["name"] = "as given"
             print(table("Scaling: the ranks that torchrun started", [row], columns))
         return row and dict(scaling=[row])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = cpu_cores()
     most = torch.cuda.device_count() if bench.device.type == "cuda" else cores
     cfg = config(**bench.flags)
     rows_in_batch = cfg.batch_tokens // cfg.seq_len
@@ -1370,15 +1370,6 @@ BENCHES = {
     "data": bench_data, "infer": bench_infer, "scaling": bench_scaling, "profile": bench_profile,
     "record": bench_record,
 }  # fmt: skip
-
-
-def finite(value):
-    """The same with null for what JSON cannot say."""
-    if isinstance(value, dict):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(argv: list[str]) -> int:

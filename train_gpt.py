@@ -330,8 +330,7 @@ def launch(cfg: Config) -> Launch:
         device = torch.device("cuda", env["LOCAL_RANK"])
         torch.cuda.set_device(device)
     elif env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // env["LOCAL_WORLD_SIZE"]))
+        torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
         torch.use_deterministic_algorithms(cfg.deterministic)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
@@ -420,6 +419,11 @@ def check_compiler(device: torch.device) -> None:
         missing = f"no C++ compiler ({type(error).__name__})"
     if missing:
         raise UserError(f"--compile finds {missing}; install one (on a CPU: g++, or what CXX names) or leave it out")
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def device_of(cfg: Config) -> torch.device:
@@ -1376,9 +1380,13 @@ class Log:
             self.wandb.finish()
 
 
-def finite(values: dict) -> dict:
-    """The same with null for figures that are not finite: JSON has no word for them."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def finite(value):
+    """The same, inside dicts and lists too, with null for figures that are not finite: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def peak_memory_mb(device: torch.device) -> float:
