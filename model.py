@@ -282,20 +282,32 @@ def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def hashed_uniform(code: Tensor, seed: int) -> Tensor:
+    """Numbers in [0, 1), fp32 (B, T), that look random: functions of int64 code (B, T), its position and seed."""
+    place = torch.arange(code.size(1), device=code.device)
+    for mixed_in in (place, seed % (1 << 31)):  # rounds of multiplying and folding, as in MurmurHash
+        code = (code ^ mixed_in) * 0x9E3779B1 % (1 << 31)
+        code = (code ^ code >> 15) * 0x85EBCA6B % (1 << 31)
+        code = code ^ code >> 13
+    return (code % (1 << 24)) / (1 << 24)
+
+
 class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
     None of the other options changes what is computed: `attn` is the attention backend, `checkpointing` none, selective
     or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the host;
-    `fp8` (head and MLP) changes the rounding.
+    `fp8` (head and MLP) changes the rounding. `ngram_dropout` is the share of n-grams left out wherever gradients are
+    made; which ones depends on `step_seed` and the tokens alone, not on ranks or the rows that come with them.
     With `doc_eot`, tokens do not attend across the documents that this token starts.
     """
 
     def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
                  attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
-                 fp8: bool = False, offload: bool = False):  # fmt: skip
+                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0):  # fmt: skip
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
+        self.ngram_dropout, self.step_seed = ngram_dropout, 0
         self.attn, self.doc_eot = attn, doc_eot
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -373,7 +385,11 @@ class GPT(nn.Module):
             if docs is not None:
                 before = before * (docs == F.pad(docs, (back, 0), value=-1)[:, :-back])
             code = (code * 0x9E3779B1 + before) % (1 << 31)
-            x = x + self.ngrams((code * 0x85EBCA6B >> 7) % self.cfg.ngram_rows)
+            ngram = self.ngrams((code * 0x85EBCA6B >> 7) % self.cfg.ngram_rows)
+            if self.ngram_dropout and torch.is_grad_enabled():
+                kept = hashed_uniform(code, self.step_seed) >= self.ngram_dropout
+                ngram = ngram * (kept / (1 - self.ngram_dropout))[..., None]
+            x = x + ngram
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -590,9 +606,18 @@ def newton_schulz(x: Tensor) -> Tensor:
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for a, b, c in NEWTON_SCHULZ:
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if x.dtype == torch.float32 and x.size(2) >= 4 * x.size(1):  # all on the Gram matrix: 21 small products, not 36
+        gram, product, factor = x @ x.mT, None, None
+        for a, b, c in NEWTON_SCHULZ:
+            gram = gram if product is None else factor @ gram @ factor
+            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+            product = factor if product is None else factor @ product
+        x = product @ x
+    else:
+        for a, b, c in NEWTON_SCHULZ:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 

@@ -24,6 +24,7 @@ import traceback
 import zipfile
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only cost, here and in the processes started
 
@@ -176,6 +177,7 @@ RANK_CASES = {
     "ddp_selective": dict(checkpointing="selective"),
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
     "fsdp_ngrams": dict(ngram=3, ngram_rows=65, doc_mask=True, parallel="fsdp", init_from="", max_steps=5),
+    "ddp_dropout": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="", max_steps=8),
 }
 COMPILED_RANK_CASES = {
     "ddp_compiled": dict(compile="default", checkpointing="selective", max_steps=6),
@@ -253,9 +255,11 @@ def test_first_gradients_of_two_ranks(case, two_ranks, data, noisy):
             torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs", "fsdp_ngrams"])
+@pytest.mark.parametrize(
+    "case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs", "fsdp_ngrams", "ddp_dropout"]
+)
 def test_two_ranks_other_optimizers_and_uneven_shares(case, two_ranks, data, noisy, tmp_path):
-    one = RANK_CASES[case] | dict(out_dir=str(tmp_path / "one"), parallel="auto", offload="none")
+    one = RANK_CASES[case] | dict(out_dir=str(tmp_path / "one"), parallel="auto", offload="none", micro_batch=0)
     train(config(**TINY | dict(data=str(data), init_from=str(noisy)) | one))
     assert_same_run(two_ranks / case, tmp_path / "one")
 
@@ -512,6 +516,38 @@ def test_ngrams_end_at_documents_and_after_n_tokens():
     masked = gpt.embed(idx, 4, None)[0]  # 4 starts a document
     assert torch.equal(masked[:5], whole[:5]) and torch.equal(masked[5:], gpt.embed(idx[:, 5:], None, None)[0])
     assert not torch.equal(masked[6], whole[6])
+
+
+def test_dropped_ngrams():
+    idx = torch.randint(70, (8, 24), generator=torch.Generator().manual_seed(0))
+    gpt = random_gpt(ngram=2, ngram_rows=1 << 16)
+    tokens, whole = gpt.wte(idx), gpt.embed(idx, None, None)
+    gpt.ngram_dropout, share, different = 0.4, [], 0
+    for gpt.step_seed in range(100):
+        got = gpt.embed(idx, None, None)
+        left_out = (got == tokens).all(-1)
+        expected = torch.where(left_out[..., None], tokens, tokens + (whole - tokens) / 0.6)
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(gpt.embed(idx[3:5], None, None), got[3:5])  # whatever rows are beside it
+        share.append(left_out.float())
+        different += not torch.equal(share[-1], share[0])
+        with torch.no_grad():  # evaluation and sampling leave nothing out
+            assert torch.equal(gpt.embed(idx, None, None), whole)
+    share = torch.stack(share)
+    assert different == 99
+    assert share.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
+    assert (share.mean(0) - 0.4).abs().max() < 0.25 and (share.mean((1, 2)) - 0.4).abs().max() < 0.18
+
+
+def test_hashed_uniform_looks_random():
+    same = torch.full((1, 256), 12345)
+    draws = torch.cat([model_module.hashed_uniform(same, seed) for seed in range(512)])
+    assert 0 <= draws.min() and draws.max() < 1
+    assert draws.mean() == pytest.approx(0.5, abs=0.005) and draws.var() == pytest.approx(1 / 12, abs=0.002)
+    for rows in (draws, draws.T):  # steps among each other, and places
+        assert torch.corrcoef(rows).fill_diagonal_(0).abs().max() < 6 / rows.size(1) ** 0.5
+    neighbours = model_module.hashed_uniform(torch.arange(20000)[:, None], 0).flatten()
+    assert torch.corrcoef(torch.stack((neighbours[1:], neighbours[:-1])))[0, 1].abs() < 0.03
 
 
 def test_bf16_gradients_have_the_right_scale():
@@ -968,6 +1004,8 @@ def test_micro_batch_is_predicted_verified_and_halved():
     (["--muon_lr", "nan"], "--muon_lr is nan; expected a finite number"),
     (["--max_steps", "0"], "--max_steps is 0; expected a finite number of at least 1"),
     (["--bf16", "--dtype", "fp32"], "contradict each other"),
+    (["--ngram_dropout", "0.3", "--ngram", "0"], "n-grams to leave out"),
+    (["--ngram_dropout", "1", "--ngram", "3"], "expected a share below 1"),
     (["--resume", "--init_from", "x.pt"], "contradict each other"),
     (["--resume"], "--resume found no valid checkpoint in .*; leave it out"),
     (["--wandb", "yes"], "invalid true or false value: 'yes'"),
@@ -2235,11 +2273,16 @@ def test_what_an_edit_draws_at_random_resumes_exactly(data, tmp_path, monkeypatc
     assert rows(tmp_path / "half", "train_loss") == rows(tmp_path / "whole", "train_loss")[5:]
     assert len(set(rows(tmp_path / "whole", "train_loss"))) == 10
     assert_weights_equal(tmp_path / "half", tmp_path / "whole")
-    draws = set()
+    draws, seeds = set(), []
     for seed, step, rank in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
-        train_gpt.seed_step(config(seed=seed), rank, step)
+        run = SimpleNamespace(
+            cfg=config(seed=seed), on=train_gpt.Launch(torch.device("cpu"), rank), gpt=SimpleNamespace()
+        )
+        train_gpt.seed_step(run, step)
         draws.add(torch.rand(()).item())
+        seeds.append(run.gpt.step_seed)
     assert len(draws) == 4
+    assert len(set(seeds)) == 3 and seeds[0] == seeds[3]  # what the model draws is the same on all ranks
 
 
 def test_resuming_goes_on_at_the_same_place_of_the_stream(data, plain, noisy, tmp_path, capsys):

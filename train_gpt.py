@@ -106,6 +106,7 @@ class Config:
     vocab_size: int = knob(0, "rows of the head; 0 is the tokenizer's, rounded up to a multiple of 64")
     ngram: int = knob(0, "n-grams of 2 to so many tokens have embeddings too, found by hash; 0 is off")
     ngram_rows: int = knob(16384, "embeddings that all n-grams share", least=1)
+    ngram_dropout: float = knob(0.0, "share of n-grams left out in training, lest it learn the corpus by heart")
     softcap: float = knob(15.0, "logits are squashed to within this; 0 is off")
     loss_chunk: int = knob(2048, "tokens whose logits exist at once; 0 is all of them")
     # optimizer
@@ -185,6 +186,11 @@ def config(**flags) -> Config:
         near = max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len
         raise UserError(
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; use --batch_tokens {near}"
+        )
+    if cfg.ngram_dropout and (cfg.ngram < 2 or cfg.ngram_dropout >= 1):
+        raise UserError(
+            f"--ngram_dropout is {cfg.ngram_dropout:g} with --ngram {cfg.ngram}; expected a share below 1, and n-grams "
+            "to leave out, as with --ngram 4"
         )
     if activation_budget(cfg) < 1 and cfg.compile == "off":
         raise UserError(f"--checkpointing {cfg.checkpointing} is a budget for the compiler; add --compile")
@@ -779,7 +785,8 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     with torch.device("meta" if fsdp else device):
         gpt = GPT(model_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
                   checkpointing=cfg.checkpointing if budget == 1 else "none", doc_eot=eot if cfg.doc_mask else None,
-                  offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
+                  offload=cfg.offload == "activations" and device.type == "cuda",
+                  ngram_dropout=cfg.ngram_dropout)  # fmt: skip
     if fsdp:
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
@@ -994,9 +1001,14 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
     return loss, norm
 
 
-def seed_step(cfg: Config, rank: int, step: int) -> None:
-    """What your own edits draw (dropout) is a function of (seed, step, rank) too: no random state needs saving."""
-    torch.manual_seed(int.from_bytes(hashlib.sha256(f"{cfg.seed}/{step}/{rank}".encode()).digest()[:8], "little") >> 1)
+def seed_step(run: Run, step: int) -> None:
+    """All that is drawn is a function of (seed, step), and what your own edits draw of the rank: no state to save."""
+
+    def seed_of(*names) -> int:
+        return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little") >> 1
+
+    run.gpt.step_seed = seed_of(run.cfg.seed, step)
+    torch.manual_seed(seed_of(run.cfg.seed, step, run.on.rank))
 
 
 def report_skipped(run: Run, data: Data, log: "Log", step: int) -> None:
@@ -1650,7 +1662,7 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
                 asked = time.perf_counter()
                 windows = next(batches).to(run.on.device, non_blocking=run.on.device.type == "cuda")
                 waited += time.perf_counter() - asked
-                seed_step(cfg, run.on.rank, step)
+                seed_step(run, step)
                 loss, norm = train_step(run, windows, lr_scale(step, cfg))
                 step += 1
                 if profiler:
