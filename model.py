@@ -379,18 +379,19 @@ class GPT(nn.Module):
         if cache is not None:
             cache.recent = tokens[:, 1 - self.cfg.ngram :]
         docs = None if eot is None else (idx == eot).cumsum(1)
-        code = idx.long() + 1
+        code, rows, weights = idx.long() + 1, [], []
         for back in range(1, self.cfg.ngram):
             before = F.pad(tokens + 1, (back, 0))[:, -idx.size(1) - back : -back]
             if docs is not None:
                 before = before * (docs == F.pad(docs, (back, 0), value=-1)[:, :-back])
             code = (code * 0x9E3779B1 + before) % (1 << 31)
-            ngram = self.ngrams((code * 0x85EBCA6B >> 7) % self.cfg.ngram_rows)
+            rows.append((code * 0x85EBCA6B >> 7) % self.cfg.ngram_rows)
             if self.ngram_dropout and torch.is_grad_enabled():
                 kept = hashed_uniform(code, self.step_seed) >= self.ngram_dropout
-                ngram = ngram * (kept / (1 - self.ngram_dropout))[..., None]
-            x = x + ngram
-        return x
+                weights.append((kept / (1 - self.ngram_dropout)).to(x.dtype))
+        rows, weights = (torch.stack(ts, -1).flatten(0, 1) if ts else None for ts in (rows, weights))
+        # one sum over all lengths: each lookup of its own would make a gradient as large as the table
+        return x + F.embedding_bag(rows, self.ngrams.weight, mode="sum", per_sample_weights=weights).view_as(x)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
