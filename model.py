@@ -548,7 +548,7 @@ class Role(NamedTuple):
 # The one table of parameters: every parameter must match exactly one row.
 ROLES = {
     "embedding": Role(r"wte\.weight", 1.0, "adam", 75.0, (0.8, 0.95), 0.0),
-    "ngrams": Role(r"ngrams\.weight", 0.0, "adam", 75.0, (0.8, 0.95), 0.0),
+    "ngrams": Role(r"ngrams\.weight", 0.0, "adam", 12.0, (0.8, 0.95), 0.0),
     "head": Role(r"head\.weight", 0.0, "adam", 1.0, (0.8, 0.95), 0.0),
     "qkv": Role(r"blocks\.\d+\.attn\.qkv\.weight", 0.33**0.5, "muon", 1.0, (0.95, 0.0), 1.0, split=3),
     "mlp_in": Role(r"blocks\.\d+\.mlp\.fc\.weight", 0.33**0.5, "muon", 1.0, (0.95, 0.0), 1.0),
