@@ -282,10 +282,9 @@ def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def hashed_uniform(code: Tensor, seed: int) -> Tensor:
-    """Numbers in [0, 1), fp32 (B, T), that look random: functions of int64 code (B, T), its position and seed."""
-    place = torch.arange(code.size(1), device=code.device)
-    for mixed_in in (place, seed % (1 << 31)):  # rounds of multiplying and folding, as in MurmurHash
+def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
+    """Numbers in [0, 1) that look random, fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
+    for mixed_in in (place * 0x85EBCA6B % (1 << 31), seed % (1 << 31)):  # multiplying and folding, as in MurmurHash
         code = (code ^ mixed_in) * 0x9E3779B1 % (1 << 31)
         code = (code ^ code >> 15) * 0x85EBCA6B % (1 << 31)
         code = code ^ code >> 13
@@ -297,8 +296,9 @@ class GPT(nn.Module):
 
     None of the other options changes what is computed: `attn` is the attention backend, `checkpointing` none, selective
     or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the host;
-    `fp8` (head and MLP) changes the rounding. `ngram_dropout` is the share of n-grams left out wherever gradients are
-    made; which ones depends on `step_seed` and the tokens alone, not on ranks or the rows that come with them.
+    `fp8` (head and MLP) changes the rounding.
+    `ngram_dropout` is the share of n-grams left out wherever gradients are made. Which ones is decided by the n-gram,
+    its place in the window and `step_seed`, to be set anew for each step: not by ranks, or the rows beside it.
     With `doc_eot`, tokens do not attend across the documents that this token starts.
     """
 
@@ -379,19 +379,21 @@ class GPT(nn.Module):
         if cache is not None:
             cache.recent = tokens[:, 1 - self.cfg.ngram :]
         docs = None if eot is None else (idx == eot).cumsum(1)
-        code, rows, weights = idx.long() + 1, [], []
+        code, codes = idx.long() + 1, []
         for back in range(1, self.cfg.ngram):
             before = F.pad(tokens + 1, (back, 0))[:, -idx.size(1) - back : -back]
             if docs is not None:
                 before = before * (docs == F.pad(docs, (back, 0), value=-1)[:, :-back])
             code = (code * 0x9E3779B1 + before) % (1 << 31)
-            rows.append((code * 0x85EBCA6B >> 7) % self.cfg.ngram_rows)
-            if self.ngram_dropout and torch.is_grad_enabled():
-                kept = hashed_uniform(code, self.step_seed) >= self.ngram_dropout
-                weights.append((kept / (1 - self.ngram_dropout)).to(x.dtype))
-        rows, weights = (torch.stack(ts, -1).flatten(0, 1) if ts else None for ts in (rows, weights))
+            codes.append(code)
+        codes, weights = torch.stack(codes, -1).flatten(0, 1), None
+        if self.ngram_dropout and torch.is_grad_enabled():
+            place = torch.arange(idx.size(1), device=idx.device).repeat(idx.size(0))[:, None]
+            kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
+            weights = kept / (1 - self.ngram_dropout)
+        rows, table = (codes * 0x85EBCA6B >> 7) % self.cfg.ngram_rows, self.ngrams.weight.float()
         # one sum over all lengths: each lookup of its own would make a gradient as large as the table
-        return x + F.embedding_bag(rows, self.ngrams.weight, mode="sum", per_sample_weights=weights).view_as(x)
+        return x + F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights).view(x.shape).to(x.dtype)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
@@ -607,7 +609,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    if x.dtype == torch.float32 and x.size(2) >= 4 * x.size(1):  # all on the Gram matrix: 21 small products, not 36
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    if exact and x.size(2) >= 4 * x.size(1):  # all on the Gram matrix, 21 small products for 36; bf16, TF32 blow it up
         gram, product, factor = x @ x.mT, None, None
         for a, b, c in NEWTON_SCHULZ:
             gram = gram if product is None else factor @ gram @ factor
