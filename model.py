@@ -299,15 +299,18 @@ class GPT(nn.Module):
     `fp8` (head and MLP) changes the rounding.
     `ngram_dropout` is the share of n-grams left out wherever gradients are made. Which ones is decided by the n-gram,
     its place in the window and `step_seed`, to be set anew for each step: not by ranks, or the rows beside it.
+    `confidence_penalty` times the mean entropy of the predictions is taken off the loss that the gradients are those of
+    (Pereyra et al. 2017), not off the loss returned.
     With `doc_eot`, tokens do not attend across the documents that this token starts.
     """
 
     def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
                  attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
-                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0):  # fmt: skip
+                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0,
+                 confidence_penalty: float = 0.0):  # fmt: skip
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
-        self.ngram_dropout, self.step_seed = ngram_dropout, 0
+        self.ngram_dropout, self.step_seed, self.confidence_penalty = ngram_dropout, 0, confidence_penalty
         self.attn, self.doc_eot = attn, doc_eot
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -398,10 +401,15 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
         if self.loss_chunk:
-            options = (self.cfg.softcap, self.loss_chunk, self.loss_grad, self.head.fp8)
+            options = (self.cfg.softcap, self.loss_chunk, self.loss_grad, self.head.fp8, self.confidence_penalty)
             return ChunkedLoss.apply(x, self.head.weight, targets, *options)
         logits = softcapped(self.head(x).float(), self.cfg.softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        if self.confidence_penalty and torch.is_grad_enabled():
+            log_p = logits.log_softmax(-1)
+            penalty = self.confidence_penalty * torch.where(targets >= 0, (log_p.exp() * log_p).sum(-1), 0).sum()
+            loss = loss + (penalty - penalty.detach())  # a gradient without a value
+        return loss
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -413,14 +421,22 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float, boost: float) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of softcapped logits (N, V), fp32 (), and its gradient by them times boost, their dtype."""
+def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float, boost: float,
+                       confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Summed cross entropy of softcapped logits (N, V), fp32 (), and boost times a gradient by them, in their dtype.
+
+    It is that of the cross entropy less confidence_penalty times the entropy of the predictions.
+    """
     capped = softcapped(logits.float(), softcap)
     log_z = capped.logsumexp(-1, keepdim=True)
     counted = (targets >= 0)[:, None]
     target = targets.clamp(min=0)[:, None]
     loss = torch.where(counted, log_z - capped.gather(1, target), 0).sum()
-    grad = (capped - log_z).exp_().scatter_add_(1, target, torch.full_like(log_z, -1.0))
+    grad = (capped - log_z).exp_()
+    if confidence_penalty:
+        log_p = capped - log_z
+        grad = grad + confidence_penalty * grad * (log_p - (grad * log_p).sum(-1, keepdim=True))
+    grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     if softcap:
         grad = grad * (1 - (capped / softcap).square())
     return loss, torch.where(counted, grad * boost, 0).to(logits.dtype)
@@ -434,7 +450,7 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, softcap, chunk, loss_grad, fp8=False):
+    def forward(ctx, x, weight, targets, softcap, chunk, loss_grad, fp8=False, confidence_penalty=0.0):
         w = weight.to(x.dtype)
         need_grad = any(ctx.needs_input_grad[:2])
         ctx.boost = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
@@ -443,7 +459,7 @@ class ChunkedLoss(torch.autograd.Function):
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
             logits = fp8_product(x[rows], w) if fp8 else x[rows] @ w.T
             if need_grad:
-                loss, dlogits = loss_grad(logits, targets[rows], softcap, ctx.boost)
+                loss, dlogits = loss_grad(logits, targets[rows], softcap, ctx.boost, confidence_penalty)
                 dx[rows] = fp8_product(dlogits, w.t().contiguous(), torch.float8_e5m2) if fp8 else dlogits @ w
                 dw += dlogits.T @ x[rows]
             else:
@@ -460,7 +476,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         grad = grad.float() / ctx.boost
-        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), None, None, None, None, None
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), *(None,) * 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------

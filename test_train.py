@@ -179,7 +179,9 @@ RANK_CASES = {
     "fsdp_ngrams": dict(
         ngram=3, ngram_rows=65, ngram_dropout=0.4, doc_mask=True, parallel="fsdp", init_from="", max_steps=5
     ),
-    "ddp_dropout": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="", max_steps=8),
+    "ddp_dropout": dict(
+        confidence_penalty=0.2, ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="", max_steps=8
+    ),
 }
 COMPILED_RANK_CASES = {
     "ddp_compiled": dict(compile="default", checkpointing="selective", max_steps=6),
@@ -451,21 +453,48 @@ def test_model_against_its_description(shape):
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 7, 48, 1000])
-def test_chunked_loss_is_the_loss(chunk, softcap):
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_chunked_loss_is_the_loss(penalty, chunk, softcap):
     torch.manual_seed(0)
     x, w = torch.randn(48, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     targets = torch.randint(-1, 30, (48,))
     logits = x @ w.T
     capped = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = F.cross_entropy(capped, targets, ignore_index=-1, reduction="sum")
-    expected_grads = torch.autograd.grad(expected / 3, (x, w))
+    entropy = torch.distributions.Categorical(logits=capped[targets >= 0]).entropy().sum()
+    expected_grads = torch.autograd.grad((expected - penalty * entropy) / 3, (x, w))
     loss_grad = model_module.cross_entropy_grad
-    loss = model_module.ChunkedLoss.apply(x, w, targets, softcap, chunk, loss_grad)
+    loss = model_module.ChunkedLoss.apply(x, w, targets, softcap, chunk, loss_grad, False, penalty)
     torch.testing.assert_close(loss, expected)
     for got, want in zip(torch.autograd.grad(loss / 3, (x, w)), expected_grads):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(model_module.ChunkedLoss.apply(x, w, targets, softcap, chunk, loss_grad), expected)
+
+
+def test_confidence_penalty_is_in_the_gradient_alone():
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    targets = idx.clone()
+    targets[:, :5] = -1
+    losses, grads = [], []
+    for penalty, chunk in ((0, 0), (0.3, 0), (0.3, 10)):
+        gpt = random_gpt(loss_chunk=chunk)
+        gpt.confidence_penalty = penalty
+        losses.append(gpt(idx, targets))
+        losses[-1].backward()
+        grads.append({name: p.grad for name, p in gpt.named_parameters()})
+        with torch.no_grad():
+            losses.append(gpt(idx, targets))
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0])
+    gpt = random_gpt()
+    capped = gpt(idx).flatten(0, 1)[targets.flatten() >= 0]
+    entropy = torch.distributions.Categorical(logits=capped).entropy().sum()
+    (gpt(idx, targets) - 0.3 * entropy).backward()
+    for name, p in gpt.named_parameters():
+        for got in grads[1:]:
+            torch.testing.assert_close(got[name], p.grad, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(grads[0]["head.weight"], grads[1]["head.weight"], rtol=1e-2)
 
 
 def test_bf16_model_is_close_and_keeps_fp32_weights():

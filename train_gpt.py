@@ -114,6 +114,7 @@ class Config:
     muon_lr: float = knob(0.02, "learning rate of Muon")
     adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006 beside Muon, 0.002 alone")
     weight_decay: float = knob(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
+    confidence_penalty: float = knob(0.0, "entropy of the predictions times this counts against the loss in training")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
     batch_tokens: int = knob(524288, "tokens in one optimizer step, all devices together", least=1)
     micro_batch: int = knob(0, "sequences a device takes at once; 0 is as many as fit")
@@ -786,7 +787,7 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
         gpt = GPT(model_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
                   checkpointing=cfg.checkpointing if budget == 1 else "none", doc_eot=eot if cfg.doc_mask else None,
                   offload=cfg.offload == "activations" and device.type == "cuda",
-                  ngram_dropout=cfg.ngram_dropout)  # fmt: skip
+                  ngram_dropout=cfg.ngram_dropout, confidence_penalty=cfg.confidence_penalty)  # fmt: skip
     if fsdp:
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
