@@ -432,9 +432,9 @@ def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float, boost: f
     counted = (targets >= 0)[:, None]
     target = targets.clamp(min=0)[:, None]
     loss = torch.where(counted, log_z - capped.gather(1, target), 0).sum()
-    grad = (capped - log_z).exp_()
+    log_p = capped - log_z
+    grad = log_p.exp() if confidence_penalty else log_p.exp_()
     if confidence_penalty:
-        log_p = capped - log_z
         grad = grad + confidence_penalty * grad * (log_p - (grad * log_p).sum(-1, keepdim=True))
     grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     if softcap:
@@ -582,12 +582,16 @@ def role_of(name: str) -> str:
     return rows[0]
 
 
+def seed_of(*names) -> int:
+    """64 bits that look random, a function of what is named."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little")
+
+
 def initial_weight(name: str, shape: torch.Size, seed: int) -> Tensor:
     """The full initial tensor, fp32 on the CPU: a function of (seed, name), whatever the ranks and devices."""
     role = ROLES[role_of(name)]
     fan_in = 1 if name == "wte.weight" else shape[-1]
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(seed_of(seed, name) >> 1)  # the shift: weights as ever
     return torch.empty(shape, device="cpu").normal_(0, 1, generator=generator).mul_(role.std / math.sqrt(fan_in))
 
 

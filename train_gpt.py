@@ -46,6 +46,7 @@ from model import (
     initial_weight,
     local,
     optimizer_groups,
+    seed_of,
     shard_heights,
 )
 
@@ -611,7 +612,7 @@ def window_starts(
     epochs = rows // n_windows
     for epoch in np.unique(epochs):
         here = epochs == epoch
-        key = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "little")
+        key = seed_of(seed, epoch)
         order = permuted(rows[here] % n_windows, n_windows, key)
         starts[here] = key % offsets + seq_len * order.astype(np.int64) if aligned is None else aligned[order]
     return starts
@@ -1004,10 +1005,6 @@ def train_step(run: Run, windows: Tensor, scale: float) -> tuple[Tensor, Tensor]
 
 def seed_step(run: Run, step: int) -> None:
     """All that is drawn is a function of (seed, step), and what your own edits draw of the rank: no state to save."""
-
-    def seed_of(*names) -> int:
-        return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little") >> 1
-
     run.gpt.step_seed = seed_of(run.cfg.seed, step)
     torch.manual_seed(seed_of(run.cfg.seed, step, run.on.rank))
 
