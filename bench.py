@@ -45,6 +45,7 @@ from data.prepare import UserError, load_meta
 from model import GPT, attention, attention_mask, generate, initial_weight
 from train_gpt import (
     ALLOCATOR_VARIABLES,
+    ATTENTION,
     DTYPES,
     Config,
     Run,
@@ -509,7 +510,7 @@ def bench_train(bench: Bench) -> dict:
 
 # Changes to the recipe; the first is the baseline, whose final loss is the target.
 RECIPES = {
-    "AdamW": dict(optimizer="adamw", adam_lr=0.004),
+    "AdamW": dict(optimizer="adamw", adam_lr=0.008),
     "Muon + Adam": {},
     "without weight decay": dict(weight_decay=0.0),
     "without soft-cap": dict(softcap=0.0),
@@ -599,26 +600,27 @@ def bench_loss(bench: Bench) -> dict:
 # 5. Attention
 
 
-def explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, chunk: int = 0) -> Tensor:
-    """Softmax attention as the textbooks write it, `chunk` queries at a time (0 = all); shapes as model.attention."""
-    out, length = [], q.size(2)
-    mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if mask is None else mask
-    for i in range(0, length, chunk or length):
-        rows = slice(i, i + (chunk or length))
-        scores = q[:, :, rows] @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-        out.append(scores.masked_fill(~mask[..., rows, :], -math.inf).softmax(-1) @ v)
-    return torch.cat(out, dim=2)
+def explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention as the textbooks write it; shapes as model.attention."""
+    mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+
+compiled_attention = torch.compile(attention, dynamic=False)
 
 
 def attention_once(backend: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, idx: Tensor, variant: str):
     """Seconds of one call forward and, where q needs a gradient, backward (else None), making the mask included."""
     synchronize(q.device)
     began = time.perf_counter()
-    plain, length = backend.startswith("explicit"), q.size(2)
+    length = q.size(2)
     window, eot = length // 4 if variant == "window" else 0, 0 if variant == "documents" else None
-    mask = attention_mask("sdpa" if plain else backend, idx, length, window, eot)
-    if plain:
-        out = explicit(q, k, v, mask, 256 if backend == "explicit, chunked" else 0)
+    mask = attention_mask(backend if backend in ("flex", "varlen") else "sdpa", idx, length, window, eot)
+    if backend == "explicit":
+        out = explicit(q, k, v, mask)
+    elif backend == "blocked, compiled":
+        out = compiled_attention(q, k, v, mask, "blocked")
     else:
         out = attention(q, k, v, mask, backend)
     synchronize(q.device)
@@ -639,7 +641,8 @@ def attention_case(flags: dict, backend: str):
         length, tokens, variant = question
         cfg = config(**{**flags, "seq_len": length, "batch_tokens": length, "doc_mask": variant == "documents",
                         "window": "S" if variant == "window" else "L",
-                        "attn": "auto" if backend.startswith("explicit") else backend})  # fmt: skip
+                        "attn": backend if backend in ATTENTION else "auto",
+                        "compile": "default" if backend == "blocked, compiled" else "off"})  # fmt: skip
         trains = backend != "flex" or device.type == "cuda"
         if trains:
             check_device(cfg, device)
@@ -660,11 +663,11 @@ def attention_case(flags: dict, backend: str):
 
 def bench_attention(bench: Bench) -> dict:
     """Every backend over context lengths, causal, with windows and with documents."""
-    bench.reserve(attn=0, seq_len=0, window=0, doc_mask=0)
+    bench.reserve(attn=0, compile=0, seq_len=0, window=0, doc_mask=0)
     cuda = bench.device.type == "cuda"
     lengths = (512, 1024, 2048, 4096, 8192, 16384) if cuda else (256, 512, 1024, 2048)
     lengths, tokens = (lengths[:2], 2048) if bench.quick else (lengths, 16384 if cuda else 4096)
-    backends = ("explicit", "explicit, chunked", "math", "sdpa", "flash", "efficient", "cudnn", "flex", "varlen")
+    backends = ("explicit", "blocked, compiled", "math", "sdpa", "flash", "efficient", "cudnn", "flex", "varlen")
     rows, workers, cfg = [], {}, config(**bench.flags)
 
     def ask(row: dict, what=None):

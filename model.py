@@ -138,8 +138,29 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> T
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
         out = varlen_attn(*flat, mask.starts, mask.starts, mask.longest, mask.longest, window_size=mask.window)
         return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
+    if backend == "blocked":
+        return blocked_attention(q, k, v, mask)
     with sdpa_kernel(SDPA_KERNELS[backend]) if backend in SDPA_KERNELS else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Products and a softmax for a block of queries at a time, without the keys behind the block; q and k equally long.
+
+    Compiled for a CPU it takes about half the time of SDPA's kernel. It keeps the probabilities for backward, and there
+    are four blocks at most, lest compilation take long.
+    """
+    length, out = q.size(2), []
+    size = max(128, -(-length // 4))
+    if mask is None:
+        position = torch.arange(length, device=q.device)
+        mask = position <= position[:, None]
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        scores = (q[:, :, start:end] @ k[:, :, :end].mT).float() / math.sqrt(q.size(-1))
+        seen = mask[..., start:end, :end]
+        out.append(torch.where(seen, scores, -math.inf).softmax(-1).to(v.dtype) @ v[:, :, :end])
+    return torch.cat(out, dim=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

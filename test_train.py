@@ -40,7 +40,7 @@ import sample
 import train_gpt
 from data.prepare import UserError, get_tokenizer, write_shard
 from model import GPT, GPTConfig, Optimizer, attention, attention_mask, generate, initial_weight, newton_schulz
-from train_gpt import config, content_hash, permuted, read_checkpoint, train, window_starts
+from train_gpt import attention_of, config, content_hash, permuted, read_checkpoint, train, window_starts
 
 HERE = Path(__file__).resolve().parent
 
@@ -394,6 +394,34 @@ def test_attention_against_its_definition(window):
     idx = torch.zeros((2, 24), dtype=torch.int64)
     out = attention(q, k, v, attention_mask("sdpa", idx, 24, window, None))
     torch.testing.assert_close(out.double(), reference_attention(q, k, v, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, length, window, docs",
+                         [("fp32", 300, 0, False), ("fp32", 128, 5, False), ("fp32", 600, 0, True),
+                          ("fp32", 257, 40, True), ("bf16", 256, 0, False)])  # fmt: skip
+def test_blocked_attention_against_pytorchs(dtype, length, window, docs):
+    generator = torch.Generator().manual_seed(0)
+    dtype, rtol = (torch.float32, 1e-4) if dtype == "fp32" else (torch.bfloat16, 0.02)
+    q, k, v, dy = torch.randn(4, 2, 3, length, 16, generator=generator).to(dtype).unbind()
+    idx = torch.randint(0, 50, (2, length), generator=generator)
+    results = []
+    for backend, kind in (("blocked", dtype), ("sdpa", torch.float64)):
+        inputs = [t.to(kind, copy=True).requires_grad_() for t in (q, k, v)]
+        out = attention(*inputs, attention_mask(backend, idx, length, window, 3 if docs else None), backend)
+        out.backward(dy.to(kind))
+        results.append([out.detach(), *(t.grad for t in inputs)])
+    for got, want in zip(*results):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() < rtol * want.norm()
+
+
+def test_auto_attention_is_blocked_where_a_cpu_compiles():
+    cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
+    assert attention_of(config(**compiled), cpu) == "blocked"
+    for flags, device in (({}, cpu), (compiled, cuda), (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
+                          (compiled | dict(checkpointing="selective"), cpu)):  # fmt: skip
+        assert attention_of(config(**flags), device) == "auto"
+    assert attention_of(config(attn="flash", compile="default"), cpu) == "flash"
 
 
 def reference_gpt(weights: dict, cfg: GPTConfig, idx) -> torch.Tensor:
@@ -772,6 +800,7 @@ SAME = {
     "attention math": dict(attn="math"),
     "attention flash": dict(attn="flash"),
     "attention sdpa": dict(attn="sdpa"),
+    "attention blocked": dict(attn="blocked"),
     "deterministic": dict(deterministic=True),
     "matmul_precision": dict(matmul_precision="high"),
     "offload activations": dict(offload="activations"),
@@ -1059,7 +1088,7 @@ def test_micro_batch_is_predicted_verified_and_halved():
     (["--wandb", "yes"], "invalid true or false value: 'yes'"),
     (["--resume", "gone.pt"], "no checkpoint gone.pt"),
     (["--attn", "flex"], "flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
-    (["--attn", "varlen"], "--attn varlen runs on CUDA only, not on cpu; use auto, sdpa, flash or math"),
+    (["--attn", "varlen"], "--attn varlen runs on CUDA only, not on cpu; use auto, blocked or sdpa"),
     (["--attn", "cudnn"], "--attn cudnn runs on CUDA only"),
     (["--attn", "fa3"], "--attn fa3 runs on CUDA only"),
     (["--fp8"], "--fp8 needs a CUDA device of compute capability 8.9 or newer"),
@@ -3132,19 +3161,18 @@ def test_bench_attention(tmp_path):
     report = measured(tmp_path, "attention", SIZES)
     numbers_are_finite([row for row in report["attention"] if "note" not in row])
     done = {row["backend"] for row in report["attention"] if "backward_ms" in row}
-    assert done == {"explicit", "explicit, chunked", "math", "sdpa", "flash"}
+    assert done == {"explicit", "blocked, compiled", "math", "sdpa", "flash"}
     flex = [row for row in report["attention"] if row["backend"] == "flex"]
     assert all("forward_ms" in row and "backward_ms" not in row for row in flex)
     more = {row["backend"]: row["more_mb"] for row in report["attention"] if row["seq_len"] == 512}
     assert more["sdpa"] < more["explicit"]  # the scores
 
 
-@pytest.mark.parametrize("chunk", [0, 16])
-def test_explicit_attention_is_attention(chunk):
+def test_explicit_attention_is_attention():
     q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
-    torch.testing.assert_close(bench.explicit(q, k, v, None, chunk), attention(q, k, v, None))
+    torch.testing.assert_close(bench.explicit(q, k, v, None), attention(q, k, v, None))
     mask = attention_mask("sdpa", torch.zeros(2, 50, dtype=torch.long), 50, 7, None)
-    torch.testing.assert_close(bench.explicit(q, k, v, mask, chunk), attention(q, k, v, mask))
+    torch.testing.assert_close(bench.explicit(q, k, v, mask), attention(q, k, v, mask))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")

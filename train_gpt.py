@@ -57,7 +57,7 @@ except ImportError:
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "flex", "varlen", "fa3", "fa4")
+ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "blocked", "flex", "varlen", "fa3", "fa4")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -130,7 +130,7 @@ class Config:
     bf16: bool = knob(False, "short for --dtype bf16", bare=True)
     fp8: bool = knob(False, "float8 matrix products in MLP and head (CUDA sm89 or newer)", bare=True)
     matmul_precision: str = knob("highest", "of fp32 products on CUDA; high is TF32", ("highest", "high", "medium"))
-    attn: str = knob("auto", "attention backend; auto leaves the choice of kernel to PyTorch", ATTENTION)
+    attn: str = knob("auto", "attention backend; auto is PyTorch's choice, blocked where a CPU compiles", ATTENTION)
     checkpointing: str = knob("none", "activations recomputed: none, selective, full, or a compiler's budget as 0.5")
     offload: str = knob("none", "what lives in host memory", ("none", "activations", "optimizer"))
     parallel: str = knob("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state",
@@ -369,7 +369,7 @@ def check_device(cfg: Config, device: torch.device) -> list[str]:
             "--attn flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"
         )
     if cfg.attn in ("cudnn", "efficient", "varlen", "fa3", "fa4") and not cuda:
-        raise UserError(f"--attn {cfg.attn} runs on CUDA only, not on {device.type}; use auto, sdpa, flash or math")
+        raise UserError(f"--attn {cfg.attn} runs on CUDA only, not on {device.type}; use auto, blocked or sdpa")
     if cfg.attn in ("flash", "fa3", "fa4") and cuda and masked:
         raise UserError(f"--attn {cfg.attn} takes no mask, as --window and --doc_mask need; use --attn flex or varlen")
     if cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and cuda and dtype == "fp32":
@@ -445,6 +445,12 @@ def device_of(cfg: Config) -> torch.device:
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps was asked for, but PyTorch sees no Apple GPU here; use --device cpu")
     return torch.device(kind)
+
+
+def attention_of(cfg: Config, device: torch.device) -> str:
+    """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and its memory no matter."""
+    short = cfg.seq_len <= 1024 and cfg.checkpointing == "none"
+    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.compile != "off" and short else cfg.attn
 
 
 def dtype_of(cfg: Config, device: torch.device) -> str:
@@ -785,7 +791,7 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     dtype, device, fsdp = DTYPES[dtype_of(cfg, run_on.device)], run_on.device, cfg.parallel == "fsdp"
     budget = activation_budget(cfg)
     with torch.device("meta" if fsdp else device):
-        gpt = GPT(model_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=cfg.attn, fp8=cfg.fp8,
+        gpt = GPT(model_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=attention_of(cfg, device), fp8=cfg.fp8,
                   checkpointing=cfg.checkpointing if budget == 1 else "none", doc_eot=eot if cfg.doc_mask else None,
                   offload=cfg.offload == "activations" and device.type == "cuda",
                   ngram_dropout=cfg.ngram_dropout, confidence_penalty=cfg.confidence_penalty)  # fmt: skip
@@ -793,8 +799,12 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
+        from torch._inductor import config as inductor
+
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
         torch._functorch.config.activation_memory_budget = budget
+        if inductor.cpp.vec_isa_ok is None:  # else it compiles a test for each of the CPU's vector instruction sets
+            inductor.cpp.vec_isa_ok = True
         gpt.compile_parts(cfg.compile)
     model = gpt
     if run_on.world > 1 and not fsdp:
@@ -1584,8 +1594,8 @@ def describe(run: Run, data: Data, log: Log) -> None:
 
 def attention_kernels(run: Run) -> str:
     """The kernels that attention runs on: what PyTorch chooses for tensors as the model's, not what a flag says."""
-    if run.cfg.attn in ("flex", "varlen"):
-        return run.cfg.attn
+    if run.gpt.attn in ("blocked", "flex", "varlen"):
+        return run.gpt.attn
     cfg, names = run.gpt.cfg, []
     q = torch.empty((run.micro_batch, cfg.n_head, cfg.seq_len, cfg.head_dim), dtype=run.gpt.compute_dtype,
                     device=run.on.device, requires_grad=True)  # fmt: skip
