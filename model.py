@@ -145,12 +145,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> T
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Products and a softmax for a block of queries at a time, without the keys behind the block; q and k equally long.
+    """Products and a softmax for a block of queries at a time, without the keys after the block; q and k equally long.
 
     Compiled for a CPU it takes about half the time of SDPA's kernel. It keeps the probabilities for backward, and there
-    are four blocks at most, lest compilation take long.
+    are four blocks at most, lest compilation take long. Scores are rounded to the dtype of q, SDPA's are fp32.
     """
     length, out = q.size(2), []
+    q, k, v = (t.contiguous() for t in (q, k, v))  # else each slice of several heads is copied
     size = max(128, -(-length // 4))
     if mask is None:
         position = torch.arange(length, device=q.device)
@@ -315,12 +316,12 @@ def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
 class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
-    None of the other options changes what is computed: `attn` is the attention backend, `checkpointing` none, selective
-    or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the host;
-    `fp8` (head and MLP) changes the rounding.
+    None of the other options changes what is computed, rounding apart: `attn` is the attention backend, `checkpointing`
+    none, selective or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations
+    to the host; `fp8` (head and MLP) rounds more than the others.
     `ngram_dropout` is the share of n-grams left out wherever gradients are made. Which ones is decided by the n-gram,
     its place in the window and `step_seed`, to be set anew for each step: not by ranks, or the rows beside it.
-    `confidence_penalty` times the mean entropy of the predictions is taken off the loss that the gradients are those of
+    `confidence_penalty` times the sum of the predictions' entropies is taken off the loss that is differentiated
     (Pereyra et al. 2017), not off the loss returned.
     With `doc_eot`, tokens do not attend across the documents that this token starts.
     """
@@ -423,11 +424,12 @@ class GPT(nn.Module):
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
         if self.loss_chunk:
             options = (self.cfg.softcap, self.loss_chunk, self.loss_grad, self.head.fp8, self.confidence_penalty)
-            return ChunkedLoss.apply(x, self.head.weight, targets, *options)
+            weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it makes gradients
+            return ChunkedLoss.apply(x, weight, targets, *options)
         logits = softcapped(self.head(x).float(), self.cfg.softcap)
-        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        log_p = logits.log_softmax(-1)
+        loss = F.nll_loss(log_p, targets, ignore_index=-1, reduction="sum")
         if self.confidence_penalty and torch.is_grad_enabled():
-            log_p = logits.log_softmax(-1)
             penalty = self.confidence_penalty * torch.where(targets >= 0, (log_p.exp() * log_p).sum(-1), 0).sum()
             loss = loss + (penalty - penalty.detach())  # a gradient without a value
         return loss

@@ -419,7 +419,7 @@ def test_auto_attention_is_blocked_where_a_cpu_compiles():
     cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
     assert attention_of(config(**compiled), cpu) == "blocked"
     for flags, device in (({}, cpu), (compiled, cuda), (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
-                          (compiled | dict(checkpointing="selective"), cpu)):  # fmt: skip
+                          (compiled | dict(preset="gpt2-small"), cuda)):  # fmt: skip
         assert attention_of(config(**flags), device) == "auto"
     assert attention_of(config(attn="flash", compile="default"), cpu) == "flash"
 

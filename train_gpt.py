@@ -6,6 +6,7 @@ Read from top to bottom: config, launch, data, build, step and evaluation, check
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import difflib
 import errno
@@ -115,7 +116,7 @@ class Config:
     muon_lr: float = knob(0.02, "learning rate of Muon")
     adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006 beside Muon, 0.002 alone")
     weight_decay: float = knob(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
-    confidence_penalty: float = knob(0.0, "entropy of the predictions times this counts against the loss in training")
+    confidence_penalty: float = knob(0.0, "this times the entropy of the predictions is taken off the loss in training")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
     batch_tokens: int = knob(524288, "tokens in one optimizer step, all devices together", least=1)
     micro_batch: int = knob(0, "sequences a device takes at once; 0 is as many as fit")
@@ -130,7 +131,7 @@ class Config:
     bf16: bool = knob(False, "short for --dtype bf16", bare=True)
     fp8: bool = knob(False, "float8 matrix products in MLP and head (CUDA sm89 or newer)", bare=True)
     matmul_precision: str = knob("highest", "of fp32 products on CUDA; high is TF32", ("highest", "high", "medium"))
-    attn: str = knob("auto", "attention backend; auto is PyTorch's choice, blocked where a CPU compiles", ATTENTION)
+    attn: str = knob("auto", "attention backend; auto is PyTorch's choice, or blocked on a compiling CPU", ATTENTION)
     checkpointing: str = knob("none", "activations recomputed: none, selective, full, or a compiler's budget as 0.5")
     offload: str = knob("none", "what lives in host memory", ("none", "activations", "optimizer"))
     parallel: str = knob("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state",
@@ -337,8 +338,10 @@ def launch(cfg: Config) -> Launch:
             )
         device = torch.device("cuda", env["LOCAL_RANK"])
         torch.cuda.set_device(device)
-    elif env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
-        torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
+    elif device.type == "cpu":
+        keep_freed_memory()
+        if env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
+            torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
         torch.use_deterministic_algorithms(cfg.deterministic)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
@@ -355,6 +358,17 @@ def launch(cfg: Config) -> Launch:
     if dist.is_initialized():
         control = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
     return Launch(device, env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], control)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what a step frees for the next one: given back, it costs a page fault for every 4 KiB again.
+
+    Other C libraries are left alone, and so is one that the environment sets up (GLIBC_TUNABLES, MALLOC_...).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt and not any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well ...
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
 
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -448,9 +462,9 @@ def device_of(cfg: Config) -> torch.device:
 
 
 def attention_of(cfg: Config, device: torch.device) -> str:
-    """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and its memory no matter."""
-    short = cfg.seq_len <= 1024 and cfg.checkpointing == "none"
-    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.compile != "off" and short else cfg.attn
+    """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
+    compiled_cpu = device.type == "cpu" and cfg.compile != "off"
+    return "blocked" if cfg.attn == "auto" and compiled_cpu and cfg.seq_len <= 1024 else cfg.attn
 
 
 def dtype_of(cfg: Config, device: torch.device) -> str:
@@ -803,7 +817,7 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
 
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
         torch._functorch.config.activation_memory_budget = budget
-        if inductor.cpp.vec_isa_ok is None:  # else it compiles a test for each of the CPU's vector instruction sets
+        if inductor.cpp.vec_isa_ok is None:  # else it compiles PyTorch's headers for each set of vector instructions
             inductor.cpp.vec_isa_ok = True
         gpt.compile_parts(cfg.compile)
     model = gpt
