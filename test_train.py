@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import platform
 import random
 import re
 import shutil
@@ -415,6 +416,20 @@ def test_blocked_attention_against_pytorchs(dtype, length, window, docs):
         assert (got.double() - want).norm() < rtol * want.norm()
 
 
+def test_blocked_attention_compiled():
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    q, k, v = torch.randn(3, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0)).transpose(2, 3).unbind()
+    mask = attention_mask("blocked", torch.randint(0, 50, (2, 300)), 300, 40, 3)
+    compiled = torch.compile(attention, dynamic=False, fullgraph=True)
+    for seen in (None, mask):
+        inputs = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+        compiled(*inputs[0], seen, "blocked").square().sum().backward()
+        attention(*inputs[1], seen, "sdpa").square().sum().backward()
+        for got, want in zip(*inputs):
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_auto_attention_is_blocked_where_a_cpu_compiles():
     cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
     assert attention_of(config(**compiled), cpu) == "blocked"
@@ -523,6 +538,44 @@ def test_confidence_penalty_is_in_the_gradient_alone():
         for got in grads[1:]:
             torch.testing.assert_close(got[name], p.grad, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(grads[0]["head.weight"], grads[1]["head.weight"], rtol=1e-2)
+
+
+def test_the_flag_for_a_confidence_penalty_arrives(plain, data, noisy, tmp_path):
+    flags = TINY | dict(data=str(data), init_from=str(noisy), out_dir=str(tmp_path / "run"), max_steps=1)
+    train(config(**flags, confidence_penalty=0.3))
+    np.testing.assert_allclose(rows(tmp_path / "run", "train_loss"), rows(plain, "train_loss")[:1], rtol=1e-5)
+    assert abs(rows(tmp_path / "run", "grad_norm")[0] / rows(plain, "grad_norm")[0] - 1) > 1e-3
+
+
+def test_evaluation_makes_no_gradients(monkeypatch):
+    gpt = random_gpt(loss_chunk=10)
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    want = gpt(idx, idx).detach()
+    monkeypatch.setattr(gpt, "loss_grad", None)
+    with torch.no_grad():
+        torch.testing.assert_close(gpt(idx, idx), want)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_freed_memory_is_kept_for_the_next_step():
+    code = """if True:
+        import resource, sys, torch, train_gpt
+        if sys.argv[1] == "kept":
+            train_gpt.keep_freed_memory()
+        for repeat in range(3):
+            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for size in (1 << 21, 1 << 24):
+                torch.ones(size)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    faults = {}
+    for how, env in (("kept", clean), ("", clean), ("kept", clean | dict(MALLOC_TRIM_THRESHOLD_="131072"))):
+        done = subprocess.run([sys.executable, "-c", code, how], cwd=HERE, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        faults[how, len(env)] = int(done.stdout)
+    kept, plain, users = faults.values()
+    assert kept < plain / 4 and kept < users / 4  # the user's settings win
 
 
 def test_bf16_model_is_close_and_keeps_fp32_weights():
@@ -904,6 +957,7 @@ def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
     flags = TINY | dict(data=str(data), init_from=str(noisy), micro_batch=8, loss_chunk=256, compile="default")
     train(config(**flags | more | dict(out_dir=str(tmp_path / "run"), sample_every=10)))
     assert_same_run(tmp_path / "run", plain)
+    assert "attention blocked" in (tmp_path / "run" / "log.txt").read_text()
     assert all("_orig_mod" not in name for name in final(tmp_path / "run")["model"])
 
 
