@@ -1419,7 +1419,7 @@ def test_sample_and_perplexity(data, noisy, plain, tmp_path, capsys):
     for i in range(0, len(raw), 32):
         piece = stream[i : i + 33]
         losses += F.cross_entropy(gpt(piece[None, :-1])[0], piece[1:], reduction="none").tolist()
-    printed = out("--run", noisy, "--perplexity", tmp_path / "text")
+    printed = out("--run", noisy, "--perplexity", tmp_path / "text", "--dtype", "fp32")
     per_token, per_byte = (float(re.search(rf"per {unit} ([\d.]+)", printed)[1]) for unit in ("token", "byte"))
     assert per_token == pytest.approx(math.exp(np.mean(losses)), rel=1e-4) == per_byte
     assert sample.main(["--run", str(tmp_path)]) == 2 and "holds no ckpt" in capsys.readouterr().err
@@ -3278,9 +3278,11 @@ def test_bench_infer(tmp_path):
         (b, m, c) for b in (1, 8) for m in ("eager", "compiled") for c in ("none", "KV cache")
     }
     for row in rows:
+        if row["cache"] == "none" and "tokens_per_s" not in row:  # not done in its time: kernels made for every length
+            continue
         assert row["tokens_per_s"] * row["decode_ms"] / 1000 == pytest.approx(row["batch"])
         assert 0 < row["s_50"] < row["s_200"] and row["prefill_ms"] / 1000 < row["s_50"]
-        assert row["cache"] == "none" or row["gain_200"] > 0
+        assert all(value > 0 for key, value in row.items() if key.startswith("gain"))
 
 
 def test_bench_scaling(tmp_path):
