@@ -724,17 +724,17 @@ def test_newton_schulz_against_svd(shape):
     inside = u.mT @ got @ vt.mT  # diagonal, if the singular vectors are kept
     values = inside.diagonal(dim1=1, dim2=2)
     assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
-    assert (
-        values.min() > (0.1 if shape[0] == shape[1] else 0.88) and values.max() < 1.11
-    )  # square ones have tiny values
+    assert values.min() > (0.1 if shape[0] == shape[1] else 0.71)  # square ones have tiny values
+    assert values.max() < 1.29
+    torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
     assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
 
 
 def test_newton_schulz_of_singular_values():
-    values = torch.logspace(math.log10(0.005), 0, 1000, dtype=torch.float64)
+    values = torch.logspace(-2, 0, 1000, dtype=torch.float64)
     for a, b, c in model_module.NEWTON_SCHULZ:
         values = a * values + b * values**3 + c * values**5
-    assert 0.9 < values.min() and values.max() < 1.1
+    assert 0.7 < values.min() and values.max() < 1.3
 
 
 @pytest.mark.parametrize("small", [1.0, 1e-2, 1e-4, 0.0])
@@ -763,13 +763,15 @@ def random_steps(optimizer, params, steps=6):
 
 
 def test_muon_against_torch(monkeypatch):
-    monkeypatch.setattr(model_module, "NEWTON_SCHULZ", 5 * [(3.4445, -4.7750, 2.0315)])  # as torch has them
+    converging = (1.875, -1.25, 0.375)  # torch divides by another norm: only what converges is the same in the end
+    monkeypatch.setattr(model_module, "NEWTON_SCHULZ", 20 * [converging])
     generator = torch.Generator().manual_seed(0)
     shapes = [(32, 16), (32, 16), (16, 32), (24, 24)]
     start = [torch.randn(s, generator=generator) for s in shapes]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     group = dict(params=ours, names=list("abcd"), kind="muon", lr=0.05, betas=(0.9, 0.0), weight_decay=0.3, split=1)
-    optimizer, oracle = Optimizer([group], ns_dtype=torch.bfloat16), torch.optim.Muon(theirs, 0.05, 0.3, 0.9)
+    optimizer = Optimizer([group], ns_dtype=torch.bfloat16)
+    oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
     random_steps(optimizer, ours)
     random_steps(oracle, theirs)
     for a, b, p in zip(ours, theirs, start):
@@ -3091,7 +3093,7 @@ def test_bench_ladder(tmp_path, monkeypatch, capsys):
     assert {"fp32 eager", "+ fused attention", "+ fused optimizer", "+ chunked loss"} <= {row["name"] for row in done}
     for row in done:
         assert row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(row["tokens"])
-        assert row["loss"] == pytest.approx(done[0]["loss"], rel=1e-4) and abs(row["loss"] - math.log(320)) > 0.01
+        assert row["loss"] == pytest.approx(done[0]["loss"], rel=5e-4) and abs(row["loss"] - math.log(320)) > 0.01
         assert row["flops_per_s"] < report["product_flops"] and row["peak_mb"] > 50
     assert [row["name"] for row in report["without"]][:1] in (["without all of them"], [])
     assert {row["micro_batch"] for row in report["without"]} <= {report["stack"]["micro_batch"], 8}
