@@ -266,12 +266,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, past: "LayerCache | None" = None) -> Tensor:
         with saved_tensors_hooks(to_host, from_host) if self.offload else contextlib.nullcontext():
-            if self.compiled is None or past is not None or x.device.type != "cpu":
-                return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
-            x = x if torch.is_grad_enabled() else x.detach().requires_grad_()
-            with torch.enable_grad():  # evaluation runs the graph of training: one compilation less to wait for
-                y = self.compiled(x, cos, sin, mask, past)
-            return y if torch.is_grad_enabled() else y.detach()
+            return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
 
     def checkpointed(self, *inputs) -> Tensor:
         """The layer; "full" recomputes all of it in the backward pass, "selective" all but products and attention."""
@@ -464,8 +459,7 @@ def cross_entropy_grad(logits: Tensor, targets: Tensor, softcap: float, boost: f
     grad = log_p.exp() if confidence_penalty else log_p.exp_()
     if confidence_penalty:
         grad = grad + confidence_penalty * grad * (log_p - (grad * log_p).sum(-1, keepdim=True))
-    hit = torch.arange(grad.size(1), device=grad.device) == target
-    grad.add_(hit, alpha=-1)  # can be fused, as scatter_add_ cannot
+    grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     if softcap:
         grad = grad * (1 - (capped / softcap).square())
     return loss, torch.where(counted, grad * boost, 0).to(logits.dtype)
@@ -505,7 +499,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         grad = grad.float() / ctx.boost
-        return dx * grad, (dw * grad).to(ctx.weight_dtype), *(None,) * 6
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), *(None,) * 6
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -556,23 +556,6 @@ def test_evaluation_makes_no_gradients(monkeypatch):
         torch.testing.assert_close(gpt(idx, idx), want)
 
 
-def test_evaluation_compiles_nothing_of_its_own():
-    gpt = random_gpt(loss_chunk=10)
-    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for block in gpt.blocks:
-        block.compiled = torch.compile(block.checkpointed, backend="aot_eager", fullgraph=True, dynamic=False)
-    want = gpt(idx, idx)
-    want.backward()
-    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with torch.no_grad():
-        got = gpt(idx, idx)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
-    assert not got.requires_grad
-    torch.testing.assert_close(got, want.detach())
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_freed_memory_is_kept_for_the_next_step():
     code = """if True:

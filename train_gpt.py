@@ -813,7 +813,6 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
-        os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # for profilers of C++, at a fifth of g++'s time
         from torch._inductor import config as inductor
 
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
