@@ -643,7 +643,7 @@ NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """A nearly semi-orthogonal matrix for each of x (M, rows, cols): most singular values end in [0.7, 1.3].
+    """A nearly semi-orthogonal matrix for each of x (M, rows, cols): all but tiny singular values end in [0.7, 1.3].
 
     Quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), in the dtype of x. All-zero matrices stay zero.
     """

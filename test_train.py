@@ -578,6 +578,26 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert kept < plain / 4 and kept < users / 4  # the user's settings win
 
 
+def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
+    code = """if True:
+        import sys, threading, torch, train_gpt
+        from pathlib import Path
+        folder = Path(sys.argv[1])
+        train_gpt.launch(train_gpt.config(device="cpu"))
+        train_gpt.precompile_header()
+        [thread] = set(threading.enumerate()) - {threading.main_thread()}
+        thread.join()
+        ahead = sorted(folder.glob("*/precompiled_headers/*"))
+        torch.compile(torch.sin)(torch.ones(64))
+        assert sorted(folder.glob("*/precompiled_headers/*")) == ahead != []
+        assert not any(b".debug_line" in path.read_bytes() for path in folder.rglob("*.so"))
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "AOT_INDUCTOR"))}
+    clean["TMPDIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_bf16_model_is_close_and_keeps_fp32_weights():
     exact, rounded = random_gpt(loss_chunk=10), random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
     idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -340,6 +340,8 @@ def launch(cfg: Config) -> Launch:
         torch.cuda.set_device(device)
     elif device.type == "cpu":
         keep_freed_memory()
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else PyTorch's headers, for each instruction set
+        os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # a tenth of g++'s time, for profilers
         if env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
             torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
@@ -804,6 +806,8 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
     dtype, device, fsdp = DTYPES[dtype_of(cfg, run_on.device)], run_on.device, cfg.parallel == "fsdp"
     budget = activation_budget(cfg)
+    if cfg.compile != "off" and device.type == "cpu":
+        precompile_header()
     with torch.device("meta" if fsdp else device):
         gpt = GPT(model_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=attention_of(cfg, device), fp8=cfg.fp8,
                   checkpointing=cfg.checkpointing if budget == 1 else "none", doc_eot=eot if cfg.doc_mask else None,
@@ -813,12 +817,8 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
     if cfg.compile != "off":
-        from torch._inductor import config as inductor
-
         torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
         torch._functorch.config.activation_memory_budget = budget
-        if inductor.cpp.vec_isa_ok is None:  # else it compiles PyTorch's headers for each set of vector instructions
-            inductor.cpp.vec_isa_ok = True
         gpt.compile_parts(cfg.compile)
     model = gpt
     if run_on.world > 1 and not fsdp:
@@ -838,6 +838,13 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return Run(cfg, run_on, gpt, model, optimizer, scaler, micro_batch, deque(maxlen=cfg.log_every))
+
+
+def precompile_header() -> None:
+    """Starts g++ on PyTorch's header, which every kernel includes, while the model is made and traced."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    threading.Thread(target=CppPythonBindingsCodeCache.load_async, args=("",)).start()
 
 
 def shard(gpt: GPT, device: torch.device, dtype: torch.dtype) -> None:
