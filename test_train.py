@@ -579,18 +579,20 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
     code = """if True:
         import sys, threading, torch, train_gpt
         from pathlib import Path
         folder = Path(sys.argv[1])
-        train_gpt.launch(train_gpt.config(device="cpu"))
         train_gpt.precompile_header()
         [thread] = set(threading.enumerate()) - {threading.main_thread()}
         thread.join()
         ahead = sorted(folder.glob("*/precompiled_headers/*"))
         torch.compile(torch.sin)(torch.ones(64))
         assert sorted(folder.glob("*/precompiled_headers/*")) == ahead != []
-        assert not any(b".debug_line" in path.read_bytes() for path in folder.rglob("*.so"))
+        kernels = list(folder.rglob("*.so"))
+        assert kernels and not any(b".debug_line" in path.read_bytes() for path in kernels)
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "AOT_INDUCTOR"))}
     clean["TMPDIR"] = str(tmp_path)

@@ -56,6 +56,10 @@ try:
 except ImportError:
     fcntl = None
 
+# Read as PyTorch's compiler is imported; a first --compile on a CPU takes seconds more without them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles headers for each set of vector instructions
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
+
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "blocked", "flex", "varlen", "fa3", "fa4")
@@ -340,8 +344,6 @@ def launch(cfg: Config) -> Launch:
         torch.cuda.set_device(device)
     elif device.type == "cpu":
         keep_freed_memory()
-        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else PyTorch's headers, for each instruction set
-        os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # a tenth of g++'s time, for profilers
         if env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
             torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
@@ -844,7 +846,11 @@ def precompile_header() -> None:
     """Starts g++ on PyTorch's header, which every kernel includes, while the model is made and traced."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    threading.Thread(target=CppPythonBindingsCodeCache.load_async, args=("",)).start()
+    def work():
+        with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
+            CppPythonBindingsCodeCache.load_async("")
+
+    threading.Thread(target=work).start()
 
 
 def shard(gpt: GPT, device: torch.device, dtype: torch.dtype) -> None:
