@@ -1366,7 +1366,7 @@ def bench_record(bench: Bench, path: str = "") -> dict:
     }  # fmt: skip
     notes = [f"- {reason}" for reason in reasons]
     if changed:
-        notes.append(f"A person must read the source in log.txt: {' and '.join(changed)} are not as they stand here.")
+        notes.append(f"A person must read the source in log.txt: it is not this repository's {' and '.join(changed)}.")
     print(table(f"Track {track}", [row], columns, tuple(notes)))
     return dict(record=[row | dict(broken=reasons)])
 
