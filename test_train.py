@@ -3115,7 +3115,9 @@ def test_bench_ladder(tmp_path, monkeypatch, capsys):
     assert {"fp32 eager", "+ fused attention", "+ fused optimizer", "+ chunked loss"} <= {row["name"] for row in done}
     for row in done:
         assert row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(row["tokens"])
-        assert row["loss"] == pytest.approx(done[0]["loss"], rel=5e-4) and abs(row["loss"] - math.log(320)) > 0.01
+        exact = report["product_dtype"] == "fp32" or row["name"] in ("fp32 eager", "without bf16")
+        assert row["loss"] == pytest.approx(done[0]["loss"], rel=1e-4 if exact else 5e-4)  # bf16 rounds
+        assert abs(row["loss"] - math.log(320)) > 0.01
         assert row["flops_per_s"] < report["product_flops"] and row["peak_mb"] > 50
     assert [row["name"] for row in report["without"]][:1] in (["without all of them"], [])
     assert {row["micro_batch"] for row in report["without"]} <= {report["stack"]["micro_batch"], 8}
