@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in train_gpt.py
+
 import numpy as np
 import torch
 

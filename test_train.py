@@ -600,6 +600,18 @@ def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["train_gpt", "sample"])
+@pytest.mark.parametrize("given, used", [(None, "10000"), ("77", "77")])
+def test_idle_threads_spin_briefly_unless_told_otherwise(module, given, used):
+    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | dict(OMP_DISPLAY_ENV="verbose")
+    env |= dict(GOMP_SPINCOUNT=given) if given else {}
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], cwd=HERE, env=env, capture_output=True, text=True)
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)  # what libgomp read as it was loaded
+    if not spins:
+        pytest.skip("this PyTorch does not use GNU's OpenMP")
+    assert set(spins) == {used}
+
+
 def test_bf16_model_is_close_and_keeps_fp32_weights():
     exact, rounded = random_gpt(loss_chunk=10), random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
     idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))

@@ -29,6 +29,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Read as PyTorch or its compiler is imported. What the environment already sets stays.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter, or runs that share cores crawl
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles headers for each set of vector instructions
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -55,10 +60,6 @@ try:
     import fcntl  # not on Windows, where a run's folder is not locked
 except ImportError:
     fcntl = None
-
-# Read as PyTorch's compiler is imported; a first --compile on a CPU takes seconds more without them.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles headers for each set of vector instructions
-os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
