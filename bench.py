@@ -38,6 +38,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":  # as in train_gpt.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+
 import torch
 import torch.distributed as dist
 from torch import Tensor

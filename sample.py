@@ -7,7 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in train_gpt.py
+if __name__ == "__main__":  # as in train_gpt.py
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
 import torch

@@ -578,6 +578,9 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert kept < plain / 4 and kept < users / 4  # the user's settings win
 
 
+SETTINGS = dict(GOMP_SPINCOUNT="10000", TORCHINDUCTOR_VEC_ISA_OK="1", AOT_INDUCTOR_ENABLE_LINE_TABLES="0")
+
+
 def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
@@ -595,21 +598,30 @@ def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
         assert kernels and not any(b".debug_line" in path.read_bytes() for path in kernels)
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "AOT_INDUCTOR"))}
-    clean["TMPDIR"] = str(tmp_path)
+    clean |= SETTINGS | dict(TMPDIR=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["train_gpt", "sample"])
-@pytest.mark.parametrize("given, used", [(None, "10000"), ("77", "77")])
-def test_idle_threads_spin_briefly_unless_told_otherwise(module, given, used):
-    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"} | dict(OMP_DISPLAY_ENV="verbose")
-    env |= dict(GOMP_SPINCOUNT=given) if given else {}
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], cwd=HERE, env=env, capture_output=True, text=True)
-    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)  # what libgomp read as it was loaded
-    if not spins:
-        pytest.skip("this PyTorch does not use GNU's OpenMP")
-    assert set(spins) == {used}
+@pytest.mark.parametrize("script", ["train_gpt.py", "bench.py", "sample.py"])
+@pytest.mark.parametrize("given", [{}, dict(GOMP_SPINCOUNT="77", AOT_INDUCTOR_ENABLE_LINE_TABLES="1")])
+def test_scripts_set_what_pytorch_reads_as_it_is_imported(script, given):
+    code = """if True:
+        import json, os, runpy, sys
+        sys.argv = [sys.argv[1], "--help"]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit:
+            print("\\n" + json.dumps(dict(os.environ)))
+    """
+    env = {k: v for k, v in os.environ.items() if k not in SETTINGS} | given | dict(OMP_DISPLAY_ENV="verbose")
+    done = subprocess.run([sys.executable, "-c", code, script], cwd=HERE, env=env, capture_output=True, text=True)
+    after, expected = json.loads(done.stdout.splitlines()[-1]), SETTINGS | given
+    assert all(after[name] == expected[name] for name in list(expected)[: 1 if script == "sample.py" else 3])
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)  # what GNU's OpenMP read; other PyTorchs have another
+    assert set(spins) <= {expected["GOMP_SPINCOUNT"]}
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        assert spins
 
 
 def test_bf16_model_is_close_and_keeps_fp32_weights():
@@ -2129,7 +2141,7 @@ def test_readme_names_real_commands_and_flags():
 
 def test_importing_has_no_side_effects():
     code = (
-        "import os, sys, random; before = dict(os.environ); import train_gpt, model, sample, torch; "
+        "import os, sys, random; before = dict(os.environ); import train_gpt, model, sample, bench, torch; "
         "assert dict(os.environ) == before; assert not torch.distributed.is_initialized(); "
         "assert not torch.cuda.is_initialized(); assert 'wandb' not in sys.modules and 'tiktoken' not in sys.modules"
     )

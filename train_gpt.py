@@ -29,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Read as PyTorch or its compiler is imported. What the environment already sets stays.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter, or runs that share cores crawl
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else it compiles headers for each set of vector instructions
-os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
+if __name__ == "__main__":  # read as PyTorch and its compiler are imported; what is set already stays
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter, or shared cores crawl
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or it compiles headers for each set of vector instructions
+    os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
 
 import numpy as np
 import torch
