@@ -599,7 +599,7 @@ def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "AOT_INDUCTOR"))}
     clean |= SETTINGS | dict(TMPDIR=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, env=clean, capture_output=True, text=True)
+    done = run_python("-c", code, tmp_path, env=clean)
     assert done.returncode == 0, done.stderr
 
 
@@ -615,7 +615,7 @@ def test_scripts_set_what_pytorch_reads_as_it_is_imported(script, given):
             print("\\n" + json.dumps(dict(os.environ)))
     """
     env = {k: v for k, v in os.environ.items() if k not in SETTINGS} | given | dict(OMP_DISPLAY_ENV="verbose")
-    done = subprocess.run([sys.executable, "-c", code, script], cwd=HERE, env=env, capture_output=True, text=True)
+    done = run_python("-c", code, script, env=env)
     after, expected = json.loads(done.stdout.splitlines()[-1]), SETTINGS | given
     assert all(after[name] == expected[name] for name in list(expected)[: 1 if script == "sample.py" else 3])
     spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)  # what GNU's OpenMP read; other PyTorchs have another
@@ -2145,7 +2145,8 @@ def test_importing_has_no_side_effects():
         "assert dict(os.environ) == before; assert not torch.distributed.is_initialized(); "
         "assert not torch.cuda.is_initialized(); assert 'wandb' not in sys.modules and 'tiktoken' not in sys.modules"
     )
-    done = run_python("-c", code)
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}  # no import's doing
+    done = run_python("-c", code, env=env)
     assert done.returncode == 0, done.stderr
 
 
