@@ -203,7 +203,7 @@ def limit_memory(limit_mb: int, device: torch.device) -> None:
         return
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_mb * 2**20 / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_mb * 2**20 / total))
     elif device.type == "cpu" and sys.platform == "linux":
         import resource
 

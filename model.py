@@ -181,15 +181,16 @@ class Linear(nn.Linear):
         return Fp8Product.apply(x, w) if self.fp8 else F.linear(x, w)
 
 
-def fp8_product(a: Tensor, b: Tensor, a_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """a (M, K) @ b (N, K).T in float8 with fp32 sums, each operand scaled as a whole to its range; in a's dtype."""
+def fp8_scaled(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """x in float8, scaled as a whole to its range, and the fp32 scale () that undoes it."""
+    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (x.float() / scale).to(dtype), scale
 
-    def scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
-        return (x.float() / scale).to(dtype), scale
 
-    (a8, a_scale), (b8, b_scale) = scaled(a, a_dtype), scaled(b, torch.float8_e4m3fn)
-    return torch._scaled_mm(a8, b8.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=a.dtype)
+def fp8_product(a: Tensor, b: tuple[Tensor, Tensor], a_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """a (M, K) @ b (N, K).T in float8 with fp32 sums, in a's dtype; b is already what fp8_scaled makes."""
+    a8, a_scale = fp8_scaled(a, a_dtype)
+    return torch._scaled_mm(a8, b[0].t(), scale_a=a_scale, scale_b=b[1], out_dtype=a.dtype)
 
 
 class Fp8Product(torch.autograd.Function):
@@ -201,13 +202,13 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        return fp8_product(x.flatten(0, -2), w).view(*x.shape[:-1], w.size(0))
+        return fp8_product(x.flatten(0, -2), fp8_scaled(w)).view(*x.shape[:-1], w.size(0))
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        dx = fp8_product(flat, w.t().contiguous(), torch.float8_e5m2)
+        dx = fp8_product(flat, fp8_scaled(w.t().contiguous()), torch.float8_e5m2)
         return dx.view_as(x), flat.T @ x.flatten(0, -2)
 
 
@@ -283,15 +284,20 @@ class Block(nn.Module):
 
 
 def to_host(tensor: Tensor):
-    """What backward needs, waiting in pinned host memory; weights, masks and what is small or there already stay."""
+    """What backward needs, waiting in pinned host memory; masks, parameters and what is small or there already stay."""
     if not tensor.is_cuda or isinstance(tensor, nn.Parameter) or tensor.dtype == torch.bool or tensor.numel() < 1 << 16:
         return tensor
+    if 0 in tensor.stride():  # one number stands for many
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, host.copy_(tensor, non_blocking=True)
+    return tensor.device, tensor.stride(), host.copy_(tensor, non_blocking=True)
 
 
 def from_host(packed) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed[1].to(packed[0], non_blocking=True)
+    if isinstance(packed, Tensor):
+        return packed
+    device, strides, host = packed  # a compiled backward pass insists on the strides
+    return torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device).copy_(host, non_blocking=True)
 
 
 def keep_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -479,11 +485,12 @@ class ChunkedLoss(torch.autograd.Function):
         ctx.boost = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)) if need_grad else (None, None)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
+        w8, wt8 = (fp8_scaled(w), need_grad and fp8_scaled(w.t().contiguous())) if fp8 else (None, None)
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
-            logits = fp8_product(x[rows], w) if fp8 else x[rows] @ w.T
+            logits = fp8_product(x[rows], w8) if fp8 else x[rows] @ w.T
             if need_grad:
                 loss, dlogits = loss_grad(logits, targets[rows], softcap, ctx.boost, confidence_penalty)
-                dx[rows] = fp8_product(dlogits, w.t().contiguous(), torch.float8_e5m2) if fp8 else dlogits @ w
+                dx[rows] = fp8_product(dlogits, wt8, torch.float8_e5m2) if fp8 else dlogits @ w
                 dw += dlogits.T @ x[rows]
             else:
                 logits = softcapped(logits.float(), softcap)
@@ -756,7 +763,7 @@ class Optimizer(torch.optim.Optimizer):
         if sharded:
             updates = self.exchange(updates, count, rows, to_owners=True)
         if len(updates):
-            updates = newton_schulz(updates.view(-1, rows // group["split"], cols)).reshape(-1, rows, cols)
+            updates = newton_schulz(updates.view(-1, rows // group["split"], cols)).reshape(-1, rows, cols).contiguous()
         if sharded:
             updates = self.exchange(updates, count, rows, to_owners=False)
         elif self.world > 1:
@@ -764,7 +771,7 @@ class Optimizer(torch.optim.Optimizer):
             dist.all_gather(list(gathered.unbind()), F.pad(updates, (0, 0, 0, 0, 0, share - len(updates))))
             updates = gathered.flatten(0, 1)[:count]
         scale = max(1.0, rows / group["split"] / cols) ** 0.5
-        updates = updates.contiguous().to(weights[0].dtype)  # the fused kernel does not look at strides
+        updates = updates.to(weights[0].dtype)
         sgd(
             weights, list(updates.unbind()), [None] * count, fused=True, found_inf=skip.float(),
             lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,

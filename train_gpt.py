@@ -417,6 +417,11 @@ def check_device(cfg: Config, device: torch.device) -> list[str]:
         raise UserError("--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn")
     if cfg.attn == "flex" and cfg.checkpointing == "selective" and cfg.compile == "off":
         raise UserError("--checkpointing selective cannot see into uncompiled FlexAttention; add --compile")
+    if cuda_graphs(cfg) and cuda and (cfg.offload == "activations" or cfg.attn == "varlen" and cfg.doc_mask):
+        raise UserError(
+            f"--compile {cfg.compile} records CUDA graphs, which want activations in their places and as many "
+            "documents each time; use --compile max-autotune-no-cudagraphs or default"
+        )
     if cfg.compile != "off" or cfg.attn == "flex":
         check_compiler(device)
     lines = []
@@ -819,8 +824,10 @@ def build(cfg: Config, run_on: Launch, vocab_size: int, eot: int | None = None) 
     if fsdp:
         shard(gpt, device, dtype)
     micro_batch = cfg.micro_batch or fit_micro_batch(gpt, cfg, run_on)
+    if cfg.compile != "off" or cfg.attn == "flex":
+        torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if cfg.compile != "off":
-        torch._dynamo.reset()  # earlier runs in this process would count against the limit of recompilations
+        torch._dynamo.config.optimize_ddp = False  # it cuts blocks in pieces, which overlap with sending as they are
         torch._functorch.config.activation_memory_budget = budget
         gpt.compile_parts(cfg.compile)
     model = gpt
@@ -946,21 +953,27 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
 
 
 def largest_that_fits(rows: int, peak, budget: float) -> int:
-    """The largest divisor of rows whose peak(micro_batch) is within budget: predicted from 1 and 2, then verified.
+    """The largest divisor of rows whose peak(micro_batch) is within budget: predicted, measured, until none is larger.
 
-    Raises UserError when not even one sequence fits.
+    Each prediction is a line through the last two measurements. Raises UserError when not even one sequence fits.
     """
-    one, two = peak(1), peak(min(2, rows))
+    one = peak(1)
     if one > budget:
         raise UserError(
             f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB to be had on this device; "
             "use a smaller --seq_len or a smaller model"
         )
-    guess = rows if two <= one else 1 + (budget - one) / (two - one)
-    fits = max(m for m in divisors(rows) if m <= guess)
-    while fits > 1 and peak(fits) > budget:
-        fits = max(m for m in divisors(rows) if m <= fits // 2)
-    return fits
+    (a, at_a), (b, at_b), fits, most = (1, one), (min(2, rows), peak(min(2, rows))), 1, rows
+    while True:
+        guess = a + (budget - at_a) * (b - a) / (at_b - at_a) if at_b > at_a else most
+        following = max(m for m in divisors(rows) if m <= min(guess, most))
+        if following <= fits:
+            return fits
+        used = peak(following)
+        if used > budget:
+            most = following // 2
+        else:
+            (a, at_a), (b, at_b), fits = (b, at_b), (following, used), following
 
 
 def flops_per_token(cfg: Config, gpt: GPT) -> float:
