@@ -27,6 +27,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -39,7 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # as in train_gpt.py
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
@@ -580,7 +582,9 @@ def bench_loss(bench: Bench) -> dict:
             progress(f"seed {seed}, {row['name']}: {summary['val_loss']:.4f} in {summary['train_time_s']:.1f} s")
     losses = {name: [s["val_loss"] for s, _ in done] for name, done in runs.items()}
     baseline = next(iter(RECIPES))
-    target = statistics.mean(losses[baseline]) if losses[baseline] else math.nan
+    if not losses[baseline]:
+        raise Failed(rows[0]["note"])
+    target = statistics.mean(losses[baseline])
     for row in rows:
         done = runs[row["name"]]
         if not done:
@@ -1282,10 +1286,21 @@ def read_run(folder: Path) -> dict:
             sources[name] = head[0].split(f"{SOURCE} {name}\n")[1].split(SOURCE)[0].strip()
         flags, lines = head[1].split("\n", 1)
         run = dict(name=folder.name, starts=len(head) - 1, flags=json.loads(flags), sources=sources, lines=lines)
+        if not all(math.isfinite(summary[key]) for key in ("val_loss", "train_time_s", "wall_time_s")):
+            raise ValueError("a figure of summary.json is not finite")
         return run | dict(rows=rows, evaluations=[row for row in rows if "val_loss" in row], summary=summary)
-    except (OSError, ValueError, IndexError, KeyError) as error:
+    except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{folder} is no finished run with its source in log.txt ({reason})") from None
+
+
+def commanded(path: Path) -> dict:
+    """The flags that the call of train_gpt.py in command.sh comes to. Raises UserError when there is none."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ") if path.is_file() else ""
+    calls = [line.split("train_gpt.py", 1)[1] for line in text.splitlines() if re.match(r"[^#]*train_gpt\.py", line)]
+    if len(calls) != 1:
+        raise UserError(f"expected one call of train_gpt.py, found {len(calls)}")
+    return dataclasses.asdict(config(**given_flags(shlex.split(calls[0], comments=True))))
 
 
 def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
@@ -1300,7 +1315,13 @@ def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
         return {k: v for k, v in flags.items() if k not in ("seed", "out_dir", "data", "trials")}
 
     first, seeds = runs[0], sorted(run["flags"]["seed"] for run in runs)
-    rule((folder / "command.sh").is_file() and (folder / "README.md").is_file(), "command.sh or README.md is missing")
+    rule((folder / "README.md").is_file(), "README.md is missing")
+    try:
+        ours, theirs = plain(commanded(folder / "command.sh")), plain(first["flags"])
+        other = [key for key in theirs if ours.get(key) != theirs[key]]
+        rule(not other, f"command.sh gives other flags than {first['name']} was run with: {', '.join(other)}")
+    except (UserError, OSError, ValueError) as error:
+        rule(False, f"command.sh does not say how to run it again: {error}")
     rule(seeds == list(range(len(runs))), f"the seeds are {seeds}, not 0, 1, 2, ...: every run counts")
     rule(len(runs) >= 3, f"{len(runs)} runs; a record needs at least 3")
     rule(
@@ -1322,10 +1343,14 @@ def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
         wrong = [key for key, value in track.get("fixed", {}).items() if flags[key] != value]
         rule(not wrong, f"{name}: the track fixes {', '.join(wrong)}")
         rule(track["files"] in (None, summary["files"]), f"{name}: trained or validated on other data than the track's")
-        seen = 0 <= track["val_tokens"] - summary["val_tokens"] < flags["seq_len"]
+        seen = 0 <= track["val_tokens"] - summary["val_tokens"] < min(flags["seq_len"], track["val_tokens"] // 100)
         rule(seen, f"{name}: validated on {summary['val_tokens']:,} tokens of {track['val_tokens']:,}")
         agrees = all(last.get(key) == summary[key] for key in ("step", "val_loss", "train_time_s", "tokens"))
         rule(agrees, f"{name}: summary.json and the last evaluation in metrics.jsonl disagree")
+        said = f"val_loss {summary['val_loss']:.4f} | ", f"train_time {summary['train_time_s']:.1f} s"
+        rule(all(text in run["lines"] for text in said), f"{name}: summary.json and log.txt disagree")
+        due = {1, *range(flags["log_every"], flags["max_steps"], flags["log_every"]), flags["max_steps"]}
+        rule([row["step"] for row in logged] == sorted(due), f"{name}: rows of metrics.jsonl are missing")
         forward = all(a[0] <= b[0] and a[1] <= b[1] and b[0] <= b[1] for a, b in zip(times, times[1:]))
         rule(forward, f"{name}: the clock runs backwards, or train_time is above the wall time")
         for before, row in zip([dict(step=0, train_time_s=0.0), *logged], logged):
@@ -1370,6 +1395,8 @@ def bench_record(bench: Bench, path: str = "") -> dict:
         "wall_time_s": ("wall time, s", ".1f"), "machine": ("machine", ""), "verdict": ("", ""),
     }  # fmt: skip
     notes = [f"- {reason}" for reason in reasons]
+    if any(re.search(r"git \w+-dirty", run["lines"]) for run in runs):
+        notes.append("A person must ask what was changed: the runs were made from files that were not committed.")
     if changed:
         notes.append(f"A person must read the source in log.txt: it is not this repository's {' and '.join(changed)}.")
     print(table(f"Track {track}", [row], columns, tuple(notes)))
@@ -1398,7 +1425,7 @@ def main(argv: list[str]) -> int:
 
     parser = Parser(prog="bench.py [SUBCOMMAND]", description=__doc__, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer: a first look in a minute or two")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer: a first look")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each case [5; 3 with --quick]")
     parser.add_argument("--limit_mb", type=int, default=0, help="memory that a case may use [all there is]")
     parser.add_argument("--json", default="", metavar="FILE", help="write everything that was measured there")
@@ -1414,8 +1441,8 @@ def main(argv: list[str]) -> int:
         given = {"preset": "laptop"} if name == "loss" else {}  # with other presets it takes hours
         bench = Bench(given | given_flags(rest), args.quick, args.repeats or (3 if args.quick else 5), args.limit_mb)
         config(**bench.flags)
-        if args.json and not Path(args.json).resolve().parent.is_dir():
-            raise UserError(f"--json {args.json}: there is no such folder; make it first")
+        if args.json and (not Path(args.json).resolve().parent.is_dir() or Path(args.json).is_dir()):
+            raise UserError(f"--json {args.json} is a folder or in none; give a file's name in a folder that exists")
         began = time.perf_counter()
         measured = BENCHES[name](bench, *folder)
     except (UserError, Failed) as error:

@@ -566,7 +566,7 @@ def generate(model: GPT, idx: Tensor, n_tokens: int, vocab_size: int, temperatur
 
 def draw(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
     """One token a row from fp32 logits (B, V), int64 (B,)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1)
     values, order = (logits / temperature).sort(descending=True)
     p = values.softmax(-1)

@@ -1,6 +1,7 @@
 """Text or perplexity from a checkpoint: `python sample.py --run DIR|CKPT [--prompt TEXT] [--perplexity FILE]`."""
 
 import argparse
+import codecs
 import math
 import os
 import sys
@@ -8,7 +9,8 @@ import time
 from pathlib import Path
 
 if __name__ == "__main__":  # as in train_gpt.py
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
 import torch
@@ -72,17 +74,19 @@ def main(argv: list[str]) -> int:
                 raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
         if not 0 < args.top_p <= 1:
             raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
+        if not 0 <= args.seed < 2**48:
+            raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
         model, tokenizer = load(args.run, args.device, args.dtype)
         if args.perplexity:
             print_perplexity(model, tokenizer, Path(args.perplexity))
         else:
             for i in range(args.num_samples):
                 print_sample(model, tokenizer, args, i)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -108,28 +112,15 @@ def print_sample(model: GPT, tokenizer, args: argparse.Namespace, number: int) -
     if args.num_samples > 1:
         print(f"--- sample {number + 1}")
     print(args.prompt, end="", flush=True)
-    started, held, count = time.perf_counter(), b"", 0
+    started, text, count = time.perf_counter(), codecs.getincrementaldecoder("utf-8")("replace"), 0
     for token in generate(model, prompt, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
                           args.top_p, generator):  # fmt: skip
         if token.item() == tokenizer.eot:
             break
         count += 1
-        held += tokenizer.decode_bytes([token.item()])
-        text, held = printable(held)
-        print(text, end="", flush=True)
-    print(held.decode("utf-8", errors="replace"))
+        print(text.decode(tokenizer.decode_bytes([token.item()])), end="", flush=True)
+    print(text.decode(b"", final=True))
     print(f"({count / (time.perf_counter() - started):,.0f} tokens/s)", file=sys.stderr)
-
-
-def printable(data: bytes) -> tuple[str, bytes]:
-    """The text that `data` holds for certain, and the bytes of an unfinished character at its end."""
-    for cut in range(1, min(3, len(data)) + 1):
-        lead = data[-cut]
-        if lead >= 0xC0:  # the first byte of a character says how many there are
-            if cut < (2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):
-                return data[:-cut].decode("utf-8", errors="replace"), data[-cut:]
-            break
-    return data.decode("utf-8", errors="replace"), b""
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":  # read as PyTorch and its compiler are imported; what is set already stays
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter, or shared cores crawl
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter, or shared cores crawl
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or it compiles headers for each set of vector instructions
     os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
 
@@ -739,6 +740,11 @@ def open_data(cfg: Config, run_on: Launch) -> Data:
                 raise UserError(
                     f"{folder} has the same tokens for training in {a[0]} and for validation in {b[0]}; take one away"
                 )
+    if unknown := meta["files"] and sorted(there.keys() - meta["files"].keys()):
+        raise UserError(
+            f"{folder / unknown[0]} is a shard that {folder / 'meta.json'} does not name; take it away, or prepare the "
+            "data again"
+        )
     for name, split in (("train", data.train), ("val", data.val)):
         if split.n_tokens <= cfg.seq_len:
             raise UserError(
@@ -1393,10 +1399,15 @@ class Log:
         self.file.write(f"{'=' * 40} run\n{json.dumps(dataclasses.asdict(cfg))}\n")
         self.file.writelines(line + "\n" for line in self.early)
         if cfg.wandb:
-            import wandb
+            try:
+                import wandb
 
-            self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder,
-                                    config=dataclasses.asdict(cfg))  # fmt: skip
+                self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder,
+                                        config=dataclasses.asdict(cfg))  # fmt: skip
+            except Exception as error:  # no package, no login, no network
+                raise UserError(
+                    f"--wandb could not start ({error}); run `wandb login`, set WANDB_MODE=offline or leave it out"
+                ) from None
         return kept
 
     def line(self, text: str) -> None:
@@ -1586,8 +1597,7 @@ def train(cfg: Config) -> dict:
                     f"twice; give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
                 )
             clock.train_time, clock.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
-            changed = {k for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
-            changed = ", ".join(sorted(changed - {"resume", "out_dir", "data"}))
+            changed = changed_flags(cfg, checkpoint, path)
             note = f"resumed from {path}" + (f"; these flags have other values than then: {changed}" if changed else "")
         checkpoint = None
         earlier = log.open(cfg, step)
@@ -1600,6 +1610,18 @@ def train(cfg: Config) -> dict:
             if log.file:  # the command line prints it on standard error, which may be lost
                 log.write(log.file, f"ended: {error}")
             raise
+
+
+def changed_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
+    """Names of the flags that the checkpoint was made with other values of. Raises UserError if --trials has any."""
+    changed = {k for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
+    changed -= {"resume", "out_dir", "trials"} | ({"data"} if cfg.trials == 1 else set())
+    if changed and cfg.trials > 1:
+        raise UserError(
+            f"{path} was made with other values of {', '.join(sorted(changed))}, and --trials compares runs of equal "
+            "flags; give those, or another --out_dir"
+        )
+    return ", ".join(sorted(changed))
 
 
 def describe(run: Run, data: Data, log: Log) -> None:
@@ -1809,10 +1831,15 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
 
 
 def finished(cfg: Config) -> dict | None:
-    """The summary of a run that a --resume auto need not go on with."""
+    """The summary of a trial that --resume auto need not go on with. Raises UserError when its flags were others."""
     path = Path(cfg.out_dir) / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if cfg.resume and path.exists() else {}
-    return summary if (summary.get("stopped_by"), summary.get("step")) == ("max_steps", cfg.max_steps) else None
+    there = checkpoints(path.parent) if cfg.resume and path.exists() else []
+    if there and step_of(there[0]) == cfg.max_steps:
+        changed_flags(cfg, read_checkpoint(there[0], verify=False), there[0])
+        with contextlib.suppress(ValueError):
+            summary = json.loads(path.read_text(encoding="utf-8"))
+            return summary if (summary["stopped_by"], summary["step"]) == ("max_steps", cfg.max_steps) else None
+    return None
 
 
 def train_trials(cfg: Config) -> list[dict]:
@@ -1821,7 +1848,7 @@ def train_trials(cfg: Config) -> list[dict]:
     folder = cfg.out_dir or from_rank0(run_on, lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}")
     summaries = []
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
-        one = dataclasses.replace(cfg, seed=seed, trials=1, out_dir=f"{folder}/seed_{seed}")
+        one = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}")
         summaries.append(from_rank0(run_on, lambda cfg=one: finished(cfg)) or train(one))
         if summaries[-1]["stopped_by"] != "max_steps":
             break
@@ -1863,11 +1890,27 @@ def out_of_memory(error: Exception) -> str:
     )
 
 
-def disk_full(error: Exception) -> str:
-    """What to say when a file could not be written for want of room; nothing for any other error."""
+NOT_OURS = (PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def file_trouble(error: Exception) -> str:
+    """What to say when there is no room for a file, or it may not be read or written; nothing for any other error."""
+    if isinstance(error, NOT_OURS):
+        return f"{error.filename} cannot be read or written ({error.strerror}); give another one, or change its rights"
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
         return ""
     return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
+
+
+def compiler_failed(error: Exception) -> str:
+    """What to say when the C++ compiler refuses a kernel of torch.compile; nothing for any other error."""
+    if "C++ compile error" not in str(error):
+        return ""
+    found = re.search(r"error: .*", str(error))
+    return (
+        f"the C++ compiler could not compile PyTorch's code ({found[0] if found else 'no reason given'}); put "
+        "TORCHINDUCTOR_VEC_ISA_OK= before the command, for instructions that it knows, or leave out --compile"
+    )
 
 
 def lost_rank(error: Exception) -> str:
@@ -1888,8 +1931,10 @@ def main(argv: list[str]) -> int:
         cfg = parse_flags(argv)
         train_trials(cfg) if cfg.trials > 1 else train(cfg)
     except Exception as error:
-        mistake = isinstance(error, UserError)
-        sentence = str(error) if mistake else out_of_memory(error) or disk_full(error) or lost_rank(error)
+        mistake = isinstance(error, (UserError, *NOT_OURS))
+        sentence = str(error) if isinstance(error, UserError) else ""
+        for tell in (out_of_memory, file_trouble, compiler_failed, lost_rank):
+            sentence = sentence or tell(error)
         if not sentence:
             raise
         rank = os.environ.get("RANK")

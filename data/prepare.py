@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import sysconfig
 import time
@@ -260,6 +261,7 @@ def find_shards(folder, split):
     if not folder.is_dir():
         raise UserError(f"there is no data folder {folder}: make it with `{command}`")
     if (folder / UNFINISHED).exists():
+        command = (folder / UNFINISHED).read_text(encoding="utf-8") or command
         raise UserError(f"{folder} is not complete: wait for `{command}`, or run it again if it was stopped")
     shards = _shards(folder, split)
     if not shards:
@@ -603,7 +605,11 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
             write(waiting.popleft().result())
         for split, writer in writers.items():
             if not splits[split]["tokens"]:
-                raise UserError(f"no text fell into the {split} split: give more of it, or another --val_fraction")
+                count = sum(counts["documents"] for counts in splits.values())
+                raise UserError(
+                    f"no text fell into the {split} split, as chance had it for {count} documents: give more of it, "
+                    "another --val_fraction, or one text file, which is cut in two"
+                )
             writer.finish()
     progress.add(0, finished=True)
     shards = {name: shard for writer in writers.values() for name, shard in writer.shards.items()}
@@ -695,6 +701,9 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file where a folder was expected: choose another --out")
 
+    given = dict(tokenizer=tokenizer, out=folder, val_fraction=val_fraction, shard_tokens=shard_tokens, shards=shards)
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    command = shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
     origin, files, made_with = source, [], {"source": source, "tokenizer": tokenizer}
     if source == "fineweb10B":
         origin, shards = _address(FINEWEB), shards or FINEWEB_SHARDS
@@ -719,7 +728,7 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
         if _is_done(folder, made_with, shards or 0):
             say(f"already there: {folder}")
             return folder
-        (folder / UNFINISHED).touch()
+        (folder / UNFINISHED).write_text(command, encoding="utf-8")
         (folder / "meta.json").unlink(missing_ok=True)
         if source == "fineweb10B":
             splits, files = _fetch_fineweb(folder, shards, say)
