@@ -1348,7 +1348,8 @@ def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
         agrees = all(last.get(key) == summary[key] for key in ("step", "val_loss", "train_time_s", "tokens"))
         rule(agrees, f"{name}: summary.json and the last evaluation in metrics.jsonl disagree")
         said = f"val_loss {summary['val_loss']:.4f} | ", f"train_time {summary['train_time_s']:.1f} s"
-        rule(all(text in run["lines"] for text in said), f"{name}: summary.json and log.txt disagree")
+        agrees = any(said[0] in line and line.endswith(said[1]) for line in run["lines"].splitlines())
+        rule(agrees, f"{name}: summary.json and log.txt disagree")
         due = {1, *range(flags["log_every"], flags["max_steps"], flags["log_every"]), flags["max_steps"]}
         rule([row["step"] for row in logged] == sorted(due), f"{name}: rows of metrics.jsonl are missing")
         forward = all(a[0] <= b[0] and a[1] <= b[1] and b[0] <= b[1] for a, b in zip(times, times[1:]))
