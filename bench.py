@@ -521,7 +521,7 @@ def bench_train(bench: Bench) -> dict:
 
 # Changes to the recipe; the first is the baseline, whose final loss is the target.
 RECIPES = {
-    "AdamW": dict(optimizer="adamw", adam_lr=0.008),  # the best power of two for models of the laptop's size
+    "AdamW": dict(optimizer="adamw"),
     "Muon + Adam": {},
     "without weight decay": dict(weight_decay=0.0),
     "without soft-cap": dict(softcap=0.0),
@@ -556,7 +556,7 @@ def time_to(rows: list[dict], target: float, key: str) -> float | None:
 def bench_loss(bench: Bench) -> dict:
     """Time to AdamW's final validation loss, for each recipe, over several seeds."""
     varied = {key: 0 for change in RECIPES.values() for key in change}
-    bench.reserve(**varied, seed=0, trials=0, eval_every=0, out_dir=0, resume=0, target_val_loss=0)
+    bench.reserve(**varied, adam_lr=0, seed=0, trials=0, eval_every=0, out_dir=0, resume=0, target_val_loss=0)
     small = dict(max_steps=150, eval_tokens=32768)
     small |= dict(n_layer=2, max_steps=40, batch_tokens=2048, eval_tokens=8192) if bench.quick else {}
     flags = {**small, **bench.flags}

@@ -1250,6 +1250,20 @@ def test_compiler_that_fails_is_said(data, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+def test_adam_alone_has_learning_rates_of_its_own():
+    rates = [
+        train_gpt.learning_rates(config(**flags))[1]
+        for flags in (
+            dict(),
+            dict(optimizer="adamw"),
+            dict(optimizer="adamw", adam_lr=0.1),
+            dict(preset="gpt2-small"),
+            dict(preset="gpt2-small", optimizer="adamw"),
+        )
+    ]
+    assert rates == [0.012, 0.008, 0.1, 0.006, 0.002]
+
+
 def test_unreadable_data_and_wandb_without_a_login_are_said(data, tmp_path, capsys):
     done = run_python("train_gpt.py", *flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", wandb=True)),
                       env=os.environ | dict(WANDB_MODE="online", WANDB_API_KEY="short"))  # fmt: skip

@@ -120,7 +120,7 @@ class Config:
     # optimizer
     optimizer: str = knob("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
     muon_lr: float = knob(0.02, "learning rate of Muon")
-    adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006 beside Muon, 0.002 alone")
+    adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006, alone 0.002 (laptop 0.008)")
     weight_decay: float = knob(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
     confidence_penalty: float = knob(0.0, "this times the entropy of the predictions is taken off the loss in training")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
@@ -174,6 +174,8 @@ def config(**flags) -> Config:
         if choices and value not in choices:
             raise UserError(f"--{name} is {value!r}; expected one of {', '.join(choices)}{closest(value, choices)}")
     cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
+    if cfg.preset == "laptop" and cfg.optimizer == "adamw" and "adam_lr" not in flags:
+        cfg.adam_lr = 0.0  # the preset's is for Adam beside Muon
     if cfg.bf16:
         if cfg.dtype not in ("auto", "bf16"):
             raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")
@@ -907,7 +909,8 @@ def gathered(param: Tensor, part: Tensor) -> Tensor:
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
     """Muon's and Adam's. Adam's own default depends on whether it has the matrices to train as well."""
-    return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else 0.002)
+    alone = 0.008 if cfg.preset == "laptop" else 0.002  # laptop: the best of 0.002, 0.004, 0.008 and 0.016
+    return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else alone)
 
 
 def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
