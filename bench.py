@@ -1295,16 +1295,16 @@ def read_run(folder: Path) -> dict:
 
 
 def commanded(path: Path) -> dict:
-    """The flags that the call of train_gpt.py in command.sh comes to. Raises UserError when there is none."""
-    text = path.read_text(encoding="utf-8").replace("\\\n", " ") if path.is_file() else ""
-    calls = [line.split("train_gpt.py", 1)[1] for line in text.splitlines() if re.match(r"[^#]*train_gpt\.py", line)]
+    """The flags in command.sh's call of train_gpt.py. Raises UserError, OSError or ValueError when there is no such."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    calls = re.findall(r"train_gpt\.py[\"']?(?=\s|$)(.*)", "\n".join(lines).replace("\\\n", " "))
     if len(calls) != 1:
         raise UserError(f"expected one call of train_gpt.py, found {len(calls)}")
-    return dataclasses.asdict(config(**given_flags(shlex.split(calls[0], comments=True))))
+    return given_flags(shlex.split(re.split(r"\s\d?[<>|&;]|;", calls[0])[0], comments=True))  # up to "2>&1 | tee log"
 
 
-def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
-    """Why the runs are no record of this track; empty when they are one."""
+def broken_rules(track: dict, runs: list[dict], folder: Path, changed: list[str]) -> list[str]:
+    """Why the runs are no record of this track; empty when they are one. changed: files whose source is not ours."""
     reasons = []
 
     def rule(holds: bool, reason: str) -> None:
@@ -1317,11 +1317,14 @@ def broken_rules(track: dict, runs: list[dict], folder: Path) -> list[str]:
     first, seeds = runs[0], sorted(run["flags"]["seed"] for run in runs)
     rule((folder / "README.md").is_file(), "README.md is missing")
     try:
-        ours, theirs = plain(commanded(folder / "command.sh")), plain(first["flags"])
-        other = [key for key in theirs if ours.get(key) != theirs[key]]
+        ours = commanded(folder / "command.sh")
+        if not changed:  # else defaults and flags may be others than then
+            ours = dataclasses.asdict(config(**ours))
+        other = [key for key, value in plain(ours).items() if first["flags"].get(key) != value]
         rule(not other, f"command.sh gives other flags than {first['name']} was run with: {', '.join(other)}")
     except (UserError, OSError, ValueError) as error:
-        rule(False, f"command.sh does not say how to run it again: {error}")
+        known = bool(changed) and "there is no flag" in str(error)
+        rule(known, f"command.sh does not say how to run it again: {error}")
     rule(seeds == list(range(len(runs))), f"the seeds are {seeds}, not 0, 1, 2, ...: every run counts")
     rule(len(runs) >= 3, f"{len(runs)} runs; a record needs at least 3")
     rule(
@@ -1373,15 +1376,15 @@ def bench_record(bench: Bench, path: str = "") -> dict:
     runs = [read_run(log.parent) for log in sorted(folder.glob("*/log.txt")) if log.parent.name != "baseline"]
     if not runs:
         raise UserError(f"{path} holds no runs; expected folders with log.txt, metrics.jsonl and summary.json")
-    reasons = broken_rules(spec, runs, folder)
+    changed = [
+        name for name, text in runs[0]["sources"].items() if text != (HERE / name).read_text(encoding="utf-8").strip()
+    ]
+    reasons = broken_rules(spec, runs, folder, changed)
     losses, p = [run["summary"]["val_loss"] for run in runs], 1.0
     if all(isinstance(loss, float) for loss in losses):
         p = t_test(losses, target)
     if p >= 0.01:
         reasons.append(f"the mean is not below {target} with p < 0.01 (p = {p:.4f})")
-    changed = [
-        name for name, text in runs[0]["sources"].items() if text != (HERE / name).read_text(encoding="utf-8").strip()
-    ]
     row = dict(
         track=track, record=folder.name, runs=len(runs), mean=statistics.mean(losses), p=p, target=target,
         deviation=statistics.stdev(losses) if len(losses) > 1 else None, steps=runs[0]["summary"]["step"],
@@ -1396,7 +1399,7 @@ def bench_record(bench: Bench, path: str = "") -> dict:
         "wall_time_s": ("wall time, s", ".1f"), "machine": ("machine", ""), "verdict": ("", ""),
     }  # fmt: skip
     notes = [f"- {reason}" for reason in reasons]
-    if any(re.search(r"git \w+-dirty", run["lines"]) for run in runs):
+    if any(re.search(r"git \S+-dirty", run["lines"]) for run in runs):
         notes.append("A person must ask what was changed: the runs were made from files that were not committed.")
     if changed:
         notes.append(f"A person must read the source in log.txt: it is not this repository's {' and '.join(changed)}.")

@@ -266,7 +266,8 @@ class Block(nn.Module):
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, past: "LayerCache | None" = None) -> Tensor:
-        with saved_tensors_hooks(to_host, from_host) if self.offload else contextlib.nullcontext():
+        pack = functools.partial(to_host, strided=self.compiled is not None)
+        with saved_tensors_hooks(pack, from_host) if self.offload else contextlib.nullcontext():
             return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
 
     def checkpointed(self, *inputs) -> Tensor:
@@ -283,20 +284,25 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-def to_host(tensor: Tensor):
-    """What backward needs, waiting in pinned host memory; masks, parameters and what is small or there already stay."""
+def to_host(tensor: Tensor, strided: bool):
+    """What backward needs, waiting in pinned host memory; masks, parameters and what is small or there already stay.
+
+    strided: it comes back with the strides it had, gaps and all, which a compiled backward pass insists on.
+    """
     if not tensor.is_cuda or isinstance(tensor, nn.Parameter) or tensor.dtype == torch.bool or tensor.numel() < 1 << 16:
         return tensor
-    if 0 in tensor.stride():  # one number stands for many
+    if strided and 0 in tensor.stride():  # one number stands for many
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, tensor.stride(), host.copy_(tensor, non_blocking=True)
+    return tensor.device, strided and tensor.stride(), host.copy_(tensor, non_blocking=True)
 
 
 def from_host(packed) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    device, strides, host = packed  # a compiled backward pass insists on the strides
+    device, strides, host = packed
+    if not strides:
+        return host.to(device, non_blocking=True)
     return torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device).copy_(host, non_blocking=True)
 
 

@@ -1179,6 +1179,8 @@ def test_micro_batch_is_predicted_verified_and_halved():
     assert train_gpt.largest_that_fits(1, peak, 100) == 1
     assert train_gpt.largest_that_fits(32, lambda m: 99 * min(m, 2) + 10 * m, 500) == 16  # a chunk of the loss is full
     assert train_gpt.largest_that_fits(12, lambda m: 10 * m if m < 2 else math.inf, 45) == 1
+    asked.clear()
+    assert train_gpt.largest_that_fits(512, peak, 21) == 2 and asked == [1, 2]
     with pytest.raises(UserError, match="one sequence needs .* GiB"):
         train_gpt.largest_that_fits(32, peak, 12)
 
@@ -3458,7 +3460,8 @@ def shakespeare_like(tmp_path_factory) -> Path:
     record = folder / "records" / "laptop" / "2026-01-01_shakespeare-1.8857"
     flags = flags_of(TINY | dict(data=str(folder / "data"), out_dir=str(record), trials=3, eval_tokens=0, log_every=5))
     assert train_gpt.main(flags) == 0
-    (record / "command.sh").write_text("python train_gpt.py " + " \\\n    ".join(flags) + "  # as it was\n")
+    command = "OMP_NUM_THREADS=1 python ./train_gpt.py " + " \\\n    ".join(flags) + ' 2>&1 | tee "log"  # as it was\n'
+    (record / "command.sh").write_text("# how to \\\n" + command)
     (record / "README.md").write_text("A test.")
     return folder
 
@@ -3486,8 +3489,12 @@ def test_trials_go_on_with_the_same_flags_only(shakespeare_like, tmp_path, capsy
                         trials=3, resume="auto")  # fmt: skip
     code, err = run_main(flags_of(flags | dict(muon_lr=0.01, n_embd=64)), capsys)
     assert code == 2 and "other values of muon_lr, n_embd" in err
+    code, err = run_main(flags_of(flags | dict(data=make_data(tmp_path / "other"))), capsys)
+    assert code == 2 and "trained on other data" in err
+    for path in (done / "seed_1").glob("*.pt"):
+        path.unlink()  # as in a folder of records/
     before = (done / "seed_1" / "log.txt").read_bytes()
-    assert run_main(flags_of(flags), capsys)[0] == 0
+    assert run_main(flags_of(flags | dict(log_every=2)), capsys)[0] == 0
     assert (done / "seed_1" / "log.txt").read_bytes() == before and (done / "seed_2" / "summary.json").exists()
 
 

@@ -120,7 +120,7 @@ class Config:
     # optimizer
     optimizer: str = knob("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
     muon_lr: float = knob(0.02, "learning rate of Muon")
-    adam_lr: float = knob(0.0, "learning rate of Adam (embedding: a multiple); 0 is 0.006, alone 0.002 (laptop 0.008)")
+    adam_lr: float = knob(0.0, "learning rate of Adam; 0 is 0.006 beside Muon and 0.002 alone (laptop: 0.012 and 0.008)")
     weight_decay: float = knob(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
     confidence_penalty: float = knob(0.0, "this times the entropy of the predictions is taken off the loss in training")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
@@ -175,7 +175,7 @@ def config(**flags) -> Config:
             raise UserError(f"--{name} is {value!r}; expected one of {', '.join(choices)}{closest(value, choices)}")
     cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
     if cfg.preset == "laptop" and cfg.optimizer == "adamw" and "adam_lr" not in flags:
-        cfg.adam_lr = 0.0  # the preset's is for Adam beside Muon
+        cfg.adam_lr = 0.008  # the best of 0.002, 0.004, 0.008 and 0.016; the preset's is for Adam beside Muon
     if cfg.bf16:
         if cfg.dtype not in ("auto", "bf16"):
             raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")
@@ -743,10 +743,7 @@ def open_data(cfg: Config, run_on: Launch) -> Data:
                     f"{folder} has the same tokens for training in {a[0]} and for validation in {b[0]}; take one away"
                 )
     if unknown := meta["files"] and sorted(there.keys() - meta["files"].keys()):
-        raise UserError(
-            f"{folder / unknown[0]} is a shard that {folder / 'meta.json'} does not name; take it away, or prepare the "
-            "data again"
-        )
+        raise UserError(f"{folder / unknown[0]} is a shard that {folder / 'meta.json'} does not name; take it away")
     for name, split in (("train", data.train), ("val", data.val)):
         if split.n_tokens <= cfg.seq_len:
             raise UserError(
@@ -909,8 +906,7 @@ def gathered(param: Tensor, part: Tensor) -> Tensor:
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
     """Muon's and Adam's. Adam's own default depends on whether it has the matrices to train as well."""
-    alone = 0.008 if cfg.preset == "laptop" else 0.002  # laptop: the best of 0.002, 0.004, 0.008 and 0.016
-    return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else alone)
+    return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else 0.002)
 
 
 def forward_backward(model: nn.Module, rows: int, cfg: Config) -> None:
@@ -962,9 +958,10 @@ def fit_micro_batch(gpt: GPT, cfg: Config, run_on: Launch) -> int:
 
 
 def largest_that_fits(rows: int, peak, budget: float) -> int:
-    """The largest divisor of rows whose peak(micro_batch) is within budget: predicted, measured, until none is larger.
+    """A large divisor of rows whose peak(micro_batch) is within budget, by measuring what is predicted to fit.
 
-    Each prediction is a line through the last two measurements. Raises UserError when not even one sequence fits.
+    Each prediction is a line through the last two measurements; what does not fit after all is halved. Raises UserError
+    when not even one sequence fits.
     """
     one = peak(1)
     if one > budget:
@@ -973,6 +970,8 @@ def largest_that_fits(rows: int, peak, budget: float) -> int:
             "use a smaller --seq_len or a smaller model"
         )
     (a, at_a), (b, at_b), fits, most = (1, one), (min(2, rows), peak(min(2, rows))), 1, rows
+    if rows % b == 0 and at_b <= budget:
+        fits = b
     while True:
         guess = a + (budget - at_a) * (b - a) / (at_b - at_a) if at_b > at_a else most
         following = max(m for m in divisors(rows) if m <= min(guess, most))
@@ -1600,7 +1599,7 @@ def train(cfg: Config) -> dict:
                     f"twice; give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
                 )
             clock.train_time, clock.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
-            changed = changed_flags(cfg, checkpoint, path)
+            changed = changed_flags(cfg, checkpoint["config"], path)
             note = f"resumed from {path}" + (f"; these flags have other values than then: {changed}" if changed else "")
         checkpoint = None
         earlier = log.open(cfg, step)
@@ -1615,14 +1614,15 @@ def train(cfg: Config) -> dict:
             raise
 
 
-def changed_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
-    """Names of the flags that the checkpoint was made with other values of. Raises UserError if --trials has any."""
-    changed = {k for k, v in dataclasses.asdict(cfg).items() if checkpoint["config"].get(k, v) != v}
-    changed -= {"resume", "out_dir", "trials"} | ({"data"} if cfg.trials == 1 else set())
-    if changed and cfg.trials > 1:
+def changed_flags(cfg: Config, before: dict, path: Path) -> str:
+    """Names of the flags that had other values before. Raises UserError under --trials if one of them matters."""
+    changed = {k for k, v in dataclasses.asdict(cfg).items() if before.get(k, v) != v}
+    changed -= {"resume", "out_dir", "data", "trials"}  # the data's content is compared, not its path
+    harmless = {"eval_every", "save_every", "sample_every", "log_every", "keep", "prefetch", "max_minutes", "wandb"}
+    if cfg.trials > 1 and changed - harmless:
         raise UserError(
-            f"{path} was made with other values of {', '.join(sorted(changed))}, and --trials compares runs of equal "
-            "flags; give those, or another --out_dir"
+            f"{path} was made with other values of {', '.join(sorted(changed - harmless))}, and --trials compares runs "
+            "of equal flags; give those, or another --out_dir"
         )
     return ", ".join(sorted(changed))
 
@@ -1834,15 +1834,24 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
 
 
 def finished(cfg: Config) -> dict | None:
-    """The summary of a trial that --resume auto need not go on with. Raises UserError when its flags were others."""
-    path = Path(cfg.out_dir) / "summary.json"
-    there = checkpoints(path.parent) if cfg.resume and path.exists() else []
-    if there and step_of(there[0]) == cfg.max_steps:
-        changed_flags(cfg, read_checkpoint(there[0], verify=False), there[0])
-        with contextlib.suppress(ValueError):
-            summary = json.loads(path.read_text(encoding="utf-8"))
-            return summary if (summary["stopped_by"], summary["step"]) == ("max_steps", cfg.max_steps) else None
-    return None
+    """The summary of a trial that is done, for --resume auto. Raises UserError when its flags or data were others."""
+    folder = Path(cfg.out_dir)
+    if not cfg.resume or not (folder / "summary.json").exists():
+        return None
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        log = (folder / "log.txt").read_text(encoding="utf-8")
+        flags = json.loads(log.rpartition(f"{'=' * 40} run\n")[2].partition("\n")[0])
+        done = summary["stopped_by"] == "max_steps" and summary["step"] == flags["max_steps"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} is no run as it was left ({error!r}); delete it or give another --out_dir") from None
+    if not done:
+        return None
+    changed_flags(cfg, flags, folder)
+    meta = load_meta(cfg.data or HERE / "data" / "python")
+    if summary["files"] != {name: shard.get("sha256") for name, shard in meta["files"].items()}:
+        raise UserError(f"{folder} was trained on other data; give the same --data, or another --out_dir")
+    return summary
 
 
 def train_trials(cfg: Config) -> list[dict]:
@@ -1898,7 +1907,7 @@ NOT_OURS = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 def file_trouble(error: Exception) -> str:
     """What to say when there is no room for a file, or it may not be read or written; nothing for any other error."""
-    if isinstance(error, NOT_OURS):
+    if isinstance(error, NOT_OURS) and error.filename:
         return f"{error.filename} cannot be read or written ({error.strerror}); give another one, or change its rights"
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
         return ""

@@ -261,7 +261,8 @@ def find_shards(folder, split):
     if not folder.is_dir():
         raise UserError(f"there is no data folder {folder}: make it with `{command}`")
     if (folder / UNFINISHED).exists():
-        command = (folder / UNFINISHED).read_text(encoding="utf-8") or command
+        with contextlib.suppress(FileNotFoundError):  # finished since
+            command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape") or command
         raise UserError(f"{folder} is not complete: wait for `{command}`, or run it again if it was stopped")
     shards = _shards(folder, split)
     if not shards:
@@ -728,7 +729,7 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
         if _is_done(folder, made_with, shards or 0):
             say(f"already there: {folder}")
             return folder
-        (folder / UNFINISHED).write_text(command, encoding="utf-8")
+        (folder / UNFINISHED).write_text(command, encoding="utf-8", errors="surrogateescape")
         (folder / "meta.json").unlink(missing_ok=True)
         if source == "fineweb10B":
             splits, files = _fetch_fineweb(folder, shards, say)
