@@ -120,7 +120,7 @@ class Config:
     # optimizer
     optimizer: str = knob("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
     muon_lr: float = knob(0.02, "learning rate of Muon")
-    adam_lr: float = knob(0.0, "learning rate of Adam; 0 is 0.006 beside Muon and 0.002 alone (laptop: 0.012 and 0.008)")
+    adam_lr: float = knob(0.0, "learning rate of Adam; 0 is 0.006 beside Muon, 0.002 alone (laptop: 0.012 and 0.008)")
     weight_decay: float = knob(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
     confidence_penalty: float = knob(0.0, "this times the entropy of the predictions is taken off the loss in training")
     grad_clip: float = knob(0.0, "largest gradient norm; 0 is off")
