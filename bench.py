@@ -55,6 +55,7 @@ from train_gpt import (
     ALLOCATOR_VARIABLES,
     ATTENTION,
     DTYPES,
+    SECTION,
     Config,
     Run,
     attention_kernels,
@@ -597,7 +598,7 @@ def bench_loss(bench: Bench) -> dict:
             row |= spread([seconds for seconds, _ in reached], "to_target_s")
             row["steps_to_target"] = statistics.median(step for _, step in reached)
     for row in rows:
-        if "to_target_s" in row and "train_time_s" in rows[0]:
+        if "to_target_s" in row:
             row["times_sooner"] = rows[0]["train_time_s"] / row["to_target_s"]
     columns = {
         "name": ("Recipe", ""), "val_loss": ("final val_loss", ".4f"), "reached": ("seeds that reach it", ""),
@@ -1255,7 +1256,6 @@ TRACKS = {
     "steps": dict(targets={"fineweb-3.28": 3.28}, device="", files=None, val_tokens=10485760,
                   fixed=dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)),
 }  # fmt: skip
-SOURCE = "=" * 40
 
 
 def t_test(values: list[float], target: float) -> float:
@@ -1281,9 +1281,9 @@ def read_run(folder: Path) -> dict:
         log = (folder / "log.txt").read_text(encoding="utf-8")
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        head, sources = log.split(f"{SOURCE} run\n"), {}
+        head, sources = log.split(f"{SECTION} run\n"), {}
         for name in ("train_gpt.py", "model.py"):
-            sources[name] = head[0].split(f"{SOURCE} {name}\n")[1].split(SOURCE)[0].strip()
+            sources[name] = head[0].split(f"{SECTION} {name}\n")[1].split(SECTION)[0].strip()
         flags, lines = head[1].split("\n", 1)
         run = dict(name=folder.name, starts=len(head) - 1, flags=json.loads(flags), sources=sources, lines=lines)
         if not all(math.isfinite(summary[key]) for key in ("val_loss", "train_time_s", "wall_time_s")):

@@ -266,8 +266,10 @@ class Block(nn.Module):
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, past: "LayerCache | None" = None) -> Tensor:
-        pack = functools.partial(to_host, strided=self.compiled is not None)
-        with saved_tensors_hooks(pack, from_host) if self.offload else contextlib.nullcontext():
+        hooks = contextlib.nullcontext()
+        if self.offload:
+            hooks = saved_tensors_hooks(functools.partial(to_host, strided=self.compiled is not None), from_host)
+        with hooks:
             return (self.compiled or self.checkpointed)(x, cos, sin, mask, past)
 
     def checkpointed(self, *inputs) -> Tensor:

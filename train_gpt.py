@@ -63,6 +63,7 @@ except ImportError:
     fcntl = None
 
 HERE = Path(__file__).resolve().parent
+SECTION = "=" * 40  # begins each part of log.txt
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = ("auto", "sdpa", "flash", "cudnn", "efficient", "math", "blocked", "flex", "varlen", "fa3", "fa4")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -709,9 +710,18 @@ class Data:
         return hashlib.sha256(json.dumps([self.shards, self.meta["files"]], sort_keys=True).encode()).hexdigest()
 
 
+def data_folder(cfg: Config) -> Path:
+    return Path(cfg.data or HERE / "data" / "python")
+
+
+def recorded_hashes(meta: dict) -> dict[str, str | None]:
+    """SHA-256 of each shard, by name, as meta.json records it."""
+    return {name: shard.get("sha256") for name, shard in meta["files"].items()}
+
+
 def open_data(cfg: Config, run_on: Launch) -> Data:
     """The data folder, checked; makes the default corpus first. Raises UserError."""
-    folder = Path(cfg.data or HERE / "data" / "python")
+    folder = data_folder(cfg)
     error = ""
     if not cfg.data and run_on.local_rank == 0:  # each node has its own standard library
         try:
@@ -726,7 +736,7 @@ def open_data(cfg: Config, run_on: Launch) -> Data:
             f"--vocab_size {cfg.vocab_size} is less than the {meta['vocab_size']} of {folder}'s tokenizer; raise it"
         )
     vocab_size = max(cfg.vocab_size, meta["vocab_size"])
-    hashes = {name: shard.get("sha256") for name, shard in meta["files"].items()}
+    hashes = recorded_hashes(meta)
     data = Data(folder, meta, *(Split(folder, split, vocab_size, hashes) for split in ("train", "val")))
     train, val = data.shards
     there = {name: tokens for name, tokens, _ in train + val}
@@ -969,9 +979,8 @@ def largest_that_fits(rows: int, peak, budget: float) -> int:
             f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB to be had on this device; "
             "use a smaller --seq_len or a smaller model"
         )
-    (a, at_a), (b, at_b), fits, most = (1, one), (min(2, rows), peak(min(2, rows))), 1, rows
-    if rows % b == 0 and at_b <= budget:
-        fits = b
+    (a, at_a), (b, at_b), most = (1, one), (min(2, rows), peak(min(2, rows))), rows
+    fits = b if rows % b == 0 and at_b <= budget else 1
     while True:
         guess = a + (budget - at_a) * (b - a) / (at_b - at_a) if at_b > at_a else most
         following = max(m for m in divisors(rows) if m <= min(guess, most))
@@ -1397,8 +1406,8 @@ class Log:
         self.metrics = open(rows, "a", buffering=1, encoding="utf-8")
         self.file = open(self.folder / "log.txt", "a" if first_step else "w", buffering=1, encoding="utf-8")
         for name in ("train_gpt.py", "model.py"):
-            self.file.write(f"{'=' * 40} {name}\n{(HERE / name).read_text(encoding='utf-8')}\n")
-        self.file.write(f"{'=' * 40} run\n{json.dumps(dataclasses.asdict(cfg))}\n")
+            self.file.write(f"{SECTION} {name}\n{(HERE / name).read_text(encoding='utf-8')}\n")
+        self.file.write(f"{SECTION} run\n{json.dumps(dataclasses.asdict(cfg))}\n")
         self.file.writelines(line + "\n" for line in self.early)
         if cfg.wandb:
             try:
@@ -1817,7 +1826,7 @@ def loop(run: Run, data: Data, log: Log, clock: Clock, signals: list, step: int,
         tokens=step * cfg.batch_tokens,
         tokens_per_s=(step - first_step) * cfg.batch_tokens / trained if trained else math.nan,
         machine=machine(run.on), val_tokens=eval_rows(cfg, data.val) * cfg.seq_len,
-        files={name: shard.get("sha256") for name, shard in data.meta["files"].items()},
+        files=recorded_hashes(data.meta),
         data_wait_s=waited, train_time_s=clock.train_time, wall_time_s=clock.wall_time,
     )  # fmt: skip
     summary = finite(summary)
@@ -1841,15 +1850,14 @@ def finished(cfg: Config) -> dict | None:
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         log = (folder / "log.txt").read_text(encoding="utf-8")
-        flags = json.loads(log.rpartition(f"{'=' * 40} run\n")[2].partition("\n")[0])
+        flags = json.loads(log.rpartition(f"{SECTION} run\n")[2].partition("\n")[0])
         done = summary["stopped_by"] == "max_steps" and summary["step"] == flags["max_steps"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{folder} is no run as it was left ({error!r}); delete it or give another --out_dir") from None
     if not done:
         return None
     changed_flags(cfg, flags, folder)
-    meta = load_meta(cfg.data or HERE / "data" / "python")
-    if summary["files"] != {name: shard.get("sha256") for name, shard in meta["files"].items()}:
+    if summary.get("files") != recorded_hashes(load_meta(data_folder(cfg))):
         raise UserError(f"{folder} was trained on other data; give the same --data, or another --out_dir")
     return summary
 
@@ -1944,9 +1952,9 @@ def main(argv: list[str]) -> int:
         train_trials(cfg) if cfg.trials > 1 else train(cfg)
     except Exception as error:
         mistake = isinstance(error, (UserError, *NOT_OURS))
-        sentence = str(error) if isinstance(error, UserError) else ""
-        for tell in (out_of_memory, file_trouble, compiler_failed, lost_rank):
-            sentence = sentence or tell(error)
+        sentence = str(error) if isinstance(error, UserError) else (
+            out_of_memory(error) or file_trouble(error) or compiler_failed(error) or lost_rank(error)
+        )  # fmt: skip
         if not sentence:
             raise
         rank = os.environ.get("RANK")
