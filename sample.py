@@ -8,45 +8,46 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # as in train_gpt.py
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+from runtime import set_environment
+
+if __name__ == "__main__":
+    set_environment()
 
 import numpy as np
 import torch
 
-from data.prepare import UserError, get_tokenizer
+from data.shards import TrainerError, UserError
+from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, generate
-from train_gpt import DTYPES, checkpoints, config, device_of, dtype_of, load_weights, read_checkpoint
+from runtime.checkpoint import list_checkpoints, load_weights, model_config, read_checkpoint
+from runtime.launch import DTYPES, select_device, select_dtype
 
 
 def load(run: str, device: str, dtype: str) -> tuple[GPT, object]:
     """The model and tokenizer of a run's folder (its newest checkpoint) or of a checkpoint file. Raises UserError."""
     path = Path(run)
     if path.is_dir():
-        newest = checkpoints(path)
+        newest = list_checkpoints(path)
         if not newest:
             raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved, or a file")
         path = newest[0]
-    checkpoint = read_checkpoint(path)
-    cfg = config(device=device, dtype=dtype)
-    place = device_of(cfg)
+    checkpoint, place = read_checkpoint(path), select_device(device)
     with torch.device(place):
-        model = GPT(GPTConfig(**checkpoint["model_config"]), DTYPES[dtype_of(cfg, place)], loss_chunk=2048)
+        model = GPT(model_config(checkpoint, GPTConfig, path), DTYPES[select_dtype(dtype, place)], loss_chunk=2048)
     load_weights(model, checkpoint, path)
     return model.eval(), get_tokenizer(checkpoint["tokenizer"])
 
 
-def perplexity(model: GPT, tokens: np.ndarray, eot: int) -> float:
-    """Mean loss of the tokens in nats, each predicted once, in windows of the model's context."""
+def mean_loss(model: GPT, tokens: np.ndarray, eot: int) -> float:
+    """Mean loss of the tokens in nats, each predicted once, in sequences of the model's context."""
     seq_len, device = model.cfg.seq_len, model.wte.weight.device
     stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
-    n_rows = -(-(len(stream) - 1) // seq_len)
-    x, y = torch.zeros(n_rows * seq_len, dtype=torch.int64), torch.full((n_rows * seq_len,), -1)
+    n_seqs = -(-(len(stream) - 1) // seq_len)
+    x, y = torch.zeros(n_seqs * seq_len, dtype=torch.int64), torch.full((n_seqs * seq_len,), -1)
     x[: len(stream) - 1], y[: len(stream) - 1] = stream[:-1], stream[1:]
     total, rows = 0.0, max(1, 8192 // seq_len)
     with torch.no_grad():
-        for x_part, y_part in zip(x.view(n_rows, seq_len).split(rows), y.view(n_rows, seq_len).split(rows)):
+        for x_part, y_part in zip(x.view(n_seqs, seq_len).split(rows), y.view(n_seqs, seq_len).split(rows)):
             total += model(x_part.to(device), y_part.to(device)).item()
     return total / len(tokens)
 
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--num_samples", type=int, default=1, help="texts to write")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens; 0 is all")
+    parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens; 0 = all")
     parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens with this probability")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
                 print_sample(model, tokenizer, args, i)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (UserError, OSError) as error:
+    except (TrainerError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -97,7 +98,7 @@ def print_perplexity(model: GPT, tokenizer, path: Path) -> None:
     tokens = tokenizer.encode(data.decode("utf-8", errors="replace"))
     if not len(tokens):
         raise UserError(f"{path} is empty; --perplexity wants some text")
-    loss = perplexity(model, tokens, tokenizer.eot)
+    loss = mean_loss(model, tokens, tokenizer.eot)
     bits = loss * len(tokens) / len(data) / math.log(2)
     print(f"{path}: {len(tokens):,} tokens, {len(data):,} bytes")
     print(f"perplexity per token {math.exp(loss):.4f} ({loss:.4f} nats)")

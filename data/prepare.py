@@ -1,14 +1,12 @@
 """Corpora to token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
 
-A prepared folder holds `*train*.bin` and `*val*.bin` in the format that llm.c and the NanoGPT speedrun read: 256
-little-endian int32 (magic, version, token count, zeros), then the tokens. Every document is preceded by one end-of-text
-token. meta.json, written last, says which tokenizer, how many tokens and bytes, from which source, and every hash.
+data/shards.py describes what a prepared folder holds. One that is complete is left as it is; after a run that was
+stopped, the same command resumes its downloads and makes the shards again.
 """
 
 import argparse
 import contextlib
 import difflib
-import errno
 import glob
 import gzip
 import hashlib
@@ -31,15 +29,27 @@ from pathlib import Path
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-SOURCES = {  # source -> its default tokenizer
-    "python": "bytes",
-    "shakespeare": "bytes",
-    "wikitext2": "gpt2",
-    "wikitext103": "gpt2",
-    "fineweb10B": "gpt2",
-    "files": "gpt2",
-}
+if __name__ == "__main__":  # a script's first import path is its own folder, whose tokenizers.py hides a package's name
+    HERE = Path(__file__).resolve().parent
+    sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE))]
+
+from data.shards import (
+    DATA_DIR,
+    HEADER_BYTES,
+    MAX_SHARD_TOKENS,
+    SOURCES,
+    TOKENIZER_SIZES,
+    UNFINISHED,
+    UserError,
+    atomic_write,
+    list_shards,
+    load_meta,
+    read_shard,
+    sha256_of_file,
+    shard_header,
+)
+from data.tokenizers import get_tokenizer
+
 DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256, bytes
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -59,259 +69,6 @@ DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256, bytes
 }
 FINEWEB = "{hub}/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 FINEWEB_SHARDS = 103
-
-
-class UserError(Exception):
-    """A user's mistake, told in one sentence: what was found, what was expected, what to do."""
-
-
-# ---- Tokenizers -----------------------------------------------------------------------------------------------------
-
-
-class ByteTokenizer:
-    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
-
-    name, vocab_size, eot = "bytes", 257, 256
-
-    def encode(self, text):
-        """str -> 1-D uint16 array. Lone surrogates become "?"."""
-        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
-
-    def encode_raw(self, raw):
-        """bytes -> 1-D uint8 array that shares their memory."""
-        return np.frombuffer(raw, dtype=np.uint8)
-
-    def decode_bytes(self, tokens):
-        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
-        return b"".join(b"<|endoftext|>" if token == 256 else bytes([token]) for token in np.asarray(tokens).tolist())
-
-
-class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken. Raises UserError when its vocabulary cannot be had."""
-
-    name, vocab_size, eot = "gpt2", 50257, 50256
-
-    def __init__(self):
-        try:
-            import tiktoken
-
-            self.tiktoken = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # whatever went wrong in tiktoken's own download
-            raise UserError(
-                f"the gpt2 vocabulary could not be loaded ({type(error).__name__}): connect to the network, point "
-                "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
-            ) from error
-
-    def encode(self, text):
-        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
-        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
-
-    def encode_raw(self, raw):
-        """bytes -> 1-D uint32 array. What is not UTF-8 becomes U+FFFD."""
-        return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
-
-    def decode_bytes(self, tokens):
-        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
-        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
-
-
-TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
-
-
-def get_tokenizer(name):
-    """The tokenizer called "gpt2" or "bytes". Raises UserError for other names and for a vocabulary out of reach."""
-    if name not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes")
-    return TOKENIZERS[name]()
-
-
-# ---- Shards ---------------------------------------------------------------------------------------------------------
-
-HEADER_BYTES = 1024
-MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
-FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, type of the tokens
-
-
-def _header(dtype, count):
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = next((magic, version, count) for magic, (version, kind) in FORMATS.items() if kind == dtype)
-    return header.tobytes()
-
-
-def write_shard(path, tokens):
-    """Writes a 1-D uint16 or uint32 array as one shard, which has a temporary name until it is safe on the disk."""
-    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
-        raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
-    with whole_file(Path(path)) as file:
-        file.writelines((_header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens)))
-
-
-@contextlib.contextmanager
-def whole_file(path):
-    """A binary file to write under a name that starts with `.tmp`: in the end it is on the disk and renamed to path.
-
-    When anything fails, it is gone again and `path` is what it was.
-    """
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name must reach the disk too
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems know no fsync of folders
-                raise
-        finally:
-            os.close(folder)
-
-
-class ShardWriter:
-    """Writes a split as it comes, in shards of at most `shard_tokens` whose names start with `.tmp-` at first."""
-
-    def __init__(self, folder, split, shard_tokens, pool):
-        self.folder, self.split, self.shard_tokens, self.pool = folder, split, shard_tokens, pool
-        self.file = None
-        self.shards = {}  # name -> tokens, future of its SHA-256
-
-    def add(self, tokens):
-        """Appends a 1-D uint16 array."""
-        while tokens.size:
-            if self.file is None:
-                self.name, self.count = f"{self.split}_{len(self.shards):06d}.bin", 0
-                self.file = open(self.folder / f".tmp-{self.name}", "wb+")
-                self.file.write(bytes(HEADER_BYTES))
-            part, tokens = np.split(tokens, [self.shard_tokens - self.count])
-            self.file.write(part.data)
-            self.count += part.size
-            if self.count == self.shard_tokens:
-                self.finish()
-
-    def finish(self):
-        """Completes the shard that is open, if one is; another thread flushes and hashes it."""
-        if self.file:
-            self.file.seek(0)
-            self.file.write(_header(np.uint16, self.count))
-            self.shards[self.name] = self.count, self.pool.submit(_seal, self.file)
-            self.file = None
-
-
-def _seal(file):
-    with file:
-        file.flush()
-        os.fsync(file.fileno())
-    return _sha256(file.name)
-
-
-def _sha256(path):
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(block):
-            digest.update(block[:size])
-    return digest.hexdigest()
-
-
-def read_shard(path):
-    """Maps a shard: a read-only 1-D np.memmap of uint16 or uint32. Raises UserError when it is not an intact shard."""
-    path, wrong = Path(path), None
-    if not path.is_file():
-        raise UserError(f"there is no shard {path}: prepare the data again")
-    size = path.stat().st_size
-    if size < HEADER_BYTES:
-        raise UserError(f"{path} has {size} bytes, too short for a shard's header of {HEADER_BYTES}: make it again")
-    magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
-    known_version, dtype = FORMATS.get(magic, (None, np.dtype("<u2")))
-    whole = HEADER_BYTES + count * dtype.itemsize
-    if known_version is None:
-        wrong = f"is no token shard, its magic is {magic} instead of {' or '.join(map(str, FORMATS))}"
-    elif version != known_version:
-        wrong = f"is a shard of version {version} instead of {known_version}"
-    elif count <= 0:
-        wrong = f"has {count} tokens by its header instead of one or more"
-    elif size != whole:
-        wrong = f"is {'truncated' if size < whole else 'too long'}, {size} bytes instead of {whole} for {count} tokens"
-    if wrong:
-        raise UserError(f"{path} {wrong}: delete it, and prepare or download it again")
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
-
-
-# ---- A prepared folder ----------------------------------------------------------------------------------------------
-
-UNFINISHED = ".tmp-unfinished"  # is in a folder from the first change to the last
-
-
-def _shards(folder, split):
-    return sorted(path for path in folder.glob(f"*{split}*.bin") if not path.name.startswith("."))
-
-
-def find_shards(folder, split):
-    """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none to use."""
-    folder = Path(folder)
-    source, _, tokenizer = folder.name.partition("_")
-    command = f"python data/prepare.py {source if source in SOURCES else 'python'}" + " PATH..." * (source == "files")
-    command += f" --tokenizer {tokenizer}" if source in SOURCES and tokenizer in TOKENIZERS else ""
-    command += f" --out {folder}" if source not in SOURCES or folder.resolve() != HERE / folder.name else ""
-    if not folder.is_dir():
-        raise UserError(f"there is no data folder {folder}: make it with `{command}`")
-    if (folder / UNFINISHED).exists():
-        with contextlib.suppress(FileNotFoundError):  # finished since
-            command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape") or command
-        raise UserError(f"{folder} is not complete: wait for `{command}`, or run it again if it was stopped")
-    shards = _shards(folder, split)
-    if not shards:
-        raise UserError(f"{folder} has no shards *{split}*.bin: make them with `{command}`")
-    return shards
-
-
-def load_meta(folder):
-    """meta.json of a prepared folder; where there is none, GPT-2's tokenizer, marked by "assumed": True.
-
-    Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
-    source, files ({shard: {tokens, sha256}}). Raises UserError when they are missing or of another type.
-    """
-    path = Path(folder) / "meta.json"
-    if not path.exists():
-        return {"tokenizer": "gpt2", "vocab_size": GPT2Tokenizer.vocab_size, "eot": GPT2Tokenizer.eot,
-                "splits": {}, "source": "unknown", "files": {}, "assumed": True}  # fmt: skip
-    try:
-        meta = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}): delete the folder and prepare it again") from error
-
-    def check(value, kinds, what):
-        if type(value) not in kinds:
-            raise UserError(f"{path} has no valid {what}: delete the folder and prepare it again")
-        return value
-
-    check(meta, [dict], "content")
-    for key, kind in dict(tokenizer=str, vocab_size=int, eot=int, splits=dict, source=str, files=dict).items():
-        check(meta.get(key), [kind], key)
-    for split in ("train", "val"):
-        counts = check(meta["splits"].get(split), [dict], f"splits.{split}")
-        check(counts.get("tokens"), [int], f"splits.{split}.tokens")
-        check(counts.get("bytes"), [int, type(None)], f"splits.{split}.bytes")
-        if counts["tokens"] < 0 or (counts.get("bytes") or 0) < 0:
-            raise UserError(f"{path} has negative counts for {split}: delete the folder and prepare it again")
-    known = TOKENIZERS.get(meta["tokenizer"])
-    expected = (known.vocab_size, known.eot) if known else (min(max(meta["vocab_size"], 1), 2**20), meta["eot"])
-    if (meta["vocab_size"], meta["eot"]) != expected or not 0 <= meta["eot"] < meta["vocab_size"]:
-        raise UserError(
-            f"{path} gives tokenizer {meta['tokenizer']!r} {meta['vocab_size']} tokens and end-of-text {meta['eot']}, "
-            "which cannot be: delete the folder and prepare it again"
-        )
-    for name, shard in meta["files"].items():
-        check(check(shard, [dict], f"files.{name}").get("tokens"), [int], f"files.{name}.tokens")
-        check(shard.get("sha256"), [str, type(None)], f"files.{name}.sha256")
-        if Path(name).name != name or name == "..":
-            raise UserError(f"{path} names a file {name!r} outside its folder: delete the folder and prepare it again")
-    return meta
 
 
 # ---- Progress and downloads -----------------------------------------------------------------------------------------
@@ -341,6 +98,7 @@ class Progress:
 
 
 def _address(template):
+    """The address with HF_ENDPOINT in it, where it names a hub."""
     hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if "@" in hub and "{hub}" in template:  # it would stand in meta.json and in messages
         raise UserError("HF_ENDPOINT holds a user name or a password, which cannot be used: give an address without")
@@ -387,7 +145,7 @@ def _fetch(url, partial, say):
 def download(url, path, sha256=None, size=None, say=print):
     """Downloads `url` to `path` unless it is there, and returns its SHA-256 in hex.
 
-    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs go on from there. Raises UserError when
+    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs resume from there. Raises UserError when
     four attempts fail, or when the size or the hash is not the one given here or named by the server.
     """
     path = Path(path)
@@ -397,21 +155,21 @@ def download(url, path, sha256=None, size=None, say=print):
             named = _fetch(url, partial, say)
             sha256 = sha256 or named
             break
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: the address is none
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
             code = getattr(error, "code", 0)
             if code == 416:  # what we have is longer than the file: it is something else
                 partial.unlink()
             hopeless = isinstance(error, ValueError) or (400 <= code < 500 and code not in (408, 416, 429))
             if hopeless or wait is None:
                 raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to go on, set HF_ENDPOINT to a mirror of "
-                    "huggingface.co (and TIKTOKEN_CACHE_DIR to a copy of the gpt2 vocabulary), or work offline with "
+                    f"{url} could not be downloaded ({error}): run this again to resume, set HF_ENDPOINT to a mirror "
+                    "of huggingface.co (and TIKTOKEN_CACHE_DIR to a copy of the gpt2 vocabulary), or work offline with "
                     "`python data/prepare.py python` or `python data/prepare.py files PATH --tokenizer bytes`"
                 ) from error
             say(f"{error}; trying again in {wait} s")
             time.sleep(wait)
     arrived = path if path.exists() else partial
-    digest, found = _sha256(arrived), arrived.stat().st_size
+    digest, found = sha256_of_file(arrived), arrived.stat().st_size
     if sha256 not in (None, digest) or size not in (None, found):
         arrived.unlink()
         raise UserError(
@@ -457,7 +215,7 @@ def _given_files(arguments, out):
     for argument in map(os.fspath, arguments):
         matches = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
         if not matches:
-            raise UserError(f"{argument!r} is no file or folder, and no glob that matches any: check the path")
+            raise UserError(f"{argument!r} is not a file or folder, and not a glob that matches any: check the path")
         for match in (Path(os.path.abspath(match)) for match in matches):
             files = _files_under(match, lambda name: name.startswith(".")) if match.is_dir() else [match]
             for path in files:
@@ -472,6 +230,7 @@ def _given_files(arguments, out):
 
 
 def _read_files(files, val_fraction, progress):
+    """Each file a document, or each line of a .jsonl."""
     for name, path in files:
         if path.name.endswith((".jsonl", ".jsonl.gz")):
             yield from _read_jsonl(name, path, val_fraction, progress)
@@ -481,6 +240,7 @@ def _read_files(files, val_fraction, progress):
 
 
 def _read_jsonl(name, path, val_fraction, progress):
+    """Each line's "text" a document, whose name is `<name>:<line number>`."""
     with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
         number = position = 0
         try:
@@ -497,7 +257,7 @@ def _read_jsonl(name, path, val_fraction, progress):
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(f'line {number} of {path} is no JSON object with a string "text": correct it') from error
+            raise UserError(f'line {number} of {path} is not a JSON object with a string "text": correct it') from error
 
 
 def _read_by_position(path, val_fraction):
@@ -583,6 +343,44 @@ def _encode(tokenizer, batch):
     return {split: (np.concatenate(parts[split], dtype=np.uint16), *counts[split]) for split in parts}
 
 
+class ShardWriter:
+    """Writes a split as it comes, in shards of at most `shard_tokens` whose names start with `.tmp-` at first."""
+
+    def __init__(self, folder, split, shard_tokens, pool):
+        self.folder, self.split, self.shard_tokens, self.pool = folder, split, shard_tokens, pool
+        self.file = None
+        self.shards = {}  # name -> tokens, future of its SHA-256
+
+    def add(self, tokens):
+        """Appends a 1-D uint16 array."""
+        while tokens.size:
+            if self.file is None:
+                self.name, self.count = f"{self.split}_{len(self.shards):06d}.bin", 0
+                self.file = open(self.folder / f".tmp-{self.name}", "wb+")
+                self.file.write(bytes(HEADER_BYTES))
+            part, tokens = np.split(tokens, [self.shard_tokens - self.count])
+            self.file.write(part.data)
+            self.count += part.size
+            if self.count == self.shard_tokens:
+                self.finish()
+
+    def finish(self):
+        """Completes the shard that is open, if one is; another thread flushes and hashes it."""
+        if self.file:
+            self.file.seek(0)
+            self.file.write(shard_header(np.uint16, self.count))
+            self.shards[self.name] = self.count, self.pool.submit(_seal, self.file)
+            self.file = None
+
+
+def _seal(file):
+    """Flushes a written file to the disk and closes it. Returns its SHA-256."""
+    with file:
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256_of_file(file.name)
+
+
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
     """Encodes on all cores, writes in order, renames at the end. Returns "splits" and "files" of meta.json."""
     splits = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in ("train", "val")}
@@ -608,7 +406,7 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
             if not splits[split]["tokens"]:
                 count = sum(counts["documents"] for counts in splits.values())
                 raise UserError(
-                    f"no text fell into the {split} split, as chance had it for {count} documents: give more of it, "
+                    f"no text fell into the {split} split, by chance with {count} documents: give more of it, "
                     "another --val_fraction, or one text file, which is cut in two"
                 )
             writer.finish()
@@ -628,8 +426,11 @@ def _fetch_fineweb(folder, shards, say):
     splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
     files = {}
     for split, counts in splits.items():
-        for path in _shards(folder, split):
-            files[path.name] = {"tokens": read_shard(path).size, "sha256": digests.get(path.name) or _sha256(path)}
+        for path in list_shards(folder, split):
+            files[path.name] = {
+                "tokens": read_shard(path).size,
+                "sha256": digests.get(path.name) or sha256_of_file(path),
+            }
             counts["tokens"] += files[path.name]["tokens"]
     return splits, files
 
@@ -659,7 +460,7 @@ def _is_done(folder, made_with, shards):
     if (folder / UNFINISHED).exists():
         return False
     if not (folder / "meta.json").exists():
-        if made_with["source"] != "fineweb10B" and (_shards(folder, "train") or _shards(folder, "val")):
+        if made_with["source"] != "fineweb10B" and (list_shards(folder, "train") or list_shards(folder, "val")):
             raise UserError(f"{folder} has shards of another origin, without a meta.json: choose another --out")
         return False
     meta = load_meta(folder)
@@ -670,6 +471,67 @@ def _is_done(folder, made_with, shards):
     sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     return whole and sum("train" in name for name in meta["files"]) >= shards
+
+
+def check_arguments(source, paths, tokenizer, val_fraction, shard_tokens, shards):
+    """Raises UserError for what prepare() cannot work with. `tokenizer` is a name here, never None."""
+    if tokenizer not in TOKENIZER_SIZES:
+        raise UserError(f"unknown tokenizer {tokenizer!r}: it must be gpt2 or bytes")
+    if source == "fineweb10B" and tokenizer != "gpt2":
+        raise UserError("fineweb10B comes tokenized with gpt2 and is not available in bytes: remove --tokenizer")
+    if source == "files" and not paths:
+        raise UserError("files needs at least one PATH: give text, .jsonl or .jsonl.gz files, folders or globs")
+    if source != "files" and paths:
+        raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
+    if not 0 < val_fraction < 1:
+        raise UserError(f"--val_fraction is {val_fraction} and must lie between 0 and 1: 0.1 is usual")
+    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
+        raise UserError(f"--shard_tokens is {shard_tokens} and must be 1 to {MAX_SHARD_TOKENS}: 100000000 is usual")
+    if shards is not None and (source != "fineweb10B" or not 1 <= shards <= FINEWEB_SHARDS):
+        raise UserError(f"--shards is {shards} for {source}: it is for fineweb10B, and must be 1 to {FINEWEB_SHARDS}")
+
+
+def _inputs(source, paths, folder):
+    """(origin as meta.json tells it, [(name, path)] of the files to read). A download may not be there yet."""
+    if source == "fineweb10B":
+        return _address(FINEWEB), []
+    if source in DOWNLOADS:
+        url = DOWNLOADS[source][0]
+        return _address(url), [(source, folder / url.rpartition("/")[2])]
+    if source == "python":
+        return f"standard library of Python {platform.python_version()}", _python_files()
+    return f"files {' '.join(map(os.fspath, paths))}", _given_files(paths, folder)
+
+
+def _made_with(source, tokenizer, val_fraction, shard_tokens, files):
+    """What a folder must have been made with for it to count as this command's."""
+    made_with = {"source": source, "tokenizer": tokenizer}
+    if source != "fineweb10B":
+        made_with |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
+    if source == "files":  # not for "python": an update of Python must not ask for the data to be deleted
+        facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files]
+        made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return made_with
+
+
+def _make_shards(source, origin, files, tokenizer, folder, val_fraction, shard_tokens, say):
+    """Files to shards, after a download if the source has one. Returns "splits" and "files" of meta.json."""
+    for pattern in (".tmp-train_*.bin", ".tmp-val_*.bin", "train_*.bin", "val_*.bin"):  # of a run that stopped
+        for path in list(folder.glob(pattern)):
+            path.unlink()
+    if source in DOWNLOADS:
+        _, sha256, size = DOWNLOADS[source]
+        download(origin, files[0][1], sha256, size, say)
+    packed = source.startswith("wikitext")  # how much text a zip holds is not known
+    total = None if packed else sum(path.stat().st_size for _, path in files)
+    progress = Progress(f"preparing {source}", total, say)
+    if packed:
+        documents = _read_wikitext(files[0][1])
+    elif len(files) == 1 and not files[0][1].name.endswith((".jsonl", ".jsonl.gz")):
+        documents = _read_by_position(files[0][1], val_fraction)
+    else:
+        documents = _read_files(files, val_fraction, progress)
+    return _write_documents(documents, tokenizer, folder, shard_tokens, progress)
 
 
 def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_tokens=10**8, shards=None, say=print):
@@ -684,74 +546,38 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
         closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
         raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
     tokenizer = tokenizer or SOURCES[source]
-    if tokenizer not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {tokenizer!r}: it must be gpt2 or bytes")
-    if source == "fineweb10B" and tokenizer != "gpt2":
-        raise UserError("fineweb10B comes tokenized with gpt2 and cannot be had in bytes: leave out --tokenizer")
-    if source == "files" and not paths:
-        raise UserError("files needs at least one PATH: give text, .jsonl or .jsonl.gz files, folders or globs")
-    if source != "files" and paths:
-        raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
-    if not 0 < val_fraction < 1:
-        raise UserError(f"--val_fraction is {val_fraction} and must lie between 0 and 1: 0.1 is usual")
-    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
-        raise UserError(f"--shard_tokens is {shard_tokens} and must be 1 to {MAX_SHARD_TOKENS}: 100000000 is usual")
-    if shards is not None and (source != "fineweb10B" or not 1 <= shards <= FINEWEB_SHARDS):
-        raise UserError(f"--shards is {shards} for {source}: it is for fineweb10B, and must be 1 to {FINEWEB_SHARDS}")
-    folder = Path(out) if out else HERE / (source if tokenizer == SOURCES[source] else f"{source}_{tokenizer}")
+    check_arguments(source, paths, tokenizer, val_fraction, shard_tokens, shards)
+    folder = Path(out) if out else DATA_DIR / (source if tokenizer == SOURCES[source] else f"{source}_{tokenizer}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file where a folder was expected: choose another --out")
 
     given = dict(tokenizer=tokenizer, out=folder, val_fraction=val_fraction, shard_tokens=shard_tokens, shards=shards)
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     command = shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
-    origin, files, made_with = source, [], {"source": source, "tokenizer": tokenizer}
-    if source == "fineweb10B":
-        origin, shards = _address(FINEWEB), shards or FINEWEB_SHARDS
-    else:
-        made_with |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
-    if source in DOWNLOADS:
-        url, sha256, size = DOWNLOADS[source]
-        origin = _address(url)
-    if source == "python":  # whichever version made it: an update of Python must not ask for the data to be deleted
-        origin, files = f"standard library of Python {platform.python_version()}", _python_files()
-    if source == "files":
-        origin, files = f"files {' '.join(map(os.fspath, paths))}", _given_files(paths, folder)
-        facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files]
-        made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    fineweb = source == "fineweb10B"
+    expected_shards = (shards or FINEWEB_SHARDS) if fineweb else 0
+    origin, inputs = _inputs(source, paths, folder)
+    made_with = _made_with(source, tokenizer, val_fraction, shard_tokens, inputs)
 
-    if _is_done(folder, made_with, shards or 0):  # asked before locking too: a complete folder may be read-only
+    if _is_done(folder, made_with, expected_shards):  # asked before locking too: a complete folder may be read-only
         say(f"already there: {folder}")
         return folder
-    encoder = GPT2Tokenizer if source == "fineweb10B" else get_tokenizer(tokenizer)
+    encoder = None if fineweb else get_tokenizer(tokenizer)  # may fail: before anything is changed
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, say):
-        if _is_done(folder, made_with, shards or 0):
+        if _is_done(folder, made_with, expected_shards):
             say(f"already there: {folder}")
             return folder
         (folder / UNFINISHED).write_text(command, encoding="utf-8", errors="surrogateescape")
         (folder / "meta.json").unlink(missing_ok=True)
-        if source == "fineweb10B":
-            splits, files = _fetch_fineweb(folder, shards, say)
+        if fineweb:
+            splits, files = _fetch_fineweb(folder, expected_shards, say)
         else:
-            for pattern in (".tmp-train_*.bin", ".tmp-val_*.bin", "train_*.bin", "val_*.bin"):  # of a run that stopped
-                for path in list(folder.glob(pattern)):
-                    path.unlink()
-            if source in DOWNLOADS:
-                files = [(source, folder / url.rpartition("/")[2])]
-                download(origin, files[0][1], sha256, size, say)
-            packed = source.startswith("wikitext")
-            progress = Progress(f"preparing {source}", None if packed else sum(p.stat().st_size for _, p in files), say)
-            if packed:
-                documents = _read_wikitext(files[0][1])
-            elif len(files) == 1 and not files[0][1].name.endswith((".jsonl", ".jsonl.gz")):
-                documents = _read_by_position(files[0][1], val_fraction)
-            else:
-                documents = _read_files(files, val_fraction, progress)
-            splits, files = _write_documents(documents, encoder, folder, shard_tokens, progress)
-        meta = {"tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot, "splits": splits}
+            splits, files = _make_shards(source, origin, inputs, encoder, folder, val_fraction, shard_tokens, say)
+        vocab_size, eot = TOKENIZER_SIZES[tokenizer]
+        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "splits": splits}
         meta |= {"source": origin, "files": files, "made_with": made_with}
-        with whole_file(folder / "meta.json") as file:
+        with atomic_write(folder / "meta.json") as file:
             file.write(json.dumps(meta, indent=1).encode())
         (folder / UNFINISHED).unlink()
     train, val = splits["train"]["tokens"], splits["val"]["tokens"]
@@ -766,7 +592,7 @@ def main(argv=None):
     parser.add_argument("paths", nargs="*", metavar="PATH", help="for files: text, .jsonl, .jsonl.gz, folders, globs")
     parser.add_argument("--tokenizer", help="gpt2 or bytes; the default depends on the source")
     parser.add_argument("--out", metavar="DIR", help="the folder to make; default: data/<source>")
-    parser.add_argument("--val_fraction", type=float, default=0.1, help="share for validation (default: 0.1)")
+    parser.add_argument("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
     parser.add_argument("--shard_tokens", type=int, default=10**8, help="most tokens in a shard (default: 100000000)")
     parser.add_argument("--shards", type=int, help="fineweb10B: training shards to get, 200 MB each (default: 103)")
 
@@ -788,7 +614,7 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped: run the same command again to go on", file=sys.stderr)
+        print("stopped: run the same command again to resume", file=sys.stderr)
         return 1
     return 0
 

@@ -1,0 +1,88 @@
+"""`bench.py data`: what the loader can deliver, its fraction of a step, prefetch depth, pinned memory."""
+
+import contextlib
+import math
+import statistics
+import time
+
+from benchmarks.harness import Bench, Worker, median_min_max, synchronize, table, timed
+from data.stream import TokenStream, prefetch
+from runtime.launch import DistContext
+from train_gpt import TrainState, build, check_hardware, get_batch, launch, make_config, open_stream, train_step
+
+
+def measure_loader(stream: TokenStream, dist_ctx: DistContext, batch_tokens: int) -> dict:
+    """The loader by itself, and copies of a batch to a CUDA device."""
+    alone = []
+    for first in range(0, 50, 10):
+        t0 = time.perf_counter()
+        for step in range(first, first + 10):
+            get_batch(stream, dist_ctx, step)
+        alone.append((time.perf_counter() - t0) / 10)
+    facts = median_min_max([batch_tokens / seconds for seconds in alone], "loader_tokens_per_s")
+    facts["batch_s"] = statistics.median(alone)
+    if dist_ctx.device.type == "cuda":
+        batch = get_batch(stream, dist_ctx, 0)
+        for name, source in [("pinned_s", batch), ("pageable_s", batch.clone())] * 20:  # the least: the first warm up
+            seconds = timed(dist_ctx.device, lambda: source.to(dist_ctx.device, non_blocking=True))  # noqa: B023
+            facts[name] = min(facts.get(name, math.inf), seconds)
+    return facts
+
+
+def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps: int) -> tuple[float, float]:
+    """Seconds of a step, and of it those that the host waits for data. depth: None = the same batch every time."""
+    device, same, wait_s, t0 = state.dist_ctx.device, get_batch(stream, state.dist_ctx, 0), 0.0, 0.0
+
+    def load(step: int):
+        return same if depth is None else get_batch(stream, state.dist_ctx, step)
+
+    with contextlib.closing(prefetch(load, 0, steps + 1, depth or 0)) as batches:
+        for i in range(steps + 1):
+            asked = time.perf_counter()
+            batch = next(batches).to(device, non_blocking=device.type == "cuda")
+            wait_s += time.perf_counter() - asked
+            train_step(state, batch, 1.0)
+            if i == 0:  # the first batch is always waited for
+                synchronize(device)
+                wait_s, t0 = 0.0, time.perf_counter()
+        synchronize(device)
+    return (time.perf_counter() - t0) / steps, wait_s / steps
+
+
+def data_case(flags: dict):
+    """Yields the loader's own figures; for (depth, steps) what train_steps measures."""
+    cfg = make_config(**flags)
+    dist_ctx = launch(cfg)
+    check_hardware(cfg, dist_ctx)
+    stream = open_stream(cfg, dist_ctx)
+    state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+    request = yield measure_loader(stream, dist_ctx, cfg.batch_tokens)
+    while True:
+        request = yield train_steps(state, stream, *request)
+
+
+def bench_data(bench: Bench) -> dict:
+    """What the loader can deliver, and how long a step waits for it."""
+    bench.reject_flags("prefetch")
+    steps = 3 if bench.quick else 10
+    rows = [dict(name="no loader", prefetch=None)] + [dict(name=f"prefetch {n}", prefetch=n) for n in (0, 1, 2, 4)]
+    times = [[] for _ in rows]
+    with Worker(bench, data_case, bench.flags) as worker:
+        facts = worker.request()
+        for row, kept in [pair for _ in range(bench.repeats) for pair in zip(rows, times)]:
+            kept.append(worker.request((row["prefetch"], steps)))
+    for row, kept in zip(rows, times):
+        row |= median_min_max([1000 * seconds for seconds, _ in kept], "ms")
+        row |= median_min_max([seconds / alone for (seconds, _), (alone, _) in zip(kept, times[0])], "against_none")
+        row |= median_min_max([wait_s / seconds for seconds, wait_s in kept], "waits")
+    tokens = make_config(**bench.flags).batch_tokens
+    note = f"The loader alone makes {facts['loader_tokens_per_s']:,.0f} tokens/s, a batch of {tokens:,} in "
+    note += f"{1000 * facts['batch_s']:.2f} ms; training takes {1000 * tokens / rows[-1]['ms']:,.0f} tokens/s. "
+    if "pinned_s" in facts:
+        note += f"To the device: {1e6 * facts['pinned_s']:.0f} us pinned, {1e6 * facts['pageable_s']:.0f} us pageable."
+    else:
+        note += "Pinned memory is for CUDA only."
+    columns = {"name": ("data", ""), "ms": ("ms/step", ",.1f"), "against_none": ("slowdown vs no loader", ".3f"),
+               "waits": ("data wait, % of step", ".2%")}  # fmt: skip
+    print(table("Data", rows, columns, (note,)))
+    return dict(data=rows, **facts)

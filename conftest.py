@@ -1,0 +1,304 @@
+"""What the tests share: the tiny model, its data, runs to compare with, and ways to start a run."""
+
+import contextlib
+import functools
+import hashlib
+import http.server
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only cost, here and in the processes started
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as the scripts set it: faster compilation
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from data import prepare
+from data.shards import write_shard
+from data.tokenizers import get_tokenizer
+from model import GPT, GPTConfig
+from runtime.checkpoint import content_hash, list_checkpoints, read_checkpoint
+from train_gpt import main, make_config, sample_text, train
+
+ROOT = Path(__file__).resolve().parent
+
+TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=8, max_steps=20, device="cpu",
+            dtype="fp32", loss_chunk=100, eval_every=0, eval_tokens=2048, log_every=1,
+            muon_lr=0.02, adam_lr=0.004)  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data and models
+
+
+def make_data(folder: Path, eot: bool = True) -> Path:
+    """Two training shards and a validation shard of learnable bytes, with sequences that cross from shard to shard."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, n, dtype=np.uint8)) + b" " for n in rng.integers(2, 7, 50)]
+    text = b"".join(words[i] for i in rng.integers(0, 50, 9000))
+    tokens = np.concatenate(([256], np.frombuffer(text, dtype=np.uint8))).astype(np.uint16)
+    tokens[::97] = 256 if eot else 32
+    parts = {"a_train_0.bin": tokens[:11111], "a_train_1.bin": tokens[11111:29000], "a_val_0.bin": tokens[29000:33333]}
+    for name, part in parts.items():
+        write_shard(folder / name, part)
+    splits = {"train": dict(tokens=29000, bytes=28999, documents=1), "val": dict(tokens=4333, bytes=4333, documents=1)}
+    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, splits=splits, source="test",
+                files={name: dict(tokens=len(part), sha256="") for name, part in parts.items()})  # fmt: skip
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> GPT:
+    cfg = GPTConfig(**dict(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=32) | shape)
+    gpt = GPT(cfg, compute_dtype, loss_chunk)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.normal_(0, std, generator=generator)
+    return gpt
+
+
+def poison(monkeypatch, at, value=math.nan, rank=None) -> None:
+    """In the forward passes `at` (numbers from 1) `value` is added to the summed loss, on one rank or on all.
+
+    The gradients alone would not show it.
+    """
+    forward, count, here = GPT.forward, [0], os.environ.get("RANK")
+
+    def poisoned(self, idx, targets=None, **rest):
+        loss = forward(self, idx, targets, **rest)
+        if not torch.is_grad_enabled() or targets is None:
+            return loss
+        count[0] += 1
+        return loss + value if count[0] in at and rank in (here, None) else loss
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+
+
+@contextlib.contextmanager
+def saved_for_backward():
+    """Yields the storages (address: bytes) that autograd keeps for backward, and a function that adds a tensor."""
+    storages = {}
+
+    def note(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield storages, note
+
+
+@functools.cache
+def compiler_works() -> bool:
+    try:
+        return torch.compile(lambda x: x + 1)(torch.zeros(2)).sum().item() == 2
+    except Exception:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs: how to start them, and what they left behind
+
+
+def tiny_run(out_dir, **flags) -> dict:
+    """A run of the tiny model with these flags, in this process; returns its summary."""
+    return train(make_config(**TINY | {key: str(v) if isinstance(v, Path) else v for key, v in flags.items()},
+                             out_dir=str(out_dir)))  # fmt: skip
+
+
+def run_main(argv: list[str], capsys) -> tuple[int, str]:
+    """Exit code and standard error of train_gpt.py's command line, run in this process."""
+    capsys.readouterr()
+    code = main(argv)
+    return code, capsys.readouterr().err
+
+
+def flags_of(values: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in values.items()]
+
+
+def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProcess:
+    """`python ARGV` in the repository's root, which scripts in other folders can import from too."""
+    env = {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])}
+    command = [sys.executable, *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout, env=env)
+
+
+def run_torchrun(script, *argv, options=()) -> subprocess.CompletedProcess:
+    """`script ARGV` as two ranks under torchrun."""
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *options)
+    return run_python(*launcher, script, *argv, timeout=600)
+
+
+def rows(folder, key: str) -> list:
+    """The values of `key` in metrics.jsonl, in the order in which they were written."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [row[key] for row in map(json.loads, lines) if key in row]
+
+
+def final(folder) -> dict:
+    return read_checkpoint(list_checkpoints(Path(folder))[0])
+
+
+def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
+    """Same losses, gradient norms, weights and optimizer state: to the bit, or to rounding."""
+    for key in ("train_loss", "grad_norm", "val_loss"):
+        x, y = rows(a, key), rows(b, key)
+        assert len(x) == len(y) > 0
+        np.testing.assert_allclose(x, y, rtol=0 if exact else rtol, err_msg=key)
+    if exact:
+        assert final(a)["step"] == final(b)["step"]
+        return assert_weights_equal(a, b)
+    ours, theirs = final(a), final(b)
+    assert ours["step"] == theirs["step"]
+    for name, w in ours["model"].items():
+        torch.testing.assert_close(w, theirs["model"][name], rtol=1e-3, atol=2e-5)
+
+
+def assert_weights_equal(a, b) -> None:
+    """Weights and optimizer state of the newest checkpoints are the same, to the bit."""
+    ours, theirs = final(a), final(b)
+    for name, w in ours["model"].items():
+        assert torch.equal(w, theirs["model"][name]), name
+        for slot, value in ours["optimizer"][name].items():
+            assert torch.equal(value, theirs["optimizer"][name][slot]), (name, slot)
+
+
+def shorten_samples(patch) -> None:
+    """Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context."""
+    patch.setattr(train_gpt, "sample_text", lambda state, tokenizer, n_tokens: sample_text(state, tokenizer, 40))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_samples():
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_samples(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    return make_data(tmp_path_factory.mktemp("data") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def noisy(data, tmp_path_factory) -> Path:
+    """A checkpoint whose every weight is random: fresh weights hide most gradients behind matrices of zeros."""
+    folder = tmp_path_factory.mktemp("noisy")
+    tiny_run(folder / "run", data=data, max_steps=1)
+    checkpoint = final(folder / "run")
+    generator = torch.Generator().manual_seed(1)
+    for w in checkpoint["model"].values():
+        w.add_(torch.randn(w.shape, generator=generator) * 0.1)
+    checkpoint["sha256"] = content_hash(checkpoint)
+    torch.save(checkpoint, folder / "noisy.pt")
+    return folder / "noisy.pt"
+
+
+@pytest.fixture(scope="session")
+def plain(data, noisy, tmp_path_factory) -> Path:
+    """The run that others are compared with: one process, one micro-step, no chunks."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    tiny_run(folder, data=data, init_from=noisy, micro_batch=16, loss_chunk=0)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data/prepare.py: shards read by the format's description, GPT-2's vocabulary, a server for downloads
+
+VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "tiktoken_cache")
+
+
+def quiet(line) -> None:
+    pass
+
+
+def in_val(name: str, fraction: float) -> bool:
+    """Whether the document of this name belongs to the validation split."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) < fraction * 2**256
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    if not VOCABULARY.is_dir():
+        pytest.skip("needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+    return get_tokenizer("gpt2")
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `files` (path -> bytes); `ranges` False ignores Range, `cut` ends that many next answers half way."""
+
+    files, redirects, ranges, cut, requests = {}, {}, True, 0, []
+
+    def do_GET(self):
+        asked = self.headers.get("Range")
+        type(self).requests.append((self.path, asked))
+        if self.path in self.redirects:
+            self.send_response(302)
+            self.send_header("Location", self.redirects[self.path])
+            self.send_header("X-Linked-ETag", f'"{self.linked_sha256}"')
+            self.end_headers()
+            return
+        if self.path not in self.files:
+            self.send_error(404)
+            return
+        body = self.files[self.path]
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.ranges else 0
+        if start >= len(body) > 0:
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        body = body[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.cut > 0:
+            type(self).cut -= 1
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The handler class of an HTTP server on this machine, with its `address`."""
+    handler = type("Handler", (Server,), dict(files={}, redirects={}, requests=[]))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        handler.address = f"http://127.0.0.1:{running.server_address[1]}"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("HF_ENDPOINT", handler.address + "/")
+        monkeypatch.setattr(prepare.time, "sleep", lambda seconds: None)
+        yield handler
+        running.shutdown()
+        thread.join()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench.py
+
+SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
+SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
+
+
+def measured(folder, name: str, flags: str = SMALL) -> dict:
+    """The JSON of a benchmark run in a tiny form."""
+    import bench
+
+    assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == 0
+    report = json.loads((folder / "out.json").read_text())
+    assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] == name and name in report["command"]
+    return report

@@ -1,0 +1,711 @@
+"""Shards, tokenizers, sources, downloads, and what a trainer says of data that are damaged or change under it."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import signal
+import struct
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt
+from conftest import ROOT, TINY, flags_of, in_val, make_data, quiet, run_main
+from data import prepare
+from data.shards import UserError, find_shards, load_meta, read_shard, write_shard
+from data.stream import TokenShards, TokenStream
+from data.tokenizers import get_tokenizer
+
+TEXT = "First Citizen: déjà vu, naïve 漢字かな 🙂\n\nno\u00a0break <|endoftext|> don't  stop\t\n end"
+
+
+def independent_read(path):
+    """A shard's tokens by the format's description alone, as a list of ints."""
+    content = Path(path).read_bytes()
+    magic, version, count = struct.unpack("<3i", content[:12])
+    assert content[12:1024] == bytes(1012)
+    letter = {(20240520, 1): "H", (20240801, 7): "I"}[magic, version]
+    assert len(content) == 1024 + count * struct.calcsize(f"<{letter}")
+    return list(struct.unpack(f"<{count}{letter}", content[1024:]))
+
+
+def independent_split(folder, split):
+    return [token for path in sorted(folder.glob(f"{split}_*.bin")) for token in independent_read(path)]
+
+
+def run_prepare(*arguments, **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, "data/prepare.py", *map(str, arguments)]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shards and folders
+
+
+@pytest.mark.parametrize("dtype, top", [(np.uint16, 65535), (np.uint32, 2**32 - 1)])
+def test_shard_is_what_the_format_describes(tmp_path, dtype, top):
+    tokens = np.array([0, 1, 258, 50256, top], dtype=dtype)
+    write_shard(tmp_path / "train.bin", tokens)
+    assert independent_read(tmp_path / "train.bin") == tokens.tolist()
+    mapped = read_shard(tmp_path / "train.bin")
+    assert isinstance(mapped, np.memmap) and mapped.dtype == dtype and mapped.tolist() == tokens.tolist()
+    with pytest.raises(ValueError):
+        mapped[0] = 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.bin"]
+
+
+def test_write_shard_refuses_other_arrays(tmp_path):
+    for tokens in (np.zeros(3, np.int64), np.zeros((2, 2), np.uint16), np.zeros(0, np.uint16)):
+        with pytest.raises(ValueError):
+            write_shard(tmp_path / "x.bin", tokens)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "0 bytes, too short"),
+        (bytes(1023), "1023 bytes, too short"),
+        (struct.pack("<256i", 20240519, 1, 2, *[0] * 253) + bytes(4), "magic is 20240519 instead of 20240520"),
+        (struct.pack("<256i", 20240520, 7, 2, *[0] * 253) + bytes(4), "version 7 instead of 1"),
+        (struct.pack("<256i", 20240801, 1, 2, *[0] * 253) + bytes(8), "version 1 instead of 7"),
+        (struct.pack("<256i", 20240520, 1, 0, *[0] * 253), "0 tokens"),
+        (struct.pack("<256i", 20240520, 1, -1, *[0] * 253) + bytes(4), "-1 tokens"),
+        (struct.pack("<256i", 20240520, 1, 3, *[0] * 253) + bytes(4), "truncated, 1028 bytes instead of 1030"),
+        (struct.pack("<256i", 20240520, 1, 1, *[0] * 253) + bytes(4), "too long, 1028 bytes instead of 1026"),
+    ],
+)
+def test_read_shard_refuses_damage(tmp_path, content, says):
+    (tmp_path / "bad_train.bin").write_bytes(content)
+    with pytest.raises(UserError, match="bad_train.bin.*" + re.escape(says)):
+        read_shard(tmp_path / "bad_train.bin")
+
+
+def test_find_shards(tmp_path):
+    for name in ("b_train_1.bin", "a_train_0.bin", "x_val.bin", ".tmp-train_9.bin", "train.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_shards(tmp_path, "train")] == ["a_train_0.bin", "b_train_1.bin"]
+    assert [path.name for path in find_shards(str(tmp_path), "val")] == ["x_val.bin"]
+    with pytest.raises(UserError, match="python data/prepare.py fineweb10B --out"):
+        find_shards(tmp_path / "fineweb10B", "train")
+    with pytest.raises(UserError, match="make it with `python data/prepare.py shakespeare --tokenizer gpt2`"):
+        find_shards(ROOT / "data" / "shakespeare_gpt2", "train")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no shards \*val\*.bin: make them with `python data/prepare.py python"):
+        find_shards(tmp_path / "empty", "val")
+
+
+def test_load_meta(tmp_path):
+    assumed = load_meta(tmp_path)
+    assert assumed["assumed"] is True and assumed["tokenizer"] == "gpt2" and assumed["splits"] == {}
+    assert (assumed["vocab_size"], assumed["eot"]) == (50257, 50256)
+    split = {"tokens": 2, "bytes": None, "documents": None}
+    good = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "splits": {"train": split, "val": split}}
+    good |= {"source": "x", "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}}}
+
+    def load(meta):
+        (tmp_path / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
+        return load_meta(tmp_path)
+
+    assert load(good) == good
+    for bad in (
+        "{", "[]", good | {"vocab_size": "257"}, good | {"eot": True}, good | {"splits": {"train": split}},
+        good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}}, {k: good[k] for k in good if k != "files"},
+        good | {"files": {"../../train_0.bin": {"tokens": 2}}}, good | {"files": {"train_0.bin": {}}},
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="meta.json"):
+            load(bad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def check_tokenizer(tokenizer, vocab_size, eot):
+    assert (tokenizer.vocab_size, tokenizer.eot) == (vocab_size, eot)
+    tokens = tokenizer.encode(TEXT)
+    assert isinstance(tokens, np.ndarray) and tokens.dtype == np.uint16 and tokens.ndim == 1
+    assert eot not in tokens  # the text contains <|endoftext|>, which is ordinary text here
+    assert tokenizer.decode_bytes(tokens) == TEXT.encode() == tokenizer.decode_bytes(tokens.tolist())
+    assert tokenizer.decode_bytes([eot, *tokens[:3]]) == b"<|endoftext|>" + tokenizer.decode_bytes(tokens[:3])
+    assert tokenizer.decode_bytes(tokenizer.encode("a\ud800b")) == b"a?b"
+    assert tokenizer.encode("").size == 0
+
+
+def test_bytes_tokenizer():
+    check_tokenizer(get_tokenizer("bytes"), 257, 256)
+    assert get_tokenizer("bytes").encode("é").tolist() == [0xC3, 0xA9]
+    with pytest.raises(UserError, match="gpt2 or bytes"):
+        get_tokenizer("gpt3")
+
+
+def test_gpt2_tokenizer(gpt2):
+    check_tokenizer(gpt2, 50257, 50256)
+    assert gpt2.encode("hello world").tolist() == [31373, 995]
+
+
+def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 48)
+    draw = random.Random(1)
+    words = ["word", "é", "漢字", "。", "don't", "'", "12", "...", "🙂", " ", "  ", "\n", "\n\n", "\t", "\r\n"]
+    words += ["\u00a0", "\u2003", "\u3000", "\u0085", "\x1c", "\u0300", "\u1680", "ж", "かな", "µ", "²"]
+    for raw in [" ".join(draw.choices(words, k=3000)).encode(), "".join(draw.choices(words, k=3000)).encode()] + [
+        # not UTF-8: the decoder's replacements must not depend on the cuts either
+        b" ".join(draw.choices([b"\xff", b"\xe2\x80", b"\xf0\x9f", b"ok", b"\xc3", b"\x80 ", b"\xa0"], k=2000))
+    ]:
+        pieces = list(prepare.pieces_of(prepare.io.BytesIO(raw), len(raw)))
+        assert b"".join(pieces) == raw and len(pieces) > 100
+        joined = [token for piece in pieces for token in gpt2.encode_raw(piece).tolist()]
+        assert joined == gpt2.tiktoken.encode_ordinary(raw.decode("utf-8", errors="replace"))
+
+
+def test_pieces_without_a_place_to_cut_stay_small(monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 48)
+    raw = "漢字🙂".encode() * 500
+    pieces = list(prepare.pieces_of(prepare.io.BytesIO(raw), len(raw)))
+    assert b"".join(pieces) == raw and max(map(len, pieces)) <= 4 * 48
+    assert "".join(piece.decode() for piece in pieces) == raw.decode()  # no character was cut
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+def test_python_source_is_the_standard_library(tmp_path):
+    folder = prepare.prepare("python", out=tmp_path / "python", say=quiet)
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(path.relative_to(root).as_posix() for path in root.glob("*.py"))
+    assert {"argparse.py", "this.py"} <= set(names)
+    splits = {split: bytes(t % 256 for t in independent_split(folder, split)) for split in ("train", "val")}
+    for name in names:  # the top level is enough to check order and split
+        content = b"\0" + (root / name).read_bytes() + b"\0"  # end-of-text is 256, so 0 here
+        split = "val" if in_val(name, 0.1) else "train"
+        if len(content) > 2:
+            assert content in splits[split] + b"\0", name
+    meta = load_meta(folder)
+    assert meta["tokenizer"] == "bytes" and meta["source"].startswith("standard library of Python 3.")
+    for split, counts in meta["splits"].items():
+        shards = [read_shard(path) for path in find_shards(folder, split)]
+        assert counts["tokens"] == sum(map(len, shards)) == counts["bytes"] + counts["documents"]
+        assert counts["documents"] == sum(int((shard == 256).sum()) for shard in shards)
+    assert 0.02 < meta["splits"]["val"]["documents"] / meta["splits"]["train"]["documents"] < 0.25
+    assert sum(counts["documents"] for counts in meta["splits"].values()) > 300
+
+
+def test_python_files_leave_out_tests_and_installed_packages(tmp_path, monkeypatch):
+    kept = ["b.py", "a/c.py", "a/test_it.py", "a-b.py"]
+    dropped = ["test/x.py", "a/tests/x.py", "site-packages/p.py", "dist-packages/p.py", "idlelib/idle_test/x.py",
+               "__pycache__/x.py", "a/readme.txt"]  # fmt: skip
+    for name in kept + dropped:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert [name for name, _ in prepare._python_files()] == sorted(kept)
+
+
+def test_split_is_a_sha256_of_the_name():
+    for name, begins, share in (("a.txt", "18b7", 0.0965), ("argparse.py", "c93f", 0.7861)):  # share = 0x18b7 / 65536
+        assert hashlib.sha256(name.encode()).hexdigest()[:4] == begins
+        assert prepare.split_of(name, share + 1e-4) == "val" and prepare.split_of(name, share - 1e-4) == "train"
+
+
+def test_files_of_all_kinds(tmp_path):
+    corpus = tmp_path / "corpus"
+    (corpus / "deep").mkdir(parents=True)
+    documents = {}  # name -> bytes, in the order in which they must appear
+    lines = [f"line {i} é" for i in range(20)]
+    written = "\n".join([json.dumps({"id": 1, "text": line}, ensure_ascii=i % 2 == 0) for i, line in enumerate(lines)])
+    (corpus / "a.jsonl").write_text(written + "\n\n", encoding="utf-8")  # with a blank line at the end
+    documents |= {f"corpus/a.jsonl:{i + 1}": line.encode() for i, line in enumerate(lines)}
+    with gzip.open(corpus / "b.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write(written)
+    documents |= {f"corpus/b.jsonl.gz:{i + 1}": line.encode() for i, line in enumerate(lines)}
+    for i in range(8):
+        (corpus / "deep" / f"{i}.txt").write_bytes(documents.setdefault(f"corpus/deep/{i}.txt", b"raw \xff%d\r\n" % i))
+    for i in range(8):
+        path = tmp_path / f"glob{i}.md"
+        path.write_bytes(documents.setdefault(path.name, b"glob %d" % i))
+    (corpus / ".hidden").write_text("no")
+    (corpus / "deep" / "empty.txt").touch()
+    expected = {"train": [], "val": []}
+    for name, raw in documents.items():
+        expected["val" if in_val(name, 0.3) else "train"] += [256, *raw]
+    assert all(len(tokens) > 50 for tokens in expected.values())
+
+    arguments = [corpus, str(tmp_path / "glob*.md"), corpus / "a.jsonl"]  # what is named twice is taken once
+    folder = prepare.prepare("files", arguments, "bytes", corpus / "out", val_fraction=0.3, shard_tokens=100, say=quiet)
+    for split in ("train", "val"):
+        assert independent_split(folder, split) == expected[split]
+        sizes = [len(read_shard(path)) for path in find_shards(folder, split)]
+        assert sizes == [100] * (len(expected[split]) // 100) + [len(expected[split]) % 100]
+    meta = load_meta(folder)
+    assert {name: shard["sha256"] for name, shard in meta["files"].items()} == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.bin")
+    }
+    said = []
+    prepare.prepare("files", arguments, "bytes", corpus / "out", val_fraction=0.3, shard_tokens=100, say=said.append)
+    assert "already there" in said[0]  # its own output, in the folder that it reads, is no input
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.37])
+def test_single_text_is_split_by_position(tmp_path, fraction):
+    raw = bytes(random.Random(0).choices(range(32, 127), k=9973))
+    (tmp_path / "one.txt").write_bytes(raw)
+    folder = prepare.prepare("files", [tmp_path / "one.txt"], "bytes", tmp_path / "out", fraction, say=quiet)
+    cut = int(9973 * (1 - fraction))
+    assert independent_split(folder, "train") == [256, *raw[:cut]]
+    assert independent_split(folder, "val") == [256, *raw[cut:]]
+    counts = load_meta(folder)["splits"]
+    assert counts["train"] == {"tokens": cut + 1, "bytes": cut, "documents": 1} and counts["val"]["bytes"] == 9973 - cut
+
+
+def test_single_text_is_cut_between_characters(tmp_path):
+    for size in range(20, 32):
+        (tmp_path / "one.txt").write_text("🙂" * size, encoding="utf-8")
+        folder = prepare.prepare("files", [tmp_path / "one.txt"], "bytes", tmp_path / f"out{size}", 0.4, say=quiet)
+        train, val = (bytes(independent_split(folder, split)[1:]).decode() for split in ("train", "val"))
+        assert train + val == "🙂" * size and len(train) == -(-int(4 * size * 0.6) // 4)  # rounded up
+
+
+def test_gpt2_tokens_of_a_prepared_text(tmp_path, gpt2, monkeypatch):
+    monkeypatch.setattr(prepare, "PIECE", 1000)
+    monkeypatch.setattr(prepare, "BATCH", 3000)
+    text = " ".join(random.Random(2).choices(TEXT.split(" ") + ["\n", "  x"], k=20000))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], None, tmp_path / "out", say=quiet)
+    meta = load_meta(folder)
+    assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("gpt2", 50257, 50256)
+    size = meta["splits"]["train"]["bytes"]
+    train, val = text.encode()[:size].decode(), text.encode()[size:].decode()
+    assert independent_split(folder, "train") == [50256, *gpt2.tiktoken.encode_ordinary(train)]
+    assert independent_split(folder, "val") == [50256, *gpt2.tiktoken.encode_ordinary(val)]
+    assert meta["splits"]["val"] == {"tokens": len(independent_split(folder, "val")), "bytes": len(val.encode()),
+                                     "documents": 1}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running again, stopping, running twice at once
+
+
+def test_running_again(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    arguments = dict(source="files", paths=[tmp_path / "a.txt"], tokenizer="bytes", out=tmp_path / "out")
+    said = []
+    folder = prepare.prepare(**arguments, say=said.append)
+    assert not any("already there" in line for line in said) and any("MB/s" in line for line in said)
+    before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+    said.clear()
+    assert prepare.prepare(**arguments, say=said.append) == folder and said == [f"already there: {folder}"]
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()} == before
+    for change in (dict(val_fraction=0.2), dict(shard_tokens=7), dict(source="python", paths=())):
+        with pytest.raises(UserError, match="another --out or delete it"):
+            prepare.prepare(**arguments | change, say=quiet)
+    (tmp_path / "a.txt").write_text("other text " * 50)
+    with pytest.raises(UserError, match=r"\(inputs differs\)"):
+        prepare.prepare(**arguments, say=quiet)
+    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()} == before
+
+
+def test_lost_shard_is_made_again(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "out", say=quiet)
+    content = (folder / "val_000000.bin").read_bytes()
+    (folder / "val_000000.bin").write_bytes(content[:-1])
+    prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "out", say=quiet)
+    assert (folder / "val_000000.bin").read_bytes() == content
+
+
+def test_shards_of_others_are_not_touched(tmp_path):
+    write_shard(tmp_path / "train_000000.bin", np.arange(3, dtype=np.uint16))
+    with pytest.raises(UserError, match="another origin"):
+        prepare.prepare("python", out=tmp_path, say=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["train_000000.bin"]
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2])  # before the first shard's rename, the second's, and meta.json's
+def test_killed_run_leaves_nothing_that_looks_complete(tmp_path, moment):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    script = f"""
+import os, signal, data.prepare as prepare
+renames, replace = [], os.replace
+def killing(*names):
+    if len(renames) == {moment}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    renames.append(replace(*names))
+os.replace = killing
+prepare.prepare("files", [{str(tmp_path / "a.txt")!r}], "bytes", {str(tmp_path / "out")!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    folder = tmp_path / "out"
+    assert not (folder / "meta.json").exists() and list(folder.iterdir())
+    with pytest.raises(UserError, match=f"not complete.*prepare.py files {tmp_path / 'a.txt'} --tokenizer=bytes"):
+        find_shards(folder, "train")
+    prepare.prepare("files", [tmp_path / "a.txt"], "bytes", folder, say=quiet)
+    clean = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "clean", say=quiet)
+    for path in [path for path in clean.iterdir() if path.name != ".lock"]:
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    assert {path.name for path in folder.iterdir()} == {path.name for path in clean.iterdir()}
+
+
+def test_two_processes_at_once(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "a.txt").write_text("some text " * 200_000)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-u", "data/prepare.py", "files", tmp_path / "a.txt", "--tokenizer", "bytes"]
+    command += ["--out", tmp_path / "out"]
+    with open(tmp_path / "out" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        assert all("waiting for another process" in process.stdout.readline() for process in both)
+    said = sorted(process.communicate(timeout=60)[0].count("already there") for process in both)
+    assert [process.returncode for process in both] == [0, 0] and said == [0, 1]
+    assert len(independent_split(tmp_path / "out", "train")) == 1_800_001
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Downloads
+
+
+BODY = random.Random(3).randbytes(1_000_000)
+
+
+SHA = hashlib.sha256(BODY).hexdigest()
+
+
+def test_download_goes_on_after_a_cut(server, tmp_path):
+    server.files["/x"] = BODY
+    server.cut = 2
+    assert prepare.download(server.address + "/x", tmp_path / "x", SHA, len(BODY), quiet) == SHA
+    assert (tmp_path / "x").read_bytes() == BODY and os.listdir(tmp_path) == ["x"]
+    assert [asked for _, asked in server.requests] == [None, "bytes=500000-", "bytes=750000-"]
+    assert prepare.download(server.address + "/x", tmp_path / "x", SHA, say=quiet) == SHA
+    assert len(server.requests) == 3  # it is there: nothing was asked for
+
+
+def test_download_goes_on_in_the_next_run(server, tmp_path):
+    server.files["/x"] = BODY
+    server.cut = 4
+    with pytest.raises(UserError, match=r"could not be downloaded \(the connection ended after 937500 of 1000000"):
+        prepare.download(server.address + "/x", tmp_path / "x", SHA, say=quiet)
+    assert os.listdir(tmp_path) == [".tmp-x"]
+    prepare.download(server.address + "/x", tmp_path / "x", SHA, say=quiet)
+    assert (tmp_path / "x").read_bytes() == BODY and server.requests[-1] == ("/x", "bytes=937500-")
+
+
+def test_download_from_a_server_without_range(server, tmp_path):
+    server.files["/x"], server.ranges, server.cut = BODY, False, 1
+    prepare.download(server.address + "/x", tmp_path / "x", SHA, say=quiet)
+    assert (tmp_path / "x").read_bytes() == BODY and len(server.requests) == 2
+
+
+def test_download_replaces_a_partial_file_that_is_too_long(server, tmp_path):
+    server.files["/x"] = BODY
+    (tmp_path / ".tmp-x").write_bytes(BODY + b"more")
+    prepare.download(server.address + "/x", tmp_path / "x", SHA, say=quiet)
+    assert (tmp_path / "x").read_bytes() == BODY
+
+
+def test_download_refuses_wrong_hash_and_size(server, tmp_path):
+    server.files["/x"] = BODY
+    for expected in (dict(sha256="0" * 64), dict(size=len(BODY) + 1)):
+        with pytest.raises(UserError, match=f"gave 1000000 bytes with SHA-256 {SHA} instead of"):
+            prepare.download(server.address + "/x", tmp_path / "x", **expected, say=quiet)
+        assert os.listdir(tmp_path) == []
+
+
+def test_download_checks_the_hash_that_hugging_face_names(server, tmp_path):
+    server.files["/store/x"], server.redirects["/x"] = BODY, "/store/x"
+    server.linked_sha256 = SHA
+    assert prepare.download(server.address + "/x", tmp_path / "x", say=quiet) == SHA
+    server.linked_sha256 = "0" * 64
+    with pytest.raises(UserError, match="with 0000.*deleted"):
+        prepare.download(server.address + "/x", tmp_path / "y", say=quiet)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_download_says_what_to_do_offline(server, tmp_path):
+    with pytest.raises(UserError) as caught:
+        prepare.download(server.address + "/missing", tmp_path / "x", say=quiet)
+    assert len(server.requests) == 1  # a 404 is final
+    for words in ("/missing", "404", "HF_ENDPOINT", "TIKTOKEN_CACHE_DIR", "python data/prepare.py python"):
+        assert words in str(caught.value)
+    said = []
+    with pytest.raises(UserError, match="refused"):
+        prepare.download("http://127.0.0.1:9/x", tmp_path / "x", say=said.append)
+    assert len(said) == 3 and os.listdir(tmp_path) == []
+
+
+def test_fineweb(server, tmp_path):
+    base = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+    tokens = {}
+    for number, name in enumerate(["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]):
+        tokens[name] = np.full(10 + number, number, dtype=np.uint16)
+        write_shard(tmp_path / name, tokens[name])
+        server.files[base + name] = (tmp_path / name).read_bytes()
+    said = []
+    folder = prepare.prepare("fineweb10B", out=tmp_path / "fw", shards=1, say=said.append)
+    assert "1 training shards and one for validation, 0.4 GB" in said[0]
+    assert sorted(path.name for path in folder.glob("*.bin")) == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    before = len(server.requests)
+    prepare.prepare("fineweb10B", out=folder, shards=1, say=said.append)
+    assert "already there" in said[-1] and len(server.requests) == before
+    prepare.prepare("fineweb10B", out=folder, shards=2, say=quiet)  # more of them: only the new one is fetched
+    assert [path for path, _ in server.requests[before:]] == [base + "fineweb_train_000002.bin"]
+    meta = load_meta(folder)
+    assert meta["splits"]["train"] == {"tokens": 23, "bytes": None, "documents": None}
+    for name, array in tokens.items():
+        content = server.files[base + name]
+        assert (folder / name).read_bytes() == content and independent_read(folder / name) == array.tolist()
+        assert meta["files"][name] == {"tokens": array.size, "sha256": hashlib.sha256(content).hexdigest()}
+    server.files[base + "fineweb_train_000003.bin"] = b"<html>not a shard"
+    with pytest.raises(UserError, match="fineweb_train_000003.bin has 17 bytes"):
+        prepare.prepare("fineweb10B", out=folder, shards=3, say=quiet)
+    with pytest.raises(UserError, match="not complete"):
+        find_shards(folder, "train")
+
+
+def serve_zip(server, monkeypatch, path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    content = Path(path).read_bytes()
+    url = prepare.DOWNLOADS["wikitext2"][0]
+    server.files[url.replace("{hub}", "")] = content
+    monkeypatch.setitem(prepare.DOWNLOADS, "wikitext2", (url, hashlib.sha256(content).hexdigest(), len(content)))
+
+
+def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch):
+    articles = [" \n = Títle one = \n \n Text = of = it . \n = not after a blank = \n",
+                " \n = = Part = = \n \n more \n \n",
+                " = Second = \n \n Text . \n \n = = = Sub = = = \n end \n"]  # fmt: skip
+    train = "".join(articles)
+    members = {"w/wiki.train.raw": train, "w/wiki.valid.raw": " \n = V = \n x \n", "w/wiki.test.raw": "no"}
+    members |= {"../../evil.txt": "no", "/tmp/evil-absolute.txt": "no"}
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    serve_zip(server, monkeypatch, tmp_path / "a" / "zip", members)
+    folder = prepare.prepare("wikitext2", tokenizer="bytes", out=tmp_path / "a" / "b" / "out", say=quiet)
+    expected = [256, *(articles[0] + articles[1]).encode(), 256, *articles[2].encode()]
+    assert independent_split(folder, "train") == expected
+    assert independent_split(folder, "val") == [256, *b" \n = V = \n x \n"]
+    assert not list(tmp_path.rglob("evil*")) and not os.path.exists("/tmp/evil-absolute.txt")
+    source = load_meta(folder)["source"]
+    assert source == server.address + "/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip"
+
+
+def test_shakespeare(server, tmp_path, monkeypatch):
+    text = b"First Citizen:\n" * 100
+    server.files["/main/input.txt"] = text
+    entry = (server.address + "/main/input.txt", hashlib.sha256(text).hexdigest(), len(text))
+    monkeypatch.setitem(prepare.DOWNLOADS, "shakespeare", entry)
+    folder = prepare.prepare("shakespeare", out=tmp_path, say=quiet)
+    assert independent_split(folder, "train") == [256, *text[:1350]]
+    assert independent_split(folder, "val") == [256, *text[1350:]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input, by the command line
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ("pyton", "did you mean python?"),
+        ("python --tokeniser bytes", "unknown flag --tokeniser: did you mean --tokenizer?"),
+        ("python --tok bytes", "unknown flag --tok: did you mean --tokenizer?"),
+        ("python --val_fracton=0.1", "unknown flag --val_fracton=0.1: did you mean --val_fraction?"),
+        ("python --tokenizer gpt4", "must be gpt2 or bytes"),
+        ("fineweb10B --tokenizer bytes", "remove --tokenizer"),
+        ("fineweb10B --shards 0", "must be 1 to 103"),
+        ("python --shards 2", "for fineweb10B"),
+        ("python --shards two", "invalid int value: 'two'"),
+        ("python --val_fraction 1", "between 0 and 1"),
+        ("python --shard_tokens 0", "must be 1 to 2147483647"),
+        ("python --out {tmp}/a.txt", "is a file where a folder"),
+        ("python {tmp}/a.txt", "takes no PATH"),
+        ("files", "at least one PATH"),
+        ("files {tmp}/none*.txt", "none*.txt' is not a file or folder"),
+        ("files {tmp}/empty", "there are no files in"),
+        ("files {tmp}/a.txt.gz --tokenizer bytes", "unpack it first"),
+        ("files {tmp}/bad.jsonl --tokenizer bytes --out {tmp}/out", "line 2 of {tmp}/bad.jsonl is not a JSON object"),
+        ("files {tmp}/bad2.jsonl --tokenizer bytes --out {tmp}/out", "line 1 of {tmp}/bad2.jsonl is not a JSON object"),
+        ("files {tmp}/bad3.jsonl.gz --tokenizer bytes --out {tmp}/out", "bad3.jsonl.gz is a damaged gzip file"),
+        ("files {tmp}/one.jsonl --tokenizer bytes --out {tmp}/out", "no text fell into the"),
+        ("", "required: source"),
+    ],
+)
+def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
+    (tmp_path / "empty").mkdir()
+    for name in ("a.txt", "a.txt.gz"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    (tmp_path / "bad2.jsonl").write_text('{"text": 5}\n')
+    (tmp_path / "bad3.jsonl.gz").write_bytes(gzip.compress(b'{"text": "good"}\n' * 9)[:-9])
+    (tmp_path / "one.jsonl").write_text('{"text": "good"}\n')
+    assert prepare.main(arguments.format(tmp=tmp_path).split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and says.format(tmp=tmp_path) in error
+
+
+def test_command_line(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "b.txt").write_text("more " * 100)
+    # flags may stand between the paths
+    done = run_prepare("files", tmp_path / "a.txt", "--tokenizer", "bytes", tmp_path / "b.txt", "--val_fraction", "0.5",
+                       "--out", tmp_path / "out")  # fmt: skip
+    split = ["val" if in_val(name, 0.5) else "train" for name in ("a.txt", "b.txt")]
+    assert split == ["val", "train"] and done.returncode == 0, done.stderr
+    assert len(independent_split(tmp_path / "out", "val")) == 501
+    wrong = run_prepare("pythn")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: unknown source") and not wrong.stdout
+
+
+def test_gpt2_without_network(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "cache").mkdir()
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environment = dict(nowhere, TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), no_proxy="", NO_PROXY="")
+    done = run_prepare("files", tmp_path / "a.txt", "--out", tmp_path / "out", **environment)
+    assert done.returncode == 2 and done.stderr.startswith("error: the gpt2 vocabulary could not be loaded")
+    assert "TIKTOKEN_CACHE_DIR" in done.stderr and "--tokenizer bytes" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_import_is_light(tmp_path):
+    script = "import sys, data.prepare; sys.exit(bool({'torch', 'tiktoken', 'requests'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What leaves or enters the folder
+
+
+def test_an_endpoint_with_a_password_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "https://user:SECRETmirror@mirror.example")
+    assert prepare.main(["wikitext2", "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert "HF_ENDPOINT holds a user name or a password" in err and "SECRET" not in err
+
+
+def test_a_download_stays_in_its_folder(server, tmp_path, monkeypatch):
+    """Neither a redirect's name, a header nor a name inside an archive chooses where something is written."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        members.writestr("../../escaped.txt", "x")
+        members.writestr("../w/wiki.train.raw", " \n = A = \n text \n" * 50)
+        members.writestr("/w/wiki.valid.raw", " \n = B = \n text \n" * 50)
+    body = archive.getvalue()
+    server.files["/real/..%2F..%2Fescaped.zip"] = body
+    server.redirects["/w.zip"] = server.address + "/real/..%2F..%2Fescaped.zip"
+    server.linked_sha256 = hashlib.sha256(body).hexdigest()
+    monkeypatch.setitem(prepare.DOWNLOADS, "wikitext2", ("{hub}/w.zip", server.linked_sha256, len(body)))
+    inside = tmp_path / "a" / "b" / "out"
+    prepare.prepare("wikitext2", tokenizer="bytes", out=inside, say=quiet)
+    outside = [path for path in tmp_path.rglob("*") if path.is_file() and inside not in path.parents]
+    assert outside == [] and (inside / "meta.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data that a trainer refuses, and data that change while it reads them
+
+
+def damage(name, how):
+    return pytest.param(how[0], how[1], id=name)
+
+
+@pytest.mark.parametrize("how, sentence", [
+    damage("magic", (lambda raw: b"\0\0\0\0" + raw[4:], "train_0.bin.*magic")),
+    damage("version", (lambda raw: raw[:4] + b"\x09" + raw[5:], "train_0.bin.*version")),
+    damage("truncated", (lambda raw: raw[:-100], "train_0.bin")),
+    damage("vocabulary", (lambda raw: raw[:2000] + b"\xff\xff" + raw[2002:], "train_0.bin holds token 65535")),
+])  # fmt: skip
+def test_wrong_shards_are_refused_by_name(how, sentence, tmp_path, capsys):
+    data = make_data(tmp_path / "data")
+    shard = data / "a_train_0.bin"
+    shard.write_bytes(how(shard.read_bytes()))
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
+    assert code == 2 and re.search(sentence, err) and err.count("\n") == 1, err
+
+
+def test_tokens_beyond_the_vocabulary_are_caught_wherever_they_are(data, monkeypatch):
+    monkeypatch.setattr(TokenShards, "CHECKED", 0)  # as in a corpus too large to scan on opening
+    shards = TokenShards(data, "train", 100)
+    with pytest.raises(UserError, match="a_train_0.bin holds token .* ends at 99"):
+        shards.read_sequences(np.array([0]), 33)
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied"])
+def test_a_shard_that_shrinks_while_it_is_read(how, tmp_path, monkeypatch, capsys):
+    data = make_data(tmp_path / "data")
+    step = train_gpt.train_step
+
+    def and_damage(run, windows, scale):
+        os.truncate(data / "a_train_1.bin", 20_000 if how == "truncated" else 0)
+        return step(run, windows, scale)
+
+    monkeypatch.setattr(train_gpt, "train_step", and_damage)
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=200)), capsys)
+    assert code == 2 and re.search(r"a_train_1.bin ended at byte \d+ while it was in use", err), err
+    assert err.count("\n") == 1
+
+
+def test_a_shard_that_is_deleted_while_it_is_read_is_named(tmp_path):
+    data = make_data(tmp_path / "data")
+    shards = TokenShards(data, "train", 257)
+    shards.read_sequences(np.array([0, 12000, 28900]), 33)
+    (data / "a_train_1.bin").unlink()
+    with pytest.raises(UserError, match="a_train_1.bin ended at byte .* No such file"):
+        shards.read_sequences(np.array([0, 12000, 28900]), 33)
+
+
+def test_missing_changed_and_shared_shards_are_refused(tmp_path, capsys):
+    data = make_data(tmp_path / "data")
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)
+    shard, meta = data / "a_train_1.bin", json.loads((data / "meta.json").read_text())
+    content = shard.read_bytes()
+    shard.unlink()
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin is missing, where meta.json says 17889 tokens" in err
+    write_shard(shard, np.zeros(50, np.uint16))
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin has 50 tokens, where meta.json says 17889" in err
+    shard.write_bytes(content)
+    meta["files"]["a_train_1.bin"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (data / "meta.json").write_text(json.dumps(meta))
+    assert run_main(flags_of(flags), capsys)[0] == 0
+    shard.write_bytes(content[:5000] + b"a\0" + content[5002:])
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_train_1.bin is not the shard whose hash meta.json holds" in err
+    shard.write_bytes(content)
+    for link in (os.link, os.symlink, lambda a, b: Path(b).write_bytes(Path(a).read_bytes())):
+        link(data / "a_val_0.bin", data / "more_train.bin")
+        code, err = run_main(flags_of(flags), capsys)
+        assert code == 2 and "the same tokens for training in more_train.bin and for validation in a_val_0.bin" in err
+        (data / "more_train.bin").unlink()
+    (data / "a_val_0.bin").rename(data / "a_val_of_train.bin")  # both patterns match it
+    (data / "meta.json").write_text(json.dumps(meta | dict(files={})))
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "a_val_of_train.bin and for validation in a_val_of_train.bin" in err
+
+
+def test_other_content_is_other_data_without_meta_json_too(tmp_path):
+    def fingerprint():
+        return TokenStream(data, seq_len=32, batch_tokens=64).fingerprint()
+
+    data = make_data(tmp_path / "data")
+    (data / "meta.json").unlink()
+    before = fingerprint()
+    assert fingerprint() == before
+    content = (data / "a_train_1.bin").read_bytes()
+    (data / "a_train_1.bin").write_bytes(content[:5000] + b"a\0" + content[5002:])
+    assert fingerprint() != before

@@ -1,0 +1,349 @@
+"""Flags: mistakes told in one sentence, notes of flags without effect, help and README against the code."""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bench
+import sample
+import train_gpt
+from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, run_python
+from data import prepare
+from data.shards import UserError
+from runtime import checks
+from runtime.launch import DistContext
+from runtime.memory import find_max_micro_batch
+from train_gpt import make_config, train
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The user's mistakes: one sentence, exit code 2
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    (["--n_layers", "3"], "unknown flag --n_layers; did you mean n_layer"),
+    (["--n_layer", "3.5"], "invalid int value: '3.5'"),
+    (["--preset", "laptpo"], "invalid choice: 'laptpo'"),
+    (["--batch_tokens", "500"], "not a multiple of --seq_len 32; use --batch_tokens 512"),
+    (["--micro_batch", "5"], "does not divide the 16 sequences .* use --micro_batch 4"),
+    (["--n_head", "3"], "cannot be cut into 3 heads"),
+    (["--window", "SLX"], "window is 'SLX'; expected letters S and L"),
+    (["--warmup_frac", "0.7", "--cooldown_frac", "0.7"], "add up to more than 1"),
+    (["--muon_lr", "nan"], "--muon_lr is nan; expected a finite number"),
+    (["--max_steps", "0"], "--max_steps is 0; expected a finite number of at least 1"),
+    (["--bf16", "--dtype", "fp32"], "contradict each other"),
+    (["--ngram_dropout", "0.3", "--ngram", "0"], "n-grams to drop"),
+    (["--ngram_dropout", "1", "--ngram", "3"], "expected a probability below 1"),
+    (["--resume", "--init_from", "x.pt"], "contradict each other"),
+    (["--resume"], "--resume found no valid checkpoint in .*; remove it"),
+    (["--wandb", "yes"], "invalid true or false value: 'yes'"),
+    (["--resume", "gone.pt"], "no checkpoint gone.pt"),
+    (["--attn", "flex"], "flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
+    (["--attn", "varlen"], "--attn varlen runs on CUDA only, not on cpu; use auto, blocked or sdpa"),
+    (["--attn", "cudnn"], "--attn cudnn runs on CUDA only"),
+    (["--attn", "fa3"], "--attn fa3 runs on CUDA only"),
+    (["--fp8"], "--fp8 needs a CUDA device of compute capability 8.9 or newer"),
+    (["--checkpointing", "some"], "expected none, selective, full or a number between 0 and 1"),
+    (["--checkpointing", "1.5"], "expected none, selective, full or a number between 0 and 1"),
+    (["--checkpointing", "0.5"], "is a budget for the compiler; add --compile"),
+    (["--alloc_conf", "expandable_segment:True"], "no setting .*; did you mean expandable_segments"),
+    (["--alloc_conf", "backend:cudaMallocAsync"], "cannot set backend, which is fixed when torch is imported"),
+    (["--alloc_conf", "max_split_size_mb"], "no setting 'max_split_size_mb'.*expected key:value"),
+    (["--compile", "reduce-overhead", "--parallel", "fsdp"], "records CUDA graphs, which FSDP's moving weights break"),
+    (["--compile", "max-autotune", "--deterministic"], "picks kernels by timing"),
+    (["--profile", "50"], "--profile 50 starts after 3 steps; use --max_steps 53 or more"),
+    (["--seq_len=32", "--doc_align", "--vocab_size=300", "--data", "NO_DOCS"], "finds no document"),
+    (["--vocab_size", "200"], "less than the 257 of"),
+    (["--seq_len=8192", "--batch_tokens=8192", "--micro_batch=1"], "has 4333 tokens, too few .* --seq_len below 4333"),
+    (["--data", "/nowhere"], "/nowhere.*python data/prepare.py"),
+])  # fmt: skip
+def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
+    if "NO_DOCS" in flags:
+        flags = [str(make_data(tmp_path / "no_docs", eot=False)) if flag == "NO_DOCS" else flag for flag in flags]
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")) + flags, capsys)
+    assert code == 2 and re.search(sentence, err) and err.startswith("error: ") and err.count("\n") == 1, err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mistake_ends_a_process_with_exit_code_2():
+    done = run_python("train_gpt.py", "--max_step", "3")
+    assert done.returncode == 2 and done.stderr == "error: unknown flag --max_step; did you mean max_steps?\n"
+
+
+def test_cuda_asked_for_and_absent(data, tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    code, err = run_main(["--data", str(data), "--device", "cuda"], capsys)
+    assert code == 2 and "PyTorch sees no CUDA device here; use --device cpu" in err
+
+
+def test_cuda_graphs_refuse_what_moves(pretended):
+    for flags in (dict(offload="activations"), dict(attn="varlen", doc_mask=True, bf16=True)):
+        with pytest.raises(UserError, match="records CUDA graphs"):
+            check_hardware("cuda", compile="reduce-overhead", **flags)
+
+
+def own_lines(stderr: str) -> str:
+    """The one line of our own on standard error: PyTorch's compiler may log warnings before it."""
+    [line] = [line for line in stderr.splitlines() if not re.match(r"W\d{4} .*torch/", line)]
+    return line
+
+
+def test_no_compiler_is_said(data, tmp_path):
+    done = run_python("train_gpt.py", *flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), "--compile",
+                      env=os.environ | {"CXX": "/no/such/compiler"})  # fmt: skip
+    assert done.returncode == 2 and "--compile finds no C++ compiler" in own_lines(done.stderr)
+
+
+def fussy_compiler(folder):
+    """A C++ compiler that knows its version, and refuses to compile anything."""
+    path = folder / "g++"
+    path.write_text('#!/bin/sh\n[ "$*" = --version ] && exec g++ --version\necho "x: error: -mnew?" >&2\nexit 1\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_compiler_that_fails_is_said(data, tmp_path):
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", n_layer=1, micro_batch=1, batch_tokens=32)
+    done = run_python("train_gpt.py", *flags_of(flags), "--compile",
+                      env=os.environ | {"CXX": str(fussy_compiler(tmp_path)), "TMPDIR": str(tmp_path)})  # fmt: skip
+    said = own_lines(done.stderr)
+    assert done.returncode == 1 and "the C++ compiler could not compile" in said and "-mnew?" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables of runtime/checks.py: a case for every row, of which no earlier row says anything
+
+FLAG_CASES = (
+    dict(bf16=True, dtype="fp16"), dict(warmup_frac=0.5, cooldown_frac=0.6), dict(n_head=5), dict(batch_tokens=1000),
+    dict(ngram_dropout=0.5), dict(checkpointing="1.0"), dict(checkpointing="0.5"),
+    dict(compile="max-autotune", parallel="fsdp"), dict(compile="max-autotune", deterministic=True),
+    dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0), dict(trials=2, resume="newest"),
+    dict(TORCHELASTIC_MAX_RESTARTS="3"), dict(resume="auto", init_from="x.pt"),
+)  # fmt: skip
+DEVICE_CASES = (
+    ("cpu", dict(attn="flex")), ("cpu", dict(attn="varlen")), ("cuda", dict(attn="flash", doc_mask=True)),
+    ("cuda", dict(attn="cudnn", dtype="fp32")), ("cpu", dict(fp8=True)), ("cuda", dict(fp8=True, dtype="fp16")),
+    ("mps", dict(parallel="fsdp")), ("cuda", dict(parallel="fsdp")), ("cuda", dict(deterministic=True)),
+    ("cuda", dict(attn="flex", checkpointing="selective")),
+    ("cuda", dict(compile="reduce-overhead", offload="activations")),
+)  # fmt: skip
+NO_EFFECT_CASES = (
+    ("cpu", dict(alloc_conf="max_split_size_mb:64")), ("cuda", dict(alloc_conf="max_split_size_mb:64")),
+    ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)),
+    ("cpu", dict(ngram_rows=99)), ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cuda", dict(doc_mask=True)),
+)  # fmt: skip
+
+
+def unchecked(**flags) -> train_gpt.Config:
+    """A Config with these values, whatever the rules say of them."""
+    return train_gpt.Config(**train_gpt.PRESETS["laptop"] | flags)
+
+
+def check_hardware(device: str, **flags) -> list[str]:
+    return train_gpt.check_hardware(make_config(**flags), DistContext(torch.device(device)))
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """CUDA and MPS devices that are good enough for everything, and only seem to be there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(checks, "check_compiler", lambda device: None)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+
+
+def test_every_rule_about_flags_is_told(monkeypatch):
+    assert len(FLAG_CASES) == len(checks.FLAG_RULES)
+    for case, (_, text) in zip(FLAG_CASES, checks.FLAG_RULES):
+        flags = {name: value for name, value in case.items() if name.islower()}
+        with pytest.raises(UserError) as caught, monkeypatch.context() as patch:
+            for name in case.keys() - flags.keys():  # set in the environment
+                patch.setenv(name, case[name])
+            make_config(**flags)
+        assert str(caught.value) == checks.sentence_of(text, unchecked(**flags)), flags
+        check_sentence(str(caught.value))
+
+
+def test_every_rule_about_devices_is_told(pretended):
+    assert len(DEVICE_CASES) == len(checks.DEVICE_RULES)
+    for (device, flags), (_, text) in zip(DEVICE_CASES, checks.DEVICE_RULES):
+        cfg = make_config(**flags)
+        with pytest.raises(UserError) as caught:
+            check_hardware(device, **flags)
+        dtype = "bf16" if cfg.dtype == "auto" else cfg.dtype
+        assert str(caught.value) == checks.sentence_of(text, cfg, SimpleNamespace(type=device, dtype=dtype)), flags
+        check_sentence(str(caught.value))
+
+
+def test_every_flag_without_effect_is_told(pretended):
+    assert len(NO_EFFECT_CASES) == len(checks.NO_EFFECT)
+    for (device, flags), (_, text) in zip(NO_EFFECT_CASES, checks.NO_EFFECT):
+        notes = check_hardware(device, **flags)
+        assert notes == [checks.sentence_of(text, make_config(**flags), SimpleNamespace(type=device))], flags
+        check_sentence(notes[0])
+    for device in ("cpu", "cuda", "mps"):
+        assert check_hardware(device) == []
+
+
+def check_sentence(text: str) -> None:
+    """Says what was found and what to do, without a value that was not filled in."""
+    assert 20 < len(text) < 300 and not re.search(r"[{}\n]|object at|<function", text), text
+
+
+def test_flags_without_effect_are_named(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    flags = dict(offload="activations", alloc_conf="max_split_size_mb:64", max_steps=1, out_dir=str(tmp_path / "run"))
+    flags |= dict(bucket_cap_mb=5, ngram_rows=65, optimizer="adamw")
+    train(make_config(**TINY | dict(data=str(data)) | flags))
+    out = capsys.readouterr().out
+    assert "--offload activations has no effect on cpu" in out and "--alloc_conf has no effect on cpu" in out
+    assert "--bucket_cap_mb 5 has no effect" in out and "--ngram_rows 65 has no effect without n-grams" in out
+    assert "--muon_lr 0.02 has no effect with --optimizer adamw" in out
+    assert "attention auto (flash_attention), matmul precision highest" in out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What flags become
+
+
+def test_adam_alone_has_learning_rates_of_its_own():
+    rates = [
+        train_gpt.learning_rates(make_config(**flags))[1]
+        for flags in (
+            dict(),
+            dict(optimizer="adamw"),
+            dict(optimizer="adamw", adam_lr=0.1),
+            dict(preset="gpt2-small"),
+            dict(preset="gpt2-small", optimizer="adamw"),
+        )
+    ]
+    assert rates == [0.012, 0.008, 0.1, 0.006, 0.002]
+
+
+def test_micro_batch_is_predicted_verified_and_halved():
+    """The decision, with measurements made up."""
+    asked = []
+
+    def peak(m, fixed=10, each=5, worse_from=10**9):
+        asked.append(m)
+        return fixed + each * m if m < worse_from else math.inf
+
+    assert find_max_micro_batch(32, peak, 100) == 16 and asked == [1, 2, 16]
+    assert find_max_micro_batch(32, lambda m: peak(m, worse_from=12), 100) == 8  # out of memory at 16
+    assert find_max_micro_batch(12, peak, 45) == 6
+    assert find_max_micro_batch(7, peak, 45) == 7 and find_max_micro_batch(7, peak, 40) == 1
+    assert find_max_micro_batch(1, peak, 100) == 1
+    assert find_max_micro_batch(32, lambda m: 99 * min(m, 2) + 10 * m, 500) == 16  # a chunk of the loss is full
+    assert find_max_micro_batch(12, lambda m: 10 * m if m < 2 else math.inf, 45) == 1
+    asked.clear()
+    assert find_max_micro_batch(512, peak, 21) == 2 and asked == [1, 2]
+    with pytest.raises(UserError, match="one sequence needs .* GiB"):
+        find_max_micro_batch(32, peak, 12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README and --help agree with the code
+
+
+def help_of(main, capsys) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+def test_help_lists_every_flag_with_its_default(capsys):
+    text = help_of(train_gpt.main, capsys)
+    for f in dataclasses.fields(train_gpt.Config):
+        assert f"--{f.name} " in text
+        value = getattr(make_config(), f.name)
+        assert value == "" or re.search(rf"--{f.name} .*?\[{re.escape(str(value).lower())}\]", text, re.S | re.I), (
+            f.name
+        )
+
+
+def test_readme_names_real_commands_and_flags(capsys):
+    known = {f.name for f in dataclasses.fields(train_gpt.Config)}
+    for script in (sample, prepare, bench):
+        known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
+    known |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max", "standalone"}  # torchrun's and pip's
+    readme = (ROOT / "README.md").read_text()
+    for page in (readme, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))):
+        assert set(re.findall(r"(?<![\w-])--(\w+)", page)) - known == set()
+        for script, flags in re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", page, re.M):
+            assert (ROOT / script).exists(), script
+            if script == "bench.py":
+                assert all(f"\n{name} " in bench.__doc__ for name in re.findall(r"^ (\w+)", flags))
+            if script == "train_gpt.py":
+                make_config(**train_gpt.parse_args(flags.split("#")[0].split()))
+    assert "python -m pytest" in readme
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What scripts and imports do to a process
+
+SETTINGS = dict(GOMP_SPINCOUNT="10000", TORCHINDUCTOR_VEC_ISA_OK="1", AOT_INDUCTOR_ENABLE_LINE_TABLES="0")
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "bench.py", "sample.py"])
+@pytest.mark.parametrize(
+    "given",
+    [{}, dict(GOMP_SPINCOUNT="77", AOT_INDUCTOR_ENABLE_LINE_TABLES="1"), dict(OMP_WAIT_POLICY="passive")],
+)
+def test_scripts_set_what_pytorch_reads_as_it_is_imported(script, given):
+    """The script runs until it imports PyTorch, whose OpenMP is loaded alone then: most of a second less."""
+    code = """if True:
+        import ctypes, importlib.util, json, os, runpy, sys
+        from pathlib import Path
+
+        class UntilTorch:
+            def find_spec(name, *_):
+                if name == "torch":
+                    sys.meta_path.remove(UntilTorch)
+                    raise SystemExit
+
+        sys.meta_path.insert(0, UntilTorch)
+        sys.path[0], sys.argv = os.getcwd(), [sys.argv[1], "--help"]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit:
+            assert UntilTorch not in sys.meta_path, "it ended before torch was imported"
+        after = json.dumps(dict(os.environ))
+        torch = Path(importlib.util.find_spec("torch").submodule_search_locations[0])
+        for library in [*torch.glob("lib/libgomp*"), *torch.parent.glob("torch.libs/libgomp*")] or [None]:
+            ctypes.CDLL(library) if library else __import__("torch")
+        print("\\n" + after)
+    """
+    env = {k: v for k, v in os.environ.items() if k not in SETTINGS} | given | dict(OMP_DISPLAY_ENV="verbose")
+    done = run_python("-c", code, script, env=env)
+    assert done.returncode == 0, done.stderr
+    after, expected = json.loads(done.stdout.splitlines()[-1]), SETTINGS | given
+    spin = "0" if "OMP_WAIT_POLICY" in given else expected["GOMP_SPINCOUNT"]
+    assert all(after[name] == expected[name] for name in list(SETTINGS)[1:])
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)  # what GNU's OpenMP read; other PyTorchs have another
+    assert set(spins) <= {spin}
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        assert spins
+
+
+def test_importing_has_no_side_effects():
+    code = (
+        "import os, sys, random; before = dict(os.environ); import train_gpt, model, sample, bench, torch; "
+        "import ops, data.prepare, data.stream, records.check, benchmarks.harness; "
+        "assert dict(os.environ) == before; assert not torch.distributed.is_initialized(); "
+        "assert not torch.cuda.is_initialized(); assert 'wandb' not in sys.modules and 'tiktoken' not in sys.modules"
+    )
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}  # no import's doing
+    done = run_python("-c", code, env=env)
+    assert done.returncode == 0, done.stderr

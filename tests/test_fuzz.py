@@ -1,0 +1,271 @@
+"""Random damage, with fixed seeds: shards, meta.json, checkpoints and flags are used whole or refused in a sentence."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from conftest import TINY, flags_of, quiet, run_python
+from data import prepare
+from data.shards import UserError
+from data.stream import TokenStream
+from runtime import checks
+from runtime.checkpoint import content_hash, list_checkpoints, load_optimizer, load_weights, read_checkpoint
+from runtime.launch import DistContext
+from train_gpt import make_config, train
+
+
+def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
+    """The bytes with some damage: half of the time in the first `head` of them."""
+    out, end = bytearray(raw), head if rng.random() < 0.5 else len(raw)
+    how = rng.randrange(6)
+    if how == 0:
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            out[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        return bytes(out[: rng.randrange(len(out))])
+    elif how == 2:
+        out += rng.randbytes(rng.choice([1, 2, 512, 4096]))
+    elif how == 3:
+        at = rng.randrange(end)
+        out[at : at + rng.choice([1, 2, 4, 64, 512])] = bytes(rng.choice([1, 2, 4, 64, 512]))
+    elif how == 4:
+        at = rng.randrange(max(1, end - 4))
+        out[at : at + 4] = struct.pack(
+            "<i", rng.choice([0, 1, -1, 7, 2**31 - 1, -(2**31), 20240520, 20240801, 1 << 20])
+        )
+    else:
+        a, b = sorted(rng.randrange(len(out)) for _ in range(2))
+        out[a:b] = out[a:b][::-1]
+    return bytes(out)
+
+
+JUNK = (None, True, -1, 0, 1, 2**40, 10**30, 1.5, math.nan, math.inf, "", "x", "../../etc/passwd", "bytes", [], [1], {},
+        {"tokens": 1}, {"x": {"tokens": -5}})  # fmt: skip
+
+
+def replaced(value, rng: random.Random, junk=JUNK):
+    """A copy of nested dicts in which one entry has gone, has other content or has another name."""
+    value = dict(value)
+    key = rng.choice(list(value))
+    if isinstance(value[key], dict) and value[key] and rng.random() < 0.7:
+        value[key] = replaced(value[key], rng, junk)
+    elif rng.random() < 0.25:
+        del value[key]
+    elif rng.random() < 0.25:
+        value[rng.choice(["", "..", "x", f"../{key}", f"{key}.", "7"])] = value.pop(key)
+    else:
+        value[key] = rng.choice(junk)
+    return value
+
+
+def refused(function) -> bool:
+    """Whether it raises a UserError that is one sentence; any other exception is the test's failure."""
+    try:
+        function()
+    except UserError as error:
+        text = str(error)
+        assert "\n" not in text.strip() and 20 < len(text) < 1500 and "Traceback" not in text, text
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A folder from data/prepare.py, with its hashes."""
+    folder = tmp_path_factory.mktemp("prepared")
+    rng = random.Random(0)
+    (folder / "text.txt").write_text(" ".join(rng.choice(["one", "two", "three"]) for _ in range(3000)))
+    return prepare.prepare("files", [folder / "text.txt"], "bytes", folder / "data", shard_tokens=5000, say=quiet)
+
+
+def open_fuzzed(folder: Path) -> TokenStream:
+    return TokenStream(folder, seq_len=32, batch_tokens=64)
+
+
+def test_fuzzed_shards(prepared, tmp_path):
+    rng, outcomes = random.Random(1), []
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    shards = {path: path.read_bytes() for path in sorted(data.glob("*.bin"))}
+    meta = (data / "meta.json").read_bytes()
+    for i in range(500):
+        path, raw = rng.choice(list(shards.items()))
+        path.write_bytes(mutated(raw, rng, 1024))
+        (data / "meta.json").unlink(missing_ok=True)
+        if i % 2:
+            (data / "meta.json").write_bytes(meta)
+        opened = []
+        outcomes.append(refused(lambda: opened.append(open_fuzzed(data))))  # noqa: B023
+        if opened:
+            if i % 2:  # the hash admits nothing but the whole shard
+                assert path.read_bytes() == raw
+            for split, name in ((opened[0].train, "train"), (opened[0].val, "val")):
+                tokens = [t for p in sorted(shards) if name in p.name for t in independent_tokens(p)]
+                assert split.read_sequences(np.array([0]), split.n_tokens)[0].tolist() == tokens
+        path.write_bytes(raw)
+    print(f"shards: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 200 < sum(outcomes) < 500
+
+
+def independent_tokens(path: Path) -> list[int]:
+    magic, _, count = struct.unpack("<3i", path.read_bytes()[:12])
+    return np.frombuffer(path.read_bytes(), {20240520: "<u2", 20240801: "<u4"}[magic], count, 1024).tolist()
+
+
+def test_fuzzed_meta_json(prepared, tmp_path):
+    rng, outcomes = random.Random(2), []
+    data = tmp_path / "data"
+    shutil.copytree(prepared, data)
+    raw = (data / "meta.json").read_bytes()
+    expected = open_fuzzed(data).train.read_sequences(np.array([0]), 1000)
+    for i in range(500):
+        content = mutated(raw, rng, len(raw)) if i % 2 else json.dumps(replaced(json.loads(raw), rng)).encode()
+        if i == 2:
+            content = b"[" * 100_000
+        (data / "meta.json").write_bytes(content)
+        opened = []
+        outcomes.append(refused(lambda: opened.append(open_fuzzed(data))))  # noqa: B023
+        if opened:
+            assert np.array_equal(opened[0].train.read_sequences(np.array([0]), 1000), expected)
+            assert opened[0].meta["vocab_size"] == 257 or opened[0].meta["tokenizer"] != "bytes"
+    print(f"meta.json: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 150 < sum(outcomes) < 500
+
+
+def test_fuzzed_checkpoints(data, plain, tmp_path):
+    rng, outcomes, path = random.Random(3), [], tmp_path / "ckpt_20.pt"
+    original = list_checkpoints(plain)[0]
+    raw, content = original.read_bytes(), read_checkpoint(original)
+    cfg = make_config(**TINY | dict(data=str(data)))
+    state = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    before = [p.detach().clone() for p in state.raw_model.parameters()]
+    junk = (*JUNK, torch.zeros(3), torch.zeros(()), torch.tensor([[math.nan]]), torch.zeros(2, dtype=torch.bool))
+
+    def load():
+        checkpoint = read_checkpoint(path)
+        load_weights(state.raw_model, checkpoint, path)
+        load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
+        loaded.append(checkpoint)
+
+    for i in range(500):
+        if i % 2:
+            path.write_bytes(mutated(raw, rng, 4096 if rng.random() < 0.5 else len(raw)))
+        else:
+            changed = replaced({k: v for k, v in content.items() if k != "sha256"}, rng, junk)
+            changed["sha256"] = content_hash(changed) if rng.random() < 0.9 else rng.choice(JUNK)
+            torch.save(changed, path)
+        loaded = []
+        outcomes.append(refused(load))
+        if loaded:
+            for name, w in content["model"].items():
+                assert torch.equal(loaded[0]["model"][name], w)
+                assert all(
+                    torch.equal(v, loaded[0]["optimizer"][name][k]) for k, v in content["optimizer"][name].items()
+                )
+    assert before and sum(outcomes) > 250
+    print(f"checkpoints: {sum(outcomes)} of {len(outcomes)} refused")
+
+
+FLAG_LINES = (
+    "--preset gpt2-small --data data/fineweb10B --compile", "--n_layer 3 --n_head 2 --n_embd 64 --seq_len 128",
+    "--window SSSL:256 --softcap 0 --loss_chunk 100", "--optimizer adamw --adam_lr 1e-3 --weight_decay 0.1",
+    "--batch_tokens 65536 --seq_len 256 --micro_batch 4", "--dtype bf16 --bf16 --checkpointing full --offload none",
+    "--compile reduce-overhead --checkpointing 0.5 --attn sdpa", "--warmup_frac 0.1 --cooldown_frac 0.5 --max_steps 9",
+    "--resume auto --out_dir runs/x --save_every 10 --keep 3", "--alloc_conf pinned_num_register_threads:8",
+    "--doc_align --doc_mask true --wandb false --profile", "--eval_every 5 --eval_tokens 0 --target_val_loss 3.28",
+)  # fmt: skip
+
+
+def fuzzed_flags(rng: random.Random) -> list[str]:
+    words = rng.choice(FLAG_LINES).split()
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        at = rng.randrange(len(words))
+        how = rng.randrange(5)
+        if how == 0:
+            words[at] = rng.choice(["-1", "0", "nan", "inf", "1e400", "9" * 30, "9" * 400, "", "None", "%s", "--", "=",
+                                    "--x", "é", "1_000", "0x10", "true", "../..", "\udc80", "SS", "L:0"])  # fmt: skip
+        elif how == 1:
+            letter = rng.randrange(len(words[at]) + 1)
+            words[at] = words[at][:letter] + rng.choice("-_=x7 .,:\t[") + words[at][letter + rng.randrange(2) :]
+        elif how == 2:
+            del words[at]
+        elif how == 3:
+            words.insert(at, rng.choice(rng.choice(FLAG_LINES).split()))
+        else:
+            words[at] = words[at].replace(" ", "=").upper() if rng.random() < 0.5 else words[at] * 2
+        if not words:
+            break
+    return words
+
+
+def test_fuzzed_flags(monkeypatch):
+    rng, outcomes = random.Random(4), []
+    monkeypatch.setattr(checks, "check_compiler", lambda device: None)
+    for _ in range(500):
+        words, parsed = fuzzed_flags(rng), []
+
+        def parse(words=words, parsed=parsed):
+            cfg = make_config(**train_gpt.parse_args(words))
+            train_gpt.check_hardware(cfg, DistContext(torch.device("cpu")))
+            checks.seqs_per_rank(cfg, 2)
+            parsed.append(cfg)
+
+        outcomes.append(refused(parse))
+        for value in dataclasses.asdict(parsed[0]).values() if parsed else ():
+            assert isinstance(value, str) or 0 <= value < math.inf
+    print(f"flags: {sum(outcomes)} of {len(outcomes)} refused")
+    assert 150 < sum(outcomes) < 500
+
+
+def check_fuzzed_processes(count: int, data: Path, checkpoint: Path, folder: Path) -> None:
+    """Damaged shards, meta.json, checkpoints and flags, given to train_gpt.py as a user would."""
+    rng, codes = random.Random(5), []
+    for i in range(count):
+        here = folder / str(i)
+        shutil.copytree(data, here / "data")
+        flags = TINY | dict(data=here / "data", out_dir=here / "run", max_steps=21, eval_tokens=64)
+        words = []
+        if i % 4 == 0:
+            path = rng.choice(sorted((here / "data").glob("*.bin")))
+            path.write_bytes(mutated(path.read_bytes(), rng, 1024))
+        elif i % 4 == 1:
+            path = here / "data" / "meta.json"
+            path.write_text(json.dumps(replaced(json.loads(path.read_text()), rng)))
+        elif i % 4 == 2:
+            (here / "ckpt_20.pt").write_bytes(mutated(checkpoint.read_bytes(), rng, 4096))
+            flags["resume"] = here / "ckpt_20.pt"
+        else:  # the tiny model's flags come last, and win
+            words = [
+                word for word in fuzzed_flags(rng) if "compile" not in word and "\udc80" not in word and len(word) < 99
+            ]
+            flags["max_steps"] = 2
+        done = run_python("train_gpt.py", *words, *flags_of(flags))
+        codes.append(done.returncode)
+        assert done.returncode in (0, 2), (i, words, done.stderr)
+        assert "Traceback" not in done.stderr, done.stderr
+        if done.returncode == 2:
+            assert len(re.findall("^error: ", done.stderr, re.M)) == 1, done.stderr
+        elif "-h" not in words and "--help" not in words:
+            assert (here / "run" / "summary.json").exists() or "--help" in " ".join(words)
+    print(f"processes: {codes.count(2)} of {count} refused, {codes.count(0)} correct runs")
+
+
+def test_some_fuzzed_processes(prepared, tmp_path):
+    train(make_config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
+    check_fuzzed_processes(3, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)
+
+
+@pytest.mark.soak
+def test_fifty_fuzzed_processes(prepared, tmp_path):
+    train(make_config(**TINY | dict(data=str(prepared), out_dir=str(tmp_path / "base"), eval_tokens=64)))
+    check_fuzzed_processes(50, prepared, tmp_path / "base" / "ckpt_20.pt", tmp_path)

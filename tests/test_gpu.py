@@ -1,0 +1,126 @@
+"""What needs a GPU: `python -m pytest -m gpu`."""
+
+import pytest
+import torch
+
+import ops
+import train_gpt
+from conftest import (
+    TINY,
+    assert_same_run,
+    flags_of,
+    measured,
+    poison,
+    run_python,
+    tiny_run,
+)
+from ops import attention, attention_mask
+from train_gpt import get_batch, make_config, open_stream
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+GPU_SAME = {
+    "eager": dict(),
+    "efficient attention": dict(attn="efficient"),
+    "flex attention": dict(attn="flex"),
+    "flex, compiled": dict(attn="flex", compile="default"),
+    "checkpointing full": dict(checkpointing="full", compile="default"),
+    "checkpointing selective": dict(checkpointing="selective", compile="default"),
+    "CUDA graphs": dict(compile="reduce-overhead", micro_batch=4),
+    "offload activations": dict(offload="activations", micro_batch=16),
+    "offload activations, compiled": dict(offload="activations", micro_batch=16, compile="default"),
+    "offload optimizer": dict(offload="optimizer"),
+    "FSDP": dict(parallel="fsdp"),
+    "fitted micro-batch": dict(micro_batch=0),
+}
+
+
+@pytest.mark.parametrize("case", GPU_SAME)
+def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, monkeypatch):
+    pack, packed = ops.offload_pack, []
+
+    def noting(tensor, strided):
+        kept = pack(tensor, strided)
+        packed.extend([tensor.numel()] if kept is not tensor else [])
+        return kept
+
+    monkeypatch.setattr(ops, "offload_pack", noting)
+    tiny_run(tmp_path / "run", data=data, init_from=noisy, device="cuda", **GPU_SAME[case])
+    assert_same_run(tmp_path / "run", plain, rtol=1e-4)
+    # 16 sequences of 32 tokens make 1 << 16 numbers in an MLP's hidden layer: just enough to be worth sending
+    least_times = 2 * TINY["max_steps"] if "offload activations" in case else 0
+    assert len(packed) >= least_times and set(packed) <= {ops.OFFLOAD_MIN_NUMEL} and bool(packed) == bool(least_times)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_gpu_offload_returns_what_it_took(strided):
+    tensors = [torch.randn(300, 500, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    tensors += [tensors[0].t(), tensors[0][:, ::2], tensors[0][:256, :256]]
+    for tensor in tensors:
+        packed = ops.offload_pack(tensor, strided)
+        assert packed is not tensor and packed[-1].is_pinned()
+        back = ops.offload_unpack(packed)
+        assert back.device == tensor.device and back.dtype == tensor.dtype and torch.equal(back, tensor)
+        assert not strided or back.stride() == tensor.stride()
+    stay = [torch.randn(100, device="cuda"), torch.ones(300, 500, device="cuda") > 0, torch.ones(300, 500),
+            torch.nn.Parameter(tensors[0])]  # fmt: skip
+    assert all(ops.offload_pack(tensor, strided) is tensor for tensor in stay)
+
+
+@pytest.mark.parametrize("docs", [False, True])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "flex", "varlen"])
+def test_gpu_attention_means_the_same(backend, window, docs):
+    if backend == "flash" and (window or docs):
+        pytest.skip("flash takes no mask")
+    q, k, v = torch.randn(3, 2, 3, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind()
+    idx = torch.randint(0, 50, (2, 256), device="cuda")
+    eot = 3 if docs else None
+    got = attention(q, k, v, attention_mask(backend, idx, 256, window, eot), backend)
+    want = attention(q.float(), k.float(), v.float(), attention_mask("sdpa", idx, 256, window, eot), "math")
+    assert (got - want).norm() / want.norm() < 0.01
+    for a, b in zip(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))):
+        assert (a - b).norm() / b.norm().clamp(min=1e-3) < 0.03
+
+
+def test_gpu_trains_in_bf16_fp16_and_fp8(data, tmp_path):
+    losses = {}
+    for name, more in dict(bf16=dict(dtype="bf16"), fp16=dict(dtype="fp16"), fp8=dict(dtype="bf16", fp8=True)).items():
+        flags = dict(data=data, device="cuda", compile="default", max_steps=60, loss_chunk=256) | more
+        losses[name] = tiny_run(tmp_path / name, **flags)["val_loss"]
+    assert max(losses.values()) - min(losses.values()) < 0.05 and losses["bf16"] < 3.0, losses
+
+
+def test_gpu_allocator_settings_are_in_force(data, tmp_path):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", device="cuda", max_steps=1)
+    done = run_python("train_gpt.py", *flags_of(flags), "--alloc_conf", "max_split_size_mb:77")
+    assert done.returncode == 0 and "max_split_size" in done.stdout and str(77 * 2**20) in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("dtype, compile", [
+    pytest.param("bf16", "off", id="bf16"), pytest.param("fp16", "off", id="fp16"),
+    pytest.param("bf16", "default", id="bf16, compiled"), pytest.param("fp16", "default", id="fp16, compiled"),
+])  # fmt: skip
+def test_gpu_step_skips_without_waiting(dtype, compile, data, monkeypatch):
+    cfg = make_config(**TINY | dict(data=str(data), device="cuda", dtype=dtype, compile=compile))
+    dist_ctx = train_gpt.launch(cfg)
+    state = train_gpt.build(cfg, dist_ctx, 257)
+    batch = get_batch(open_stream(cfg, dist_ctx), dist_ctx, 0).cuda()
+    train_gpt.train_step(state, batch, 1.0)
+    before = [p.detach().clone() for p in state.raw_model.parameters()]
+    poison(monkeypatch, {1, 2})
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        train_gpt.train_step(state, batch, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.skipped[-1].item() is True
+    assert all(torch.equal(a, p) for a, p in zip(before, state.raw_model.parameters()))
+
+
+def test_bench_on_cuda(tmp_path):
+    small = "--preset laptop --n_layer 2 --quick --repeats 2"
+    for name in ("train", "attention", "memory", "profile", "fit"):
+        report = measured(tmp_path, name, small + (" --limit_mb 4000" if name == "fit" else ""))
+        assert report["machine"]["device"].startswith("cuda")
+    assert [row for row in report["fit"] if row["fits"]]

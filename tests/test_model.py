@@ -1,0 +1,667 @@
+"""The model, its operations and its optimizer against their definitions and PyTorch's own."""
+
+import math
+import os
+import platform
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model
+import ops
+import train_gpt
+from conftest import TINY, compiler_works, final, random_gpt, rows, run_python, saved_for_backward, tiny_run
+from model import GPTConfig, Optimizer, generate, newton_schulz
+from ops import attention, attention_mask
+from runtime.launch import DistContext
+from train_gpt import make_config, select_attn_backend
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+def reference_attention(q, k, v, window):
+    """Causal attention from its definition, in float64."""
+    q, k, v = (t.double() for t in (q, k, v))
+    scores = q @ k.mT / q.size(-1) ** 0.5
+    i, j = torch.arange(q.size(2))[:, None], torch.arange(k.size(2))
+    visible = (j <= i) & (j > i - (window or 10**9))
+    return scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 64])
+def test_attention_against_its_definition(window):
+    q, k, v = torch.randn(3, 2, 3, 24, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    idx = torch.zeros((2, 24), dtype=torch.int64)
+    out = attention(q, k, v, attention_mask("sdpa", idx, 24, window, None))
+    torch.testing.assert_close(out.double(), reference_attention(q, k, v, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, length, window, docs",
+                         [("fp32", 300, 0, False), ("fp32", 128, 5, False), ("fp32", 600, 0, True),
+                          ("fp32", 257, 40, True), ("bf16", 256, 0, False)])  # fmt: skip
+def test_blocked_attention_against_pytorchs(dtype, length, window, docs):
+    generator = torch.Generator().manual_seed(0)
+    dtype, rtol = (torch.float32, 1e-4) if dtype == "fp32" else (torch.bfloat16, 0.02)
+    q, k, v, dy = torch.randn(4, 2, 3, length, 16, generator=generator).to(dtype).unbind()
+    idx = torch.randint(0, 50, (2, length), generator=generator)
+    results = []
+    for backend, kind in (("blocked", dtype), ("sdpa", torch.float64)):
+        inputs = [t.to(kind, copy=True).requires_grad_() for t in (q, k, v)]
+        out = attention(*inputs, attention_mask(backend, idx, length, window, 3 if docs else None), backend)
+        out.backward(dy.to(kind))
+        results.append([out.detach(), *(t.grad for t in inputs)])
+    for got, want in zip(*results):
+        assert got.dtype == dtype
+        assert (got.double() - want).norm() < rtol * want.norm()
+
+
+def test_blocked_attention_compiled():
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    q, k, v = torch.randn(3, 2, 200, 2, 16, generator=torch.Generator().manual_seed(0)).transpose(2, 3).unbind()
+    documents = attention_mask("blocked", torch.randint(0, 50, (2, 200)), 200, 40, 3)
+
+    def both(q, k, v, backend):  # in one function, which is compiled once
+        return attention(q, k, v, None, backend).square().sum(), attention(q, k, v, documents, backend).square().sum()
+
+    compiled = torch.compile(both, dynamic=False, fullgraph=True)
+    inputs = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
+    losses = [compiled(*inputs[0], "blocked"), both(*inputs[1], "sdpa")]
+    for weights in ((1, 0), (0, 1)):
+        grads = [torch.autograd.grad(sum(w * x for w, x in zip(weights, loss)), qkv, retain_graph=True)
+                 for loss, qkv in zip(losses, inputs)]  # fmt: skip
+        for got, want in zip(*grads):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_auto_attention_is_blocked_where_a_cpu_compiles():
+    cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
+    assert select_attn_backend(make_config(**compiled), cpu) == "blocked"
+    for flags, device in (({}, cpu), (compiled, cuda), (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
+                          (compiled | dict(preset="gpt2-small"), cuda)):  # fmt: skip
+        assert select_attn_backend(make_config(**flags), device) == "auto"
+    assert select_attn_backend(make_config(attn="flash", compile="default"), cpu) == "flash"
+
+
+@pytest.mark.parametrize("window, docs", [(0, False), (5, False), (0, True), (5, True)])
+def test_flex_attention_means_the_same(window, docs):
+    q, k, v = torch.randn(3, 2, 3, 128, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    idx = torch.randint(0, 20, (2, 128), generator=torch.Generator().manual_seed(0))
+    eot = 3 if docs else None
+    with torch.no_grad():
+        got = attention(q, k, v, attention_mask("flex", idx, 128, window, eot), "flex")
+        want = attention(q, k, v, attention_mask("sdpa", idx, 128, window, eot))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_varlen_offsets():
+    idx = torch.ones((2, 48), dtype=torch.int64)
+    idx[0, 0] = idx[0, 7] = idx[1, 10] = 3
+    plan = attention_mask("varlen", idx, 48, 5, 3)
+    assert plan.cu_seqlens.tolist() == [0, 7, 48, 58, 96] and plan.cu_seqlens.dtype == torch.int32
+    assert plan.max_seqlen == 48 and plan.window == (4, 0)  # the window counts the query itself, varlen_attn's does not
+    assert attention_mask("varlen", idx, 48, 0, None).cu_seqlens.tolist() == [0, 48, 96]
+
+
+def test_documents_do_not_see_each_other():
+    gpt = random_gpt(window="SL:5")
+    gpt.doc_eot = 3
+    idx = torch.randint(4, 70, (2, 24), generator=torch.Generator().manual_seed(0))
+    idx[0, 9] = idx[1, 4] = idx[1, 5] = idx[1, 20] = 3
+    targets = idx.roll(-1, 1)
+    with torch.no_grad():
+        together = gpt(idx)
+        gpt.doc_eot = None
+        for row, starts in ((0, (0, 9, 24)), (1, (0, 4, 5, 20, 24))):
+            for a, b in zip(starts, starts[1:]):  # rotary positions are relative: alone, a document reads the same
+                torch.testing.assert_close(together[row, a:b], gpt(idx[row : row + 1, a:b])[0], rtol=1e-4, atol=1e-4)
+        assert (together - gpt(idx)).abs().max() > 0.1 and targets.shape == idx.shape
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def reference_gpt(weights: dict, cfg: GPTConfig, idx) -> torch.Tensor:
+    """Logits of the whole model, written from its description, in float64."""
+    w = {name: value.double() for name, value in weights.items()}
+
+    def norm(x):
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+    d, half = cfg.n_embd // cfg.n_head, cfg.n_embd // cfg.n_head // 2
+    angle = torch.arange(idx.size(1))[:, None] * cfg.rope_theta ** (-torch.arange(half).double() / half)
+    turn = torch.polar(torch.ones_like(angle), -angle)  # a rotation is a complex product
+    x = w["wte.weight"][idx]
+    for row, tokens in enumerate(idx.tolist() if cfg.ngram > 1 else []):
+        for t in range(len(tokens)):
+            code = tokens[t] + 1
+            for back in range(1, cfg.ngram):
+                code = (code * 0x9E3779B1 + (tokens[t - back] + 1 if back <= t else 0)) % 2**31
+                x[row, t] += w["ngrams.weight"][(code * 0x85EBCA6B // 128) % cfg.ngram_rows]
+    x = norm(x)
+    for layer in range(cfg.n_layer):
+        q, k, v = (norm(x) @ w[f"blocks.{layer}.attn.qkv.weight"].T).chunk(3, -1)
+        q, k, v = (t.view(*idx.shape, cfg.n_head, d).transpose(1, 2) for t in (q, k, v))
+        q, k = (
+            torch.complex(norm(t)[..., :half].contiguous(), norm(t)[..., half:].contiguous()) * turn for t in (q, k)
+        )
+        q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
+        y = reference_attention(q, k, v, cfg.layer_windows()[layer])
+        x = x + y.transpose(1, 2).flatten(2) @ w[f"blocks.{layer}.attn.proj.weight"].T
+        hidden = (norm(x) @ w[f"blocks.{layer}.mlp.fc.weight"].T).clamp(min=0) ** 2
+        x = x + hidden @ w[f"blocks.{layer}.mlp.proj.weight"].T
+    logits = norm(x) @ w["head.weight"].T
+    return cfg.softcap * (logits / cfg.softcap).tanh() if cfg.softcap else logits
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(window="SSL:4"), dict(window="S", softcap=0.0, n_head=1),
+                                   dict(ngram=4, ngram_rows=50)])  # fmt: skip
+def test_model_against_its_description(shape):
+    gpt = random_gpt(**shape)
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(gpt(idx).double(), reference_gpt(gpt.state_dict(), gpt.cfg, idx), rtol=1e-4, atol=1e-4)
+    expected = F.cross_entropy(
+        reference_gpt(gpt.state_dict(), gpt.cfg, idx).flatten(0, 1), idx.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(gpt(idx, idx).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_bf16_model_is_close_and_keeps_fp32_weights():
+    exact, rounded = random_gpt(loss_chunk=10), random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    a, b = exact(idx, idx), rounded(idx, idx)
+    assert b.dtype == torch.float32 and a.item() != b.item()
+    torch.testing.assert_close(a, b, rtol=2e-2, atol=0)
+    a.backward(), b.backward()
+    for p, q in zip(exact.parameters(), rounded.parameters()):
+        assert q.grad.dtype == torch.float32
+        assert F.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.995
+
+
+def test_bf16_gradients_have_the_right_scale():
+    gpt = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for divisor in (1, 491520):  # 1 / 491520 is off by 0.3 % in bf16
+        gpt.zero_grad()
+        (gpt(idx, idx) / divisor).backward()
+        gradients.append({name: p.grad * divisor for name, p in gpt.named_parameters()})
+    for name, grad in gradients[0].items():
+        assert (gradients[1][name] * grad).sum() / grad.square().sum() == pytest.approx(1, abs=1.5e-3), name
+
+
+def test_flops_against_a_counter():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    idx = torch.zeros((1, 24), dtype=torch.int64)
+    for window, attended in (("L", 12.5), ("S:5", (1 + 2 + 3 + 4 + 20 * 5) / 24)):
+        gpt = random_gpt(window=window)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            gpt(idx, idx).backward()
+        full, seen = (3 * 12 * 32 * keys for keys in (24, attended))  # the counter sees a full square of scores
+        cfg = make_config(n_layer=3, n_head=2, n_embd=32, seq_len=24, batch_tokens=24, window=window)
+        expected = counter.get_total_flops() / 24 - full + seen
+        assert train_gpt.flops_per_token(cfg, gpt) == pytest.approx(expected, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 7, 48, 1000])
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_chunked_loss_is_the_loss(penalty, chunk, softcap):
+    torch.manual_seed(0)
+    x, w = torch.randn(48, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
+    targets = torch.randint(-1, 30, (48,))
+    logits = x @ w.T
+    capped = softcap * torch.tanh(logits / softcap) if softcap else logits
+    expected = F.cross_entropy(capped, targets, ignore_index=-1, reduction="sum")
+    entropy = torch.distributions.Categorical(logits=capped[targets >= 0]).entropy().sum()
+    expected_grads = torch.autograd.grad((expected - penalty * entropy) / 3, (x, w))
+    ce_fn = ops.ce_fwd_bwd
+    loss = ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn, False, penalty)
+    torch.testing.assert_close(loss, expected)
+    for got, want in zip(torch.autograd.grad(loss / 3, (x, w)), expected_grads):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn), expected)
+
+
+def test_confidence_penalty_is_in_the_gradient_alone():
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    targets = idx.clone()
+    targets[:, :5] = -1
+    losses, grads = [], []
+    for penalty, chunk in ((0, 0), (0.3, 0), (0.3, 10)):
+        gpt = random_gpt(loss_chunk=chunk)
+        gpt.confidence_penalty = penalty
+        losses.append(gpt(idx, targets))
+        losses[-1].backward()
+        grads.append({name: p.grad for name, p in gpt.named_parameters()})
+        with torch.no_grad():
+            losses.append(gpt(idx, targets))
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0])
+    gpt = random_gpt()
+    capped = gpt(idx).flatten(0, 1)[targets.flatten() >= 0]
+    entropy = torch.distributions.Categorical(logits=capped).entropy().sum()
+    (gpt(idx, targets) - 0.3 * entropy).backward()
+    for name, p in gpt.named_parameters():
+        for got in grads[1:]:
+            torch.testing.assert_close(got[name], p.grad, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(grads[0]["head.weight"], grads[1]["head.weight"], rtol=1e-2)
+
+
+def test_the_flag_for_a_confidence_penalty_arrives(plain, data, noisy, tmp_path):
+    tiny_run(tmp_path / "run", data=data, init_from=noisy, max_steps=1, confidence_penalty=0.3)
+    np.testing.assert_allclose(rows(tmp_path / "run", "train_loss"), rows(plain, "train_loss")[:1], rtol=1e-5)
+    assert abs(rows(tmp_path / "run", "grad_norm")[0] / rows(plain, "grad_norm")[0] - 1) > 1e-3
+
+
+def test_evaluation_makes_no_gradients(monkeypatch):
+    gpt = random_gpt(loss_chunk=10)
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    want = gpt(idx, idx).detach()
+    monkeypatch.setattr(gpt, "ce_fn", None)
+    with torch.no_grad():
+        torch.testing.assert_close(gpt(idx, idx), want)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# n-grams
+
+
+@torch.no_grad()
+def test_ngrams_end_at_documents_and_after_n_tokens():
+    gpt = random_gpt(ngram=3, ngram_rows=1 << 20)
+    idx = torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
+    whole = gpt.embed(idx, 9)[0]
+    assert torch.equal(whole[2], whole[8]) and not torch.equal(whole[1], whole[7])  # 5 6 7, and (4) 5 6 against (-) 5 6
+    other = idx.clone()
+    other[0, 2] = 60
+    differs = (gpt.embed(other, 9)[0] != whole).any(-1)
+    assert differs.tolist() == [False, False, True, True, True, False, False, False, False]
+    assert torch.equal(gpt.embed(idx, 4)[0], whole[5:])  # tokens before those asked for are seen, as a cache has them
+    gpt.doc_eot = 4  # starts a document
+    masked = gpt.embed(idx, 9)[0]
+    assert torch.equal(masked[:5], whole[:5]) and torch.equal(masked[5:], gpt.embed(idx[:, 5:], 4)[0])
+    assert torch.equal(gpt.embed(idx, 3)[0], masked[6:])
+    assert not torch.equal(masked[6], whole[6])
+
+
+def test_dropped_ngrams():
+    idx = torch.randint(70, (8, 24), generator=torch.Generator().manual_seed(0))
+    gpt = random_gpt(ngram=2, ngram_rows=1 << 16)
+    tokens, whole = gpt.wte(idx), gpt.embed(idx, 24)
+    gpt.ngram_dropout, fraction, different = 0.4, [], 0
+    for gpt.step_seed in range(100):
+        got = gpt.embed(idx, 24)
+        dropped = (got == tokens).all(-1)
+        expected = torch.where(dropped[..., None], tokens, tokens + (whole - tokens) / 0.6)
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(gpt.embed(idx[3:5], 24), got[3:5])  # whatever rows are beside it
+        fraction.append(dropped.float())
+        different += not torch.equal(fraction[-1], fraction[0])
+        with torch.no_grad():  # evaluation and sampling drop nothing
+            assert torch.equal(gpt.embed(idx, 24), whole)
+    fraction = torch.stack(fraction)
+    assert different == 99
+    assert fraction.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
+    assert (fraction.mean(0) - 0.4).abs().max() < 0.25 and (fraction.mean((1, 2)) - 0.4).abs().max() < 0.18
+
+
+def test_hashed_uniform_looks_random():
+    place = torch.arange(256)[:, None]
+    draws = torch.cat([ops.hashed_uniform(torch.full((256, 1), 12345), place, s).T for s in range(512)])
+    assert 0 <= draws.min() and draws.max() < 1
+    assert draws.mean() == pytest.approx(0.5, abs=0.005) and draws.var() == pytest.approx(1 / 12, abs=0.002)
+    for table in (draws, draws.T):  # steps among each other, and places
+        assert torch.corrcoef(table).fill_diagonal_(0).abs().max() < 6 / table.size(1) ** 0.5
+    neighbours = torch.arange(54321, 54347).expand(256, -1)  # n-grams that differ in their first letter
+    draws = torch.stack([ops.hashed_uniform(neighbours, place, seed) for seed in range(64)], -1).flatten(0, 1)
+    assert len((draws < 0.5).unique(dim=0)) == len(draws)  # each n-gram at each place has a history of its own
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(window="SL:5"), dict(ngram=3)])
+def test_generation_with_cache_is_generation_without(shape):
+    gpt = random_gpt(**shape, std=0.3)
+    prompt = torch.randint(70, (3, 9), generator=torch.Generator().manual_seed(0))
+    for options in (dict(temperature=0), dict(temperature=1.0, top_k=20), dict(temperature=0.9, top_p=0.8)):
+        runs = []
+        for use_cache in (True, False):
+            g = torch.Generator().manual_seed(1)
+            tokens = list(generate(gpt, prompt, 40, 65, **options, generator=g, use_cache=use_cache))  # past seq_len 24
+            runs.append(torch.stack(tokens))
+        assert torch.equal(*runs) and runs[0].max() < 65 and len(runs[0].unique()) > 3
+    with pytest.raises(ValueError, match="exceed the model's context"):
+        gpt(torch.zeros((1, 25), dtype=torch.int64))
+
+
+@torch.no_grad()
+def test_cached_logits_equal_uncached():
+    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
+    idx[0, 9] = idx[0, 10] = idx[1, 3] = idx[1, 20] = 3
+    for doc_eot in (None, 3):
+        gpt = random_gpt(window="SL:5", ngram=4)
+        gpt.doc_eot = doc_eot
+        cache, whole = model.KVCache(gpt, 2), gpt(idx)
+        for start, end in ((0, 7), (7, 8), (8, 15), (15, 24)):  # pieces of several lengths
+            got = gpt(idx[:, start:end], cache=cache)
+            torch.testing.assert_close(got[:, 0], whole[:, end - 1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_is_refused_with_targets_and_beyond_the_context():
+    gpt = random_gpt()
+    idx = torch.zeros((2, 20), dtype=torch.int64)
+    cache = model.KVCache(gpt, 2)
+    with pytest.raises(ValueError, match="cache .* cannot be combined with targets"):
+        gpt(idx, idx, cache=cache)
+    assert cache.length == 0  # a refused call leaves it as it was
+    gpt(idx, cache=cache)
+    with pytest.raises(ValueError, match="25 tokens exceed the model's context of 24"):
+        gpt(idx[:, :5], cache=cache)
+    assert cache.length == 20
+
+
+def test_top_k_and_top_p_draw_from_the_likeliest():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    g = torch.Generator().manual_seed(0)
+    p = torch.bincount(model.sample_token(logits, 1.0, 0, 1.0, g), minlength=4) / 4000
+    torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
+    assert set(model.sample_token(logits, 1.0, 2, 1.0, g).tolist()) == {0, 1}
+    assert set(model.sample_token(logits, 1.0, 0, 0.8, g).tolist()) == {0, 1}
+    assert set(model.sample_token(logits, 1.0, 0, 0.81, g).tolist()) == {0, 1, 2}
+    assert set(model.sample_token(logits, 0, 0, 1.0, g).tolist()) == {0}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory, the compiler, fp8 and fp16
+
+
+def test_checkpointing_keeps_fewer_bytes_for_backward(monkeypatch):
+    selective, caches = ops.create_selective_checkpoint_contexts, []
+
+    def contexts(policy):
+        caching, cached = selective(policy)
+        caches.append(caching.storage)  # what it keeps does not pass through hooks
+        return caching, cached
+
+    monkeypatch.setattr(ops, "create_selective_checkpoint_contexts", contexts)
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        gpt = random_gpt(n_layer=6, loss_chunk=10)
+        weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
+        for block in gpt.blocks:
+            block.checkpointing = mode
+        idx = torch.zeros((8, 24), dtype=torch.int64)
+
+        with saved_for_backward() as (storages, note):
+            loss = gpt(idx, idx)
+        for value in torch.utils._pytree.tree_leaves([list(cache.values()) for cache in caches]):
+            tensor = getattr(value, "val", value)
+            if isinstance(tensor, torch.Tensor):
+                note(tensor)
+        kept[mode] = sum(size for pointer, size in storages.items() if pointer not in weights)
+        loss.backward()
+    assert kept["full"] < 0.2 * kept["none"] and 1.5 * kept["full"] < kept["selective"] < 0.7 * kept["none"], kept
+
+
+def test_budget_of_the_compiler_acts(monkeypatch):
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    kept, idx = {}, torch.zeros((8, 32), dtype=torch.int64)
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)  # compiles for evaluation as well
+    for mode in ("0.1", "0.3"):
+        cfg = make_config(**TINY | dict(compile="default", checkpointing=mode, loss_chunk=0))
+        state = train_gpt.build(cfg, DistContext(idx.device), 257)
+        with saved_for_backward() as (storages, _):
+            state.raw_model(idx, idx).backward()
+        kept[mode] = sum(storages.values())
+    assert kept["0.1"] < 0.9 * kept["0.3"], kept
+
+
+def test_fp8_products_are_close():
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(48, 32).bfloat16().requires_grad_()
+    try:
+        got = ops.Fp8Linear.apply(x, w)
+    except RuntimeError as error:
+        pytest.skip(f"no float8 products on this CPU: {error}")
+    want = x @ w.T
+    assert ((got - want).norm() / want.norm()) < 0.06
+    grad = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad)):
+        assert ((a - b).norm() / b.norm()) < 0.1
+
+
+def test_fp8_loss_is_near_bf16():
+    idx, values = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(0)), []
+    for fp8 in (False, True):
+        gpt = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80, loss_chunk=16)
+        gpt.head.fp8 = fp8
+        for block in gpt.blocks:
+            block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
+        try:
+            loss = gpt(idx, idx)
+        except RuntimeError as error:
+            pytest.skip(f"no float8 products on this CPU: {error}")
+        loss.backward()
+        values.append((loss.item(), [p.grad.flatten() for p in gpt.parameters()]))
+    (a, grads), (b, other) = values
+    assert a != b == pytest.approx(a, rel=0.02)
+    assert min(F.cosine_similarity(x, y, dim=0).item() for x, y in zip(grads, other)) > 0.95
+
+
+def test_fp16_skips_bad_steps_and_goes_on(data, noisy, tmp_path, monkeypatch):
+    from torch.amp import GradScaler
+
+    monkeypatch.setattr(train_gpt.torch.amp, "GradScaler", lambda d, enabled: GradScaler(d, 2.0**40, enabled=enabled))
+    flags = dict(data=data, dtype="fp16", max_steps=30, save_every=15, keep=0, max_bad_steps=0)
+    tiny_run(tmp_path / "run", init_from=noisy, **flags)
+    saved = final(tmp_path / "run")
+    assert saved["scaler"]["scale"] < 2.0**40 and all(w.isfinite().all() for w in saved["model"].values())
+    losses = rows(tmp_path / "run", "train_loss")
+    assert abs(losses[1] - losses[0]) < 0.3 and losses[-1] < losses[0] - 0.5
+    tiny_run(tmp_path / "again", resume=tmp_path / "run" / "ckpt_15.pt", **flags)
+    assert all(torch.equal(final(tmp_path / "again")["model"][name], w) for name, w in saved["model"].items())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_freed_memory_is_kept_for_the_next_step():
+    code = """if True:
+        import os, resource, torch
+        from runtime.launch import tune_glibc_malloc
+
+        def faults():  # of big allocations, when they come again and again
+            for repeat in range(6):
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                for size in (1 << 21, 1 << 24):
+                    torch.ones(size)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+        print(faults())
+        os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
+        tune_glibc_malloc()
+        print(faults())
+        del os.environ["MALLOC_TRIM_THRESHOLD_"]
+        tune_glibc_malloc()
+        print(faults())
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    done = run_python("-c", code, env=clean)
+    assert done.returncode == 0, done.stderr
+    plain, users, kept = map(int, done.stdout.split())
+    assert kept < plain / 4 and kept < users / 4  # the user's settings win
+
+
+def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    code = """if True:
+        import sys, threading
+        from runtime import set_environment
+        set_environment()
+        import torch
+        from pathlib import Path
+        from runtime.launch import precompile_header
+        folder = Path(sys.argv[1])
+        precompile_header()
+        [thread] = set(threading.enumerate()) - {threading.main_thread()}
+        thread.join()
+        ahead = sorted(folder.glob("*/precompiled_headers/*"))
+        torch.compile(torch.sin)(torch.ones(64))
+        assert sorted(folder.glob("*/precompiled_headers/*")) == ahead != []
+        kernels = list(folder.rglob("*.so"))
+        assert kernels and not any(b".debug_line" in path.read_bytes() for path in kernels)
+    """
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "AOT_INDUCTOR"))}
+    done = run_python("-c", code, tmp_path, env=clean | dict(TMPDIR=str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (64, 16), (16, 64)])
+def test_newton_schulz_against_svd(shape):
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+    got = newton_schulz(x).double()
+    u, _, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    inside = u.mT @ got @ vt.mT  # diagonal, if the singular vectors are kept
+    values = inside.diagonal(dim1=1, dim2=2)
+    assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
+    assert values.min() > (0.1 if shape[0] == shape[1] else 0.71)  # square ones have tiny values
+    assert values.max() < 1.29
+    torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
+    assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
+
+
+def test_newton_schulz_of_singular_values():
+    values = torch.logspace(-2, 0, 1000, dtype=torch.float64)
+    for a, b, c in model.NEWTON_SCHULZ:
+        values = a * values + b * values**3 + c * values**5
+    assert 0.7 < values.min() and values.max() < 1.3
+
+
+@pytest.mark.parametrize("small", [1.0, 1e-2, 1e-4, 0.0])
+def test_newton_schulz_on_the_gram_matrix(small):
+    generator = torch.Generator().manual_seed(0)
+    u, _, vt = torch.linalg.svd(torch.randn(3, 64, 256, generator=generator).double(), full_matrices=False)
+    values = torch.full((64, 1), small, dtype=torch.float64)
+    values[0] = 1.0
+    x = u @ (values * vt)
+    torch.testing.assert_close(newton_schulz(x.float()).double(), newton_schulz(x), rtol=0, atol=1e-4)
+    try:  # less exact products go the plain way
+        torch.set_float32_matmul_precision("high")
+        plain = newton_schulz(x.float())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert small == 0 or not torch.equal(plain, newton_schulz(x.float()))
+
+
+def random_steps(optimizer, params, steps=6):
+    """Gradients that change from step to step: only then do momentum and its Nesterov form show."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def test_muon_against_torch(monkeypatch):
+    converging = (1.875, -1.25, 0.375)  # torch divides by another norm: only what converges is the same in the end
+    monkeypatch.setattr(model, "NEWTON_SCHULZ", 20 * [converging])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(32, 16), (32, 16), (16, 32), (24, 24)]
+    start = [torch.randn(s, generator=generator) for s in shapes]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    group = dict(params=ours, names=list("abcd"), kind="muon", lr=0.05, betas=(0.9, 0.0), weight_decay=0.3, split=1)
+    optimizer = Optimizer([group], ns_dtype=torch.bfloat16)
+    oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
+    random_steps(optimizer, ours)
+    random_steps(oracle, theirs)
+    for a, b, p in zip(ours, theirs, start):
+        assert ((a - b).norm() / (b - p).norm()) < 0.03
+        momentum = oracle.state[b]["momentum_buffer"]
+        assert ((optimizer.state[a]["momentum"] - momentum).norm() / momentum.norm()) < 0.03
+
+
+def test_muon_orthogonalises_stacked_matrices_one_by_one():
+    p = torch.nn.Parameter(torch.zeros(12, 4))
+    p.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    expected = -torch.cat([newton_schulz(part[None])[0] for part in p.grad.chunk(3)])
+    Optimizer([dict(params=[p], names=["p"], kind="muon", lr=1.0, betas=(0.95, 0.0), weight_decay=0.0, split=3)]).step()
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_adam_against_torch():
+    start = torch.randn(20, 10)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    group = dict(params=[ours], names=["a"], kind="adam", lr=0.02, betas=(0.8, 0.95), weight_decay=0.3, split=1)
+    random_steps(Optimizer([group]), [ours])
+    random_steps(torch.optim.AdamW([theirs], lr=0.02, betas=(0.8, 0.95), weight_decay=0.3, eps=1e-10), [theirs])
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_optimizer_one_by_one_is_the_same():
+    states, cfg = {}, make_config(**TINY)
+    batch = torch.randint(257, (16, 33), generator=torch.manual_seed(0))
+    for fused in (True, False):
+        states[fused] = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+        states[fused].optimizer.fused = fused
+        for _ in range(3):
+            train_gpt.train_step(states[fused], batch, 1.0)
+    for p, q in zip(states[True].raw_model.parameters(), states[False].raw_model.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_skipped_update_leaves_no_trace(bad, kind, offload):
+    def after(*plan):
+        """Weights and state after updates from the gradients with these numbers; None is a bad one, to be skipped."""
+        gpt = random_gpt()
+        optimizer = Optimizer(model.optimizer_groups(gpt, kind, 0.02, 0.01, 0.1), offload=offload)
+        for number in plan:
+            generator = torch.Generator().manual_seed(number or 0)
+            for p in gpt.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+                p.grad.flatten()[1:3] *= bad if number is None else 1
+            optimizer.step(torch.tensor(number is None))
+        return [*gpt.parameters(), *(v for p in gpt.parameters() for v in optimizer.state[p].values())]
+
+    for plan in ((None, 1, 2), (1, None, None, 2), (1, 2, None)):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(after(*plan), after(1, 2))), plan
+
+
+def test_every_parameter_has_exactly_one_role():
+    gpt = random_gpt()
+    for optimizer in ("muon", "adamw"):
+        groups = model.optimizer_groups(gpt, optimizer, 0.02, 0.004, 0.1)
+        names = [name for group in groups for name in group["names"]]
+        assert sorted(names) == sorted(name for name, _ in gpt.named_parameters())
+    gpt.blocks[0].gate = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="blocks.0.gate matches 0 rows of PARAM_TABLE"):
+        model.optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1)
+
+
+def test_schedule():
+    cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
+    scales = [train_gpt.get_lr_multiplier(step, cfg) for step in range(100)]
+    assert scales[0] == pytest.approx(0.1) and scales[9:51] == [1.0] * 42 and scales[75] == pytest.approx(0.5)
+    assert scales[-1] == pytest.approx(0.02) and min(scales) > 0
+    assert train_gpt.get_lr_multiplier(99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
