@@ -125,17 +125,22 @@ def flags_of(values: dict) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
 
 
+def python_process(*argv, env=os.environ) -> dict:
+    """Arguments for subprocess: `python ARGV` in the repository's root, which scripts elsewhere can import from too."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return dict(args=[sys.executable, *map(str, argv)], cwd=ROOT, env={**env, "PYTHONPATH": path}, text=True)
+
+
 def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProcess:
-    """`python ARGV` in the repository's root, which scripts in other folders can import from too."""
-    env = {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])}
-    command = [sys.executable, *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout, env=env)
+    return subprocess.run(**python_process(*argv, env=env), capture_output=True, timeout=timeout)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
 def run_torchrun(script, *argv, options=()) -> subprocess.CompletedProcess:
     """`script ARGV` as two ranks under torchrun."""
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *options)
-    return run_python(*launcher, script, *argv, timeout=600)
+    return run_python(*TORCHRUN, *options, script, *argv, timeout=600)
 
 
 def rows(folder, key: str) -> list:

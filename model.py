@@ -5,8 +5,8 @@ only decides how it is computed (attention backends, chunked loss, fp8, checkpoi
 """
 
 import contextlib
-import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,12 +26,15 @@ from ops import (
     ce_fwd_bwd,
     gather_whole_matrices,
     hashed_uniform,
+    module_made,
     ngram_hashes,
     ngram_rows,
+    normal,
     offload_activations,
     scatter_updates,
     softcap_logits,
     to_local,
+    zeros,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,6 +192,7 @@ class GPT(nn.Module):
         self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
         self.reset_buffers()
+        check_param_table(self)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -352,22 +356,22 @@ class ParamGroupSpec(NamedTuple):
     """How the parameters whose names match are initialized and optimized."""
 
     pattern: str  # regular expression for the whole name
-    init_std: float  # of the initial normal distribution, times fan_in ** -0.5 for matrices; 0 = zeros
-    optim: str  # "muon" or "adam"
-    lr_mul: float  # multiple of muon_lr or adam_lr
-    betas: tuple[float, float]  # Adam's; Muon's momentum is the first
-    wd_mul: float  # multiple of weight_decay
-    split: int = 1  # square matrices stacked in this parameter; Muon orthogonalizes each on its own
+    init: Callable | str  # normal(std), zeros, ones, constant(x), orthogonal(), or "module": as its module makes it
+    optim: str  # "muon", for matrices, or "adam"
+    lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
+    betas: tuple[float, float] = (0.8, 0.95)  # Adam's; Muon's momentum is the first
+    wd_mul: float = 0.0  # multiple of weight_decay
+    split: int = 1  # matrices stacked in this parameter; Muon orthogonalizes each on its own
 
 
-# Every parameter must match exactly one row.
+# Every parameter must match exactly one row. Matrices inside the blocks are for Muon, everything else is for Adam.
 PARAM_TABLE = {
-    "embedding": ParamGroupSpec(r"wte\.weight", 1.0, "adam", 75.0, (0.8, 0.95), 0.0),
-    "ngrams": ParamGroupSpec(r"ngrams\.weight", 0.0, "adam", 12.0, (0.8, 0.95), 0.0),
-    "head": ParamGroupSpec(r"head\.weight", 0.0, "adam", 1.0, (0.8, 0.95), 0.0),
-    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", 0.33**0.5, "muon", 1.0, (0.95, 0.0), 1.0, split=3),
-    "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", 0.33**0.5, "muon", 1.0, (0.95, 0.0), 1.0),
-    "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", 0.0, "muon", 1.0, (0.95, 0.0), 1.0),
+    "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", 75.0),
+    "ngrams": ParamGroupSpec(r"ngrams\.weight", zeros, "adam", 12.0),
+    "head": ParamGroupSpec(r"head\.weight", zeros, "adam"),
+    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0, split=3),
+    "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0),
+    "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros, "muon", 1.0, (0.95, 0.0), 1.0),
 }
 
 
@@ -375,16 +379,31 @@ def param_spec_name(name: str) -> str:
     """The row of PARAM_TABLE that the parameter belongs to. Raises ValueError unless exactly one row matches."""
     rows = [row for row, spec in PARAM_TABLE.items() if re.fullmatch(spec.pattern, name)]
     if len(rows) != 1:
-        raise ValueError(f"parameter {name} matches {len(rows)} rows of PARAM_TABLE {rows}; it needs exactly one")
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
+        example = f'"{name.split(".")[-1]}": ParamGroupSpec(r"{pattern}", "module", "adam"),'
+        found = f"rows {', '.join(rows)}" if rows else "no row"
+        raise ValueError(f"parameter {name} matches {found} of PARAM_TABLE in model.py; it needs one, as {example}")
     return rows[0]
 
 
-def initial_weight(name: str, shape: torch.Size, seed: int) -> Tensor:
+def check_param_table(model: nn.Module) -> None:
+    """Raises ValueError for a parameter without exactly one row, or with one that cannot be."""
+    for name, param in model.named_parameters():
+        spec = PARAM_TABLE[param_spec_name(name)]
+        matrices = param.dim() == 2 and len(param) % spec.split == 0
+        if spec.optim not in ("muon", "adam") or spec.optim == "muon" and not matrices:
+            raise ValueError(
+                f"parameter {name} of shape {tuple(param.shape)} has optim {spec.optim!r} in PARAM_TABLE in model.py; "
+                f'expected "adam", or "muon" for a matrix whose rows its split of {spec.split} divides'
+            )
+
+
+def initial_weight(name: str, shape: torch.Size, seed: int, cfg: GPTConfig) -> Tensor:
     """The full initial tensor, fp32 on the CPU, whatever the ranks and devices; `seed` is this tensor's own."""
-    spec = PARAM_TABLE[param_spec_name(name)]
-    fan_in = 1 if name == "wte.weight" else shape[-1]
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(shape, device="cpu").normal_(0, 1, generator=generator).mul_(spec.init_std / math.sqrt(fan_in))
+    init = PARAM_TABLE[param_spec_name(name)].init
+    if init == "module":
+        return module_made(lambda: GPT(cfg), name, seed)
+    return init(torch.empty(shape, device="cpu"), torch.Generator().manual_seed(seed))
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:

@@ -364,7 +364,56 @@ def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. Shards of FSDP2: between the rows that this rank holds and whole tensors
+# 6. Initial values: functions that fill a tensor on the CPU with torch's generator
+
+
+def normal(std: float, by_fan_in: bool = True):
+    """Normal with this standard deviation, for matrices times fan_in ** -0.5 (unless not by_fan_in)."""
+
+    def fill(x: Tensor, generator: torch.Generator) -> Tensor:
+        scale = x.size(-1) ** 0.5 if by_fan_in and x.dim() > 1 else 1.0
+        return x.normal_(0, 1, generator=generator).mul_(std / scale)
+
+    return fill
+
+
+def constant(value: float):
+    return lambda x, generator: x.fill_(value)
+
+
+zeros, ones = constant(0.0), constant(1.0)
+
+
+def orthogonal(gain: float = 1.0):
+    """(Semi-)orthogonal (Saxe et al. 2014), for tensors of two dimensions and more."""
+    return lambda x, generator: nn.init.orthogonal_(x, gain, generator=generator)
+
+
+def module_made(make_model, name: str, seed: int) -> Tensor:
+    """The value that the model's own constructors give a parameter, when torch's generator starts from `seed`.
+
+    The model is made on the CPU, without the draws of PyTorch's own layers: those of the parameter's are made alone.
+    """
+    layers = (nn.Linear, nn.Embedding)
+    resets = [layer.reset_parameters for layer in layers]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        try:
+            for layer in layers:
+                layer.reset_parameters = lambda self: None
+            model = make_model()
+        finally:
+            for layer, reset in zip(layers, resets):
+                layer.reset_parameters = reset
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, layers):
+            torch.manual_seed(seed)
+            owner.reset_parameters()
+    return model.get_parameter(name).detach()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Shards of FSDP2: between the rows that this rank holds and whole tensors
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -425,10 +474,16 @@ def scatter_updates(updates: Tensor, count: int, rank: int, world_size: int) -> 
 
 
 def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in."""
+    """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in.
+
+    Raises ValueError for a parameter that cannot be sharded.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            raise ValueError(f"parameter {name} is a single number, which FSDP cannot shard; give it the shape (1,)")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks, model):
@@ -444,7 +499,7 @@ def reshard(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 7. Compiler warm-up
+# 8. Compiler warm-up
 
 
 def cudagraph_mark_step(cudagraphs: bool) -> None:

@@ -19,13 +19,20 @@ import torch
 from data.shards import TrainerError, UserError
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, generate
-from runtime.checkpoint import list_checkpoints, load_weights, model_config, read_checkpoint
+from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.launch import DTYPES, select_device, select_dtype
 
 
-def load(run: str, device: str, dtype: str) -> tuple[GPT, object]:
-    """The model and tokenizer of a run's folder (its newest checkpoint) or of a checkpoint file. Raises UserError."""
+def load(run: str, device: str, dtype: str, best: bool = False) -> tuple[GPT, object]:
+    """The model and tokenizer of a run's folder (its newest or best checkpoint) or of a checkpoint file.
+
+    Raises UserError.
+    """
     path = Path(run)
+    if best and not (path / BEST).is_file():
+        raise UserError(f"{path} holds no {BEST}; it is kept by runs that evaluate on the way: remove --best")
+    if best:
+        path = path / BEST
     if path.is_dir():
         newest = list_checkpoints(path)
         if not newest:
@@ -57,6 +64,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
     parser.add_argument("--run", required=True, help="folder of a run, or a checkpoint file")
+    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     parser.add_argument("--prompt", default="", help="text to continue; empty starts a new document")
     parser.add_argument("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
     parser.add_argument("--num_samples", type=int, default=1, help="texts to write")
@@ -77,7 +85,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
         if not 0 <= args.seed < 2**48:
             raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
-        model, tokenizer = load(args.run, args.device, args.dtype)
+        model, tokenizer = load(args.run, args.device, args.dtype, args.best)
         if args.perplexity:
             print_perplexity(model, tokenizer, Path(args.perplexity))
         else:

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,199 +18,42 @@ import train_gpt
 from conftest import (
     ROOT,
     TINY,
+    TORCHRUN,
     assert_same_run,
     compiler_works,
     final,
     flags_of,
+    python_process,
     rows,
     run_python,
-    run_torchrun,
     shorten_samples,
     tiny_run,
 )
 from data.shards import UserError, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
-from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
+from model import GPT, GPTConfig, Optimizer, optimizer_groups, param_spec_name
 from runtime.checkpoint import content_hash, list_checkpoints, read_checkpoint
 from runtime.launch import DistContext, cpu_cores, run_on_rank0
 from train_gpt import get_batch, make_config, open_stream
 
 CPU = DistContext(torch.device("cpu"), 0, 1, 0, None)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Several ranks: every case runs inside one launch, and the tests look at what it left behind
 
-RANK_CASES = {
-    "ddp": dict(micro_batch=8),
-    "ddp_accum": dict(micro_batch=2, loss_chunk=0),
-    "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
-    "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
-    "ddp_half": dict(max_steps=20, save_every=10, keep=0),
-    "ddp_resumed": dict(resume="ddp_half/ckpt_10.pt", init_from=""),
-    "ddp_watched": dict(eval_every=3, sample_every=7, save_every=4, prefetch=0),
-    "ddp_bucket": dict(bucket_cap_mb=1, micro_batch=4),
-    "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
-    "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
-    "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
-    "fsdp_resumed": dict(parallel="fsdp", resume="ddp_half/ckpt_10.pt", init_from=""),
-    "fsdp_thin": dict(parallel="fsdp", n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257),
-    "ddp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, sample_every=3),
-    "fsdp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, parallel="fsdp", sample_every=3),
-    "ddp_selective": dict(checkpointing="selective"),
-    "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
-    "fsdp_ngrams": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, doc_mask=True, parallel="fsdp", init_from="",
-                        max_steps=5),
-    "ddp_dropout": dict(confidence_penalty=0.2, ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="",
-                        max_steps=8),
-}  # fmt: skip
-COMPILED = dict(compile="default", micro_batch=8, loss_chunk=256)  # one shape for all, so that they share kernels
-COMPILED_RANK_CASES = {
-    "ddp_compiled": COMPILED | dict(checkpointing="selective", max_steps=6),
-    "fsdp_compiled": COMPILED | dict(checkpointing="full", parallel="fsdp", max_steps=6),
-}
-
-
-def refuse_what_nccl_refuses() -> None:
-    """Make collectives take contiguous tensors only: gloo does not insist on it."""
-
-    def checked(function):
-        def call(*args, **kwargs):
-            tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if torch.is_tensor(t)]
-            assert all(t.is_contiguous() for t in tensors), "NCCL takes contiguous tensors only"
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("all_gather", "all_reduce", "all_to_all_single", "broadcast"):
-        setattr(dist, name, checked(getattr(dist, name)))
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
-
-
-def run_case(folder: Path, flags: dict) -> bool:
-    """One run, which leaves its first gradients beside its folder. Returns whether all ranks end with equal weights."""
-    step, grads, used = Optimizer.step, {}, []
-
-    def step_and_note(self, skip):
-        used[:] = [(name, p) for group in self.param_groups for name, p in zip(group["names"], group["params"])]
-        if not grads:
-            grads.update({name: full(p.grad) for name, p in used})
-        step(self, skip)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Optimizer, "step", step_and_note)
-        tiny_run(folder, **flags)
-    torch.save(grads, f"{folder}.grads{dist.get_rank()}.pt")
-    weights = torch.cat([full(p).flatten() for _, p in used])
-    everyones = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, weights)
-    return all(torch.equal(everyones[0], other) for other in everyones)
-
-
-def worker(folder: Path, cases: dict) -> None:
-    """What each rank does under torchrun: all cases, then the checks that need every rank."""
-    refuse_what_nccl_refuses()
-    shorten_samples(pytest.MonkeyPatch())
-    report = {}
-    for name, case in cases.items():
-        flags = dict(data=folder / "data", init_from=folder / "noisy.pt") | case
-        if "resume" in case:
-            flags["resume"] = folder / case["resume"]
-        report[name] = run_case(folder / name, flags)
-
-    def mistake():
-        raise UserError("rank 0 only")
-
-    with pytest.raises(UserError, match="rank 0 only"):  # an error on rank 0 is everyone's
-        run_on_rank0(train_gpt.launch(make_config(device="cpu")), mistake)
-    if dist.get_rank() == 0:
-        (folder / "report.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def two_ranks(data, noisy, tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def launched(request, tmp_path_factory):
+    """The launch of two ranks: its process and folder. It runs beside the other tests, and its own come last."""
+    if not any("two_ranks" in item.fixturenames for item in request.session.items):
+        yield
+        return
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "data").symlink_to(data)
-    (folder / "noisy.pt").symlink_to(noisy)
-    done = run_torchrun(__file__, folder, *["compiled"] * compiler_works())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
-
-
-@pytest.mark.parametrize("case", ["ddp", "ddp_accum", "ddp_bucket", "ddp_selective", "fsdp", "fsdp_accum"])
-def test_two_ranks_train_as_one(case, two_ranks, plain):
-    assert_same_run(two_ranks / case, plain)
-
-
-def test_ranks_agree_to_the_bit(two_ranks):
-    report = json.loads((two_ranks / "report.json").read_text())
-    assert set(report.values()) == {True} and set(report) >= set(RANK_CASES)
-
-
-@pytest.mark.parametrize("case", ["ddp", "ddp_accum", "ddp_bucket", "ddp_selective", "fsdp", "fsdp_accum"])
-def test_first_gradients_of_two_ranks(case, two_ranks, data, noisy):
-    expected = plain_loop(data, noisy, steps=1)[1]
-    for rank in range(2):
-        grads = torch.load(two_ranks / f"{case}.grads{rank}.pt")
-        assert grads.keys() == expected.keys()
-        for name, grad in grads.items():
-            assert grad.abs().max() > 0
-            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    "case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs", "fsdp_ngrams", "ddp_dropout"]
-)
-def test_two_ranks_other_optimizers_and_uneven_shares(case, two_ranks, data, noisy, tmp_path):
-    one = RANK_CASES[case] | dict(parallel="auto", offload="none", micro_batch=0)
-    tiny_run(tmp_path / "one", **dict(data=data, init_from=noisy) | one)
-    assert_same_run(two_ranks / case, tmp_path / "one")
-
-
-@pytest.mark.parametrize("case", ["ddp_fp16", "fsdp_fp16"])
-def test_two_ranks_in_fp16(case, two_ranks, data, noisy, tmp_path):
-    tiny_run(tmp_path / "one", data=data, init_from=noisy, dtype="fp16", max_steps=6)
-    np.testing.assert_allclose(rows(two_ranks / case, "train_loss"), rows(tmp_path / "one", "train_loss"), rtol=2e-3)
-    np.testing.assert_allclose(rows(two_ranks / case, "grad_norm"), rows(tmp_path / "one", "grad_norm"), rtol=2e-2)
-
-
-@pytest.mark.parametrize("case", COMPILED_RANK_CASES)
-def test_two_compiled_ranks_train_as_one(case, two_ranks, data, noisy, tmp_path):
-    if not (two_ranks / case).exists():
-        pytest.skip("torch.compile finds no working compiler here")
-    tiny_run(tmp_path / "one", data=data, init_from=noisy, max_steps=6)
-    assert_same_run(two_ranks / case, tmp_path / "one")
-
-
-def test_fsdp_and_ddp_share_their_checkpoints(two_ranks, plain):
-    for key in ("train_loss", "grad_norm"):
-        np.testing.assert_allclose(rows(two_ranks / "fsdp_resumed", key), rows(plain, key)[10:], rtol=1e-5)
-    a, b = (read_checkpoint(two_ranks / case / "ckpt_10.pt") for case in ("fsdp", "ddp_half"))
-    assert a["model"].keys() == b["model"].keys()
-    for name in a["model"]:
-        for slot in a["optimizer"][name]:
-            torch.testing.assert_close(a["optimizer"][name][slot], b["optimizer"][name][slot], rtol=1e-3, atol=1e-6)
-
-
-def test_resume_at_another_world_size(two_ranks, data, noisy, tmp_path, plain):
-    tiny_run(tmp_path / "run", data=data, resume=two_ranks / "ddp_half" / "ckpt_10.pt")
-    for key in ("train_loss", "grad_norm"):
-        np.testing.assert_allclose(rows(tmp_path / "run", key), rows(plain, key)[10:], rtol=1e-5)
-
-
-def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
-    for case, start in (("ddp_resumed", 10), ("ddp_watched", 0)):
-        for key in ("train_loss", "grad_norm"):
-            assert rows(two_ranks / case, key) == rows(two_ranks / "ddp_half", key)[start:]
-        ours, theirs = final(two_ranks / case)["model"], final(two_ranks / "ddp_half")["model"]
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_threads_are_shared_out_under_torchrun(two_ranks):
-    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
+    (folder / "data").symlink_to(request.getfixturevalue("data"))
+    (folder / "noisy.pt").symlink_to(request.getfixturevalue("noisy"))
+    argv = (*TORCHRUN, __file__, folder, *["compiled"] * compiler_works())
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(**python_process(*argv), stdout=output, stderr=output)
+    yield process, folder
+    process.terminate()
+    process.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -375,6 +219,9 @@ def test_launch_shape_does_not_change_the_run(case, data, noisy, plain, tmp_path
     assert_same_run(tmp_path / "run", plain)
 
 
+COMPILED = dict(compile="default", micro_batch=8, loss_chunk=256)  # one shape for all, so that they share kernels
+
+
 @pytest.mark.parametrize("more", [dict(), dict(checkpointing="0.3"), dict(compile="reduce-overhead")])
 def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
     if not compiler_works():
@@ -451,8 +298,8 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     )  # so that seeds keep meaning
     drawn_here = torch.empty(96, 32).normal_(generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(weights[name], drawn_here * (0.33 / 32) ** 0.5, rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="blocks.0.extra.*exactly one"):
-        initial_weight("blocks.0.extra", (4,), 0)
+    with pytest.raises(ValueError, match="blocks.0.extra matches .*; it needs (exactly )?one"):
+        param_spec_name("blocks.0.extra")
 
 
 def test_overfits_one_batch(tmp_path):
@@ -483,6 +330,179 @@ def test_a_run_keeps_its_sources(plain):
         assert (kept / name).read_bytes() == content
         assert any(name in line and hashlib.sha256(content).hexdigest() in line for line in log.splitlines()), name
     assert "def train_step" not in log and 0 <= log.index('"muon_lr": 0.02') < log.index("step  1/20 | loss")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several ranks: every case runs inside one launch, and the tests look at what it left behind
+
+RANK_CASES = {
+    "ddp": dict(micro_batch=8),
+    "ddp_accum": dict(micro_batch=2, loss_chunk=0),
+    "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
+    "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
+    "ddp_half": dict(max_steps=20, save_every=10, keep=0),
+    "ddp_resumed": dict(resume="ddp_half/ckpt_10.pt", init_from=""),
+    "ddp_watched": dict(eval_every=3, sample_every=7, save_every=4, prefetch=0),
+    "ddp_bucket": dict(bucket_cap_mb=1, micro_batch=4),
+    "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
+    "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
+    "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
+    "fsdp_resumed": dict(parallel="fsdp", resume="ddp_half/ckpt_10.pt", init_from=""),
+    "fsdp_thin": dict(parallel="fsdp", n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257),
+    "ddp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, sample_every=3),
+    "fsdp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, parallel="fsdp", sample_every=3),
+    "ddp_selective": dict(checkpointing="selective"),
+    "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
+    "fsdp_ngrams": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, doc_mask=True, parallel="fsdp", init_from="",
+                        max_steps=5),
+    "ddp_dropout": dict(confidence_penalty=0.2, ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="",
+                        max_steps=8),
+}  # fmt: skip
+COMPILED_RANK_CASES = {
+    "ddp_compiled": COMPILED | dict(checkpointing="selective", max_steps=6),
+    "fsdp_compiled": COMPILED | dict(checkpointing="full", parallel="fsdp", max_steps=6),
+}
+
+
+def refuse_what_nccl_refuses() -> None:
+    """Make collectives take contiguous tensors only: gloo does not insist on it."""
+
+    def checked(function):
+        def call(*args, **kwargs):
+            tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if torch.is_tensor(t)]
+            assert all(t.is_contiguous() for t in tensors), "NCCL takes contiguous tensors only"
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("all_gather", "all_reduce", "all_to_all_single", "broadcast"):
+        setattr(dist, name, checked(getattr(dist, name)))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def run_case(folder: Path, flags: dict) -> bool:
+    """One run, which leaves its first gradients beside its folder. Returns whether all ranks end with equal weights."""
+    step, grads, used = Optimizer.step, {}, []
+
+    def step_and_note(self, skip):
+        used[:] = [(name, p) for group in self.param_groups for name, p in zip(group["names"], group["params"])]
+        if not grads:
+            grads.update({name: full(p.grad) for name, p in used})
+        step(self, skip)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimizer, "step", step_and_note)
+        tiny_run(folder, **flags)
+    torch.save(grads, f"{folder}.grads{dist.get_rank()}.pt")
+    weights = torch.cat([full(p).flatten() for _, p in used])
+    everyones = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, weights)
+    return all(torch.equal(everyones[0], other) for other in everyones)
+
+
+def worker(folder: Path, cases: dict) -> None:
+    """What each rank does under torchrun: all cases, then the checks that need every rank."""
+    refuse_what_nccl_refuses()
+    shorten_samples(pytest.MonkeyPatch())
+    report = {}
+    for name, case in cases.items():
+        flags = dict(data=folder / "data", init_from=folder / "noisy.pt") | case
+        if "resume" in case:
+            flags["resume"] = folder / case["resume"]
+        report[name] = run_case(folder / name, flags)
+
+    def mistake():
+        raise UserError("rank 0 only")
+
+    with pytest.raises(UserError, match="rank 0 only"):  # an error on rank 0 is everyone's
+        run_on_rank0(train_gpt.launch(make_config(device="cpu")), mistake)
+    if dist.get_rank() == 0:
+        (folder / "report.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(launched) -> Path:
+    """The folder of what the two ranks left behind."""
+    process, folder = launched
+    assert process.wait(600) == 0, (folder / "output.txt").read_text()
+    return folder
+
+
+@pytest.mark.parametrize("case", ["ddp", "ddp_accum", "ddp_bucket", "ddp_selective", "fsdp", "fsdp_accum"])
+def test_two_ranks_train_as_one(case, two_ranks, plain):
+    assert_same_run(two_ranks / case, plain)
+
+
+def test_ranks_agree_to_the_bit(two_ranks):
+    report = json.loads((two_ranks / "report.json").read_text())
+    assert set(report.values()) == {True} and set(report) >= set(RANK_CASES)
+
+
+@pytest.mark.parametrize("case", ["ddp", "ddp_accum", "ddp_bucket", "ddp_selective", "fsdp", "fsdp_accum"])
+def test_first_gradients_of_two_ranks(case, two_ranks, data, noisy):
+    expected = plain_loop(data, noisy, steps=1)[1]
+    for rank in range(2):
+        grads = torch.load(two_ranks / f"{case}.grads{rank}.pt")
+        assert grads.keys() == expected.keys()
+        for name, grad in grads.items():
+            assert grad.abs().max() > 0
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "case", ["ddp_adamw", "ddp_uneven", "fsdp_offload", "fsdp_thin", "ddp_docs", "fsdp_ngrams", "ddp_dropout"]
+)
+def test_two_ranks_other_optimizers_and_uneven_shares(case, two_ranks, data, noisy, tmp_path):
+    one = RANK_CASES[case] | dict(parallel="auto", offload="none", micro_batch=0)
+    tiny_run(tmp_path / "one", **dict(data=data, init_from=noisy) | one)
+    assert_same_run(two_ranks / case, tmp_path / "one")
+
+
+@pytest.mark.parametrize("case", ["ddp_fp16", "fsdp_fp16"])
+def test_two_ranks_in_fp16(case, two_ranks, data, noisy, tmp_path):
+    tiny_run(tmp_path / "one", data=data, init_from=noisy, dtype="fp16", max_steps=6)
+    np.testing.assert_allclose(rows(two_ranks / case, "train_loss"), rows(tmp_path / "one", "train_loss"), rtol=2e-3)
+    np.testing.assert_allclose(rows(two_ranks / case, "grad_norm"), rows(tmp_path / "one", "grad_norm"), rtol=2e-2)
+
+
+@pytest.mark.parametrize("case", COMPILED_RANK_CASES)
+def test_two_compiled_ranks_train_as_one(case, two_ranks, data, noisy, tmp_path):
+    if not (two_ranks / case).exists():
+        pytest.skip("torch.compile finds no working compiler here")
+    tiny_run(tmp_path / "one", data=data, init_from=noisy, max_steps=6)
+    assert_same_run(two_ranks / case, tmp_path / "one")
+
+
+def test_fsdp_and_ddp_share_their_checkpoints(two_ranks, plain):
+    for key in ("train_loss", "grad_norm"):
+        np.testing.assert_allclose(rows(two_ranks / "fsdp_resumed", key), rows(plain, key)[10:], rtol=1e-5)
+    a, b = (read_checkpoint(two_ranks / case / "ckpt_10.pt") for case in ("fsdp", "ddp_half"))
+    assert a["model"].keys() == b["model"].keys()
+    for name in a["model"]:
+        for slot in a["optimizer"][name]:
+            torch.testing.assert_close(a["optimizer"][name][slot], b["optimizer"][name][slot], rtol=1e-3, atol=1e-6)
+
+
+def test_resume_at_another_world_size(two_ranks, data, noisy, tmp_path, plain):
+    tiny_run(tmp_path / "run", data=data, resume=two_ranks / "ddp_half" / "ckpt_10.pt")
+    for key in ("train_loss", "grad_norm"):
+        np.testing.assert_allclose(rows(tmp_path / "run", key), rows(plain, key)[10:], rtol=1e-5)
+
+
+def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
+    for case, start in (("ddp_resumed", 10), ("ddp_watched", 0)):
+        for key in ("train_loss", "grad_norm"):
+            assert rows(two_ranks / case, key) == rows(two_ranks / "ddp_half", key)[start:]
+        ours, theirs = final(two_ranks / case)["model"], final(two_ranks / "ddp_half")["model"]
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_threads_are_shared_out_under_torchrun(two_ranks):
+    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
 
 
 if __name__ == "__main__":

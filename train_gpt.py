@@ -26,37 +26,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data.prepare import prepare
-from data.shards import TrainerError, UserError, load_meta, recorded_hashes
+from data.shards import TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, Optimizer, generate, initial_weight, optimizer_groups
-from ops import (
-    ATTENTION_BACKENDS,
-    apply_fsdp,
-    attention_kernels,
-    copy_from_full_tensor_,
-    cudagraph_mark_step,
-    reshard,
-    to_local,
-    warm_up,
-)
+from ops import ATTENTION_BACKENDS, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard, to_local, warm_up
 from runtime.checkpoint import (
+    BEST,
     CheckpointManager,
-    changed_flags,
-    check_same_stream,
     collect_tensors,
     find_checkpoint,
-    load_optimizer,  # fmt: skip
+    load_optimizer,
     load_weights,
     read_checkpoint,
 )
-from runtime.checks import activation_budget, check_device, check_flags, seqs_per_rank, uses_cudagraphs
+from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
+from runtime.describe import describe
 from runtime.errors import RunError, catch_signals, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import (
     DTYPES,
     DistContext,
-    allocator_settings,
     device_summary,
     dist_max,
     dist_mean,
@@ -66,7 +56,6 @@ from runtime.launch import (
     precompile_header,
     run_on_rank0,
     select_dtype,
-    software_versions,  # fmt: skip
 )
 from runtime.logger import (
     RunLogger,
@@ -75,11 +64,21 @@ from runtime.logger import (
     eval_line,
     is_loss_spike,
     nan_to_none,
-    read_finished_run,
+    new_run_folder,
+    printable,
     step_line,  # fmt: skip
 )
 from runtime.memory import fit_micro_batch
+from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
+from runtime.resume import (
+    changed_flags,
+    check_same_stream,
+    check_steps,
+    check_tokenizer,
+    flags_of_run,
+    load_finished_trial,
+)
 
 HERE = Path(__file__).resolve().parent
 SOURCE_FILES = ("train_gpt.py", "model.py", "ops.py", "data/stream.py", "data/shards.py")  # they decide the mathematics
@@ -104,8 +103,8 @@ class Config:
     preset: str = flag("laptop", "sizes and schedule to start from; any other flag overrides it", PRESETS)
     data: str = flag("", "folder of token shards from data/prepare.py (default: Python's standard library, made here)")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
-    resume: str = flag("", "newest checkpoint in out_dir; auto: the same, or start if none; or a file", const="newest")
-    init_from: str = flag("", "checkpoint file to take the weights from, with a fresh schedule")
+    resume: str = flag("", "continue the run in out_dir (or this folder or file); auto: or start one", const="newest")
+    init_from: str = flag("", "run or checkpoint file to take the weights from, with a fresh schedule")
     seed: int = flag(0, "decides initial weights and the order of the data")
     trials: int = flag(1, "whole runs one after the other, with seeds from --seed on, in folders of out_dir", min=1)
     device: str = flag("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
@@ -131,10 +130,12 @@ class Config:
     batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto (CUDA: what fits; else 8,192 tokens)")
     max_steps: int = flag(5000, "optimizer steps; the schedules are fractions of it", min=1)
-    max_minutes: float = flag(0.0, "stop after this process has run so many minutes of wall time; 0 = never")
+    minutes: float = flag(0.0, "choose max_steps, by measured speed, so that all ends within N minutes; 0 disables")
+    max_minutes: float = flag(0.0, "stop after N minutes of this process, however far the schedule is; 0 = never")
     target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
+    schedule_from: str = flag("start", "here: a resumed run's learning rate never rises above its present one again")
     # systems
     compile: str = flag("off", "torch.compile every block, in this mode", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto is bf16 where the hardware has it, else fp32", ("auto", *DTYPES))
@@ -166,6 +167,8 @@ class Config:
 
 def make_config(**flags) -> Config:
     """A checked Config: the preset's values, with `flags` over them. Raises UserError for a wrong name or value."""
+    if flags.get("minutes") and "max_steps" in flags and not flags.get("resume"):
+        raise UserError("--minutes chooses --max_steps, so that both cannot be given; remove one of them")
     flags = check_values(flags, {f.name: f for f in dataclasses.fields(Config)})
     cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
     if cfg.preset == "laptop" and cfg.optimizer == "adamw" and "adam_lr" not in flags:
@@ -181,9 +184,11 @@ def make_config(**flags) -> Config:
 
 
 def parse_args(argv: list[str]) -> dict:
-    """The flags that a command line names, with their values. Raises UserError."""
+    """The flags of a command line; with --resume, those of the run with the given ones over them. Raises UserError."""
     description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
-    return parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], description)
+    fields = dataclasses.fields(Config)
+    given = parse_flags(argv, fields, PRESETS["laptop"], description)
+    return flags_of_run(given, {f.name for f in fields}, PRESETS, Path("runs"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,14 +235,17 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     if compiled and device.type == "cpu":
         precompile_header()
     budget, graphs = activation_budget(cfg), uses_cudagraphs(cfg)
-    with torch.device("meta" if fsdp else device):
-        raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
-                        checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
-                        doc_eot=eot if cfg.doc_mask else None, ngram_dropout=cfg.ngram_dropout,
-                        offload=cfg.offload == "activations" and device.type == "cuda",
-                        confidence_penalty=cfg.confidence_penalty)  # fmt: skip
-    if fsdp:
-        apply_fsdp(raw_model, device, dtype)
+    try:
+        with torch.device("meta" if fsdp else device):
+            raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
+                            checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
+                            doc_eot=eot if cfg.doc_mask else None, ngram_dropout=cfg.ngram_dropout,
+                            offload=cfg.offload == "activations" and device.type == "cuda",
+                            confidence_penalty=cfg.confidence_penalty)  # fmt: skip
+        if fsdp:
+            apply_fsdp(raw_model, device, dtype)
+    except ValueError as error:  # of the parameter table
+        raise UserError(str(error)) from None
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(p.nbytes for p in raw_model.parameters())
     micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, n_seqs, cfg.seq_len, optimizer_bytes, graphs, dist_ctx)
@@ -270,7 +278,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
 def init_weights(model: GPT, seed: int) -> None:
     """Initial weights, functions of (seed, parameter name): drawn whole on the CPU, then placed or sharded."""
     for name, param in model.named_parameters():
-        copy_from_full_tensor_(param, initial_weight(name, param.shape, derive_seed(seed, name) >> 1))
+        copy_from_full_tensor_(param, initial_weight(name, param.shape, derive_seed(seed, name) >> 1, model.cfg))
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -293,7 +301,8 @@ def flops_per_token(cfg: Config, raw_model: GPT) -> float:
 def get_lr_multiplier(step: int, cfg: Config) -> float:
     """Multiple of the learning rate in update number `step` (from 0): a trapezoidal (WSD) schedule."""
     warmup, cooldown = cfg.warmup_frac * cfg.max_steps, cfg.cooldown_frac * cfg.max_steps
-    return min(1.0, (step + 1) / warmup if warmup else 1.0, (cfg.max_steps - step) / cooldown if cooldown else 1.0)
+    up, down = (step + 1) / warmup if warmup else 1.0, (cfg.max_steps - step) / cooldown if cooldown else 1.0
+    return min(lr_cap(cfg), up, down)
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -381,7 +390,8 @@ def sample_text(state: TrainState, tokenizer, n_tokens: int) -> str:
     device = state.dist_ctx.device
     generator = torch.Generator(device).manual_seed(state.cfg.seed)
     prompt = torch.full((1, 1), tokenizer.eot, device=device)
-    with torch.compiler.set_stance("force_eager"):  # every length would be a compilation of its own
+    eager = state.cfg.compile != "off"  # every length would be a compilation of its own
+    with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
         drawn = generate(state.raw_model, prompt, n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
         tokens = [token.item() for token in drawn]
     reshard(state.raw_model)
@@ -401,18 +411,18 @@ def launch(cfg: Config) -> DistContext:
 def check_hardware(cfg: Config, dist_ctx: DistContext) -> list[str]:
     """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect."""
     windows = GPTConfig(window=cfg.window, seq_len=cfg.seq_len).layer_windows()
-    masked = cfg.doc_mask or any(0 < window < cfg.seq_len for window in windows)
+    windowed = any(0 < window < cfg.seq_len for window in windows)
     dtype, preset = select_dtype(cfg.dtype, dist_ctx.device), Config(**PRESETS[cfg.preset])
-    return check_device(cfg, preset, dist_ctx.device, dtype, masked, dist_ctx.world_size)
+    return check_device(cfg, preset, dist_ctx.device, dtype, windowed, dist_ctx.world_size)
 
 
 def data_folder(cfg: Config) -> Path:
     return Path(cfg.data or HERE / "data" / "python")
 
 
-def run_folder(cfg: Config, dist_ctx: DistContext) -> str:
-    """--out_dir, or a name from the time, the same on every rank."""
-    return cfg.out_dir or run_on_rank0(dist_ctx, lambda: f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.preset}")
+def run_folder(cfg: Config, dist_ctx: DistContext) -> Path:
+    """--out_dir, or a new folder that is named by the time; the same on every rank. Raises UserError."""
+    return Path(cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset)))
 
 
 def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
@@ -432,7 +442,7 @@ def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
     return stream
 
 
-def snapshot(state: TrainState, stream: TokenStream, clock: dict) -> dict:
+def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Optimizer | None) -> dict:
     """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part."""
     return {
         "step": state.step,
@@ -443,88 +453,107 @@ def snapshot(state: TrainState, stream: TokenStream, clock: dict) -> dict:
         "data": stream.fingerprint(),
         "position": stream.position(state.step),
         "scaler": state.scaler.state_dict(),
-        **collect_tensors(state.raw_model, state.optimizer, state.dist_ctx.rank == 0),
+        **collect_tensors(state.raw_model, optimizer, state.dist_ctx.rank == 0),
     }
 
 
-def resume(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path) -> str:
-    """Continue from a checkpoint whose weights are loaded; returns what to say of it. Raises UserError."""
-    step, flags = checkpoint["step"], dataclasses.asdict(state.cfg)
+def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> tuple[Config, str]:
+    """The flags to continue a run with, and what to say of those that have changed. Raises UserError."""
+    step, known = checkpoint["step"], {f.name for f in dataclasses.fields(Config)}
+    before = Config(**{name: value for name, value in checkpoint["config"].items() if name in known})
+    if cfg.minutes and cfg.minutes == before.minutes:
+        cfg.max_steps = before.max_steps  # chosen when the run began
+    check_steps(dataclasses.asdict(cfg), checkpoint, path)
+    present = get_lr_multiplier(max(0, step - 1), before)
+    if cfg.schedule_from == "here":
+        cfg.schedule_from = repr(present)
+    note, changed = f"resumed from {path}", changed_flags(dataclasses.asdict(cfg), checkpoint["config"], path)
+    if changed:
+        note += f"; flags that have changed: {changed}"
+    if cfg.max_steps != before.max_steps and step < cfg.max_steps:
+        rate, following = learning_rates(cfg)[cfg.optimizer == "adamw"], get_lr_multiplier(step, cfg)
+        note += f"; the learning rate goes from {rate * present:.3g} to {rate * following:.3g}"
+        note += " (--schedule_from here keeps it from rising)" if following > present else ""
+    return cfg, note
+
+
+def resume(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path) -> None:
+    """Continue from a checkpoint whose weights are loaded. Raises UserError."""
+    step = checkpoint["step"]
     check_same_stream(checkpoint, stream.fingerprint(), stream.position(step), stream.folder, path)
     load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
     state.step = step
     timer.train_time, timer.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
-    changed = changed_flags(flags, checkpoint["config"], path)
-    return f"resumed from {path}" + (f"; these flags have other values than then: {changed}" if changed else "")
 
 
-def describe(state: TrainState, stream: TokenStream, logger: RunLogger) -> None:
-    """Print what is in effect and what was derived from the flags."""
-    cfg, dist_ctx, meta = state.cfg, state.dist_ctx, stream.meta
-    device, precision = dist_ctx.device, torch.get_float32_matmul_precision()
-    n_params, tokens = sum(p.numel() for p in state.raw_model.parameters()), cfg.batch_tokens * cfg.max_steps
-    muon_lr, adam_lr = learning_rates(cfg)
-    parallel = "FSDP2" if cfg.parallel == "fsdp" else "one process" if state.model is state.raw_model else "DDP"
-    logger.info(software_versions(device, HERE))
-    logger.info(
-        f"device: {device_summary(dist_ctx)}, {select_dtype(cfg.dtype, device)}, compile {cfg.compile}, {parallel}, "
-        f"attention {attention_kernels(state.raw_model, state.micro_batch)}, matmul precision {precision}"
-    )
-    if device.type == "cuda":
-        logger.info(f"allocator: {allocator_settings()}")
-    logger.info(
-        f"data: {stream.folder}, {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, tokenizer "
-        f"{meta['tokenizer']}" + (" (assumed: there is no meta.json)" if meta.get("assumed") else "")
-        + f", evaluation on {stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len:,} tokens"
+def choose_max_steps(state: TrainState, stream: TokenStream, timer: TrainTimer) -> tuple[int, str]:
+    """For --minutes: how many steps, with their evaluations, end in time, and what to say of it. Raises UserError.
+
+    It measures steps that change nothing, at a learning rate of 0, and resets what they leave behind.
+    """
+    cfg, dist_ctx, n_seqs = state.cfg, state.dist_ctx, state.micro_batch * state.dist_ctx.world_size
+    one_batch = dataclasses.replace(state, cfg=dataclasses.replace(cfg, eval_tokens=n_seqs * cfg.seq_len))
+    batches = stream.num_eval_seqs(cfg.eval_tokens) / n_seqs
+    chosen = steps_within(
+        cfg.minutes, lambda i: train_step(state, get_batch(stream, dist_ctx, i).to(dist_ctx.device), 0.0)[0].item(),
+        lambda: evaluate(one_batch, stream), batches, cfg.eval_every, timer.wall_time_here, dist_ctx,
     )  # fmt: skip
-    logger.info(
-        f"model: {n_params:,} parameters, {flops_per_token(cfg, state.raw_model) / 1e6:,.1f} MFLOP a token; "
-        + (f"muon_lr {muon_lr:.4g}, " if cfg.optimizer == "muon" else "") + f"adam_lr {adam_lr:.4g}"
-    )  # fmt: skip
-    logger.info(
-        f"batch: {cfg.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {state.grad_accum_steps} grad_accum_steps "
-        f"x {state.micro_batch} micro_batch x {cfg.seq_len} seq_len; {cfg.max_steps:,} steps, {tokens:,} tokens, "
-        f"{tokens / stream.train.n_tokens:.2f} epochs"
-    )
+    init_weights(state.raw_model, cfg.seed)
+    for slots in state.optimizer.state.values():
+        for tensor in slots.values():
+            tensor.zero_()
+    state.skipped.clear()
+    return chosen
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. The loop
 
 
-def train(cfg: Config) -> dict:
-    """A whole run, from data to the last checkpoint; returns what summary.json holds. Raises TrainerError."""
-    dist_ctx = launch(cfg)
+def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
+    """A whole run, from data to the last checkpoint; returns what summary.json holds, and the model if asked for.
+
+    Raises TrainerError.
+    """
+    cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
     timer = TrainTimer(dist_ctx.device)
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
     notes = check_hardware(cfg, dist_ctx)
     seqs_per_rank(cfg, dist_ctx.world_size)
     stream = open_stream(cfg, dist_ctx)
-    logger = RunLogger(Path(run_folder(cfg, dist_ctx)), dist_ctx.rank == 0)
+    logger = RunLogger(run_folder(cfg, dist_ctx), dist_ctx.rank == 0)
     with contextlib.closing(logger), catch_signals() as signals:
         run_on_rank0(dist_ctx, logger.lock)
         restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
         given = (logger.folder, cfg.resume, cfg.init_from, logger.info, restarted)
         path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*given))
-        state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+        checkpoint = read_checkpoint(path, verify=False) if path else None
         if path:
-            checkpoint = read_checkpoint(path, verify=False)
-            load_weights(state.raw_model, checkpoint, path)
-            notes.append(resume(state, stream, timer, checkpoint, path) if resumes else f"weights from {path}")
-        checkpoint = None
-        flags, sources = dataclasses.asdict(cfg), {name: HERE / name for name in SOURCE_FILES}
-        rows = logger.open(flags, state.step, sources)
+            check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
+            cfg, note = resume_flags(cfg, checkpoint, path) if resumes else (cfg, f"weights from {path}")
+            notes.append(note)
+        state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+        if cfg.minutes and not resumes:
+            cfg.max_steps, note = choose_max_steps(state, stream, timer)
+            notes.append(note)
+        if path:
+            load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
+        if resumes:
+            resume(state, stream, timer, checkpoint, path)
+        checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
             logger.start_wandb(flags)
-        describe(state, stream, logger)
-        for note in notes:
-            logger.info(note)
+        rows = logger.open(flags, state.step, {name: HERE / name for name in SOURCE_FILES})
+        flops, rates = flops_per_token(cfg, state.raw_model), learning_rates(cfg)
+        for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, flops, rates, HERE), *notes):
+            logger.info(line)
         try:
-            return loop(state, stream, logger, timer, signals, rows)
+            summary = loop(state, stream, logger, timer, signals, rows)
         except TrainerError as error:
             if logger.log:  # the command line prints it on standard error, which may be lost
                 logger.log.write(f"ended: {error}")
             raise
+    return (summary, state.raw_model) if return_model else summary
 
 
 @dataclass
@@ -560,9 +589,9 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
         done = any(row["step"] == state.step for row in progress.evaluations)
         return stop != "signal" and due(cfg.eval_every) and not dist_max(dist_ctx, done)  # rank 0 has the earlier rows
 
-    def save() -> None:
-        clock = timer.state()
-        saver.save(lambda: snapshot(state, stream, clock))
+    def save(best: bool = False) -> None:
+        clock, optimizer = timer.state(), None if best else state.optimizer
+        saver.save(lambda: snapshot(state, stream, clock, optimizer), BEST if best else "")
 
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
     profiler = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger.folder, dist_ctx.rank,
@@ -596,15 +625,23 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
             if eval_due():
                 reason = run_eval(state, stream, logger, timer, progress, signals)
                 stop = "signal" if reason == "signal" else stop or reason
+                if reason != "signal" and dist_max(dist_ctx, is_best(progress.evaluations, cfg)):
+                    save(best=True)
             if stop and not saved and state.step > progress.first_step:
                 save()
             if stop != "signal" and due(cfg.sample_every) and tokenizer:
                 timer.pause()
-                logger.info(f"--- sample at step {state.step}\n{sample_text(state, tokenizer, 256)}\n---")
+                logger.info(f"--- sample at step {state.step}\n{printable(sample_text(state, tokenizer, 256))}\n---")
             if stop:
                 break
         run_on_rank0(dist_ctx, saver.finish)
     return write_summary(state, stream, logger, timer, progress, signals[0] if stop == "signal" and signals else stop)
+
+
+def is_best(evaluations: list[dict], cfg: Config) -> bool:
+    """Whether the last evaluation is the lowest of several; weights are kept if there are evaluations on the way."""
+    *before, last = [row["val_loss"] for row in evaluations]
+    return 0 < cfg.eval_every < cfg.max_steps and last < min(before, default=math.inf)
 
 
 def find_tokenizer(name: str, logger: RunLogger):
@@ -696,25 +733,14 @@ def write_summary(state: TrainState, stream: TokenStream, logger: RunLogger, tim
 # 6. Trials and the command line
 
 
-def load_finished_trial(cfg: Config) -> dict | None:
-    """The summary of a trial that is done, for --resume auto. Raises UserError when its flags or data were others."""
-    folder = Path(cfg.out_dir)
-    if not cfg.resume or not (finished := read_finished_run(folder)):
-        return None
-    summary, flags = finished
-    changed_flags(dataclasses.asdict(cfg), flags, folder)
-    if summary.get("files") != recorded_hashes(load_meta(data_folder(cfg))):
-        raise UserError(f"{folder} was trained on other data; give the same --data, or another --out_dir")
-    return summary
-
-
 def train_trials(cfg: Config) -> list[dict]:
     """--trials whole runs, seed after seed, each in its own folder; returns their summaries."""
     dist_ctx = launch(cfg)
     folder, summaries = run_folder(cfg, dist_ctx), []
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
-        one = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}")
-        summaries.append(run_on_rank0(dist_ctx, lambda cfg=one: load_finished_trial(cfg)) or train(one))
+        one = dataclasses.replace(cfg, seed=seed, out_dir=str(folder / f"seed_{seed}"))
+        args = (Path(one.out_dir), dataclasses.asdict(one), data_folder(one))
+        summaries.append(run_on_rank0(dist_ctx, lambda args=args: load_finished_trial(*args)) or train(one))
         if summaries[-1]["stopped_by"] != "max_steps":
             break
     losses = [s["val_loss"] for s in summaries]

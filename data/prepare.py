@@ -1,12 +1,13 @@
 """Corpora to token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
 
-data/shards.py describes what a prepared folder holds. One that is complete is left as it is; after a run that was
-stopped, the same command resumes its downloads and makes the shards again.
+data/shards.py describes what a prepared folder holds, data/text.py which files are text. A folder that is complete is
+left as it is; after a run that was stopped, the same command resumes its downloads and makes the shards again.
 """
 
 import argparse
 import contextlib
 import difflib
+import fnmatch
 import glob
 import gzip
 import hashlib
@@ -26,6 +27,7 @@ import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,7 +49,9 @@ from data.shards import (
     read_shard,
     sha256_of_file,
     shard_header,
+    sync_folder,
 )
+from data.text import NotText, check_encoding, check_text, marked_encoding, utf8_part, utf8_size, utf8_stream
 from data.tokenizers import get_tokenizer
 
 DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256, bytes
@@ -142,15 +146,17 @@ def _fetch(url, partial, say):
     return etag if re.fullmatch("[0-9a-f]{64}", etag) else None
 
 
-def download(url, path, sha256=None, size=None, say=print):
+def download(url, path, sha256=None, size=None, say=print, staging=None):
     """Downloads `url` to `path` unless it is there, and returns its SHA-256 in hex.
 
-    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs resume from there. Raises UserError when
-    four attempts fail, or when the size or the hash is not the one given here or named by the server.
+    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs resume from there. With a folder
+    `staging`, the file and its parts stay there. Raises UserError when four attempts fail, or when the size or the hash
+    is not the one given here or named by the server.
     """
     path = Path(path)
-    partial = path.with_name(f".tmp-{path.name}")
-    for wait in () if path.exists() else (1, 2, 4, None):
+    staged = Path(staging, path.name) if staging else path
+    partial = staged.with_name(f".tmp-{path.name}")
+    for wait in () if path.exists() or staged.exists() else (1, 2, 4, None):
         try:
             named = _fetch(url, partial, say)
             sha256 = sha256 or named
@@ -168,7 +174,7 @@ def download(url, path, sha256=None, size=None, say=print):
                 ) from error
             say(f"{error}; trying again in {wait} s")
             time.sleep(wait)
-    arrived = path if path.exists() else partial
+    arrived = next(found for found in (path, staged, partial) if found.exists())
     digest, found = sha256_of_file(arrived), arrived.stat().st_size
     if sha256 not in (None, digest) or size not in (None, found):
         arrived.unlink()
@@ -176,15 +182,24 @@ def download(url, path, sha256=None, size=None, say=print):
             f"{url} gave {found} bytes with SHA-256 {digest} instead of {size or 'any number of'} bytes with "
             f"{sha256 or 'any'}: they are deleted, run this again or put the right file at {path}"
         )
-    os.replace(arrived, path)
+    if arrived == partial:
+        os.replace(partial, staged)
     return digest
 
 
 # ---- Documents: each source is a generator of (split, binary stream, bytes to read from it) --------------------------
 
-PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet"}
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is parsed in memory
+
+
+class Document(NamedTuple):
+    """A file to read: one document, or one for each line of a .jsonl."""
+
+    name: str  # decides the split
+    path: Path
+    encoding: str = "utf-8"
+    searched: bool = False  # found in a folder or by a glob: skipped when it is not text
 
 
 def split_of(name, val_fraction):
@@ -209,68 +224,132 @@ def _python_files():
     return [(path.relative_to(root).as_posix(), path) for path in paths]
 
 
-def _given_files(arguments, out):
-    """(name, path) of each file that the arguments mean, once, without hidden ones and those in the folder `out`."""
-    found = {}
+def list_skipped(skipped):
+    """A few words for files that are not text, given as (name, reason)."""
+    named = ", ".join(f"{name} ({why})" for name, why in skipped[:10])
+    more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
+    return f"skipped {len(skipped)} file{'s'[: len(skipped) - 1]} that {'is' if len(skipped) == 1 else 'are'} not text: {named}{more}"
+
+
+def _given_files(arguments, out, encoding, include, skipped):
+    """A Document for each text file that the arguments mean, once, without hidden ones and those in the folder `out`.
+
+    Adds (name, reason) of what is not text to `skipped`, unless an argument is its own path: that is refused.
+    """
+    found, own, matching = {}, set(), set()
     for argument in map(os.fspath, arguments):
-        matches = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
+        exists = os.path.exists(argument)
+        matches = [argument] if exists else sorted(glob.glob(argument, recursive=True))
         if not matches:
             raise UserError(f"{argument!r} is not a file or folder, and not a glob that matches any: check the path")
         for match in (Path(os.path.abspath(match)) for match in matches):
-            files = _files_under(match, lambda name: name.startswith(".")) if match.is_dir() else [match]
+            files = [match]
+            if match.is_dir():
+                files = _files_under(match, lambda name: name.startswith("."))
+                patterns = {path: {p for p in include if fnmatch.fnmatchcase(path.name, p)} for path in files}
+                files = [path for path in files if patterns[path] or not include]
+                matching = matching.union(*patterns.values())
+            elif exists:
+                own.add(match)
             for path in files:
                 if out.resolve() not in path.resolve().parents:
                     found.setdefault(path, path.relative_to(match.parent).as_posix())
-    if not found:
-        raise UserError(f"there are no files in {' '.join(map(str, arguments))}: give text, .jsonl or .jsonl.gz files")
-    for path in found:
-        if path.suffix in PACKED and not path.name.endswith(".jsonl.gz"):
-            raise UserError(f"{path} is packed, and only text, .jsonl and .jsonl.gz can be read: unpack it first")
-    return [(name, path) for path, name in found.items()]
+    for pattern in include:
+        if pattern not in matching:
+            raise UserError(f"--include {pattern!r} matches no file inside a folder: patterns are for names, as '*.md'")
+    documents = []
+    for path, name in found.items():
+        try:
+            documents.append(Document(name, path, check_text(path, encoding), path not in own))
+        except NotText as error:
+            if path in own:
+                raise
+            skipped.append((name, error.why))
+    if not documents:
+        kinds = list_skipped(skipped) if skipped else "give text, .jsonl or .jsonl.gz files"
+        raise UserError(f"there are no text files in {' '.join(map(str, arguments))}: {kinds}")
+    return documents
 
 
-def _read_files(files, val_fraction, progress):
+def _read_files(files, val_fraction, text_key, progress, skipped):
     """Each file a document, or each line of a .jsonl."""
-    for name, path in files:
-        if path.name.endswith((".jsonl", ".jsonl.gz")):
-            yield from _read_jsonl(name, path, val_fraction, progress)
-        else:
-            with open(path, "rb") as file:
-                yield split_of(name, val_fraction), file, path.stat().st_size
+    left = len(files)
+    for document in files:
+        name, path, encoding, searched = document
+        size = path.stat().st_size
+        try:
+            length = utf8_size(path, encoding)  # reads all of it where it is not UTF-8: it must decode to the end
+        except NotText as error:
+            left -= 1
+            if not searched or not left:
+                raise
+            skipped.append((name, error.why))
+            progress.add(size)
+            continue
+        if _is_jsonl(path):
+            yield from _read_jsonl(document, val_fraction, text_key, progress)
+            continue
+        progress.add(size - length)  # the text itself is counted when it is encoded
+        with open(path, "rb") as file:
+            yield split_of(name, val_fraction), utf8_stream(file, path, encoding), length
 
 
-def _read_jsonl(name, path, val_fraction, progress):
-    """Each line's "text" a document, whose name is `<name>:<line number>`."""
-    with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as lines:
+def _is_jsonl(path):
+    return path.name.endswith((".jsonl", ".jsonl.gz"))
+
+
+def _read_jsonl(document, val_fraction, text_key, progress):
+    """Each line's text a document, whose name is `<name>:<line number>`."""
+    name, path, encoding, _ = document
+    with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as unpacked:
         number = position = 0
         try:
+            lines = utf8_stream(unpacked, path, encoding)
             while line := lines.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
                     raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
                 if not line.strip():
                     continue
-                raw = json.loads(line)["text"].encode("utf-8", errors="replace")
+                raw = _text_of(line, f"line {number} of {path}", text_key).encode("utf-8", errors="replace")
                 progress.add(file.tell() - position - len(raw))  # the text itself is counted when it is encoded
                 position = file.tell()
                 yield split_of(f"{name}:{number}", val_fraction), io.BytesIO(raw), len(raw)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(f'line {number} of {path} is not a JSON object with a string "text": correct it') from error
 
 
-def _read_by_position(path, val_fraction):
+def _text_of(line, where, text_key):
+    """The string that a line of JSON holds under `text_key`. Raises UserError, which says `where`."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: expected an object like {{{json.dumps(text_key)}: ...}}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{where} is not a JSON object: expected one like {{{json.dumps(text_key)}: ...}}")
+    if text_key not in values:
+        keys = ", ".join(json.dumps(key[:40]) for key in list(values)[:5]) + ", ..." * (len(values) > 5)
+        raise UserError(
+            f"{where} has no key {json.dumps(text_key)}, but {keys or 'none'}: name the one with the text by --text_key"
+        )
+    if not isinstance(values[text_key], str):
+        kind = type(values[text_key]).__name__
+        raise UserError(f"{where} has {kind} under {json.dumps(text_key)}: expected a string, see --text_key")
+    return values[text_key]
+
+
+def _read_by_position(document, val_fraction, progress):
     """One text as two documents, its first part for training and its last for validation."""
+    _, path, encoding, _ = document
+    size = utf8_size(path, encoding)
+    progress.add(path.stat().st_size - size)
+    cut = int(size * (1 - val_fraction))
+    after = utf8_part(path, encoding, cut, 3)
+    cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a UTF-8 character
     with open(path, "rb") as file:
-        size = path.stat().st_size
-        cut = int(size * (1 - val_fraction))
-        file.seek(cut)
-        after = file.read(3)
-        cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a UTF-8 character
-        file.seek(0)
-        yield "train", file, cut
-        yield "val", file, size - cut
+        stream = utf8_stream(file, path, encoding)
+        yield "train", stream, cut
+        yield "val", stream, size - cut
 
 
 def _read_wikitext(archive):

@@ -6,6 +6,7 @@ token. meta.json, written last, says which tokenizer, how many tokens and bytes,
 """
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import json
@@ -55,15 +56,20 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the new name must reach the disk too
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until new names in a folder are on the disk too, where the system can do that."""
+    if hasattr(os, "O_DIRECTORY"):
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            os.fsync(opened)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot fsync a folder
                 raise
         finally:
-            os.close(folder)
+            os.close(opened)
 
 
 def sha256_of_file(path: str | Path) -> str:
@@ -123,7 +129,8 @@ def read_shard(path: str | Path) -> np.memmap:
 
 # ---- A prepared folder ----------------------------------------------------------------------------------------------
 
-UNFINISHED = ".tmp-unfinished"  # is in a folder from the first change to the last
+UNFINISHED = ".tmp-unfinished"  # holds the command that makes the folder, as long as its data cannot be used
+EXPECTED = "expected a folder that `python data/prepare.py SOURCE` made"
 
 
 def list_shards(folder: Path, split: str) -> list[Path]:
@@ -131,27 +138,32 @@ def list_shards(folder: Path, split: str) -> list[Path]:
     return sorted(path for path in folder.glob(f"*{split}*.bin") if not path.name.startswith("."))
 
 
-def _prepare_command(folder: Path) -> str:
-    """The command that most likely makes this folder, guessed from its name."""
-    source, _, tokenizer = folder.name.partition("_")
-    command = f"python data/prepare.py {source if source in SOURCES else 'python'}" + " PATH..." * (source == "files")
-    command += f" --tokenizer {tokenizer}" if source in SOURCES and tokenizer in TOKENIZER_SIZES else ""
-    return command + (f" --out {folder}" if source not in SOURCES or folder.resolve() != DATA_DIR / folder.name else "")
+def check_folder(folder: Path) -> None:
+    """Raises UserError when there is no such folder, with the name beside it that is most like it."""
+    if folder.is_dir():
+        return
+    problem = f"{folder} is a file" if folder.exists() else f"there is no data folder {folder}"
+    names = []
+    with contextlib.suppress(OSError):
+        names = [path.name for path in folder.parent.iterdir() if path.is_dir() and path.name[0] not in "._"]
+    close = difflib.get_close_matches(folder.name, names, 1)
+    hint = f"; did you mean {folder.with_name(close[0])}?" if close else ""
+    raise UserError(f"{problem}: {EXPECTED}{hint}")
 
 
 def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none to use."""
     folder = Path(folder)
-    command = _prepare_command(folder)
-    if not folder.is_dir():
-        raise UserError(f"there is no data folder {folder}: make it with `{command}`")
-    if (folder / UNFINISHED).exists():
-        with contextlib.suppress(FileNotFoundError):  # finished since
-            command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape") or command
-        raise UserError(f"{folder} is not complete: wait for `{command}`, or run it again if it was stopped")
+    check_folder(folder)
+    with contextlib.suppress(FileNotFoundError):
+        command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape")
+        wait = f"wait for `{command}`" if command.isprintable() and command else "wait for data/prepare.py"
+        raise UserError(f"{folder} is not complete: {wait}, or run it again if it was stopped")
     shards = list_shards(folder, split)
     if not shards:
-        raise UserError(f"{folder} has no shards *{split}*.bin: make them with `{command}`")
+        command = load_meta(folder).get("command") or ""
+        again = f"make them again with `{command}`" if command.isprintable() and command else EXPECTED
+        raise UserError(f"{folder} has no shards *{split}*.bin: {again}")
     return shards
 
 
@@ -159,8 +171,10 @@ def load_meta(folder: str | Path) -> dict:
     """meta.json of a prepared folder; where there is none, GPT-2's tokenizer, marked by "assumed": True.
 
     Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
-    source, files ({shard: {tokens, sha256}}). Raises UserError when they are missing or of another type.
+    source, files ({shard: {tokens, sha256}}). Raises UserError when they are missing or of another type. "command",
+    which makes the folder again, and "made_with" may be missing.
     """
+    check_folder(Path(folder))
     path = Path(folder) / "meta.json"
     if not path.exists():
         vocab_size, eot = TOKENIZER_SIZES["gpt2"]
@@ -179,6 +193,7 @@ def load_meta(folder: str | Path) -> dict:
     check(meta, [dict], "content")
     for key, kind in dict(tokenizer=str, vocab_size=int, eot=int, splits=dict, source=str, files=dict).items():
         check(meta.get(key), [kind], key)
+    check(meta.get("command"), [str, type(None)], "command")
     for split in ("train", "val"):
         counts = check(meta["splits"].get(split), [dict], f"splits.{split}")
         check(counts.get("tokens"), [int], f"splits.{split}.tokens")

@@ -21,6 +21,10 @@ class ByteTokenizer:
         """bytes -> 1-D uint8 array that shares their memory."""
         return np.frombuffer(raw, dtype=np.uint8)
 
+    def text_bytes(self, raw: bytes) -> int:
+        """How many bytes of text the tokens of encode_raw(raw) stand for."""
+        return len(raw)
+
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
         tokens = np.asarray(tokens).tolist()
@@ -51,6 +55,10 @@ class GPT2Tokenizer:
     def encode_raw(self, raw: bytes) -> np.ndarray:
         """bytes -> 1-D uint32 array. What is not UTF-8 becomes U+FFFD."""
         return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
+
+    def text_bytes(self, raw: bytes) -> int:
+        """How many bytes of text the tokens of encode_raw(raw) stand for: U+FFFD has three."""
+        return len(raw.decode("utf-8", errors="replace").encode())
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""

@@ -47,6 +47,9 @@ def content_hash(checkpoint: dict) -> str:
     return digest.hexdigest()
 
 
+BEST = "ckpt_best.pt"  # the weights of the best evaluation
+
+
 def checkpoint_step(path: Path) -> int:
     """The step in a checkpoint's name; -1 for any other file."""
     match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
@@ -96,14 +99,14 @@ def strip_wrapper_prefixes(named: dict) -> dict:
     return {re.sub(r"(module|_orig_mod)\.", "", name): value for name, value in named.items()}
 
 
-def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, is_rank0: bool) -> dict:
-    """Copies of weights and optimizer state in host memory, by parameter name; empty but on rank 0.
+def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, is_rank0: bool) -> dict:
+    """Copies of weights and, if given, optimizer state in host memory, by parameter name; empty but on rank 0.
 
     Every rank has to take part: one whole tensor at a time is gathered from their shards.
     """
     found = dict(model={}, optimizer={})
     for name, p in model.named_parameters():
-        for slot, part in {"": to_local(p), **optimizer.state[p]}.items():
+        for slot, part in {"": to_local(p), **(optimizer.state[p] if optimizer else {})}.items():
             full = full_tensor(p, part)
             if is_rank0:
                 place = found["optimizer"].setdefault(name, {}) if slot else found["model"]
@@ -119,14 +122,15 @@ def model_config(checkpoint: dict, kind: type, path):
     return kind(**saved)
 
 
-def load_weights(model: nn.Module, checkpoint: dict, path) -> None:
+def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str, ...] = ()) -> None:
     """Copy the checkpoint's weights into the model; prefixes that wrappers leave on names are dropped.
 
-    Raises UserError when the model's configuration `model.cfg` or a shape differs.
+    Raises UserError when the model's configuration `model.cfg` differs, but for the fields that may, or a shape does.
     """
     weights = strip_wrapper_prefixes(checkpoint["model"])
     theirs = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path))
     ours = dataclasses.asdict(model.cfg)
+    theirs |= {key: ours[key] for key in may_differ}
     wrong = {n for n, p in model.named_parameters() if n not in weights or weights[n].shape != p.shape}
     if wrong or theirs != ours:
         differ = ", ".join(f"{k} {theirs[k]} there and {ours[k]} here" for k in ours if theirs[k] != ours[k])
@@ -144,40 +148,12 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: t
         ours, saved = optimizer.state[p], saved_states.get(name, {})
         shapes = {slot: p.shape if part.dim() else part.shape for slot, part in ours.items()}
         if {slot: value.shape for slot, value in saved.items()} != shapes:
-            raise UserError(f"{path} was made with another --optimizer; give that one, or use --init_from {path}")
+            made = "holds no optimizer state" if not saved_states else "was made with another --optimizer"
+            raise UserError(f"{path} {made}; give another checkpoint, or use --init_from {path}")
         for slot, part in ours.items():
             copy_from_full_tensor_(p, saved[slot], part)
     if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
         scaler.load_state_dict(checkpoint["scaler"])
-
-
-def check_same_stream(checkpoint: dict, fingerprint: str, position: dict, folder: Path, path: Path) -> None:
-    """Raises UserError when resuming would continue with other data, or at another place of them."""
-    if checkpoint["data"] != fingerprint:
-        raise UserError(
-            f"{path} was trained on other data than {folder} holds now; give the same --data, or start a new run with "
-            f"--init_from {path}"
-        )
-    was, now = checkpoint.get("position", {}), position
-    moved = [f"{key} {was[key]} there and {now[key]} here" for key in now if was.get(key, now[key]) != now[key]]
-    if moved:
-        raise UserError(
-            f"{path} continues at another place of the stream ({', '.join(moved)}), so data were lost or seen twice; "
-            f"give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
-        )
-
-
-def changed_flags(flags: dict, before: dict, path: Path) -> str:
-    """Names of the flags that had other values before. Raises UserError under --trials if one of them matters."""
-    changed = {k for k, v in flags.items() if before.get(k, v) != v}
-    changed -= {"resume", "out_dir", "data", "trials"}  # the data's content is compared, not its path
-    harmless = {"eval_every", "save_every", "sample_every", "log_every", "keep", "prefetch", "max_minutes", "wandb"}
-    if flags["trials"] > 1 and changed - harmless:
-        raise UserError(
-            f"{path} was made with other values of {', '.join(sorted(changed - harmless))}, and --trials compares runs "
-            "of equal flags; give those, or another --out_dir"
-        )
-    return ", ".join(sorted(changed))
 
 
 def find_checkpoint(
@@ -200,6 +176,8 @@ def find_checkpoint(
     if resume == "newest" or (resume == "auto" and there):
         return newest_valid(folder, say), True
     path = Path(resume) if resume not in ("", "auto") else Path(init_from) if init_from else None
+    if path and path.is_dir():
+        path = newest_valid(path, say, rename=False)
     if path:
         read_checkpoint(path)
     if resume and path and there and checkpoint_step(there[0]) > checkpoint_step(path):
@@ -207,16 +185,19 @@ def find_checkpoint(
     return path, bool(resume and path)
 
 
-def newest_valid(folder: Path, say) -> Path:
-    """The newest checkpoint that is whole; damaged ones are renamed. Raises UserError when there is none."""
+def newest_valid(folder: Path, say, rename: bool = True) -> Path:
+    """The newest checkpoint that is whole; damaged ones are told of and renamed. Raises UserError if there is none."""
     for path in list_checkpoints(folder):
         try:
             read_checkpoint(path)
             return path
         except CorruptCheckpointError as error:
-            path.rename(path.with_name(path.name + ".damaged"))
-            say(f"passing over a checkpoint, renamed to {path.name}.damaged: {error}")
-    raise UserError(f"--resume found no valid checkpoint in {folder}; remove it and give another --out_dir")
+            if rename:
+                path.rename(path.with_name(path.name + ".damaged"))
+            say(f"passing over a checkpoint{f', renamed to {path.name}.damaged' if rename else ''}: {error}")
+    raise UserError(
+        f"{folder} has no valid checkpoint; give a run's folder that has one, or another --out_dir to start"
+    )
 
 
 class CheckpointManager:
@@ -224,22 +205,25 @@ class CheckpointManager:
 
     def __init__(self, logger: RunLogger, dist_ctx: DistContext, keep: int):
         """keep: how many of the newest stay in the logger's folder; 0 = all."""
-        self.logger, self.dist_ctx, self.keep, self.writing = logger, dist_ctx, keep, None
+        self.logger, self.dist_ctx, self.keep, self.writing, self.failed = logger, dist_ctx, keep, None, ""
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, make_snapshot) -> None:
-        """Save what make_snapshot() returns on rank 0; every rank calls both. Returns when the copy is made."""
+    def save(self, make_snapshot, name: str = "") -> None:
+        """Save what make_snapshot() returns on rank 0; every rank calls both. Returns when the copy is made.
+
+        name: of the file, for what is not the newest checkpoint.
+        """
         if self.writing:
             self.writing.result()
         dist_max(self.dist_ctx, 0)  # the others wait for it here, on the CPU, and not in a collective that times out
         checkpoint = make_snapshot()
         if self.dist_ctx.rank == 0:
-            self.writing = self.thread.submit(self.write, checkpoint)
+            self.writing = self.thread.submit(self.write, checkpoint, name)
 
-    def write(self, checkpoint: dict) -> str:
-        """Write ckpt_<step>.pt, complete or not at all, then delete old ones; returns what failed."""
+    def write(self, checkpoint: dict, name: str = "") -> None:
+        """Write ckpt_<step>.pt, complete or not at all, then delete old ones; `failed` tells what failed."""
         folder = self.logger.folder
-        path = folder / f"ckpt_{checkpoint['step']}.pt"
+        path = folder / (name or f"ckpt_{checkpoint['step']}.pt")
         try:
             self.logger.sync()
             checkpoint["sha256"] = content_hash(checkpoint)
@@ -253,18 +237,23 @@ class CheckpointManager:
             newest = next((path.name for path in list_checkpoints(folder)), "none")
             failed = f"{path} could not be saved ({error}); the newest checkpoint there is {newest}"
             self.logger.info(f"WARNING: {failed}")
-            return failed
+            self.failed = self.failed if name else failed
+            return
+        if name:
+            return
+        self.failed = ""
         for old in list_checkpoints(folder)[self.keep :] if self.keep else []:
             try:
                 old.unlink(missing_ok=True)
             except OSError as error:
                 self.logger.info(f"WARNING: {old} could not be deleted ({error})")
-        return ""
 
     def finish(self) -> None:
-        """Wait for what is being written. Raises RunError when it could not be."""
-        if self.writing and (failed := self.writing.result()):
-            raise RunError(f"{failed}; make room and --resume")
+        """Wait for what is being written. Raises RunError when the newest checkpoint could not be."""
+        if self.writing:
+            self.writing.result()
+        if self.failed:
+            raise RunError(f"{self.failed}; make room and --resume")
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)

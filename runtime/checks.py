@@ -28,6 +28,14 @@ def activation_budget(f) -> float:
         return math.nan
 
 
+def lr_cap(f) -> float:
+    """The multiple of the learning rates that --schedule_from allows at most; nan for nonsense, and for "here"."""
+    try:
+        return 1.0 if f.schedule_from == "start" else float(f.schedule_from)
+    except ValueError:
+        return math.nan
+
+
 def uses_cudagraphs(f) -> bool:
     """Whether this --compile mode replays CUDA graphs on a GPU; the modes are treated alike on a CPU."""
     return f.compile in ("reduce-overhead", "max-autotune")
@@ -67,6 +75,15 @@ FLAG_RULES = (
      "--trials continues with --resume auto, not with {f.resume!r}, which is about one run"),
     (lambda f: not f.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
      "torchrun --max-restarts needs a folder to come back to; give --out_dir"),
+    (lambda f: f.init_from.startswith("gpt2") and not os.path.exists(f.init_from),
+     "--init_from {f.init_from}: GPT-2's weights do not fit, as this model has no learned positions, biases or "
+     "LayerNorm; give a run or checkpoint of this trainer"),
+    (lambda f: f.init_from in ("scratch", "resume") and not os.path.exists(f.init_from),
+     "--init_from {f.init_from} is nanoGPT's; a run starts from scratch by itself, and --resume continues one"),
+    (lambda f: f.schedule_from == "here" and not f.resume,
+     "--schedule_from here continues at the rate of a run that is resumed; add --resume"),
+    (lambda f: f.schedule_from not in ("start", "here") and not 0 <= lr_cap(f) <= 1,
+     "--schedule_from is {f.schedule_from!r}; expected start, here or a fraction of the learning rates"),
     (lambda f: f.resume and f.init_from,
      "--resume and --init_from contradict each other; give one of them"),
 )  # fmt: skip
@@ -107,6 +124,12 @@ NO_EFFECT = (
      "--offload {f.offload} has no effect on {hw.type}: everything is in host memory already"),
     (lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or f.parallel == "fsdp"),
      "--bucket_cap_mb {f.bucket_cap_mb} has no effect: it is about the gradients that DDP's ranks exchange"),
+    (lambda f, hw: f.parallel == "ddp" and hw.world_size == 1,
+     "--parallel ddp has no effect on one process; start several with torchrun"),
+    (lambda f, hw: f.ngram == 1,
+     "--ngram 1 has no effect: every token has an embedding of its own already; 2 is the least that adds some"),
+    (lambda f, hw: "S" in f.window and not hw.windowed,
+     "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens"),
     (lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram < 2,
      "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds"),
     (lambda f, hw: f.optimizer == "adamw" and f.muon_lr != hw.preset.muon_lr,
@@ -129,15 +152,17 @@ def check_flags(f) -> None:
     check_alloc_conf(f.alloc_conf)
 
 
-def check_device(f, preset, device: torch.device, dtype: str, masked: bool, world_size: int) -> list[str]:
+def check_device(f, preset, device: torch.device, dtype: str, windowed: bool, world_size: int) -> list[str]:
     """Refuse flags that cannot work on this device with a UserError; returns a line for each that has no effect.
 
-    preset: the flags as they are when none is given. masked: whether attention needs a mask, for windows or documents.
+    preset: the flags as they are when none is given. windowed: whether a layer's window is shorter than the context.
     """
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
-    hw = SimpleNamespace(type=device.type, cuda=cuda, capability=capability, dtype=dtype, masked=masked,
-                         world_size=world_size, preset=preset)  # fmt: skip
+    hw = SimpleNamespace(
+        type=device.type, cuda=cuda, capability=capability, dtype=dtype, windowed=windowed,
+        masked=windowed or f.doc_mask, world_size=world_size, preset=preset,
+    )  # fmt: skip
     for when, text in DEVICE_RULES:
         if when(f, hw):
             raise UserError(sentence_of(text, f, hw))

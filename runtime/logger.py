@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import threading
@@ -59,7 +61,7 @@ class RunLogger:
     """The run's folder and what is told of the run. Silent on every rank but 0."""
 
     def __init__(self, folder: Path, is_rank0: bool = True):
-        self.folder, self.is_rank0 = folder, is_rank0
+        self.folder, self.is_rank0, self.was_empty = folder, is_rank0, False
         self.log = self.metrics = self.wandb = self.lock_file = None
         self.early = []  # lines from before log.txt is open
 
@@ -70,6 +72,7 @@ class RunLogger:
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.was_empty = not any(self.folder.iterdir())
             self.lock_file = open(self.folder / ".lock", "a")
         except OSError as error:
             raise UserError(
@@ -162,9 +165,14 @@ class RunLogger:
                 file.write(json.dumps(values, indent=1).encode() + b"\n")
 
     def close(self) -> None:
+        """Close the files, and remove the folder if the run has not begun and nothing else is in it."""
         for file in (self.log, self.metrics, self.lock_file):
             if file:
                 file.close()
+        if self.was_empty and not self.log:
+            (self.folder / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
         if self.wandb:
             self.wandb.finish()
 
@@ -210,14 +218,39 @@ def eval_line(row: dict, max_steps: int) -> str:
 
 
 def closing_lines(summary: dict, trained_s: float, folder: Path, max_steps: int) -> str:
-    """How the run ended, and what to try next. trained_s: seconds of training steps in this process."""
-    return (
-        f"stopped by {summary['stopped_by']} at step {summary['step']}: train_time {summary['train_time_s']:.1f} s "
-        f"(data waiting {summary['data_wait_s'] / max(trained_s, 1e-9):.2%}), wall time "
-        f"{summary['wall_time_s']:.1f} s; everything is in {folder}\n"
-        f"next: python sample.py --run {folder} | train longer: --max_steps {10 * max_steps} | "
+    """How the run ended, and what to do next. trained_s: seconds of training steps in this process."""
+    step, why = summary["step"], summary["stopped_by"]
+    hint = (
+        f"next: python sample.py --run {folder} | longer: python train_gpt.py --max_steps {2 * max_steps} | "
         "on your own text: python data/prepare.py files PATH | larger: --preset gpt2-small"
     )
+    if step < max_steps:
+        hint = f"to continue: python train_gpt.py --out_dir {folder} --resume"
+        hint += "; the learning rate has not cooled down" if why == "max_minutes" else ""
+    return (
+        f"stopped by {why} at step {step}: train_time {summary['train_time_s']:.1f} s (data waiting "
+        f"{summary['data_wait_s'] / max(trained_s, 1e-9):.2%}), wall time {summary['wall_time_s']:.1f} s; "
+        f"everything is in {folder}\n{hint}"
+    )
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which can change a terminal's state, replaced."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def new_run_folder(preset: str) -> Path:
+    """Make runs/<time>-<preset>, with a number behind it if it is there already; returns its path. Raises UserError."""
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}"
+    for number in itertools.count(1):
+        path = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"the run's folder {path} cannot be made ({error}); give another --out_dir") from None
 
 
 def is_loss_spike(loss: float, before: Sequence[float]) -> bool:

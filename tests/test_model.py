@@ -655,7 +655,7 @@ def test_every_parameter_has_exactly_one_role():
         names = [name for group in groups for name in group["names"]]
         assert sorted(names) == sorted(name for name, _ in gpt.named_parameters())
     gpt.blocks[0].gate = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match="blocks.0.gate matches 0 rows of PARAM_TABLE"):
+    with pytest.raises(ValueError, match="blocks.0.gate matches (0 rows|no row) of PARAM_TABLE"):
         model.optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1)
 
 

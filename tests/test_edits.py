@@ -1,0 +1,430 @@
+"""What people do in their first hour: edit the page, resume, continue for longer, and mistype."""
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import model as model_module
+import train_gpt
+from conftest import ROOT, TINY, final, flags_of, rows, run_main, run_python
+from data.shards import UserError
+from model import GPT, GPTConfig, ParamGroupSpec
+from ops import constant, normal, ones, orthogonal, zeros
+from runtime.checkpoint import BEST, read_checkpoint
+from runtime.flags import integer
+from train_gpt import make_config, train
+
+SHAPE = dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Edits of the parameter table
+
+
+class Gated(model_module.MLP):
+    """An MLP with parameters of its own: a number, a vector, a matrix of PyTorch's."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.gate = nn.Parameter(torch.full((1,), 0.7))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.noise = nn.Parameter(torch.randn(cfg.n_embd))
+        self.mix = nn.Linear(cfg.n_embd, cfg.n_embd)
+
+    def forward(self, x):
+        return self.gate * self.scale * super().forward(x + self.noise) + self.mix(x)
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    """GPT whose MLPs are Gated; a function that sets the rows of their parameters, by name."""
+    monkeypatch.setattr(model_module, "MLP", Gated)
+
+    def rows_of(optim="adam", **inits):
+        inits = {name: "module" for name in ("gate", "scale", "noise", "mix.weight", "mix.bias")} | inits
+        table = {n: ParamGroupSpec(rf"blocks\.\d+\.mlp\.{re.escape(n)}", init, optim) for n, init in inits.items()}
+        monkeypatch.setattr(model_module, "PARAM_TABLE", model_module.PARAM_TABLE | table)
+
+    return rows_of
+
+
+def drawn(seed=0, **shape) -> dict:
+    gpt = GPT(GPTConfig(**SHAPE | shape))
+    train_gpt.init_weights(gpt, seed)
+    return gpt.state_dict()
+
+
+def test_a_parameter_starts_as_its_module_made_it(gated):
+    gated()
+    weights, again, other = drawn(), drawn(n_layer=3, vocab_size=128), drawn(1)
+    assert weights["blocks.1.mlp.gate"].tolist() == pytest.approx([0.7]) and weights["blocks.0.mlp.scale"] == 2
+    for name in ("noise", "mix.weight", "mix.bias"):  # functions of seed and name, not of what else is drawn
+        first, second = (f"blocks.{i}.mlp.{name}" for i in range(2))
+        assert torch.equal(weights[first], again[first]) and weights[first].std() > 0
+        assert not torch.equal(weights[first], weights[second]) and not torch.equal(weights[first], other[first])
+    assert weights["blocks.0.mlp.mix.weight"].abs().max() <= 32**-0.5  # nn.Linear's own
+    assert torch.nn.Linear.reset_parameters.__qualname__ == "Linear.reset_parameters"
+
+
+def test_a_row_says_how_a_parameter_starts(gated):
+    inits = {"gate": ones, "scale": constant(0.25), "noise": normal(0.5), "mix.weight": orthogonal(), "mix.bias": zeros}
+    gated(**inits)
+    weights = {name.removeprefix("blocks.0.mlp."): w for name, w in drawn().items()}
+    assert weights["gate"].tolist() == [1] and weights["scale"] == 0.25 and weights["mix.bias"].abs().max() == 0
+    assert 0.3 < weights["noise"].std() < 0.7
+    torch.testing.assert_close(weights["mix.weight"] @ weights["mix.weight"].T, torch.eye(32), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_parameters_of_any_shape_are_trained_saved_and_resumed(optimizer, gated, data, tmp_path):
+    gated()
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), optimizer=optimizer, max_steps=6, save_every=3)
+    train(make_config(**flags, keep=0))
+    model = final(tmp_path / "run")["model"]
+    assert model["blocks.0.mlp.scale"].shape == () and model["blocks.0.mlp.scale"] != 2
+    assert model["blocks.0.mlp.gate"] != pytest.approx(0.7) and model["blocks.0.mlp.gate"].shape == (1,)
+    other = flags | dict(out_dir=str(tmp_path / "other"), resume=str(tmp_path / "run" / "ckpt_3.pt"))
+    train(make_config(**other))
+    assert rows(tmp_path / "run", "train_loss")[3:] == rows(tmp_path / "other", "train_loss")
+
+
+def test_rows_that_cannot_be_are_refused_when_the_model_is_built(gated, data, tmp_path, capsys):
+    flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run"))
+    code, err = run_main(flags, capsys)  # no rows at all: the sentence holds one that works
+    assert code == 2 and err.count("\n") == 1 and "blocks.0.mlp.gate matches no row of PARAM_TABLE" in err
+    example = re.search(r'"gate": ParamGroupSpec\(r"(.*)", "module", "adam"\),', err)
+    assert example and re.fullmatch(example[1], "blocks.11.mlp.gate")
+    gated(optim="muon")
+    code, err = run_main(flags, capsys)
+    assert code == 2 and err.count("\n") == 1 and "of shape (1,) has optim 'muon'" in err
+    gated()
+    code, err = run_main([*flags, "--parallel", "fsdp"], capsys)
+    assert code == 2 and err.count("\n") == 1 and "blocks.0.mlp.scale is a single number, which FSDP cannot" in err
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+@pytest.mark.parametrize("text, value", [("12", 12), ("1e3", 1000), ("4k", 4000), ("2M", 2_000_000), ("1.5b", 1.5e9),
+                                         ("1_000", 1000), ("0.5k", 500)])  # fmt: skip
+def test_integers_as_people_write_them(text, value):
+    assert integer(text) == value and type(integer(text)) is int
+    assert train_gpt.parse_args(["--max_steps", text])["max_steps"] == value
+
+
+@pytest.mark.parametrize("text", ["1.5", "1e-3", "k", "", "4kk", "nan", "inf", "ten"])
+def test_what_is_not_an_integer_is_refused(text):
+    with pytest.raises(UserError):
+        make_config(**train_gpt.parse_args(["--max_steps", text]))
+
+
+def test_whole_floats_are_integers():
+    assert make_config(max_steps=1e3).max_steps == 1000 and type(make_config(max_steps=1e3).max_steps) is int
+    with pytest.raises(UserError, match="expected int"):
+        make_config(max_steps=1.5)
+
+
+def test_a_plain_dataclass_field_is_a_flag(monkeypatch, data, tmp_path):
+    edited = dataclasses.make_dataclass(
+        "Config", [("z_loss", float, 0.5), ("loud", bool, False), ("tag", str, "x")], bases=(train_gpt.Config,)
+    )
+    monkeypatch.setattr(train_gpt, "Config", edited)
+    given = train_gpt.parse_args(["--z_loss", "0.25", "--loud", "--n_layer", "2"])
+    assert given == dict(z_loss=0.25, loud=True, n_layer=2) and make_config(**given).tag == "x"
+    with pytest.raises(UserError, match="--z_loss is 'a'; expected float"):
+        make_config(z_loss="a")
+    train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1, z_loss=1)))
+    assert final(tmp_path / "run")["config"]["z_loss"] == 1.0
+
+
+@pytest.mark.parametrize("argv, says", [
+    ("--block_size 256", "--seq_len"), ("--max_iters 5000", "--max_steps"), ("--learning_rate 1e-3", "--muon_lr"),
+    ("--batch_size 12", "--micro_batch"), ("--dropout 0.1", "--weight_decay"), ("--eval_interval 10", "--eval_every"),
+    ("--init_from gpt2", "GPT-2's weights do not fit"), ("--init_from scratch", "starts from scratch by itself"),
+    ("--schedule_from here", "add --resume"), ("--minutes 5 --max_steps 10", "remove one of them"),
+])  # fmt: skip
+def test_names_of_other_trainers_get_the_right_answer(argv, says, capsys):
+    code, err = run_main(argv.split(), capsys)
+    assert code == 2 and err.count("\n") == 1 and says in err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resuming
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory, request):
+    """A finished run of 8 steps, with flags that are nobody's defaults, as a folder to copy."""
+    data = request.getfixturevalue("data")
+    folder = tmp_path_factory.mktemp("halfway") / "run"
+    flags = dict(max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep=0)
+    train(make_config(**TINY | flags | dict(data=str(data), out_dir=str(folder))))
+    return folder
+
+
+@pytest.fixture
+def copy(halfway, tmp_path) -> Path:
+    return Path(shutil.copytree(halfway, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("how", ["--out_dir RUN --resume", "--resume RUN", "--resume RUN/ckpt_8.pt"])
+def test_a_resumed_run_takes_its_flags_from_the_checkpoint(how, copy, capsys):
+    assert (
+        run_main(how.replace("RUN", str(copy)).split() + ["--max_steps", "10", "--weight_decay", "0.2"], capsys)[0] == 0
+    )
+    log = (copy / "log.txt").read_text()
+    assert "; flags that have changed: --max_steps 8 -> 10, --weight_decay 0.1 -> 0.2;" in log
+    saved = final(copy)
+    assert saved["step"] == 10 and saved["config"]["cooldown_frac"] == 0.5 and saved["config"]["n_embd"] == 32
+    assert [row for row in rows(copy, "step")][-1] == 10
+
+
+def test_a_run_that_is_resumed_elsewhere_branches_off(copy, tmp_path, capsys):
+    argv = ["--resume", str(copy / "ckpt_4.pt"), "--out_dir", str(tmp_path / "branch")]
+    assert run_main(argv, capsys)[0] == 0
+    assert rows(tmp_path / "branch", "train_loss") == rows(copy, "train_loss")[4:]
+
+
+def test_resume_without_a_folder_offers_the_newest_run_and_makes_nothing(copy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, err = run_main(["--resume"], capsys)
+    assert code == 2 and "there is none in runs/" in err and list(tmp_path.iterdir()) == [copy]
+    shutil.copytree(copy, tmp_path / "runs" / "older")
+    shutil.copytree(copy, tmp_path / "runs" / "newer")
+    (tmp_path / "runs" / "newer" / "ckpt_8.pt").touch()
+    code, err = run_main(["--resume"], capsys)
+    assert code == 2 and err.count("\n") == 1 and "--out_dir runs/newer, the newest here" in err
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["newer", "older"]
+
+
+def test_more_steps_say_what_they_do_to_the_learning_rate(copy, tmp_path, capsys):
+    longer = shutil.copytree(copy, tmp_path / "longer")
+    assert run_main(["--resume", str(copy), "--max_steps", "16"], capsys)[0] == 0
+    assert (
+        "the learning rate goes from 0.005 to 0.02 (--schedule_from here keeps it from rising)"
+        in (copy / "log.txt").read_text()
+    )  # 0.02 at its peak, 1 of 4 cool-down steps left
+    assert rows(copy, "lr")[8] == pytest.approx(0.02)
+    assert run_main(["--resume", str(longer), "--max_steps", "16", "--schedule_from", "here"], capsys)[0] == 0
+    rates = rows(longer, "lr")[8:]
+    assert rates == pytest.approx([min(0.005, 0.02 * (16 - step) / 8) for step in range(8, 16)])
+    assert run_main(["--resume", str(longer), "--max_steps", "18"], capsys)[0] == 0  # it is kept in the checkpoint
+    assert max(rows(longer, "lr")[16:]) <= 0.005
+
+
+def test_fewer_steps_than_are_done_are_refused(copy, capsys):
+    before = sorted(path.name for path in copy.iterdir())
+    code, err = run_main(["--resume", str(copy), "--max_steps", "5"], capsys)
+    assert code == 2 and "has done 8 steps already; give --max_steps 8 or more, not 5" in err
+    assert sorted(path.name for path in copy.iterdir()) == before
+
+
+def test_weights_come_from_a_folder_and_fit_another_context(copy, data, tmp_path, capsys):
+    flags = TINY | dict(data=data, init_from=copy, out_dir=tmp_path / "new", seq_len=16, max_steps=1)
+    assert run_main(flags_of(flags), capsys)[0] == 0
+    assert f"weights from {copy / 'ckpt_8.pt'}" in (tmp_path / "new" / "log.txt").read_text()
+    meta = shutil.copytree(data, tmp_path / "data") / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | dict(tokenizer="words", vocab_size=300, eot=256)))
+    flags |= dict(data=tmp_path / "data", out_dir=tmp_path / "other", vocab_size=320)
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "reads tokens of 'bytes'" in err and "holds those of 'words'" in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_best_weights_are_kept(data, tmp_path, monkeypatch, capsys):
+    losses = iter([3.0, 2.0, 2.5, 2.0, 4.0])
+    evaluated = []
+
+    def evaluate(state, stream, signals=()):
+        evaluated.append({name: p.detach().clone() for name, p in state.raw_model.named_parameters()})
+        return next(losses)
+
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=10, eval_every=2)
+    train(make_config(**flags))
+    best = read_checkpoint(tmp_path / "run" / BEST)
+    assert best["step"] == 4 and best["optimizer"] == {}
+    assert all(torch.equal(w, evaluated[1][name]) for name, w in best["model"].items())
+    assert sorted(path.name for path in (tmp_path / "run").glob("*.pt")) == ["ckpt_10.pt", BEST]
+    monkeypatch.undo()
+    for argv, says in (
+        (["--run", str(tmp_path / "run"), "--best"], ""),
+        (["--run", str(tmp_path), "--best"], "no ckpt_best"),
+    ):
+        done = run_python("sample.py", *argv, "--max_new_tokens", "5")
+        assert (done.returncode == 2 and says in done.stderr) if says else done.returncode == 0
+    flags |= dict(resume=str(tmp_path / "run" / BEST), out_dir=str(tmp_path / "other"))
+    with pytest.raises(UserError, match="holds no optimizer state; .* or use --init_from"):
+        train(make_config(**flags))
+    flags |= dict(resume="", init_from=str(tmp_path / "run" / BEST), eval_every=0)
+    train(make_config(**flags))
+    assert not (tmp_path / "other" / BEST).exists()  # one evaluation, at the end: the checkpoint is the best
+
+
+def test_best_weights_survive_a_resume(data, tmp_path, monkeypatch):
+    losses = iter([1.0, 3.0, 2.0, 0.5])
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *_: next(losses))
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=4, eval_every=2, save_every=2)
+    train(make_config(**flags))
+    train(make_config(**flags | dict(resume="newest", max_steps=6)))
+    assert read_checkpoint(tmp_path / "run" / BEST)["step"] == 2  # 2.0 after the resume is no better than 1.0 before
+    train(make_config(**flags | dict(resume="newest", max_steps=8)))
+    assert read_checkpoint(tmp_path / "run" / BEST)["step"] == 8
+
+
+def test_minutes_choose_the_steps_once(data, tmp_path, monkeypatch):
+    """Steps of 0.5 s and evaluation batches of 0.25 s, by a clock of our own."""
+    import runtime.minutes as minutes
+
+    clock = [0.0]
+    monkeypatch.setattr(minutes, "time", type("Clock", (), dict(perf_counter=staticmethod(lambda: clock[0]))))
+    step, evaluate = train_gpt.train_step, train_gpt.evaluate
+
+    def slow_step(*args):
+        clock[0] += 0.5
+        return step(*args)
+
+    def slow_eval(*args):
+        clock[0] += 0.25
+        return evaluate(*args)
+
+    monkeypatch.setattr(train_gpt, "train_step", slow_step)
+    monkeypatch.setattr(train_gpt, "evaluate", slow_eval)
+    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", 2.0)
+    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(
+        data=str(data), eval_every=10, save_every=4, keep=0
+    )
+    train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=0.5))
+    saved = final(tmp_path / "run")
+    # 30 s - 2 before - 1.5 (three steps) - 0.25 - 3 - 0.9 - 2 (8 batches of evaluation) = 20.35 s, by 0.5 + 0.2 s
+    assert saved["step"] == saved["config"]["max_steps"] == 29 and saved["config"]["minutes"] == 0.5
+    monkeypatch.undo()
+    plain = flags | dict(out_dir=str(tmp_path / "plain"), max_steps=29)
+    train(make_config(**plain))  # the measurement has left nothing behind
+    assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
+    again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / "ckpt_8.pt"))
+    train(make_config(**flags | again | dict(minutes=0.5)))
+    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "plain", "train_loss")[8:]
+    with pytest.raises(UserError, match="--minutes chose --max_steps 29"):
+        train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0)))
+
+
+def test_too_few_minutes_are_refused(data, tmp_path, capsys):
+    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(
+        data=data, out_dir=tmp_path / "run", minutes=0.01
+    )
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and "--minutes 0.01 is too short" in err and "give at least" in err
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Small things that cost trust
+
+
+def test_default_folders_never_collide(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = {k: v for k, v in TINY.items()} | dict(data=str(data), max_steps=1)
+    for _ in range(3):
+        train(make_config(**flags))
+    train_gpt.train_trials(make_config(**flags, trials=2))
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == 4 and all(list(folder.rglob("summary.json")) for folder in folders)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--init_from", "none.pt"], ["--resume", "none.pt"], ["--window", "S:3", "--n_head", "3"], ["--data", "nowhere"]],
+)
+def test_mistakes_leave_no_folder(more, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = {k: v for k, v in TINY.items() if f"--{k}" not in more} | dict(data=data)
+    assert run_main([*flags_of(flags), *more], capsys)[0] == 2
+    assert not list(tmp_path.glob("runs/*")) and not list(tmp_path.glob("none*"))
+
+
+@pytest.mark.parametrize("end, says, not_says", [
+    (dict(max_steps=2), "next: python sample.py --run", "--max_steps 20 "),
+    (dict(max_minutes=1e-9), "--resume; the learning rate has not cooled down", "next:"),
+    (dict(target_val_loss=100.0, eval_every=1), "to continue: python train_gpt.py --out_dir", "cooled"),
+])  # fmt: skip
+def test_the_last_line_fits_the_end(end, says, not_says, data, tmp_path):
+    train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run")) | end))
+    last = (tmp_path / "run" / "log.txt").read_text().splitlines()[-1]
+    assert says in last and not_says not in last
+
+
+def test_the_head_of_a_log_says_what_runs(plain):
+    head = (plain / "log.txt").read_text().splitlines()[:16]
+    for start in (
+        "command: ",
+        "source train_gpt.py sha256 ",
+        "torch ",
+        "device: ",
+        "data: ",
+        "model: ",
+        "batch: ",
+        "step  1/",
+    ):
+        assert any(line.startswith(start) for line in head), start
+
+
+def test_samples_of_bytes_do_not_reach_the_terminal_as_commands(data, tmp_path, monkeypatch, capsys):
+    class Tokenizer:
+        eot, vocab_size = 256, 257
+
+        def decode_bytes(self, tokens):
+            return b"a\x1b[2Jb\x07\x9b\r\n\tc"
+
+    monkeypatch.setattr(train_gpt, "get_tokenizer", lambda name: Tokenizer())
+    train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1)))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out and "\n\tc" in out
+
+
+def test_train_returns_the_model(data, tmp_path):
+    summary, model = train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"))), return_model=True)
+    assert summary["step"] == 20 and torch.equal(model.head.weight, final(tmp_path / "run")["model"]["head.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worked edits of the documentation
+
+
+def worked_edits() -> dict[str, str]:
+    """Title -> diff, of every diff in docs/edits.md."""
+    text = (ROOT / "docs" / "edits.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```", text, re.M | re.S))
+
+
+@pytest.mark.parametrize("title", worked_edits())
+def test_worked_edits_apply_and_train(title, data, tmp_path):
+    for name in ("train_gpt.py", "model.py", "ops.py", "data", "runtime"):
+        source, target = ROOT / name, tmp_path / "repo" / name
+        if source.is_file():
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy(source, target)
+        else:
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("python", "__pycache__", "*.bin"))
+    edit = worked_edits()[title]
+    patched = subprocess.run(["patch", "-p1"], input=edit, text=True, cwd=tmp_path / "repo", capture_output=True)
+    assert patched.returncode == 0, patched.stdout + patched.stderr
+    extra = re.findall(r"^\+.*?(\w+): float = flag", edit, re.M)
+    flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=10)) + [f"--{n}=0.5" for n in extra]
+    done = subprocess.run(
+        [sys.executable, "train_gpt.py", *flags], cwd=tmp_path / "repo", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = rows(tmp_path / "run", "train_loss")
+    assert len(losses) == 10 and np.isfinite(losses).all() and losses[-1] < losses[0]
