@@ -7,6 +7,7 @@ import http.server
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -307,3 +308,13 @@ def measured(folder, name: str, flags: str = SMALL) -> dict:
     report = json.loads((folder / "out.json").read_text())
     assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] == name and name in report["command"]
     return report
+
+
+STARTS_PROCESSES = re.compile("rank|kill|dies|signal|sigterm|torchrun|restart|scaling|parent")
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Mark what starts ranks, kills processes or sends signals, so that systems without them can leave it out."""
+    for item in items:
+        if "two_ranks" in item.fixturenames or STARTS_PROCESSES.search(item.originalname):
+            item.add_marker("ranks")

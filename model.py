@@ -17,25 +17,13 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from ops import (
-    ChunkedLinearCrossEntropy,
-    Fp8Linear,
-    apply_ac,
-    attention,
-    attention_mask,
-    ce_fwd_bwd,
-    gather_whole_matrices,
-    hashed_uniform,
-    module_made,
-    ngram_hashes,
-    ngram_rows,
-    normal,
-    offload_activations,
-    scatter_updates,
-    softcap_logits,
-    to_local,
-    zeros,
-)
+# fmt: off
+# isort: off
+from ops import (ChunkedLinearCrossEntropy, Fp8Linear, apply_ac, attention, attention_mask, ce_fwd_bwd,
+                 gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, normal,
+                 offload_activations, scatter_updates, softcap_logits, to_local, zeros)
+# isort: on
+# fmt: on
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. GPTConfig

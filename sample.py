@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
+from data.prepare import encode_file
 from data.shards import TrainerError, UserError
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, generate
@@ -100,15 +101,15 @@ def main(argv: list[str]) -> int:
 
 
 def print_perplexity(model: GPT, tokenizer, path: Path) -> None:
+    """Print a file's perplexity per token and per byte of the text that data/prepare.py would tokenize."""
     if not path.is_file():
         raise UserError(f"there is no file {path}; --perplexity wants a text file")
-    data = path.read_bytes()
-    tokens = tokenizer.encode(data.decode("utf-8", errors="replace"))
+    tokens, n_bytes = encode_file(path, tokenizer)
     if not len(tokens):
         raise UserError(f"{path} is empty; --perplexity wants some text")
     loss = mean_loss(model, tokens, tokenizer.eot)
-    bits = loss * len(tokens) / len(data) / math.log(2)
-    print(f"{path}: {len(tokens):,} tokens, {len(data):,} bytes")
+    bits = loss * len(tokens) / n_bytes / math.log(2)
+    print(f"{path}: {len(tokens):,} tokens, {n_bytes:,} bytes")
     print(f"perplexity per token {math.exp(loss):.4f} ({loss:.4f} nats)")
     print(f"perplexity per byte {2**bits:.4f} ({bits:.4f} bits)")
 

@@ -25,63 +25,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+# fmt: off
+# isort: off
 from data.prepare import prepare
 from data.shards import TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, Optimizer, generate, initial_weight, optimizer_groups
 from ops import ATTENTION_BACKENDS, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard, to_local, warm_up
-from runtime.checkpoint import (
-    BEST,
-    CheckpointManager,
-    collect_tensors,
-    find_checkpoint,
-    load_optimizer,
-    load_weights,
-    read_checkpoint,
-)
+from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
+                                read_checkpoint)
 from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
 from runtime.describe import describe
 from runtime.errors import RunError, catch_signals, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
-from runtime.launch import (
-    DTYPES,
-    DistContext,
-    device_summary,
-    dist_max,
-    dist_mean,
-    init_distributed,
-    peak_flops,
-    peak_memory_mb,
-    precompile_header,
-    run_on_rank0,
-    select_dtype,
-)
-from runtime.logger import (
-    RunLogger,
-    TrainTimer,
-    closing_lines,
-    eval_line,
-    is_loss_spike,
-    nan_to_none,
-    new_run_folder,
-    printable,
-    step_line,  # fmt: skip
-)
+from runtime.launch import (DTYPES, DistContext, device_summary, dist_max, dist_mean, init_distributed, peak_flops,
+                            peak_memory_mb, precompile_header, run_on_rank0, select_dtype)
+from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_loss_spike, nan_to_none, new_run_folder,
+                            printable, step_line)
 from runtime.memory import fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.resume import (
-    changed_flags,
-    check_same_stream,
-    check_steps,
-    check_tokenizer,
-    flags_of_run,
-    load_finished_trial,
-)
+from runtime.resume import (changed_flags, check_same_stream, check_steps, check_tokenizer, flags_of_run,
+                            load_finished_trial)
+# isort: on
+# fmt: on
 
 HERE = Path(__file__).resolve().parent
-SOURCE_FILES = ("train_gpt.py", "model.py", "ops.py", "data/stream.py", "data/shards.py")  # they decide the mathematics
+ROOMS = [path for room in ("data", "runtime") for path in sorted((HERE / room).glob("*.py"))]
+SOURCE_FILES = ("train_gpt.py", "model.py", "ops.py", *(path.relative_to(HERE).as_posix() for path in ROOMS))
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,7 +250,8 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
 def init_weights(model: GPT, seed: int) -> None:
     """Initial weights, functions of (seed, parameter name): drawn whole on the CPU, then placed or sharded."""
     for name, param in model.named_parameters():
-        copy_from_full_tensor_(param, initial_weight(name, param.shape, derive_seed(seed, name) >> 1, model.cfg))
+        own_seed = derive_seed(seed, name) >> 1  # torch's generators take 63 bits
+        copy_from_full_tensor_(param, initial_weight(name, param.shape, own_seed, model.cfg))
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -410,7 +383,7 @@ def launch(cfg: Config) -> DistContext:
 
 def check_hardware(cfg: Config, dist_ctx: DistContext) -> list[str]:
     """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect."""
-    windows = GPTConfig(window=cfg.window, seq_len=cfg.seq_len).layer_windows()
+    windows = GPTConfig(window=cfg.window, seq_len=cfg.seq_len, n_layer=cfg.n_layer).layer_windows()
     windowed = any(0 < window < cfg.seq_len for window in windows)
     dtype, preset = select_dtype(cfg.dtype, dist_ctx.device), Config(**PRESETS[cfg.preset])
     return check_device(cfg, preset, dist_ctx.device, dtype, windowed, dist_ctx.world_size)
@@ -503,6 +476,7 @@ def choose_max_steps(state: TrainState, stream: TokenStream, timer: TrainTimer) 
         for tensor in slots.values():
             tensor.zero_()
     state.skipped.clear()
+    state.scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=state.scaler.is_enabled())
     return chosen
 
 
@@ -542,7 +516,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
             resume(state, stream, timer, checkpoint, path)
         checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
-            logger.start_wandb(flags)
+            run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
         rows = logger.open(flags, state.step, {name: HERE / name for name in SOURCE_FILES})
         flops, rates = flops_per_token(cfg, state.raw_model), learning_rates(cfg)
         for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, flops, rates, HERE), *notes):
@@ -562,6 +536,8 @@ class Progress:
 
     evaluations: list[dict]  # rows of metrics.jsonl
     recent_losses: deque  # logged ones
+    flops_per_token: float
+    peak_flops: float | None
     first_step: int
     first_train_time: float
     last_logged: tuple[int, float]  # step, train_time
@@ -571,15 +547,16 @@ class Progress:
 def start_progress(state: TrainState, timer: TrainTimer, rows: list[dict]) -> Progress:
     evaluations = [row for row in rows if row.get("val_loss") is not None]
     losses = deque((row["train_loss"] for row in rows if row.get("train_loss") is not None), maxlen=10)
-    return Progress(evaluations, losses, state.step, timer.train_time, (state.step, timer.train_time))
+    dtype = select_dtype(state.cfg.dtype, state.dist_ctx.device)
+    flops = flops_per_token(state.cfg, state.raw_model), peak_flops(state.dist_ctx.device, dtype)
+    return Progress(evaluations, losses, *flops, state.step, timer.train_time, (state.step, timer.train_time))
 
 
 def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, signals: list,
          rows: list[dict]) -> dict:  # fmt: skip
     """Train from state.step until something stops the run; returns the summary. rows: of a resumed metrics.jsonl."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    progress = start_progress(state, timer, rows)
-    tokenizer = find_tokenizer(stream.meta["tokenizer"], logger)
+    progress, tokenizer = start_progress(state, timer, rows), find_tokenizer(stream.meta["tokenizer"], dist_ctx, logger)
     stop = "max_steps" if state.step >= cfg.max_steps else ""
 
     def due(every: int) -> bool:
@@ -594,17 +571,16 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
         saver.save(lambda: snapshot(state, stream, clock, optimizer), BEST if best else "")
 
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
-    profiler = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger.folder, dist_ctx.rank,
-                              dist_ctx.device.type == "cuda", logger.info)  # fmt: skip
+    profiling = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
     saver = CheckpointManager(logger, dist_ctx, cfg.keep)
     only_eval = state.step > 0 and eval_due()  # the run was stopped before this evaluation
-    with contextlib.closing(saver), contextlib.closing(batches), profiler or contextlib.nullcontext():
+    with contextlib.closing(saver), contextlib.closing(batches), profiling as profiler:
         while True:
             if not stop and not only_eval:
                 timer.start()
-                asked = time.perf_counter()
+                t0 = time.perf_counter()
                 batch = next(batches).to(dist_ctx.device, non_blocking=dist_ctx.device.type == "cuda")
-                progress.data_wait_s += time.perf_counter() - asked
+                progress.data_wait_s += time.perf_counter() - t0
                 reseed_step(state)
                 loss, norm = train_step(state, batch, get_lr_multiplier(state.step, cfg))
                 state.step += 1
@@ -614,7 +590,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 if due(cfg.log_every) or state.step == 1:
                     log_step(state, logger, timer, progress, loss, norm)
                     state.bad_steps, failure = report_skipped(
-                        state.skipped, state.step, state.bad_steps, cfg.max_bad_steps, stream.position, logger.info
+                        state.skipped, state.step, state.bad_steps, cfg.max_bad_steps, stream, logger.info
                     )
                     if failure:
                         save()  # the guard has kept these weights whole
@@ -644,12 +620,17 @@ def is_best(evaluations: list[dict], cfg: Config) -> bool:
     return 0 < cfg.eval_every < cfg.max_steps and last < min(before, default=math.inf)
 
 
-def find_tokenizer(name: str, logger: RunLogger):
-    """The tokenizer for samples; None, with a line that says why, if it is not available: tokens suffice to train."""
+def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
+    """The tokenizer for samples; None, with a line that says why, if a rank has none: tokens suffice to train."""
+    tokenizer, reason = None, "another rank has no tokenizer"
     try:
-        return get_tokenizer(name)
+        tokenizer = get_tokenizer(name)
     except UserError as error:
-        logger.info(f"no samples will be printed: {error}")
+        reason = str(error)
+    if dist_max(dist_ctx, tokenizer is None):  # sampling under FSDP takes all ranks
+        logger.info(f"no samples will be printed: {reason}")
+        return None
+    return tokenizer
 
 
 def stop_reason(state: TrainState, timer: TrainTimer, signals: list) -> str:
@@ -670,8 +651,8 @@ def log_step(state: TrainState, logger: RunLogger, timer: TrainTimer, progress: 
     steps, seconds = step - progress.last_logged[0], train_time - progress.last_logged[1]
     tokens_per_s = steps * cfg.batch_tokens / max(seconds, 1e-9)
     progress.last_logged = step, train_time
-    peak = peak_flops(dist_ctx.device, select_dtype(cfg.dtype, dist_ctx.device))
-    mfu = tokens_per_s * flops_per_token(cfg, state.raw_model) / (peak * dist_ctx.world_size) if peak else math.nan
+    peak = progress.peak_flops and progress.peak_flops * dist_ctx.world_size
+    mfu = tokens_per_s * progress.flops_per_token / peak if peak else math.nan
     lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1] * get_lr_multiplier(step - 1, cfg)
     row = dict(
         step=step, train_loss=train_loss, lr=lr, grad_norm=grad_norm, tokens=step * cfg.batch_tokens,
@@ -724,7 +705,8 @@ def write_summary(state: TrainState, stream: TokenStream, logger: RunLogger, tim
         files=recorded_hashes(stream.meta),
         data_wait_s=progress.data_wait_s, train_time_s=train_time, wall_time_s=timer.wall_time,
     ))  # fmt: skip
-    logger.write_summary(summary)
+    if state.step > progress.first_step or not (logger.folder / "summary.json").exists():
+        logger.write_summary(summary)  # a run that was complete before keeps its figures
     logger.info(closing_lines(summary, trained, logger.folder, cfg.max_steps))
     return summary
 

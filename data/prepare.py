@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import fnmatch
 import glob
-import gzip
 import hashlib
 import http.client
 import io
@@ -23,7 +22,6 @@ import sysconfig
 import time
 import urllib.request
 import zipfile
-import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,7 +49,16 @@ from data.shards import (
     shard_header,
     sync_folder,
 )
-from data.text import NotText, check_encoding, check_text, marked_encoding, utf8_part, utf8_size, utf8_stream
+from data.text import (
+    NotText,
+    check_encoding,
+    check_text,
+    marked_encoding,
+    open_unpacked,
+    utf8_part,
+    utf8_size,
+    utf8_stream,
+)
 from data.tokenizers import get_tokenizer
 
 DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256, bytes
@@ -225,10 +232,10 @@ def _python_files():
 
 
 def list_skipped(skipped):
-    """A few words for files that are not text, given as (name, reason)."""
+    """One line for files that are not text, given as (name, reason): at most 10 by name."""
+    files = "1 file that is" if len(skipped) == 1 else f"{len(skipped):,} files that are"
     named = ", ".join(f"{name} ({why})" for name, why in skipped[:10])
-    more = f" and {len(skipped) - 10} more" if len(skipped) > 10 else ""
-    return f"skipped {len(skipped)} file{'s'[: len(skipped) - 1]} that {'is' if len(skipped) == 1 else 'are'} not text: {named}{more}"
+    return f"skipped {files} not text: {named}" + (f" and {len(skipped) - 10:,} more" if len(skipped) > 10 else "")
 
 
 def _given_files(arguments, out, encoding, include, skipped):
@@ -236,7 +243,7 @@ def _given_files(arguments, out, encoding, include, skipped):
 
     Adds (name, reason) of what is not text to `skipped`, unless an argument is its own path: that is refused.
     """
-    found, own, matching = {}, set(), set()
+    found, own, names = {}, set(), []
     for argument in map(os.fspath, arguments):
         exists = os.path.exists(argument)
         matches = [argument] if exists else sorted(glob.glob(argument, recursive=True))
@@ -246,17 +253,20 @@ def _given_files(arguments, out, encoding, include, skipped):
             files = [match]
             if match.is_dir():
                 files = _files_under(match, lambda name: name.startswith("."))
-                patterns = {path: {p for p in include if fnmatch.fnmatchcase(path.name, p)} for path in files}
-                files = [path for path in files if patterns[path] or not include]
-                matching = matching.union(*patterns.values())
+                if include:
+                    files = [path for path in files if any(fnmatch.fnmatchcase(path.name, p) for p in include)]
+                    names += [path.name for path in files]
             elif exists:
                 own.add(match)
             for path in files:
                 if out.resolve() not in path.resolve().parents:
                     found.setdefault(path, path.relative_to(match.parent).as_posix())
     for pattern in include:
-        if pattern not in matching:
-            raise UserError(f"--include {pattern!r} matches no file inside a folder: patterns are for names, as '*.md'")
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"--include {pattern!r} matches no file inside the folders that were given: expected a pattern of "
+                "names such as '*.md'"
+            )
     documents = []
     for path, name in found.items():
         try:
@@ -266,8 +276,9 @@ def _given_files(arguments, out, encoding, include, skipped):
                 raise
             skipped.append((name, error.why))
     if not documents:
-        kinds = list_skipped(skipped) if skipped else "give text, .jsonl or .jsonl.gz files"
-        raise UserError(f"there are no text files in {' '.join(map(str, arguments))}: {kinds}")
+        kinds = f" ({list_skipped(skipped)})" if skipped else ""
+        places = " ".join(map(str, arguments))
+        raise UserError(f"there are no text files in {places}{kinds}: give text, .jsonl or .jsonl.gz files")
     return documents
 
 
@@ -301,40 +312,38 @@ def _is_jsonl(path):
 def _read_jsonl(document, val_fraction, text_key, progress):
     """Each line's text a document, whose name is `<name>:<line number>`."""
     name, path, encoding, _ = document
-    with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as unpacked:
-        number = position = 0
-        try:
-            lines = utf8_stream(unpacked, path, encoding)
-            while line := lines.readline(LONGEST_LINE + 1):
-                number += 1
-                if len(line) > LONGEST_LINE:
-                    raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
-                if not line.strip():
-                    continue
-                raw = _text_of(line, f"line {number} of {path}", text_key).encode("utf-8", errors="replace")
-                progress.add(file.tell() - position - len(raw))  # the text itself is counted when it is encoded
-                position = file.tell()
-                yield split_of(f"{name}:{number}", val_fraction), io.BytesIO(raw), len(raw)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
+    number = position = 0
+    with open_unpacked(path) as (file, unpacked):
+        lines = utf8_stream(unpacked, path, encoding)
+        while line := lines.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
+            if not line.strip():
+                continue
+            raw = _text_of(line, f"line {number} of {path}", text_key).encode("utf-8", errors="replace")
+            progress.add(file.tell() - position - len(raw))  # the text itself is counted when it is encoded
+            position = file.tell()
+            yield split_of(f"{name}:{number}", val_fraction), io.BytesIO(raw), len(raw)
 
 
 def _text_of(line, where, text_key):
-    """The string that a line of JSON holds under `text_key`. Raises UserError, which says `where`."""
+    """The string that a line of JSON holds under `text_key`. Raises UserError, which says `where` the line is."""
+    key = json.dumps(text_key)
     try:
         values = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8: correct it, or name the encoding of all files by --encoding") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: expected an object like {{{json.dumps(text_key)}: ...}}") from error
+        raise UserError(f"{where} is not a JSON object: expected one like {{{key}: ...}}, correct it") from error
     if not isinstance(values, dict):
-        raise UserError(f"{where} is not a JSON object: expected one like {{{json.dumps(text_key)}: ...}}")
+        raise UserError(f"{where} is not a JSON object: expected one like {{{key}: ...}}, correct it")
     if text_key not in values:
-        keys = ", ".join(json.dumps(key[:40]) for key in list(values)[:5]) + ", ..." * (len(values) > 5)
-        raise UserError(
-            f"{where} has no key {json.dumps(text_key)}, but {keys or 'none'}: name the one with the text by --text_key"
-        )
+        keys = ", ".join(json.dumps(name[:40]) for name in list(values)[:5]) + ", ..." * (len(values) > 5)
+        raise UserError(f"{where} has no key {key}, its keys are {keys or 'none'}: choose one with --text_key")
     if not isinstance(values[text_key], str):
-        kind = type(values[text_key]).__name__
-        raise UserError(f"{where} has {kind} under {json.dumps(text_key)}: expected a string, see --text_key")
+        value = json.dumps(values[text_key])[:40]
+        raise UserError(f"{where} has {value} under {key}, expected a string: correct it, or choose another --text_key")
     return values[text_key]
 
 
@@ -417,13 +426,26 @@ def _encode(tokenizer, batch):
     counts = {"train": [0, 0], "val": [0, 0]}
     for split, starts, piece in batch:
         parts[split] += [end_of_text] * starts + [tokenizer.encode_raw(piece)]
-        counts[split][0] += len(piece)
+        counts[split][0] += tokenizer.text_bytes(piece)
         counts[split][1] += starts
     return {split: (np.concatenate(parts[split], dtype=np.uint16), *counts[split]) for split in parts}
 
 
+def encode_file(path, tokenizer):
+    """A text file's tokens, as preparation makes them, in a 1-D uint16 array, and the bytes of the text they stand for.
+
+    Raises NotText when a byte order mark names an encoding in which it does not decode.
+    """
+    with open(path, "rb") as file:
+        encoding = marked_encoding(file.read(4))
+        file.seek(0)
+        pieces = pieces_of(utf8_stream(file, path, encoding), utf8_size(path, encoding))
+        tokens, size, _ = _encode(tokenizer, [("val", False, piece) for piece in pieces])["val"]
+    return tokens, size
+
+
 class ShardWriter:
-    """Writes a split as it comes, in shards of at most `shard_tokens` whose names start with `.tmp-` at first."""
+    """Writes a split into a folder as it comes, in shards of at most `shard_tokens`."""
 
     def __init__(self, folder, split, shard_tokens, pool):
         self.folder, self.split, self.shard_tokens, self.pool = folder, split, shard_tokens, pool
@@ -435,7 +457,7 @@ class ShardWriter:
         while tokens.size:
             if self.file is None:
                 self.name, self.count = f"{self.split}_{len(self.shards):06d}.bin", 0
-                self.file = open(self.folder / f".tmp-{self.name}", "wb+")
+                self.file = open(self.folder / self.name, "wb+")
                 self.file.write(bytes(HEADER_BYTES))
             part, tokens = np.split(tokens, [self.shard_tokens - self.count])
             self.file.write(part.data)
@@ -451,6 +473,12 @@ class ShardWriter:
             self.shards[self.name] = self.count, self.pool.submit(_seal, self.file)
             self.file = None
 
+    def close(self):
+        """Gives up the shard that is open, if one is."""
+        if self.file:
+            with contextlib.suppress(OSError):  # of a full disk, told already
+                self.file.close()
+
 
 def _seal(file):
     """Flushes a written file to the disk and closes it. Returns its SHA-256."""
@@ -461,7 +489,7 @@ def _seal(file):
 
 
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
-    """Encodes on all cores, writes in order, renames at the end. Returns "splits" and "files" of meta.json."""
+    """Encodes on all cores, writes in order. Returns "splits" and "files" of meta.json."""
     splits = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in ("train", "val")}
 
     def write(encoded):
@@ -473,8 +501,10 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
             progress.add(size)
 
     threads, waiting = min(os.cpu_count() or 1, 16), deque()  # tiktoken and numpy do their work outside Python's lock
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool, contextlib.ExitStack() as opened:
         writers = {split: ShardWriter(folder, split, shard_tokens, pool) for split in splits}
+        for writer in writers.values():
+            opened.callback(writer.close)
         for batch in _batches(documents):
             waiting.append(pool.submit(_encode, tokenizer, batch))
             if len(waiting) > 2 * threads:
@@ -484,6 +514,8 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
         for split, writer in writers.items():
             if not splits[split]["tokens"]:
                 count = sum(counts["documents"] for counts in splits.values())
+                if not count:
+                    raise UserError("there is no text in the files that were given: expected some to learn from")
                 raise UserError(
                     f"no text fell into the {split} split, by chance with {count} documents: give more of it, "
                     "another --val_fraction, or one text file, which is cut in two"
@@ -492,76 +524,113 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
     progress.add(0, finished=True)
     shards = {name: shard for writer in writers.values() for name, shard in writer.shards.items()}
     files = {name: {"tokens": tokens, "sha256": sealed.result()} for name, (tokens, sealed) in shards.items()}
-    for name in files:
-        os.replace(folder / f".tmp-{name}", folder / name)
     return splits, files
 
 
 def _fetch_fineweb(folder, shards, say):
-    """Downloads FineWeb's shards as they are. Returns "splits" and "files" of meta.json for all shards found here."""
+    """Downloads FineWeb's shards as they are, to STAGING. Returns "splits" and "files" of meta.json for all of them,
+    those that were in `folder` already among them.
+    """
     say(f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}")
     names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{number:06d}.bin" for number in range(1, shards + 1)]
-    digests = {name: download(_address(FINEWEB) + name, folder / name, say=say) for name in names}
+    digests, staging = {}, folder / STAGING
+    for name in names:
+        url = _address(FINEWEB) + name
+        digests[name] = download(url, folder / name, say=say, staging=staging)
+        if not (folder / name).exists():
+            try:
+                read_shard(staging / name)
+            except UserError as error:
+                (staging / name).unlink()
+                raise UserError(f"{url} gave no token shard ({error}): it is deleted, run this again") from error
     splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
     files = {}
     for split, counts in splits.items():
-        for path in list_shards(folder, split):
-            files[path.name] = {
-                "tokens": read_shard(path).size,
-                "sha256": digests.get(path.name) or sha256_of_file(path),
-            }
-            counts["tokens"] += files[path.name]["tokens"]
+        for path in sorted(list_shards(staging, split) + list_shards(folder, split), key=lambda path: path.name):
+            tokens, sha256 = read_shard(path).size, digests.get(path.name) or sha256_of_file(path)
+            files[path.name] = {"tokens": tokens, "sha256": sha256}
+            counts["tokens"] += tokens
     return splits, files
 
 
 # ---- The whole job --------------------------------------------------------------------------------------------------
 
+STAGING = ".tmp-new"  # folder inside a data folder: what is made or downloaded stays there until all of it is complete
+MADE = re.compile(r"(train|val)_\d{6}\.bin")  # names of the shards that are made here
 
-@contextlib.contextmanager
-def _locked(folder, say):
-    """One process at a time works in a folder; the others wait."""
-    with open(folder / ".lock", "w") as file:
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            yield
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that prepares {folder}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+
+def _open_locked(folder, say):
+    """Makes a folder and locks it. Returns the file whose closing unlocks it, and the folders made, innermost first."""
+    made = []
+    while True:
+        made += [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+            file = opened.enter_context(open(folder / ".lock", "w"))
+            _lock(file, folder, say)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / ".lock")):
+                opened.pop_all()
+                return file, made
+        # else a process that failed has removed the file or the folder: once more
+
+
+def _lock(file, folder, say):
+    """Locks an open file until it is closed, after waiting if need be."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"waiting for another process that prepares {folder}")
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _is_done(folder, made_with, shards):
     """Whether the folder is complete. Raises UserError when it holds something else than this command makes."""
-    if (folder / UNFINISHED).exists():
-        return False
     if not (folder / "meta.json").exists():
-        if made_with["source"] != "fineweb10B" and (list_shards(folder, "train") or list_shards(folder, "val")):
+        if (folder / UNFINISHED).exists():
+            return False
+        shards = list_shards(folder, "train") + list_shards(folder, "val")
+        if any(made_with["source"] != "fineweb10B" or not path.name.startswith("fineweb_") for path in shards):
             raise UserError(f"{folder} has shards of another origin, without a meta.json: choose another --out")
         return False
     meta = load_meta(folder)
     if meta.get("made_with") != made_with:
         old = meta["made_with"] if isinstance(meta.get("made_with"), dict) else {}
-        other = ", ".join(key for key in made_with if old.get(key) != made_with[key])
+        other = ", ".join(key for key in {**made_with, **old} if old.get(key) != made_with.get(key))
         raise UserError(f"{folder} was made from something else ({other} differs): choose another --out or delete it")
     sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     return whole and sum("train" in name for name in meta["files"]) >= shards
 
 
-def check_arguments(source, paths, tokenizer, val_fraction, shard_tokens, shards):
-    """Raises UserError for what prepare() cannot work with. `tokenizer` is a name here, never None."""
+DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
+FILES_DEFAULTS = {"encoding": "utf-8", "text_key": "text", "include": []}  # of the source "files" alone
+
+
+def _changed(options):
+    """The options for the source "files" that are not at their default."""
+    return {name: options[name] for name, default in FILES_DEFAULTS.items() if options[name] != default}
+
+
+def check_arguments(source, paths, tokenizer, options):
+    """Raises UserError for what prepare() cannot work with. `tokenizer` is a name here, never None; `options` has all
+    of DEFAULTS and FILES_DEFAULTS.
+    """
+    val_fraction, shard_tokens, shards = (options[name] for name in DEFAULTS)
     if tokenizer not in TOKENIZER_SIZES:
         raise UserError(f"unknown tokenizer {tokenizer!r}: it must be gpt2 or bytes")
     if source == "fineweb10B" and tokenizer != "gpt2":
         raise UserError("fineweb10B comes tokenized with gpt2 and is not available in bytes: remove --tokenizer")
     if source == "files" and not paths:
-        raise UserError("files needs at least one PATH: give text, .jsonl or .jsonl.gz files, folders or globs")
+        place = " before --include" if options["include"] else ""
+        raise UserError(f"files needs at least one PATH{place}: give text, .jsonl or .jsonl.gz files, folders or globs")
     if source != "files" and paths:
         raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
+    if source != "files" and _changed(options):
+        raise UserError(f"--{next(iter(_changed(options)))} is for the source files, not for {source}: remove it")
     if not 0 < val_fraction < 1:
         raise UserError(f"--val_fraction is {val_fraction} and must lie between 0 and 1: 0.1 is usual")
     if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
@@ -570,97 +639,179 @@ def check_arguments(source, paths, tokenizer, val_fraction, shard_tokens, shards
         raise UserError(f"--shards is {shards} for {source}: it is for fineweb10B, and must be 1 to {FINEWEB_SHARDS}")
 
 
-def _inputs(source, paths, folder):
-    """(origin as meta.json tells it, [(name, path)] of the files to read). A download may not be there yet."""
+def _inputs(source, paths, folder, options, skipped):
+    """(origin as meta.json tells it, Documents to read). A download may not be there yet."""
     if source == "fineweb10B":
         return _address(FINEWEB), []
     if source in DOWNLOADS:
         url = DOWNLOADS[source][0]
-        return _address(url), [(source, folder / url.rpartition("/")[2])]
+        return _address(url), [Document(source, folder / url.rpartition("/")[2])]
     if source == "python":
-        return f"standard library of Python {platform.python_version()}", _python_files()
-    return f"files {' '.join(map(os.fspath, paths))}", _given_files(paths, folder)
+        return f"standard library of Python {platform.python_version()}", [Document(*file) for file in _python_files()]
+    files = _given_files(paths, folder, options["encoding"], options["include"], skipped)
+    return f"files {' '.join(map(os.fspath, paths))}", files
 
 
-def _made_with(source, tokenizer, val_fraction, shard_tokens, files):
+def _made_with(source, tokenizer, files, options):
     """What a folder must have been made with for it to count as this command's."""
     made_with = {"source": source, "tokenizer": tokenizer}
     if source != "fineweb10B":
-        made_with |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
+        made_with |= {"val_fraction": options["val_fraction"], "shard_tokens": options["shard_tokens"]}
     if source == "files":  # not for "python": an update of Python must not ask for the data to be deleted
-        facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files]
+        facts = [(file.name, file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files]
+        facts = [fact + (file.encoding,) * (file.encoding != "utf-8") for fact, file in zip(facts, files)]
         made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return made_with
+    return made_with | _changed(options)
 
 
-def _make_shards(source, origin, files, tokenizer, folder, val_fraction, shard_tokens, say):
-    """Files to shards, after a download if the source has one. Returns "splits" and "files" of meta.json."""
-    for pattern in (".tmp-train_*.bin", ".tmp-val_*.bin", "train_*.bin", "val_*.bin"):  # of a run that stopped
-        for path in list(folder.glob(pattern)):
-            path.unlink()
+def _command(source, paths, options):
+    """The command line with these options, but without those at their default: None where DEFAULTS has no other."""
+    flags = []
+    for name, value in options.items():
+        if value != (DEFAULTS | FILES_DEFAULTS).get(name):
+            flags += [f"--{name}={each}" for each in (value if name == "include" else [value])]
+    return shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
+
+
+def _make_shards(source, origin, files, encoder, folder, options, skipped, say):
+    """Files to shards in STAGING, after a download if the source has one. Returns "splits" and "files" of meta.json."""
+    if source == "fineweb10B":
+        return _fetch_fineweb(folder, options["shards"] or FINEWEB_SHARDS, say)
     if source in DOWNLOADS:
         _, sha256, size = DOWNLOADS[source]
-        download(origin, files[0][1], sha256, size, say)
+        download(origin, files[0].path, sha256, size, say)
     packed = source.startswith("wikitext")  # how much text a zip holds is not known
-    total = None if packed else sum(path.stat().st_size for _, path in files)
+    total = None if packed else sum(file.path.stat().st_size for file in files)
     progress = Progress(f"preparing {source}", total, say)
     if packed:
-        documents = _read_wikitext(files[0][1])
-    elif len(files) == 1 and not files[0][1].name.endswith((".jsonl", ".jsonl.gz")):
-        documents = _read_by_position(files[0][1], val_fraction)
+        documents = _read_wikitext(files[0].path)
+    elif len(files) == 1 and not _is_jsonl(files[0].path):
+        documents = _read_by_position(files[0], options["val_fraction"], progress)
     else:
-        documents = _read_files(files, val_fraction, progress)
-    return _write_documents(documents, tokenizer, folder, shard_tokens, progress)
+        documents = _read_files(files, options["val_fraction"], options["text_key"], progress, skipped)
+    return _write_documents(documents, encoder, folder / STAGING, options["shard_tokens"], progress)
 
 
-def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_tokens=10**8, shards=None, say=print):
+def _begin(folder, source, command):
+    """Removes what a killed run has left, but keeps downloads; marks a folder that has no shards as unfinished."""
+    staging = folder / STAGING
+    staging.mkdir(exist_ok=True)
+    for path in [*staging.iterdir(), *folder.glob(".tmp-*")]:
+        if MADE.fullmatch(path.name.removeprefix(".tmp-")):
+            path.unlink()
+    complete = (folder / "meta.json").exists()
+    if not complete and (folder / UNFINISHED).exists():
+        for path in {*list_shards(folder, "train"), *list_shards(folder, "val")}:
+            if MADE.fullmatch(path.name):
+                path.unlink()
+            elif source != "fineweb10B":
+                os.replace(path, staging / path.name)
+    if not complete and not list_shards(folder, "train"):
+        (folder / UNFINISHED).write_text(command, encoding="utf-8", errors="surrogateescape")
+
+
+def _publish(folder, meta):
+    """Replaces the data of a folder by those of `meta`, which are in STAGING as far as they are new."""
+    staging = folder / STAGING
+    with atomic_write(staging / "meta.json") as file:
+        file.write(json.dumps(meta, indent=1).encode())
+    (folder / UNFINISHED).write_text(meta["command"], encoding="utf-8", errors="surrogateescape")
+    (folder / "meta.json").unlink(missing_ok=True)
+    for path in list(folder.iterdir()):
+        if MADE.fullmatch(path.name) and path.name not in meta["files"]:
+            path.unlink()
+    for name in meta["files"]:
+        if (staging / name).exists():
+            os.replace(staging / name, folder / name)
+    os.replace(staging / "meta.json", folder / "meta.json")
+    sync_folder(folder)
+    (folder / UNFINISHED).unlink()
+    with contextlib.suppress(OSError):  # downloads of another source may be left
+        staging.rmdir()
+
+
+def _clean_up(folder, made):
+    """After an error: removes what was being made, and the folders `made` if nothing else is in them.
+
+    What stays: downloads, for the next run to resume, and data that were complete before.
+    """
+    staging = folder / STAGING
+    with contextlib.suppress(OSError):
+        for path in [*staging.iterdir(), *folder.glob(".tmp-*")]:
+            empty = path.is_file() and not path.stat().st_size
+            if empty or MADE.fullmatch(path.name) or path.name.endswith("meta.json"):
+                path.unlink()
+        staging.rmdir()
+    with contextlib.suppress(OSError):
+        complete = (folder / "meta.json").exists()
+        downloads = [path for path in folder.glob(".tmp-*") if path.name != UNFINISHED]
+        if complete or not (downloads or list_shards(folder, "train") or list_shards(folder, "val")):
+            (folder / UNFINISHED).unlink(missing_ok=True)
+        if not complete:
+            (folder / ".lock").unlink()
+    for path in made:
+        with contextlib.suppress(OSError):  # not empty
+            path.rmdir()
+
+
+def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_tokens=10**8, shards=None,
+            encoding="utf-8", text_key="text", include=(), say=print):  # fmt: skip
     """Makes a folder of token shards and returns its Path. One that is complete already is left as it is.
 
     source: a key of SOURCES. paths: files, folders and globs, for "files". tokenizer: "gpt2" or "bytes" (None: the
     source's own). out: the folder (None: beside this file). val_fraction: of documents, or of a single text's bytes.
-    shard_tokens: the most that one shard holds. shards: how many training shards of fineweb10B (None: all). say: gets
-    each line of output. Raises UserError. Several processes may run it at once: one works, the others wait.
+    shard_tokens: the most that one shard holds. shards: how many training shards of fineweb10B (None: all). encoding:
+    of all files given ("utf-8": or what a byte order mark says). text_key: the key of the text in lines of .jsonl.
+    include: patterns of names, of which a file inside a folder must match one. say: gets each line of output. Raises
+    UserError. Several processes may run it at once: one works, the others wait. After an error the folder is what it
+    was before, and downloads in it resume.
     """
     if source not in SOURCES:
         closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
         raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
     tokenizer = tokenizer or SOURCES[source]
-    check_arguments(source, paths, tokenizer, val_fraction, shard_tokens, shards)
-    folder = Path(out) if out else DATA_DIR / (source if tokenizer == SOURCES[source] else f"{source}_{tokenizer}")
+    include = sorted({include} if isinstance(include, str) else set(include))
+    options = dict(val_fraction=val_fraction, shard_tokens=shard_tokens, shards=shards)
+    options |= dict(encoding=check_encoding(encoding), text_key=text_key, include=include)
+    check_arguments(source, paths, tokenizer, options)
+    default = DATA_DIR / (source if tokenizer == SOURCES[source] else f"{source}_{tokenizer}")
+    folder = Path(out) if out else default
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file where a folder was expected: choose another --out")
 
-    given = dict(tokenizer=tokenizer, out=folder, val_fraction=val_fraction, shard_tokens=shard_tokens, shards=shards)
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    command = shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
+    named = dict(tokenizer={SOURCES[source]: None}.get(tokenizer, tokenizer), out=None if folder == default else folder)
+    command, skipped = _command(source, paths, named | options), []
     fineweb = source == "fineweb10B"
     expected_shards = (shards or FINEWEB_SHARDS) if fineweb else 0
-    origin, inputs = _inputs(source, paths, folder)
-    made_with = _made_with(source, tokenizer, val_fraction, shard_tokens, inputs)
+    origin, inputs = _inputs(source, paths, folder, options, skipped)
+    made_with = _made_with(source, tokenizer, inputs, options)
 
     if _is_done(folder, made_with, expected_shards):  # asked before locking too: a complete folder may be read-only
         say(f"already there: {folder}")
         return folder
     encoder = None if fineweb else get_tokenizer(tokenizer)  # may fail: before anything is changed
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder, say):
+    if text_key != FILES_DEFAULTS["text_key"] and not any(_is_jsonl(file.path) for file in inputs):
+        say("--text_key has no effect: there is no .jsonl file among those given")
+    lock, made = _open_locked(folder, say)
+    with lock:
         if _is_done(folder, made_with, expected_shards):
             say(f"already there: {folder}")
             return folder
-        (folder / UNFINISHED).write_text(command, encoding="utf-8", errors="surrogateescape")
-        (folder / "meta.json").unlink(missing_ok=True)
-        if fineweb:
-            splits, files = _fetch_fineweb(folder, expected_shards, say)
-        else:
-            splits, files = _make_shards(source, origin, inputs, encoder, folder, val_fraction, shard_tokens, say)
-        vocab_size, eot = TOKENIZER_SIZES[tokenizer]
-        meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "splits": splits}
-        meta |= {"source": origin, "files": files, "made_with": made_with}
-        with atomic_write(folder / "meta.json") as file:
-            file.write(json.dumps(meta, indent=1).encode())
-        (folder / UNFINISHED).unlink()
+        try:
+            _begin(folder, source, command)
+            splits, files = _make_shards(source, origin, inputs, encoder, folder, options, skipped, say)
+            vocab_size, eot = TOKENIZER_SIZES[tokenizer]
+            meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "splits": splits, "source": origin}
+            _publish(folder, meta | {"files": files, "made_with": made_with, "command": command})
+        except BaseException:
+            _clean_up(folder, made)
+            raise
     train, val = splits["train"]["tokens"], splits["val"]["tokens"]
     say(f"{folder}: {train:,} tokens for training, {val:,} for validation ({tokenizer}) in {len(files)} shards")
+    if skipped:
+        say(list_skipped(skipped))
+    if left := sorted(path.name for path in folder.glob(".tmp-*")):
+        say(f"{folder} still has {', '.join(left)} from a run that was stopped: delete what you do not need")
     return folder
 
 
@@ -674,6 +825,12 @@ def main(argv=None):
     parser.add_argument("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
     parser.add_argument("--shard_tokens", type=int, default=10**8, help="most tokens in a shard (default: 100000000)")
     parser.add_argument("--shards", type=int, help="fineweb10B: training shards to get, 200 MB each (default: 103)")
+    how = "files: encoding of all of them (default: utf-8, or what a byte order mark says)"
+    parser.add_argument("--encoding", metavar="NAME", default="utf-8", help=how)
+    how = "files: the key that holds the text in each line of .jsonl (default: text)"
+    parser.add_argument("--text_key", metavar="KEY", default="text", help=how)
+    how = "files: inside folders, take only names that match one of these, such as '*.md' '*.txt'"
+    parser.add_argument("--include", metavar="PATTERN", nargs="+", action="extend", default=[], help=how)
 
     def refuse(message):
         raise UserError(f"{message}: see `python data/prepare.py --help`")
@@ -689,8 +846,8 @@ def main(argv=None):
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk, a folder without permission: the sentence is enough
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:  # a full disk, a folder without permission
+        print(f"error: {error}: change that and run the same command again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped: run the same command again to resume", file=sys.stderr)

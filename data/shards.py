@@ -129,7 +129,7 @@ def read_shard(path: str | Path) -> np.memmap:
 
 # ---- A prepared folder ----------------------------------------------------------------------------------------------
 
-UNFINISHED = ".tmp-unfinished"  # holds the command that makes the folder, as long as its data cannot be used
+UNFINISHED = ".tmp-unfinished"  # holds the command that makes the folder, which counts until there is a meta.json
 EXPECTED = "expected a folder that `python data/prepare.py SOURCE` made"
 
 
@@ -139,13 +139,13 @@ def list_shards(folder: Path, split: str) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UserError when there is no such folder, with the name beside it that is most like it."""
+    """Raises UserError when there is no such folder; it names the data folder beside it whose name is most like it."""
     if folder.is_dir():
         return
     problem = f"{folder} is a file" if folder.exists() else f"there is no data folder {folder}"
     names = []
     with contextlib.suppress(OSError):
-        names = [path.name for path in folder.parent.iterdir() if path.is_dir() and path.name[0] not in "._"]
+        names = [path.name for path in folder.parent.iterdir() if path.is_dir() and list_shards(path, "train")]
     close = difflib.get_close_matches(folder.name, names, 1)
     hint = f"; did you mean {folder.with_name(close[0])}?" if close else ""
     raise UserError(f"{problem}: {EXPECTED}{hint}")
@@ -155,8 +155,10 @@ def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none to use."""
     folder = Path(folder)
     check_folder(folder)
-    with contextlib.suppress(FileNotFoundError):
-        command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape")
+    if not (folder / "meta.json").exists() and (folder / UNFINISHED).exists():
+        command = ""
+        with contextlib.suppress(FileNotFoundError):  # finished since
+            command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape")
         wait = f"wait for `{command}`" if command.isprintable() and command else "wait for data/prepare.py"
         raise UserError(f"{folder} is not complete: {wait}, or run it again if it was stopped")
     shards = list_shards(folder, split)

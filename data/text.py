@@ -1,6 +1,7 @@
 """Which files are text, and their text as a stream of UTF-8: byte order marks, other encodings, what is not text."""
 
 import codecs
+import contextlib
 import difflib
 import gzip
 import io
@@ -31,7 +32,10 @@ BYTE_ORDER_MARKS = {  # in this order: the mark of UTF-16 begins that of UTF-32
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-RAW = ("utf-8", "utf-8-sig")  # read as it is, from after the byte order mark: bytes that do not decode stay what they are
+RAW = (
+    "utf-8",
+    "utf-8-sig",
+)  # read as it is, from after the byte order mark: bytes that do not decode stay what they are
 SAMPLE = 1 << 16  # bytes looked at in the beginning, in the middle and at the end of a file
 BLOCK = 1 << 18  # bytes read at once
 
@@ -99,7 +103,9 @@ def check_text(path: Path, encoding: str = "utf-8") -> str:
     else:
         sample, bad = Utf8Reader(io.BytesIO(), path, encoding).decode(sample[:SAMPLE], final=False), 0
     if b"\0" in sample:
-        raise NotText(path, "it has NUL bytes", "give text, and --encoding utf-16-le for UTF-16 without byte order mark")
+        raise NotText(
+            path, "it has NUL bytes", "give text, and --encoding utf-16-le for UTF-16 without byte order mark"
+        )
     if bad > max(1, len(sample) // 1000):
         why = f"{bad:,} of {len(sample):,} bytes are not UTF-8"
         raise NotText(path, why, "name its encoding, as in --encoding cp1252, or remove it")
@@ -148,12 +154,22 @@ def utf8_stream(stream: BinaryIO, path: Path, encoding: str) -> BinaryIO:
     return stream if encoding in RAW else io.BufferedReader(Utf8Reader(stream, path, encoding), BLOCK)
 
 
+@contextlib.contextmanager
+def open_unpacked(path: Path):
+    """A file as two binary streams: as it is, and unpacked where it is a .gz. Raises UserError when that is damaged."""
+    try:
+        with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as unpacked:
+            yield file, unpacked
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
+
+
 def utf8_size(path: Path, encoding: str) -> int:
     """Bytes of a file's text as UTF-8. Raises NotText when any of it does not decode."""
     if encoding in RAW:
         return path.stat().st_size - len(codecs.BOM_UTF8) * (encoding == "utf-8-sig")
-    with open(path, "rb") as file:
-        stream = utf8_stream(gzip.open(file) if path.suffix == ".gz" else file, path, encoding)
+    with open_unpacked(path) as (_, unpacked):
+        stream = utf8_stream(unpacked, path, encoding)
         return sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
 
 

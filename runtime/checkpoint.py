@@ -20,6 +20,7 @@ from runtime.errors import RunError
 from runtime.launch import DistContext, dist_max
 from runtime.logger import RunLogger
 
+# What every checkpoint holds, as train_gpt.snapshot makes it; old ones have no "position".
 CHECKPOINT_SCHEMA = dict(step=int, clock=dict, config=dict, model_config=dict, tokenizer=str, data=str, scaler=dict,
                          model=dict, optimizer=dict)  # fmt: skip
 
@@ -117,7 +118,7 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
 def model_config(checkpoint: dict, kind: type, path):
     """The model's configuration as an instance of the dataclass `kind`. Raises UserError when it is not one."""
     defaults, saved = dataclasses.asdict(kind()), checkpoint["model_config"]
-    if any(type(defaults.get(key)) is not type(value) for key, value in saved.items()):
+    if any(key not in defaults or type(defaults[key]) is not type(value) for key, value in saved.items()):
         raise UserError(f"{path} is not a checkpoint of this trainer: its model is {saved}; use another")
     return kind(**saved)
 

@@ -49,12 +49,11 @@ def catch_signals():
             signal.signal(number, handler)
 
 
-def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int, position, say) -> tuple[int, str]:
+def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int, stream, say) -> tuple[int, str]:
     """Tell which updates up to `step` were skipped, and forget them; waits for the device.
 
     skipped: bool () tensors, true for a skipped update. bad_steps: skipped ones in a row before these. Returns those in
-    a row now, and why the run must end when there are max_bad_steps (0: never), else "". position(step) says where in
-    the stream a step's batch starts.
+    a row now, and why the run must end when there are max_bad_steps (0: never), else "". stream: the run's TokenStream.
     """
     flags = torch.stack(list(skipped)).tolist()
     skipped.clear()
@@ -62,10 +61,10 @@ def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int
         bad_steps = bad_steps + 1 if bad else 0
         if not bad:
             continue
-        at = position(number - 1)
+        at = stream.position(number - 1)
         say(
-            f"step {number} skipped: its loss or gradient is not finite ({bad_steps} in a row); its data start at "
-            f"sequence {at['window']} of epoch {at['epoch']}"
+            f"step {number} skipped: its loss or gradient is not finite ({bad_steps} in a row); its data: "
+            f"{stream.seqs_per_batch} sequences from number {at['window']} of epoch {at['epoch']} on"
         )
         if bad_steps == max_bad_steps:
             return bad_steps, (
@@ -140,4 +139,4 @@ def report_error(error: Exception) -> int:
         raise error
     rank = os.environ.get("RANK")
     print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, (UserError, *FILE_MISTAKES)) and not explain_compile_error(error) else 1
+    return 2 if isinstance(error, (UserError, *FILE_MISTAKES)) else 1

@@ -91,7 +91,8 @@ class RunLogger:
     def open(self, config: dict, first_step: int, sources: dict[str, Path]) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
 
-        log.txt gets the configuration, the command and the hashes of the sources, which are copied beside it.
+        log.txt gets the configuration, the command and, in one line, the SHA-256 of the sources (name -> file), which
+        are copied beside it.
         """
         if not self.is_rank0:
             return []
@@ -107,8 +108,8 @@ class RunLogger:
         self.log = LineWriter(self.folder / "log.txt", append=first_step > 0)
         for line in (f"{SECTION} run", json.dumps(config), f"command: {shlex.join(sys.argv)}"):
             self.log.write(line)
-        for name, digest in self.keep_sources(sources, first_step).items():
-            self.log.write(f"source {name} sha256 {digest}")
+        hashes = self.keep_sources(sources, first_step)
+        self.log.write("sources: " + ", ".join(f"{name} sha256 {digest}" for name, digest in hashes.items()))
         for line in self.early:
             self.log.write(line)
         return kept
@@ -168,7 +169,8 @@ class RunLogger:
         """Close the files, and remove the folder if the run has not begun and nothing else is in it."""
         for file in (self.log, self.metrics, self.lock_file):
             if file:
-                file.close()
+                with contextlib.suppress(OSError):  # a full disk has been told
+                    file.close()
         if self.was_empty and not self.log:
             (self.folder / ".lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ SIDE_JOBS = {
         "sys.exit(bench.main(sys.argv[1:]))",
         "attention", *SIZES.split(),
     ],
-    "test_bench_infer": ["bench.py", "infer", *SIZES.split()],
+    "test_bench_infer": ["bench.py", "infer", *SIZES.split(), "--dtype", "fp32"],
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 
 import train_gpt
 from conftest import ROOT, TINY, flags_of, in_val, make_data, quiet, run_main
-from data import prepare
+from data import prepare, text
 from data.shards import UserError, find_shards, load_meta, read_shard, write_shard
 from data.stream import TokenShards, TokenStream
 from data.tokenizers import get_tokenizer
@@ -96,13 +97,62 @@ def test_find_shards(tmp_path):
         (tmp_path / name).touch()
     assert [path.name for path in find_shards(tmp_path, "train")] == ["a_train_0.bin", "b_train_1.bin"]
     assert [path.name for path in find_shards(str(tmp_path), "val")] == ["x_val.bin"]
-    with pytest.raises(UserError, match="python data/prepare.py fineweb10B --out"):
-        find_shards(tmp_path / "fineweb10B", "train")
-    with pytest.raises(UserError, match="make it with `python data/prepare.py shakespeare --tokenizer gpt2`"):
-        find_shards(ROOT / "data" / "shakespeare_gpt2", "train")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no shards \*val\*.bin: make them with `python data/prepare.py python"):
+    expected = "expected a folder that `python data/prepare.py SOURCE` made"
+    with pytest.raises(UserError, match=rf"empty has no shards \*val\*.bin: {expected}$"):
         find_shards(tmp_path / "empty", "val")
+    (tmp_path / "empty" / ".tmp-unfinished").write_text("")
+    with pytest.raises(UserError, match="is not complete: wait for data/prepare.py, or run it again"):
+        find_shards(tmp_path / "empty", "val")
+
+
+def test_a_missing_data_folder_names_the_one_that_was_meant(tmp_path):
+    expected = "expected a folder that `python data/prepare.py SOURCE` made"
+    for name in ("shakespeare_gpt2", "shakespaere"):
+        (tmp_path / name).mkdir()
+    write_shard(tmp_path / "shakespeare_gpt2" / "train_000000.bin", np.zeros(3, np.uint16))
+    (tmp_path / "text.txt").touch()
+    for name, says in {
+        "fineweb10B": f"there is no data folder {tmp_path}/fineweb10B: {expected}",
+        "shakespere": f"there is no data folder {tmp_path}/shakespere: {expected}; did you mean "
+        f"{tmp_path}/shakespeare_gpt2?",  # the other one holds no data
+        "text.txt": f"{tmp_path}/text.txt is a file: {expected}",
+        "no/folder": f"there is no data folder {tmp_path}/no/folder: {expected}",
+    }.items():
+        for opening in (lambda folder: find_shards(folder, "train"), load_meta):
+            with pytest.raises(UserError) as caught:
+                opening(tmp_path / name)
+            assert str(caught.value) == says
+
+
+def test_the_command_that_is_advised_made_the_folder(tmp_path):
+    """meta.json's command, run as it stands, makes the same folder again."""
+    for name in ("a b.md", "c.md", "d.md", "e.rst"):
+        (tmp_path / name).write_text(f"text of {name} é" * 50, encoding="latin-1")
+    arguments = ["files", tmp_path, "--tokenizer", "bytes", "--include", "*.md", "*.rst", "--encoding", "latin1",
+                 "--val_fraction", "0.5", "--out", tmp_path / "my data"]  # fmt: skip
+    assert prepare.main(list(map(str, arguments))) == 0
+    command = load_meta(tmp_path / "my data")["command"]
+    assert command == (
+        f"python data/prepare.py files {tmp_path} --tokenizer=bytes '--out={tmp_path}/my data' --val_fraction=0.5 "
+        "--encoding=iso8859-1 '--include=*.md' '--include=*.rst'"
+    )
+    shards = {path: path.read_bytes() for path in (tmp_path / "my data").glob("*.bin")}
+    for path in shards:
+        path.unlink()
+    with pytest.raises(UserError, match="has no shards.*: make them again with `" + re.escape(command) + "`$"):
+        find_shards(tmp_path / "my data", "val")
+    assert prepare.main(shlex.split(command)[2:]) == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "my data").glob("*.bin")} == shards
+    (tmp_path / "one.txt").write_text("text " * 99)
+    folder = prepare.prepare("files", [tmp_path / "one.txt"], "bytes", tmp_path / "out", say=quiet)
+    assert load_meta(folder)["command"].endswith(f"files {tmp_path}/one.txt --tokenizer=bytes --out={tmp_path}/out")
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({key: meta[key] for key in meta if key != "command"}))
+    for path in folder.glob("*.bin"):
+        path.unlink()
+    with pytest.raises(UserError, match="expected a folder that `python data/prepare.py SOURCE` made$"):
+        find_shards(folder, "val")
 
 
 def test_load_meta(tmp_path):
@@ -117,11 +167,11 @@ def test_load_meta(tmp_path):
         (tmp_path / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
         return load_meta(tmp_path)
 
-    assert load(good) == good
+    assert load(good) == good and load(good | {"command": "python x"})["command"] == "python x"
     for bad in (
         "{", "[]", good | {"vocab_size": "257"}, good | {"eot": True}, good | {"splits": {"train": split}},
         good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}}, {k: good[k] for k in good if k != "files"},
-        good | {"files": {"../../train_0.bin": {"tokens": 2}}}, good | {"files": {"train_0.bin": {}}},
+        good | {"command": ["python"]}, good | {"files": {"../../train_0.bin": {"tokens": 2}}}, good | {"files": {"train_0.bin": {}}},
     ):  # fmt: skip
         with pytest.raises(UserError, match="meta.json"):
             load(bad)
@@ -294,6 +344,279 @@ def test_gpt2_tokens_of_a_prepared_text(tmp_path, gpt2, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What is text, and in which encoding
+
+
+WORDS = "Voilà: déjà vu, “naïve” 漢字かな 🙂\r\n" * 300
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """A folder with two texts and 14 files that are none."""
+    folder = tmp_path / "mixed"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_bytes("é a text \xff\n".encode() * 50 + b"\xff stray \n")
+    (folder / "b.TXT").write_text("another text " * 50)
+    (folder / "deep" / "nul.txt").write_bytes(b"text " * 50 + b"\0" + b"text " * 50)
+    (folder / "deep" / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 50)
+    (folder / "deep" / "utf16.txt").write_bytes("text ".encode("utf-16-le") * 50)
+    for name in (
+        "c.PNG",
+        "d.zip",
+        "e.pt",
+        "f.parquet",
+        "g.npy",
+        "h.pdf",
+        "i.tar.gz",
+        "j.so",
+        "k.mp3",
+        "l.woff2",
+        "m.gz",
+    ):
+        (folder / name).write_text("text by its content")
+    return folder
+
+
+def test_files_that_are_not_text_are_skipped_and_named(mixed, tmp_path):
+    for number, arguments in enumerate(([mixed], [f"{mixed}/*.*", f"{mixed}/deep/*"])):
+        said = []
+        folder = prepare.prepare("files", arguments, "bytes", tmp_path / f"o{number}", 0.38, say=said.append)
+        counts = load_meta(folder)["splits"]
+        assert counts["train"]["documents"] + counts["val"]["documents"] == 2
+        kept = b"".join(bytes(token % 256 for token in independent_split(folder, split)) for split in counts)
+        assert (mixed / "a.txt").read_bytes() in kept and (mixed / "b.TXT").read_bytes() in kept
+        assert said[-1].startswith("skipped 14 files that are not text: ") and said[-1].endswith(") and 4 more")
+        assert said[-1].count("(") == 10 and "c.PNG (an image), " in said[-1] and "d.zip (packed), " in said[-1]
+        assert "e.pt (weights or arrays)" in said[-1]
+    only = [mixed / "a.txt", f"{mixed}/deep/*"]
+    prepare.prepare("files", only, "bytes", tmp_path / "three", 0.5, say=said.append)
+    assert said[-1] == (
+        "skipped 3 files that are not text: latin.txt (100 of 400 bytes are not UTF-8), nul.txt (it has NUL bytes), "
+        "utf16.txt (it has NUL bytes)"
+    )
+    prepare.prepare("files", only[:1] + [f"{mixed}/deep/n*"], "bytes", tmp_path / "one", 0.5, say=said.append)
+    assert said[-1] == "skipped 1 file that is not text: nul.txt (it has NUL bytes)"
+    (mixed / "a.txt").unlink()
+    (mixed / "b.TXT").unlink()
+    with pytest.raises(
+        UserError, match=f"^there are no text files in {mixed} .skipped 14 files .* more.: give text, .jsonl"
+    ):
+        prepare.prepare("files", [mixed], "bytes", tmp_path / "none", say=quiet)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("name, says", [
+    ("c.PNG", r"c.PNG is not text \(an image\): give text, .jsonl or .jsonl.gz files$"),
+    ("d.zip", r"d.zip is not text \(packed\): unpack it first$"),
+    ("e.pt", r"e.pt is not text \(weights or arrays\): give"),
+    ("deep/nul.txt", r"nul.txt is not text \(it has NUL bytes\): give text, and --encoding utf-16-le for UTF-16"),
+    ("deep/latin.txt", r"latin.txt is not text \(100 of 400 bytes are not UTF-8\): name its encoding, as in --encoding"),
+])  # fmt: skip
+def test_a_path_that_is_not_text_is_refused(mixed, tmp_path, name, says):
+    with pytest.raises(UserError, match=f"^{mixed}/.*{says}"):  # though the folder has it too
+        prepare.prepare("files", [mixed, mixed / name], "bytes", tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_path_that_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is not text .not a regular file."):
+        prepare.prepare("files", [tmp_path / "pipe"], "bytes", tmp_path / "out", say=quiet)
+
+
+def test_what_counts_as_text(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    for raw, is_text in (
+        (b"", True), (b"\xff", True), (b"\xff\xfe", True), (b"\x80\x81", False), (b"a" * 2000 + b"\x80\x81", True),
+        (b"a" * 2000 + b"\x80\x81\x82", False), ("漢".encode() * 999 + b"\xe6", True), ("\ufffd".encode() * 99, True),
+        (b"a\0", False), (random.Random(4).randbytes(9999), False), (b"\xff\xfea", True), (b"\xff\xfe\0\xd8\0\xd8", False),
+    ):  # fmt: skip
+        path.write_bytes(raw)
+        try:
+            assert text.check_text(path) in ("utf-8", "utf-16") and is_text, raw
+        except text.NotText:
+            assert not is_text, raw
+    read = []  # a huge file is not read: three samples of it tell
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+        file.write(b"a" * text.SAMPLE)
+    with pytest.raises(UserError, match="NUL"):
+        text.check_text(path)
+    monkeypatch.setattr(text, "SAMPLE", 4)
+    for at, is_text in ((0, False), (50, False), (99, False), (20, True), (80, True)):
+        raw = bytearray(b"a" * 100)
+        raw[at] = 0
+        path.write_bytes(raw)
+        try:
+            read.append(text.check_text(path))
+            assert is_text, at
+        except text.NotText:
+            assert not is_text, at
+    assert read == ["utf-8"] * 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-16-le", "gb18030", "utf-7"])
+def test_other_encodings_make_the_shards_of_the_same_text_in_utf_8(encoding, tmp_path, monkeypatch):
+    """Alone, as one of several files, and as JSON lines, packed or not; counted as UTF-8 in meta.json and progress."""
+    monkeypatch.setattr(text, "BLOCK", 50)
+    monkeypatch.setattr(prepare, "PIECE", 64)
+    marked = encoding in ("utf-8-sig", "utf-16", "utf-16-be", "utf-32")
+    lines = "".join(json.dumps({"text": f"{i} é漢🙂"}, ensure_ascii=False) + "\n" for i in range(40))
+
+    def fill(folder, encoding, mark=""):
+        folder.mkdir()
+        (folder / "one.txt").write_bytes((mark + WORDS).encode(encoding))
+        (folder / "two.txt").write_bytes((mark + WORDS[::-1]).encode(encoding))
+        (folder / "lines.jsonl").write_bytes((mark + lines).encode(encoding))
+        (folder / "lines.jsonl.gz").write_bytes(gzip.compress((mark + lines).encode(encoding)))
+
+    fill(tmp_path / "plain", "utf-8")
+    fill(tmp_path / "coded", encoding, "\ufeff" if encoding == "utf-16-be" else "")
+    name = "utf-8" if marked else encoding
+    for number, chosen in enumerate((["one.txt"], ["one.txt", "two.txt", "lines.jsonl", "lines.jsonl.gz"])):
+        made, said = {}, []
+        for kind, given in (("plain", "utf-8"), ("coded", name)):
+            paths = [tmp_path / kind / name for name in chosen]
+            out = tmp_path / f"{kind}{number}"
+            made[kind] = prepare.prepare("files", paths, "bytes", out, 0.3, encoding=given, say=said.append)
+            assert said[-2].split(",")[0] == said[0].split(",")[0]  # as many MB
+        for split in ("train", "val"):
+            assert independent_split(made["plain"], split) == independent_split(made["coded"], split)
+        plain, coded = map(load_meta, made.values())
+        assert coded["splits"] == plain["splits"] and coded["files"] == plain["files"]
+        assert coded["made_with"].get("encoding") == (None if marked else encoding)
+    assert (
+        "already there"
+        in (prepare.prepare("files", paths, "bytes", out, 0.3, encoding=name, say=said.append), said[-1])[1]
+    )
+
+
+def test_encodings_by_name(tmp_path):
+    (tmp_path / "a.txt").write_bytes("“naïve” €".encode("cp1252") * 50)
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "a", 0.5, encoding="CP-1252", say=quiet)
+    raw = "“naïve” €".encode() * 50
+    assert independent_split(folder, "train") + independent_split(folder, "val")[1:] == [256, *raw]
+    assert load_meta(folder)["made_with"]["encoding"] == "cp1252"
+    with pytest.raises(UserError, match=r"\(encoding differs\)"):
+        prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "a", 0.5, encoding="latin-1", say=quiet)
+    for name in ("utf8", "UTF-8", "utf-8-sig"):
+        assert text.check_encoding(name) == "utf-8"
+
+
+def test_a_file_that_does_not_decode_is_refused_or_skipped(tmp_path):
+    """Also where the damage lies far behind the sample."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(4):
+        (corpus / f"{i}.txt").write_bytes(f"text {i}".encode("utf-16-le") * 50)
+    (corpus / "odd.txt").write_bytes("text".encode("utf-16-le") * 100_000 + b"a")
+    (corpus / "surrogate.txt").write_bytes(b"\0\xdc" * 9)
+    said = []
+    arguments = dict(source="files", tokenizer="bytes", val_fraction=0.5, encoding="utf-16-le")
+    folder = prepare.prepare(paths=[corpus], out=tmp_path / "out", **arguments, say=said.append)
+    assert said[-1] == (
+        "skipped 2 files that are not text: corpus/surrogate.txt (byte 0 does not decode as utf-16-le), corpus/odd.txt "
+        "(byte 800,000 does not decode as utf-16-le)"
+    )
+    assert sum(counts["documents"] for counts in load_meta(folder)["splits"].values()) == 4
+    for paths in ([corpus / "odd.txt"], [corpus, corpus / "odd.txt"]):
+        with pytest.raises(
+            UserError, match=r"odd.txt is not text \(byte 800,000 does not decode as utf-16-le\): name its"
+        ):
+            prepare.prepare(paths=paths, out=tmp_path / "refused", **arguments, say=quiet)
+    with pytest.raises(UserError, match="0.txt is not text .not utf-16: UTF-16 stream does not start with BOM"):
+        prepare.prepare(
+            paths=[corpus / "0.txt"], out=tmp_path / "refused", **arguments | dict(encoding="utf-16"), say=quiet
+        )
+    assert not (tmp_path / "refused").exists()
+
+
+def test_decoding_stays_bounded_in_memory(tmp_path):
+    (tmp_path / "a.txt").write_bytes(
+        "naïve text, 漢字 ".encode("utf-16") + "naïve text, 漢字 ".encode("utf-16-le") * 999_999
+    )
+    script = f"""
+import resource, data.prepare as prepare
+from data.tokenizers import ByteTokenizer
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+documents = prepare._read_by_position(prepare.Document("a", prepare.Path({str(tmp_path / "a.txt")!r}), "utf-16"), 0.1,
+                                      prepare.Progress("", 0, print))
+print(sum(len(piece) for _, stream, size in documents for piece in prepare.pieces_of(stream, size)),
+      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    size, more = map(int, done.stdout.split())
+    assert size == len("naïve text, 漢字 ".encode()) * 1_000_000 and more < 10_000  # KB, of 30 MB
+
+
+def test_bytes_in_meta_json_are_those_of_the_tokenized_text(tmp_path, gpt2):
+    raw = b"text and \xff more of it, " * 99
+    (tmp_path / "a.txt").write_bytes(b"plain text " * 900 + b"\xff" + b"plain text " * 900)
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], "gpt2", tmp_path / "out", say=quiet)
+    size = len((b"plain text " * 1800).decode()) + 3  # U+FFFD
+    assert sum(counts["bytes"] for counts in load_meta(folder)["splits"].values()) == size
+    assert gpt2.text_bytes(raw) == len(gpt2.decode_bytes(gpt2.encode_raw(raw))) == len(raw) + 2 * 99
+    assert get_tokenizer("bytes").text_bytes(raw) == len(raw)
+
+
+def test_text_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": 1, "content": "line {i}"}}\n' for i in range(20)))
+    paths, said = [tmp_path / "a.jsonl"], []
+    folder = prepare.prepare("files", paths, "bytes", tmp_path / "out", 0.3, text_key="content", say=said.append)
+    tokens = independent_split(folder, "train") + independent_split(folder, "val")
+    assert sorted(bytes(t % 256 for t in tokens).split(b"\0")[1:]) == sorted(b"line %d" % i for i in range(20))
+    assert load_meta(folder)["made_with"]["text_key"] == "content"
+    prepare.prepare("files", paths, "bytes", tmp_path / "out", 0.3, text_key="content", say=said.append)
+    assert "already there" in said[-1]
+    with pytest.raises(UserError, match=r"\(text_key differs\)"):
+        prepare.prepare("files", paths, "bytes", tmp_path / "out", 0.3, say=quiet)
+    (tmp_path / "a.txt").write_text("text " * 99)
+    said.clear()
+    prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "b", text_key="content", say=said.append)
+    assert said[0] == "--text_key has no effect: there is no .jsonl file among those given"
+
+
+def test_include(tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    (corpus / "deep").mkdir(parents=True)
+    for name in ("a.md", "b.txt", "c.py", "deep/d.md", "deep/e.py", "deep/F.MD"):
+        (corpus / name).write_text(f"<{name}>" * 9)
+    (tmp_path / "own.rst").write_text("<own>" * 9)
+    for number, flags in enumerate((["--include", "*.md", "b.*"], ["--include", "b.t?t", "--include=*.md"])):
+        out = tmp_path / str(number)
+        arguments = [
+            "files",
+            corpus,
+            tmp_path / "own.rst",
+            "--tokenizer",
+            "bytes",
+            "--val_fraction",
+            "0.5",
+            "--out",
+            out,
+        ]
+        assert prepare.main([*map(str, arguments), *flags]) == 0, capsys.readouterr().err
+        found = b"".join(bytes(t % 256 for t in independent_split(out, split)) for split in ("train", "val"))
+        assert set(re.findall(rb"<(.*?)>", found)) == {b"a.md", b"b.txt", b"deep/d.md", b"own"}
+    capsys.readouterr()
+    assert prepare.main([*map(str, arguments), "--include", "*.md", "b.t?t", "*.md"]) == 0
+    assert "already there" in capsys.readouterr().out
+    assert prepare.main([*map(str, arguments)]) == 2
+    assert "(inputs, include differs)" in capsys.readouterr().err
+
+
+def test_folders_made_before_these_options_are_complete(tmp_path):
+    """made_with, and the hash of the inputs, are what they were without --encoding, --text_key and --include."""
+    (tmp_path / "a.txt").write_text("text " * 99)
+    os.utime(tmp_path / "a.txt", ns=(10**18, 10**18))
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "out", say=quiet)
+    facts = hashlib.sha256(json.dumps([("a.txt", 495, 10**18)]).encode()).hexdigest()
+    assert load_meta(folder)["made_with"] == {
+        "source": "files", "tokenizer": "bytes", "val_fraction": 0.1, "shard_tokens": 10**8, "inputs": facts,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Running again, stopping, running twice at once
 
 
@@ -332,7 +655,7 @@ def test_shards_of_others_are_not_touched(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train_000000.bin"]
 
 
-@pytest.mark.parametrize("moment", [0, 1, 2])  # before the first shard's rename, the second's, and meta.json's
+@pytest.mark.parametrize("moment", [0, 1, 2, 3])  # before the renames: meta.json's first, the shards', its last
 def test_killed_run_leaves_nothing_that_looks_complete(tmp_path, moment):
     (tmp_path / "a.txt").write_text("some text " * 50)
     script = f"""
@@ -353,8 +676,9 @@ prepare.prepare("files", [{str(tmp_path / "a.txt")!r}], "bytes", {str(tmp_path /
         find_shards(folder, "train")
     prepare.prepare("files", [tmp_path / "a.txt"], "bytes", folder, say=quiet)
     clean = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "clean", say=quiet)
-    for path in [path for path in clean.iterdir() if path.name != ".lock"]:
+    for path in clean.glob("*.bin"):
         assert (folder / path.name).read_bytes() == path.read_bytes()
+    assert load_meta(folder) | {"command": ""} == load_meta(clean) | {"command": ""}
     assert {path.name for path in folder.iterdir()} == {path.name for path in clean.iterdir()}
 
 
@@ -468,11 +792,18 @@ def test_fineweb(server, tmp_path):
         content = server.files[base + name]
         assert (folder / name).read_bytes() == content and independent_read(folder / name) == array.tolist()
         assert meta["files"][name] == {"tokens": array.size, "sha256": hashlib.sha256(content).hexdigest()}
+    complete = {path.name: path.read_bytes() for path in folder.iterdir()}
     server.files[base + "fineweb_train_000003.bin"] = b"<html>not a shard"
-    with pytest.raises(UserError, match="fineweb_train_000003.bin has 17 bytes"):
+    with pytest.raises(UserError, match="fineweb_train_000003.bin gave no token shard .* has 17 bytes"):
         prepare.prepare("fineweb10B", out=folder, shards=3, say=quiet)
-    with pytest.raises(UserError, match="not complete"):
-        find_shards(folder, "train")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == complete  # still the data that it was
+    assert [path.name for path in find_shards(folder, "train")] == [
+        "fineweb_train_000001.bin",
+        "fineweb_train_000002.bin",
+    ]
+    server.files[base + "fineweb_train_000003.bin"] = server.files[base + "fineweb_train_000002.bin"]
+    prepare.prepare("fineweb10B", out=folder, shards=3, say=quiet)
+    assert len(find_shards(folder, "train")) == len(load_meta(folder)["files"]) - 1 == 3
 
 
 def serve_zip(server, monkeypatch, path, members):
@@ -535,12 +866,37 @@ def test_shakespeare(server, tmp_path, monkeypatch):
         ("python {tmp}/a.txt", "takes no PATH"),
         ("files", "at least one PATH"),
         ("files {tmp}/none*.txt", "none*.txt' is not a file or folder"),
-        ("files {tmp}/empty", "there are no files in"),
+        ("files {tmp}/empty", "there are no text files in {tmp}/empty: give"),
         ("files {tmp}/a.txt.gz --tokenizer bytes", "unpack it first"),
         ("files {tmp}/bad.jsonl --tokenizer bytes --out {tmp}/out", "line 2 of {tmp}/bad.jsonl is not a JSON object"),
-        ("files {tmp}/bad2.jsonl --tokenizer bytes --out {tmp}/out", "line 1 of {tmp}/bad2.jsonl is not a JSON object"),
+        ("files {tmp}/bad2.jsonl --tokenizer bytes --out {tmp}/out", "line 1 of {tmp}/bad2.jsonl has 5 under"),
         ("files {tmp}/bad3.jsonl.gz --tokenizer bytes --out {tmp}/out", "bad3.jsonl.gz is a damaged gzip file"),
         ("files {tmp}/one.jsonl --tokenizer bytes --out {tmp}/out", "no text fell into the"),
+        (
+            "files {tmp}/two.jsonl --tokenizer bytes --out {tmp}/out",
+            'line 1 of {tmp}/two.jsonl has no key "text", its keys '
+            'are "a", "b", "c", "d", "e", ...: choose one with --text_key',
+        ),
+        (
+            "files {tmp}/two.jsonl --text_key z --tokenizer bytes",
+            'line 2 of {tmp}/two.jsonl has no key "z", its keys are none',
+        ),
+        ("files {tmp}/two.jsonl --text_key g --tokenizer bytes", 'has ["x"] under "g", expected a string'),
+        (
+            "files {tmp}/list.jsonl --tokenizer bytes",
+            "line 1 of {tmp}/list.jsonl is not a JSON object: expected one like",
+        ),
+        ("files {tmp}/a.txt --encoding latin-l", "unknown --encoding 'latin-l': did you mean latin-1?"),
+        ("files {tmp}/a.txt --encoding rot13", "unknown --encoding 'rot13'"),
+        (
+            "files {tmp}/a.txt --encoding zzzzzzzz",
+            "unknown --encoding 'zzzzzzzz': utf-8, utf-16, latin-1 and cp1252 are",
+        ),
+        ("python --encoding cp1252", "--encoding is for the source files, not for python: remove it"),
+        ("shakespeare --include *.txt", "--include is for the source files, not for shakespeare"),
+        ("files {tmp} --include *.txt *.rst", "--include '*.rst' matches no file inside the folders"),
+        ("files {tmp}/a.txt --include *.txt", "--include '*.txt' matches no file inside the folders"),
+        ("files --include *.txt {tmp}", "files needs at least one PATH before --include"),
         ("", "required: source"),
     ],
 )
@@ -552,6 +908,8 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     (tmp_path / "bad2.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "bad3.jsonl.gz").write_bytes(gzip.compress(b'{"text": "good"}\n' * 9)[:-9])
     (tmp_path / "one.jsonl").write_text('{"text": "good"}\n')
+    (tmp_path / "two.jsonl").write_text('{"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "z": "", "g": ["x"]}\n{}\n')
+    (tmp_path / "list.jsonl").write_text('["text"]\n')
     assert prepare.main(arguments.format(tmp=tmp_path).split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and says.format(tmp=tmp_path) in error

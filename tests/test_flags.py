@@ -42,7 +42,7 @@ from train_gpt import make_config, train
     (["--ngram_dropout", "0.3", "--ngram", "0"], "n-grams to drop"),
     (["--ngram_dropout", "1", "--ngram", "3"], "expected a probability below 1"),
     (["--resume", "--init_from", "x.pt"], "contradict each other"),
-    (["--resume"], "--resume found no valid checkpoint in .*; remove it"),
+    (["--resume"], "has no valid checkpoint; give a run's folder that has one, or another --out_dir to start"),
     (["--wandb", "yes"], "invalid true or false value: 'yes'"),
     (["--resume", "gone.pt"], "no checkpoint gone.pt"),
     (["--attn", "flex"], "flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
@@ -128,7 +128,8 @@ FLAG_CASES = (
     dict(ngram_dropout=0.5), dict(checkpointing="1.0"), dict(checkpointing="0.5"),
     dict(compile="max-autotune", parallel="fsdp"), dict(compile="max-autotune", deterministic=True),
     dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0), dict(trials=2, resume="newest"),
-    dict(TORCHELASTIC_MAX_RESTARTS="3"), dict(resume="auto", init_from="x.pt"),
+    dict(TORCHELASTIC_MAX_RESTARTS="3"), dict(init_from="gpt2-xl"), dict(init_from="scratch"),
+    dict(schedule_from="here"), dict(schedule_from="1.5"), dict(resume="auto", init_from="x.pt"),
 )  # fmt: skip
 DEVICE_CASES = (
     ("cpu", dict(attn="flex")), ("cpu", dict(attn="varlen")), ("cuda", dict(attn="flash", doc_mask=True)),
@@ -139,8 +140,9 @@ DEVICE_CASES = (
 )  # fmt: skip
 NO_EFFECT_CASES = (
     ("cpu", dict(alloc_conf="max_split_size_mb:64")), ("cuda", dict(alloc_conf="max_split_size_mb:64")),
-    ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)),
-    ("cpu", dict(ngram_rows=99)), ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cuda", dict(doc_mask=True)),
+    ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)), ("cpu", dict(parallel="ddp")),
+    ("cpu", dict(ngram=1)), ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99)),
+    ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cuda", dict(doc_mask=True)),
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ PACKAGES = {
     "model": {"torch"},
     "runtime": {"torch", "numpy", "wandb"},
 }
-MOST_LINES = {"train_gpt.py": 750, "model.py": 550, "test_train.py": 1000}
+MOST_LINES = {"train_gpt.py": 760, "model.py": 560, "test_train.py": 1000}
 
 
 def module_name(path: Path) -> str:

@@ -61,8 +61,8 @@ def test_blocked_attention_against_pytorchs(dtype, length, window, docs):
 def test_blocked_attention_compiled():
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
-    q, k, v = torch.randn(3, 2, 200, 2, 16, generator=torch.Generator().manual_seed(0)).transpose(2, 3).unbind()
-    documents = attention_mask("blocked", torch.randint(0, 50, (2, 200)), 200, 40, 3)
+    q, k, v = torch.randn(3, 2, 300, 2, 16, generator=torch.Generator().manual_seed(0)).transpose(2, 3).unbind()
+    documents = attention_mask("blocked", torch.randint(0, 50, (2, 300)), 300, 40, 3)
 
     def both(q, k, v, backend):  # in one function, which is compiled once
         return attention(q, k, v, None, backend).square().sum(), attention(q, k, v, documents, backend).square().sum()
@@ -599,7 +599,7 @@ def test_muon_against_torch(monkeypatch):
         assert ((optimizer.state[a]["momentum"] - momentum).norm() / momentum.norm()) < 0.03
 
 
-def test_muon_orthogonalises_stacked_matrices_one_by_one():
+def test_muon_orthogonalizes_stacked_matrices_one_by_one():
     p = torch.nn.Parameter(torch.zeros(12, 4))
     p.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     expected = -torch.cat([newton_schulz(part[None])[0] for part in p.grad.chunk(3)])

@@ -213,7 +213,7 @@ def test_records_need_significance_and_source(shakespeare_like, tmp_path, capsys
     assert bench.main(["record", str(record)]) == 2 and bench.main(["record", str(tmp_path)]) == 2
     assert "is not a finished run with its source" in capsys.readouterr().err
     shutil.copytree(shakespeare_like / NAME, record, dirs_exist_ok=True)
-    edit_log(record / "seed_1" / "log.txt", "\nsource model.py sha256 ", "\nno source ")
+    edit_log(record / "seed_1" / "log.txt", ", model.py sha256 ", "\nno source ")
     assert bench.main(["record", str(record)]) == 2
     assert "log.txt has no hash of model.py" in capsys.readouterr().err
     shutil.copytree(shakespeare_like / NAME, record, dirs_exist_ok=True)

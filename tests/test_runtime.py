@@ -72,10 +72,10 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     for name in train_gpt.SOURCE_FILES:
         source = (ROOT / name).read_bytes()
         assert (folder / "source" / name).read_bytes() == source
-        assert f"\nsource {name} sha256 {hashlib.sha256(source).hexdigest()}\n" in log
+        assert f"{name} sha256 {hashlib.sha256(source).hexdigest()}" in log
     assert f"torch {torch.__version__}" in log and '"muon_lr": 0.02' in log and "step 7/7 | loss" in log
     assert log.startswith(f"{SECTION} run\n{{") and "\ncommand: " in log
-    files = [".lock", "ckpt_7.pt", "log.txt", "metrics.jsonl", "source", "summary.json"]
+    files = [".lock", "ckpt_7.pt", "ckpt_best.pt", "log.txt", "metrics.jsonl", "source", "summary.json"]
     assert sorted(p.name for p in folder.iterdir()) == files
 
 
@@ -89,7 +89,7 @@ def test_sources_that_changed_before_a_resume_are_kept_too(tmp_path):
     assert sorted(path.parent.name for path in folder.glob("source*/train_gpt.py")) == ["source", "source_9"]
     assert (folder / "source" / "train_gpt.py").read_text() == "first"
     hashes = [hashlib.sha256(text).hexdigest() for text in (b"first", b"first", b"second")]
-    assert re.findall(r"^source train_gpt.py sha256 (\w+)$", (folder / "log.txt").read_text(), re.M) == hashes
+    assert re.findall(r"^sources: train_gpt.py sha256 (\w+)$", (folder / "log.txt").read_text(), re.M) == hashes
 
 
 def test_checkpoint_is_plain_and_names_are_clean(plain):
@@ -386,7 +386,7 @@ def test_bad_steps_are_skipped_and_told(data, tmp_path, monkeypatch, capsys):
     train(make_config(**flags | dict(out_dir=str(tmp_path / "run"), log_every=4)))
     assert_weights_equal(tmp_path / "run", tmp_path / "without")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "step 3 skipped" in log and "(1 in a row)" in log and "its data start at sequence 80 of epoch 0" in log
+    assert "step 3 skipped" in log and "(1 in a row)" in log and "its data: 16 sequences from number 80 of epoch 0 on" in log
     assert rows(tmp_path / "run", "step") == [1, 4, 8, 8] and len(re.findall(r"step \d skipped", log)) == 2
     poison(monkeypatch, {2}, math.inf)
     train(make_config(**flags | dict(out_dir=str(tmp_path / "inf"), max_steps=3)))
