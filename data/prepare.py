@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import difflib
 import fnmatch
+import functools
 import glob
 import hashlib
 import http.client
@@ -234,7 +235,7 @@ def _python_files():
 def list_skipped(skipped):
     """One line for files that are not text, given as (name, reason): at most 10 by name."""
     files = "1 file that is" if len(skipped) == 1 else f"{len(skipped):,} files that are"
-    named = ", ".join(f"{name} ({why})" for name, why in skipped[:10])
+    named = ", ".join(f"{name if name.isprintable() else ascii(name)} ({why})" for name, why in skipped[:10])
     return f"skipped {files} not text: {named}" + (f" and {len(skipped) - 10:,} more" if len(skipped) > 10 else "")
 
 
@@ -329,7 +330,8 @@ def _read_jsonl(document, val_fraction, text_key, progress):
 
 def _text_of(line, where, text_key):
     """The string that a line of JSON holds under `text_key`. Raises UserError, which says `where` the line is."""
-    key = json.dumps(text_key)
+    quote = functools.partial(json.dumps, ensure_ascii=False)
+    key = quote(text_key)
     try:
         values = json.loads(line)
     except UnicodeDecodeError as error:
@@ -339,10 +341,10 @@ def _text_of(line, where, text_key):
     if not isinstance(values, dict):
         raise UserError(f"{where} is not a JSON object: expected one like {{{key}: ...}}, correct it")
     if text_key not in values:
-        keys = ", ".join(json.dumps(name[:40]) for name in list(values)[:5]) + ", ..." * (len(values) > 5)
+        keys = ", ".join(quote(name[:40]) for name in list(values)[:5]) + ", ..." * (len(values) > 5)
         raise UserError(f"{where} has no key {key}, its keys are {keys or 'none'}: choose one with --text_key")
     if not isinstance(values[text_key], str):
-        value = json.dumps(values[text_key])[:40]
+        value = quote(values[text_key])[:40]
         raise UserError(f"{where} has {value} under {key}, expected a string: correct it, or choose another --text_key")
     return values[text_key]
 
@@ -659,7 +661,8 @@ def _made_with(source, tokenizer, files, options):
         made_with |= {"val_fraction": options["val_fraction"], "shard_tokens": options["shard_tokens"]}
     if source == "files":  # not for "python": an update of Python must not ask for the data to be deleted
         facts = [(file.name, file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files]
-        facts = [fact + (file.encoding,) * (file.encoding != "utf-8") for fact, file in zip(facts, files)]
+        marked = [(file.encoding,) if file.encoding != options["encoding"] else () for file in files]
+        facts = [fact + mark for fact, mark in zip(facts, marked)]
         made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return made_with | _changed(options)
 

@@ -54,7 +54,7 @@ def check_encoding(name: str) -> str:
         codecs.getincrementaldecoder(name)
         b"ab".decode(name, errors="ignore")  # LookupError for codecs that are not of text
     except (LookupError, ValueError) as error:
-        close = difflib.get_close_matches(str(name).lower(), ["latin-1", "utf-16-le", "utf-16-be", *aliases], 1)
+        close = difflib.get_close_matches(str(name).lower(), ["latin-1", *sorted({*aliases.values()})], 1)
         hint = f"did you mean {close[0]}?" if close else "utf-8, utf-16, latin-1 and cp1252 are some that exist"
         raise UserError(f"unknown --encoding {name!r}: {hint}") from error
     found = codecs.lookup(name).name

@@ -223,8 +223,8 @@ def closing_lines(summary: dict, trained_s: float, folder: Path, max_steps: int)
     """How the run ended, and what to do next. trained_s: seconds of training steps in this process."""
     step, why = summary["step"], summary["stopped_by"]
     hint = (
-        f"next: python sample.py --run {folder} | longer: python train_gpt.py --max_steps {2 * max_steps} | "
-        "on your own text: python data/prepare.py files PATH | larger: --preset gpt2-small"
+        f"next: python sample.py --run {folder} | longer: python train_gpt.py --out_dir {folder} --resume --max_steps "
+        f"{2 * max_steps} | on your own text: python data/prepare.py files PATH | larger: --preset gpt2-small"
     )
     if step < max_steps:
         hint = f"to continue: python train_gpt.py --out_dir {folder} --resume"

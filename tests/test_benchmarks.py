@@ -40,11 +40,12 @@ SIDE_JOBS = {
 def side_jobs(request, tmp_path_factory):
     """Starts those SIDE_JOBS whose tests were chosen, one after the other: name -> their (process, JSON) to come."""
 
-    def run(name: str) -> tuple[subprocess.CompletedProcess, Path]:
-        out = tmp_path_factory.mktemp(name) / "out.json"
-        return run_python(*SIDE_JOBS[name], "--json", out), out
+    chosen = {item.originalname for item in request.session.items} & SIDE_JOBS.keys()
+    outs = {name: tmp_path_factory.mktemp(name) / "out.json" for name in sorted(chosen)}  # not in the thread: a race
 
-    chosen = {item.originalname for item in request.session.items}
+    def run(name: str) -> tuple[subprocess.CompletedProcess, Path]:
+        return run_python(*SIDE_JOBS[name], "--json", outs[name]), outs[name]
+
     pool = ThreadPoolExecutor(1)
     yield {name: pool.submit(run, name) for name in SIDE_JOBS if name in chosen}
     pool.shutdown(cancel_futures=True)

@@ -1,5 +1,6 @@
 """Shards, tokenizers, sources, downloads, and what a trainer says of data that are damaged or change under it."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -7,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import shlex
 import signal
 import struct
@@ -171,7 +173,8 @@ def test_load_meta(tmp_path):
     for bad in (
         "{", "[]", good | {"vocab_size": "257"}, good | {"eot": True}, good | {"splits": {"train": split}},
         good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}}, {k: good[k] for k in good if k != "files"},
-        good | {"command": ["python"]}, good | {"files": {"../../train_0.bin": {"tokens": 2}}}, good | {"files": {"train_0.bin": {}}},
+        good | {"files": {"../../train_0.bin": {"tokens": 2}}}, good | {"files": {"train_0.bin": {}}},
+        good | {"command": ["python"]},
     ):  # fmt: skip
         with pytest.raises(UserError, match="meta.json"):
             load(bad)
@@ -352,11 +355,12 @@ WORDS = "Voilà: déjà vu, “naïve” 漢字かな 🙂\r\n" * 300
 
 @pytest.fixture
 def mixed(tmp_path):
-    """A folder with two texts and 14 files that are none."""
+    """A folder with nine texts and 14 files that are none."""
     folder = tmp_path / "mixed"
     (folder / "deep").mkdir(parents=True)
     (folder / "a.txt").write_bytes("é a text \xff\n".encode() * 50 + b"\xff stray \n")
-    (folder / "b.TXT").write_text("another text " * 50)
+    for i in range(8):
+        (folder / f"t{i}.TXT").write_text(f"another text {i} " * 50)
     (folder / "deep" / "nul.txt").write_bytes(b"text " * 50 + b"\0" + b"text " * 50)
     (folder / "deep" / "latin.txt").write_bytes("déjà vu ".encode("latin-1") * 50)
     (folder / "deep" / "utf16.txt").write_bytes("text ".encode("utf-16-le") * 50)
@@ -380,11 +384,11 @@ def mixed(tmp_path):
 def test_files_that_are_not_text_are_skipped_and_named(mixed, tmp_path):
     for number, arguments in enumerate(([mixed], [f"{mixed}/*.*", f"{mixed}/deep/*"])):
         said = []
-        folder = prepare.prepare("files", arguments, "bytes", tmp_path / f"o{number}", 0.38, say=said.append)
+        folder = prepare.prepare("files", arguments, "bytes", tmp_path / f"o{number}", 0.5, say=said.append)
         counts = load_meta(folder)["splits"]
-        assert counts["train"]["documents"] + counts["val"]["documents"] == 2
+        assert counts["train"]["documents"] + counts["val"]["documents"] == 9
         kept = b"".join(bytes(token % 256 for token in independent_split(folder, split)) for split in counts)
-        assert (mixed / "a.txt").read_bytes() in kept and (mixed / "b.TXT").read_bytes() in kept
+        assert all(path.read_bytes() in kept for path in [mixed / "a.txt", *mixed.glob("*.TXT")])
         assert said[-1].startswith("skipped 14 files that are not text: ") and said[-1].endswith(") and 4 more")
         assert said[-1].count("(") == 10 and "c.PNG (an image), " in said[-1] and "d.zip (packed), " in said[-1]
         assert "e.pt (weights or arrays)" in said[-1]
@@ -396,8 +400,8 @@ def test_files_that_are_not_text_are_skipped_and_named(mixed, tmp_path):
     )
     prepare.prepare("files", only[:1] + [f"{mixed}/deep/n*"], "bytes", tmp_path / "one", 0.5, say=said.append)
     assert said[-1] == "skipped 1 file that is not text: nul.txt (it has NUL bytes)"
-    (mixed / "a.txt").unlink()
-    (mixed / "b.TXT").unlink()
+    for path in [mixed / "a.txt", *mixed.glob("*.TXT")]:
+        path.unlink()
     with pytest.raises(
         UserError, match=f"^there are no text files in {mixed} .skipped 14 files .* more.: give text, .jsonl"
     ):
@@ -410,7 +414,7 @@ def test_files_that_are_not_text_are_skipped_and_named(mixed, tmp_path):
     ("d.zip", r"d.zip is not text \(packed\): unpack it first$"),
     ("e.pt", r"e.pt is not text \(weights or arrays\): give"),
     ("deep/nul.txt", r"nul.txt is not text \(it has NUL bytes\): give text, and --encoding utf-16-le for UTF-16"),
-    ("deep/latin.txt", r"latin.txt is not text \(100 of 400 bytes are not UTF-8\): name its encoding, as in --encoding"),
+    ("deep/latin.txt", r"latin.txt is not text \(100 of 400 bytes are not UTF-8\): name its encoding, as in"),
 ])  # fmt: skip
 def test_a_path_that_is_not_text_is_refused(mixed, tmp_path, name, says):
     with pytest.raises(UserError, match=f"^{mixed}/.*{says}"):  # though the folder has it too
@@ -429,7 +433,8 @@ def test_what_counts_as_text(tmp_path, monkeypatch):
     for raw, is_text in (
         (b"", True), (b"\xff", True), (b"\xff\xfe", True), (b"\x80\x81", False), (b"a" * 2000 + b"\x80\x81", True),
         (b"a" * 2000 + b"\x80\x81\x82", False), ("漢".encode() * 999 + b"\xe6", True), ("\ufffd".encode() * 99, True),
-        (b"a\0", False), (random.Random(4).randbytes(9999), False), (b"\xff\xfea", True), (b"\xff\xfe\0\xd8\0\xd8", False),
+        (b"a\0", False), (random.Random(4).randbytes(9999), False), (b"\xff\xfea", True),
+        (b"\xff\xfe\0\xd8\0\xd8", False),
     ):  # fmt: skip
         path.write_bytes(raw)
         try:
@@ -457,7 +462,7 @@ def test_what_counts_as_text(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be", "utf-32", "utf-16-le", "gb18030", "utf-7"])
 def test_other_encodings_make_the_shards_of_the_same_text_in_utf_8(encoding, tmp_path, monkeypatch):
-    """Alone, as one of several files, and as JSON lines, packed or not; counted as UTF-8 in meta.json and progress."""
+    """Alone, as one of several files, and as JSON lines, packed or not; counted as UTF-8 in meta.json."""
     monkeypatch.setattr(text, "BLOCK", 50)
     monkeypatch.setattr(prepare, "PIECE", 64)
     marked = encoding in ("utf-8-sig", "utf-16", "utf-16-be", "utf-32")
@@ -479,7 +484,6 @@ def test_other_encodings_make_the_shards_of_the_same_text_in_utf_8(encoding, tmp
             paths = [tmp_path / kind / name for name in chosen]
             out = tmp_path / f"{kind}{number}"
             made[kind] = prepare.prepare("files", paths, "bytes", out, 0.3, encoding=given, say=said.append)
-            assert said[-2].split(",")[0] == said[0].split(",")[0]  # as many MB
         for split in ("train", "val"):
             assert independent_split(made["plain"], split) == independent_split(made["coded"], split)
         plain, coded = map(load_meta, made.values())
@@ -493,7 +497,7 @@ def test_other_encodings_make_the_shards_of_the_same_text_in_utf_8(encoding, tmp
 
 def test_encodings_by_name(tmp_path):
     (tmp_path / "a.txt").write_bytes("“naïve” €".encode("cp1252") * 50)
-    folder = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "a", 0.5, encoding="CP-1252", say=quiet)
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "a", 0.5, encoding="CP1252", say=quiet)
     raw = "“naïve” €".encode() * 50
     assert independent_split(folder, "train") + independent_split(folder, "val")[1:] == [256, *raw]
     assert load_meta(folder)["made_with"]["encoding"] == "cp1252"
@@ -507,7 +511,7 @@ def test_a_file_that_does_not_decode_is_refused_or_skipped(tmp_path):
     """Also where the damage lies far behind the sample."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for i in range(4):
+    for i in range(8):
         (corpus / f"{i}.txt").write_bytes(f"text {i}".encode("utf-16-le") * 50)
     (corpus / "odd.txt").write_bytes("text".encode("utf-16-le") * 100_000 + b"a")
     (corpus / "surrogate.txt").write_bytes(b"\0\xdc" * 9)
@@ -518,7 +522,7 @@ def test_a_file_that_does_not_decode_is_refused_or_skipped(tmp_path):
         "skipped 2 files that are not text: corpus/surrogate.txt (byte 0 does not decode as utf-16-le), corpus/odd.txt "
         "(byte 800,000 does not decode as utf-16-le)"
     )
-    assert sum(counts["documents"] for counts in load_meta(folder)["splits"].values()) == 4
+    assert sum(counts["documents"] for counts in load_meta(folder)["splits"].values()) == 8
     for paths in ([corpus / "odd.txt"], [corpus, corpus / "odd.txt"]):
         with pytest.raises(
             UserError, match=r"odd.txt is not text \(byte 800,000 does not decode as utf-16-le\): name its"
@@ -605,6 +609,63 @@ def test_include(tmp_path, capsys):
     assert "(inputs, include differs)" in capsys.readouterr().err
 
 
+SHARDS_BEFORE = {  # what prepare.py of before --encoding made of the next test's files: SHA-256 of train and val
+    ("all", "bytes"): (
+        "9f9a63a9c6983831b60825e992e65f46a1ebc35a29e7efac1cb2e2ef1aea26a5",
+        "cf438cb076c45d4ae7804ba016dc6e7945d121182b3ef17340562b412c2738c1",
+    ),
+    ("all", "gpt2"): (
+        "78742905fd003c36b5ed1e5f0fd03f09da8d5df69a73ee04999ef8e956ddf003",
+        "bf15d90f89e0fbc363d2bdbfe404f397c8b602ecb78104abf5807a464ff22756",
+    ),
+    ("3.txt", "bytes"): (
+        "c4ccdd92d28dae78281ca5d2e6490077cba8d9c9476588cb235b1420d6d93888",
+        "eb1cb5e72c8b6958d3962960db3ff7c0d5d2a67125f4897dfdfcc35b24f294d3",
+    ),
+    ("3.txt", "gpt2"): (
+        "37e001910e427916016b4d354c8bdc62b181d6f6d3460703ff6d35be0727c247",
+        "d2bd63208260365b3e8bd00f8f4b2008200223a1e8b855b0bb5726db610a699c",
+    ),
+}
+
+
+@pytest.mark.parametrize("which, tokenizer", SHARDS_BEFORE)
+def test_order_splits_and_shards_stay_what_they_were(which, tokenizer, gpt2, tmp_path):
+    corpus = tmp_path / "all"
+    corpus.mkdir()
+    words = "déjà vu naïve 漢字 the of and 🙂 \u00a0 \n\n \t don't".split(" ")
+    for i in range(12):
+        raw = " ".join(words[(j * j + 3 * i * j + i) % len(words)] for j in range(300)).encode()
+        (corpus / f"{i}.txt").write_bytes(raw + b" \xff" * (i == 3))
+    lines = (" ".join(words[(j * j + i) % len(words)] for j in range(20 + i)) for i in range(50))
+    (corpus / "lines.jsonl").write_text("".join(json.dumps({"id": 1, "text": line}) + "\n" for line in lines))
+    path = corpus if which == "all" else corpus / which
+    folder = prepare.prepare("files", [path], tokenizer, tmp_path / "out", val_fraction=0.2, say=quiet)
+    hashes = [load_meta(folder)["files"][f"{split}_000000.bin"]["sha256"] for split in ("train", "val")]
+    assert hashes == [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.bin"))]
+    assert tuple(hashes) == SHARDS_BEFORE[which, tokenizer]
+
+
+def test_an_unfinished_folder_names_the_whole_command(tmp_path, monkeypatch):
+    (tmp_path / "a.md").write_text("text " * 99)
+    seen = []
+
+    def look(*arguments):
+        with pytest.raises(UserError) as caught:
+            find_shards(tmp_path / "out", "train")
+        seen.append(str(caught.value))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "_make_shards", look)
+    flags = dict(tokenizer="bytes", encoding="cp1252", text_key="a b", include=["*.md"], out=tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare("files", [tmp_path], **flags, say=quiet)
+    assert seen == [
+        f"{tmp_path}/out is not complete: wait for `python data/prepare.py files {tmp_path} --tokenizer=bytes "
+        f"--out={tmp_path}/out --encoding=cp1252 '--text_key=a b' '--include=*.md'`, or run it again if it was stopped"
+    ]
+
+
 def test_folders_made_before_these_options_are_complete(tmp_path):
     """made_with, and the hash of the inputs, are what they were without --encoding, --text_key and --include."""
     (tmp_path / "a.txt").write_text("text " * 99)
@@ -680,6 +741,158 @@ prepare.prepare("files", [{str(tmp_path / "a.txt")!r}], "bytes", {str(tmp_path /
         assert (folder / path.name).read_bytes() == path.read_bytes()
     assert load_meta(folder) | {"command": ""} == load_meta(clean) | {"command": ""}
     assert {path.name for path in folder.iterdir()} == {path.name for path in clean.iterdir()}
+
+
+def tree(folder):
+    """Every path under a folder, with the content of files."""
+    return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+class FullDisk(io.BufferedRandom):
+    """A file of which nothing can be written any more."""
+
+    def __init__(self, path, mode):
+        super().__init__(io.FileIO(path, "w+"))
+
+    def write(self, block):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def raising(error):
+    def function(*arguments):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("before", ["nothing", "an empty folder", "another file"])
+@pytest.mark.parametrize("how", ["bad line", "too little", "disk full", "Ctrl-C", "after the shards"])
+def test_a_failed_preparation_leaves_nothing_in_the_way(before, how, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "new" / "out"
+    if before != "nothing":
+        out.mkdir(parents=True)
+    if before == "another file":
+        (out / "notes.txt").write_text("mine")
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 90_000 + "{\n")
+    (tmp_path / "one.jsonl").write_text('{"text": "good"}\n')
+    inputs = {"bad line": "bad.jsonl", "too little": "one.jsonl"}
+    flags = ["--tokenizer", "bytes", "--shard_tokens", "1000", "--out", str(out)]
+    there, left = tree(tmp_path), []
+    with monkeypatch.context() as patch:
+        if how == "disk full":
+            opened = {"wb+": FullDisk}
+            patch.setattr(prepare, "open", lambda path, mode: opened.get(mode, open)(path, mode), raising=False)
+        if how == "Ctrl-C":
+            patch.setattr(prepare.ShardWriter, "finish", raising(KeyboardInterrupt()))
+        if how == "after the shards":
+            patch.setattr(prepare, "atomic_write", raising(OSError(errno.ENOSPC, "No space left on device")))
+        begin = prepare._begin
+        patch.setattr(prepare, "_begin", lambda *arguments: (begin(*arguments), left.append(tree(out))))
+        code = prepare.main(["files", str(tmp_path / inputs.get(how, "a.txt")), *flags])
+    err = capsys.readouterr().err
+    assert code == (2 if how in inputs else 1) and err.count("\n") == 1, err
+    assert {"bad line": "not a JSON object", "too little": "no text fell", "Ctrl-C": "stopped: run the same"}.get(
+        how, "No space left on device: change that and run the same command again"
+    ) in err
+    assert ".tmp-unfinished" in left[0]  # while it was working
+    assert tree(tmp_path) == there
+    assert prepare.main(["files", str(tmp_path / "a.txt"), *flags[:2], "--out", str(out)]) == 0
+    assert len(independent_split(out, "train")) == 451 and len(find_shards(out, "val")) == 1
+
+
+def test_a_real_full_disk_and_a_real_interrupt(tmp_path):
+    """RLIMIT_FSIZE stands for the disk; SIGINT comes while the process waits for its input."""
+    (tmp_path / "a.txt").write_text("some text " * 500_000)
+    command = [sys.executable, "data/prepare.py", "files", tmp_path / "a.txt", "--tokenizer=bytes"]
+    command += [f"--out={tmp_path}/out"]
+    limit = (1 << 20, 1 << 20)
+    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))  # fmt: skip
+    assert full.returncode == 1 and full.stderr.startswith("error: [Errno 27] File too large: change that"), full.stderr
+    assert full.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    os.mkfifo(tmp_path / "pipe")
+    script = f"""
+import sys, data.prepare as prepare
+batches = prepare._batches
+def wait(documents):
+    print("working", flush=True)
+    open({str(tmp_path / "pipe")!r})
+    yield from batches(documents)
+prepare._batches = wait
+sys.exit(prepare.main({list(map(str, command[2:]))!r}))
+"""
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert stopped.stdout.readline() == "working\n" and (tmp_path / "out").exists()
+    stopped.send_signal(signal.SIGINT)
+    said, err = stopped.communicate(timeout=60)
+    assert (
+        stopped.returncode == 1
+        and err == "stopped: run the same command again to resume\n"
+        and not (tmp_path / "out").exists()
+    )
+
+
+def test_what_a_killed_run_left_is_not_in_the_way_of_another_command(tmp_path):
+    """Killed between two renames, at the worst moment; also where FineWeb's shards were downloaded before."""
+    out = tmp_path / "out"
+    (out / ".tmp-new").mkdir(parents=True)
+    (out / ".tmp-unfinished").write_text("python data/prepare.py fineweb10B")
+    for name in ("train_000000.bin", "train_000001.bin", "fineweb_val_000000.bin", ".tmp-new/val_000000.bin",
+                 ".tmp-new/fineweb_train_000001.bin", ".tmp-train_000007.bin"):  # fmt: skip
+        write_shard(out / name, np.zeros(9, np.uint16))
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    said = []
+    prepare.prepare("files", [tmp_path / "a.txt"], "bytes", out, say=said.append)
+    assert (
+        len(find_shards(out, "train")) == len(find_shards(out, "val")) == 1
+        and len(independent_split(out, "train")) == 451
+    )
+    assert said[-1] == f"{out} still has .tmp-new from a run that was stopped: delete what you do not need"
+    kept = ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
+    assert sorted(path.name for path in (out / ".tmp-new").iterdir()) == kept
+
+
+def test_complete_data_stay_valid_until_the_new_ones_are_complete(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    arguments = dict(
+        source="files", paths=[tmp_path / "a.txt"], tokenizer="bytes", shard_tokens=100, out=tmp_path / "out"
+    )
+    folder = prepare.prepare(**arguments, say=quiet)
+    complete = tree(folder)
+    (folder / "val_000000.bin").unlink()
+    (folder / ".tmp-unfinished").write_text("killed between the last two changes")
+    seen = []
+
+    def stop(self):
+        seen.append((folder / "meta.json").read_bytes() == complete["meta.json"] and len(find_shards(folder, "train")))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.ShardWriter, "finish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(**arguments, say=quiet)
+    assert seen == [5] and tree(folder) == {name: complete[name] for name in complete if name != "val_000000.bin"}
+    prepare.prepare(**arguments, say=quiet)
+    assert tree(folder) == complete
+
+
+def test_a_folder_that_another_process_removes_is_made_again(tmp_path):
+    """The first of two processes fails and removes the folder whose lock the second waits for."""
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-u", "data/prepare.py", "files", tmp_path / "a.txt", "--tokenizer", "bytes"]
+    with open(tmp_path / "out" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = subprocess.Popen([*command, "--out", tmp_path / "out"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert "waiting for another process" in waiting.stdout.readline()
+        prepare._clean_up(tmp_path / "out", [tmp_path / "out"])
+        assert not (tmp_path / "out").exists()
+    waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and len(independent_split(tmp_path / "out", "train")) == 451
 
 
 def test_two_processes_at_once(tmp_path):
@@ -814,6 +1027,51 @@ def serve_zip(server, monkeypatch, path, members):
     url = prepare.DOWNLOADS["wikitext2"][0]
     server.files[url.replace("{hub}", "")] = content
     monkeypatch.setitem(prepare.DOWNLOADS, "wikitext2", (url, hashlib.sha256(content).hexdigest(), len(content)))
+
+
+def test_a_failed_download_leaves_what_has_arrived_and_nothing_else(server, tmp_path, monkeypatch):
+    text = b"First Citizen:\n" * 1000
+    entry = (server.address + "/main/input.txt", hashlib.sha256(text).hexdigest(), len(text))
+    monkeypatch.setitem(prepare.DOWNLOADS, "shakespeare", entry)
+    out = tmp_path / "new" / "out"
+    with pytest.raises(UserError, match="404"):
+        prepare.prepare("shakespeare", out=out, say=quiet)
+    assert not (tmp_path / "new").exists()
+    server.files["/main/input.txt"], server.cut = text, 4
+    with pytest.raises(UserError, match="could not be downloaded"):
+        prepare.prepare("shakespeare", out=out, say=quiet)
+    assert sorted(path.name for path in out.iterdir()) == [".tmp-input.txt", ".tmp-unfinished"]
+    with pytest.raises(UserError, match="is not complete: wait for `python data/prepare.py shakespeare --out="):
+        find_shards(out, "train")
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    said = []
+    prepare.prepare("files", [tmp_path / "a.txt"], "bytes", out, say=said.append)  # another command is not in its way
+    assert said[-1].startswith(f"{out} still has .tmp-input.txt") and len(find_shards(out, "val")) == 1
+    (tmp_path / "other").mkdir()
+    (out / ".tmp-input.txt").rename(tmp_path / "other" / ".tmp-input.txt")
+    prepare.prepare("shakespeare", out=tmp_path / "other", say=quiet)
+    assert server.requests[-1][1] == "bytes=14062-" and independent_split(tmp_path / "other", "train")[1:] == [
+        *text[:13500]
+    ]
+
+
+def test_fineweb_resumes_after_a_failure_and_gives_way_to_another_source(server, tmp_path):
+    base = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+    for number, name in enumerate(["fineweb_val_000000.bin", "fineweb_train_000001.bin"]):
+        write_shard(tmp_path / name, np.full(1000 + number, number, dtype=np.uint16))
+        server.files[base + name] = (tmp_path / name).read_bytes()
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="fineweb_train_000002.bin could not be downloaded"):
+        prepare.prepare("fineweb10B", out=out, shards=2, say=quiet)
+    with pytest.raises(
+        UserError, match="is not complete: wait for `python data/prepare.py fineweb10B --out=.* --shards=2`"
+    ):
+        find_shards(out, "train")
+    server.files[base + "fineweb_train_000002.bin"] = server.files[base + "fineweb_train_000001.bin"]
+    asked = len(server.requests)
+    prepare.prepare("fineweb10B", out=out, shards=2, say=quiet)
+    assert [path for path, _ in server.requests[asked:]] == [base + "fineweb_train_000002.bin"]
+    assert len(find_shards(out, "train")) == 2 and not list(out.glob(".tmp-*"))
 
 
 def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch):

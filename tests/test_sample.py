@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import sample
+from conftest import quiet, random_gpt
+from data.prepare import prepare
+from data.shards import load_meta
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
 from runtime.checkpoint import read_checkpoint
@@ -46,3 +49,56 @@ def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
     assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
     assert get_tokenizer("bytes").decode_bytes([104, 105, 256]) == b"hi<|endoftext|>"
+
+
+def printed_perplexity(capsys) -> tuple[int, int, float, float]:
+    """Tokens, bytes, nats per token and bits per byte, as printed."""
+    form = r": ([\d,]+) tokens, ([\d,]+) bytes\n.*\(([\d.]+) nats\)\n.*\(([\d.]+) bits\)"
+    tokens, n_bytes, nats, bits = re.search(form, capsys.readouterr().out).groups()
+    return int(tokens.replace(",", "")), int(n_bytes.replace(",", "")), float(nats), float(bits)
+
+
+def test_perplexity_reads_a_file_as_preparation_does(noisy, tmp_path, capsys):
+    """With the bytes tokenizer every byte is a token, whether it is UTF-8 or not, and the loss is that of these."""
+    checkpoint = read_checkpoint(noisy)
+    gpt = GPT(GPTConfig(**checkpoint["model_config"]))
+    gpt.load_state_dict(checkpoint["model"])
+    text = "hällo wörld " * 99
+    for name, raw, tokens in (
+        ("stray", text.encode() + b"\xff\n", text.encode() + b"\xff\n"),
+        ("noise", bytes(range(256)) * 4, bytes(range(256)) * 4),
+        ("latin", text.encode("latin-1"), text.encode("latin-1")),
+        ("utf16", text.encode("utf-16"), text.encode()),
+        ("marked", text.encode("utf-8-sig"), text.encode()),
+    ):
+        (tmp_path / name).write_bytes(raw)
+        capsys.readouterr()
+        assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / name), "--dtype", "fp32"]) == 0
+        n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
+        assert n_tokens == n_bytes == len(tokens)
+        loss = sample.mean_loss(gpt, np.frombuffer(tokens, np.uint8), 256)
+        assert nats == pytest.approx(loss, abs=1e-4) and bits == pytest.approx(loss / math.log(2), abs=1e-4)
+        if name not in ("noise", "latin"):  # which preparation refuses
+            folder = prepare("files", [tmp_path / name], "bytes", tmp_path / f"{name}.data", say=quiet)
+            splits = load_meta(folder)["splits"].values()
+            assert (
+                sum(counts["bytes"] for counts in splits) == n_bytes == sum(counts["tokens"] - 1 for counts in splits)
+            )
+    (tmp_path / "bad").write_bytes("text".encode("utf-16") + b"\0")
+    (tmp_path / "empty").write_bytes(b"\xef\xbb\xbf")
+    for name, says in (("bad", "is not text (byte 10 does not decode as utf-16)"), ("empty", "empty is empty")):
+        assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / name)]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, capsys):
+    raw = b"plain text, " * 50 + b"\xff\xfe\x80" + b" and more" * 50
+    (tmp_path / "raw").write_bytes(raw)
+    model = random_gpt(vocab_size=50304)
+    sample.print_perplexity(model, gpt2, tmp_path / "raw")
+    n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
+    tokens = gpt2.tiktoken.encode_ordinary(raw.decode("utf-8", errors="replace"))
+    assert (n_tokens, n_bytes) == (len(tokens), len(raw) + 2 * 3)
+    loss = sample.mean_loss(model, np.array(tokens), gpt2.eot)
+    assert nats == pytest.approx(loss, abs=1e-4)
+    assert bits == pytest.approx(loss * len(tokens) / n_bytes / math.log(2), abs=1e-4)
