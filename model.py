@@ -19,7 +19,7 @@ from torch.optim.sgd import sgd
 
 # fmt: off
 # isort: off
-from ops import (ChunkedLinearCrossEntropy, Fp8Linear, apply_ac, attention, attention_mask, ce_fwd_bwd,
+from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask, ce_fwd_bwd,
                  gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, normal,
                  offload_activations, scatter_updates, softcap_logits, to_local, zeros)
 # isort: on
@@ -364,23 +364,23 @@ PARAM_TABLE = {
 
 
 def param_spec_name(name: str) -> str:
-    """The row of PARAM_TABLE that the parameter belongs to. Raises ValueError unless exactly one row matches."""
+    """The row of PARAM_TABLE that matches the parameter. Raises ParamTableError unless exactly one does."""
     rows = [row for row, spec in PARAM_TABLE.items() if re.fullmatch(spec.pattern, name)]
     if len(rows) != 1:
         pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
         example = f'"{name.split(".")[-1]}": ParamGroupSpec(r"{pattern}", "module", "adam"),'
         found = f"rows {', '.join(rows)}" if rows else "no row"
-        raise ValueError(f"parameter {name} matches {found} of PARAM_TABLE in model.py; it needs one, as {example}")
+        raise ParamTableError(f"parameter {name} matches {found} of PARAM_TABLE in model.py; it needs one: {example}")
     return rows[0]
 
 
 def check_param_table(model: nn.Module) -> None:
-    """Raises ValueError for a parameter without exactly one row, or with one that cannot be."""
+    """Raises ParamTableError for a parameter without exactly one row, or with one that cannot be."""
     for name, param in model.named_parameters():
         spec = PARAM_TABLE[param_spec_name(name)]
         matrices = param.dim() == 2 and len(param) % spec.split == 0
         if spec.optim not in ("muon", "adam") or spec.optim == "muon" and not matrices:
-            raise ValueError(
+            raise ParamTableError(
                 f"parameter {name} of shape {tuple(param.shape)} has optim {spec.optim!r} in PARAM_TABLE in model.py; "
                 f'expected "adam", or "muon" for a matrix whose rows its split of {spec.split} divides'
             )

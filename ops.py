@@ -367,6 +367,10 @@ def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
 # 6. Initial values: functions that fill a tensor on the CPU with torch's generator
 
 
+class ParamTableError(ValueError):
+    """A parameter that has no row of PARAM_TABLE, or one that cannot be."""
+
+
 def normal(std: float, by_fan_in: bool = True):
     """Normal with this standard deviation, for matrices times fan_in ** -0.5 (unless not by_fan_in)."""
 
@@ -392,23 +396,34 @@ def orthogonal(gain: float = 1.0):
 def module_made(make_model, name: str, seed: int) -> Tensor:
     """The value that the model's own constructors give a parameter, when torch's generator starts from `seed`.
 
-    The model is made on the CPU, without the draws of PyTorch's own layers: those of the parameter's are made alone.
+    The model is made on the CPU, without the draws of PyTorch's own layers, and again with those of the parameter's
+    layer, from the seed, if it has one: what a constructor does to the layer afterwards holds.
     """
-    layers = (nn.Linear, nn.Embedding)
-    resets = [layer.reset_parameters for layer in layers]
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+
+    def build(drawn: int | None) -> tuple[nn.Module, list[nn.Module]]:
+        """The model, and its layers in the order in which they are drawn: only that with number `drawn` really is."""
+        layers, resets = [], {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
+
+        def reset(layer: nn.Module) -> None:
+            if len(layers) == drawn:
+                torch.manual_seed(seed)
+                next(reset for kind, reset in resets.items() if isinstance(layer, kind))(layer)
+            layers.append(layer)
+
         torch.manual_seed(seed)
         try:
-            for layer in layers:
-                layer.reset_parameters = lambda self: None
-            model = make_model()
+            for kind in resets:
+                kind.reset_parameters = reset
+            return make_model(), layers
         finally:
-            for layer, reset in zip(layers, resets):
-                layer.reset_parameters = reset
+            for kind, original in resets.items():
+                kind.reset_parameters = original
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model, layers = build(None)
         owner = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, layers):
-            torch.manual_seed(seed)
-            owner.reset_parameters()
+        if any(layer is owner for layer in layers):
+            model, _ = build(next(i for i, layer in enumerate(layers) if layer is owner))
     return model.get_parameter(name).detach()
 
 
@@ -476,14 +491,14 @@ def scatter_updates(updates: Tensor, count: int, rank: int, world_size: int) -> 
 def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in.
 
-    Raises ValueError for a parameter that cannot be sharded.
+    Raises ParamTableError for a parameter that cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     for name, param in model.named_parameters():
         if param.dim() == 0:
-            raise ValueError(f"parameter {name} is a single number, which FSDP cannot shard; give it the shape (1,)")
+            raise ParamTableError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks, model):

@@ -104,6 +104,8 @@ def print_perplexity(model: GPT, tokenizer, path: Path) -> None:
     """Print a file's perplexity per token and per byte of the text that data/prepare.py would tokenize."""
     if not path.is_file():
         raise UserError(f"there is no file {path}; --perplexity wants a text file")
+    if path.suffix in (".jsonl", ".gz"):
+        raise UserError(f"{path} is not plain text, as --perplexity wants; write its texts into one file")
     tokens, n_bytes = encode_file(path, tokenizer)
     if not len(tokens):
         raise UserError(f"{path} is empty; --perplexity wants some text")

@@ -32,7 +32,8 @@ from data.shards import TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, Optimizer, generate, initial_weight, optimizer_groups
-from ops import ATTENTION_BACKENDS, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard, to_local, warm_up
+from ops import (ATTENTION_BACKENDS, ParamTableError, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard,
+                 to_local, warm_up)
 from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
                                 read_checkpoint)
 from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
@@ -216,7 +217,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
                             confidence_penalty=cfg.confidence_penalty)  # fmt: skip
         if fsdp:
             apply_fsdp(raw_model, device, dtype)
-    except ValueError as error:  # of the parameter table
+    except ParamTableError as error:
         raise UserError(str(error)) from None
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(p.nbytes for p in raw_model.parameters())
@@ -491,11 +492,13 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
     """
     cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
     timer = TrainTimer(dist_ctx.device)
+    if dist_max(dist_ctx, cfg != run_on_rank0(dist_ctx, lambda: cfg)):
+        raise UserError("the ranks have other flags than rank 0, given or from a checkpoint; start all of them alike")
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
     notes = check_hardware(cfg, dist_ctx)
     seqs_per_rank(cfg, dist_ctx.world_size)
     stream = open_stream(cfg, dist_ctx)
-    logger = RunLogger(run_folder(cfg, dist_ctx), dist_ctx.rank == 0)
+    logger = RunLogger(run_folder(cfg, dist_ctx), dist_ctx.rank == 0, made=not cfg.out_dir)
     with contextlib.closing(logger), catch_signals() as signals:
         run_on_rank0(dist_ctx, logger.lock)
         restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
@@ -506,6 +509,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
             check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
             cfg, note = resume_flags(cfg, checkpoint, path) if resumes else (cfg, f"weights from {path}")
             notes.append(note)
+        cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
         state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
         if cfg.minutes and not resumes:
             cfg.max_steps, note = choose_max_steps(state, stream, timer)
@@ -601,7 +605,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
             if eval_due():
                 reason = run_eval(state, stream, logger, timer, progress, signals)
                 stop = "signal" if reason == "signal" else stop or reason
-                if reason != "signal" and dist_max(dist_ctx, is_best(progress.evaluations, cfg)):
+                if reason != "signal" and run_on_rank0(dist_ctx, lambda: is_best(progress.evaluations, cfg)):
                     save(best=True)
             if stop and not saved and state.step > progress.first_step:
                 save()
@@ -615,9 +619,9 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
 
 
 def is_best(evaluations: list[dict], cfg: Config) -> bool:
-    """Whether the last evaluation is the lowest of several; weights are kept if there are evaluations on the way."""
+    """Whether the last evaluation is the lowest of several; to be asked on rank 0, which has those before a resume."""
     *before, last = [row["val_loss"] for row in evaluations]
-    return 0 < cfg.eval_every < cfg.max_steps and last < min(before, default=math.inf)
+    return 0 < cfg.eval_every < cfg.max_steps and last < min(filter(math.isfinite, before), default=math.inf)
 
 
 def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
@@ -722,7 +726,11 @@ def train_trials(cfg: Config) -> list[dict]:
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
         one = dataclasses.replace(cfg, seed=seed, out_dir=str(folder / f"seed_{seed}"))
         args = (Path(one.out_dir), dataclasses.asdict(one), data_folder(one))
-        summaries.append(run_on_rank0(dist_ctx, lambda args=args: load_finished_trial(*args)) or train(one))
+        try:
+            summaries.append(run_on_rank0(dist_ctx, lambda args=args: load_finished_trial(*args)) or train(one))
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # a mistake leaves no empty folder
         if summaries[-1]["stopped_by"] != "max_steps":
             break
     losses = [s["val_loss"] for s in summaries]

@@ -260,7 +260,10 @@ def _given_files(arguments, out, encoding, include, skipped):
             elif exists:
                 own.add(match)
             for path in files:
-                if out.resolve() not in path.resolve().parents:
+                if out.resolve() in path.resolve().parents:
+                    if path in own:
+                        raise UserError(f"{path} lies in the folder {out} that is to be made: choose another --out")
+                else:
                     found.setdefault(path, path.relative_to(match.parent).as_posix())
     for pattern in include:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):

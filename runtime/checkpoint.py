@@ -163,7 +163,7 @@ def find_checkpoint(
     """The file to start from, verified (None = from nothing), and whether to resume it. Raises UserError.
 
     resume and init_from are the flags; restarted: torchrun has restarted the job. A damaged checkpoint that is passed
-    over is renamed to .damaged, and `say` is told.
+    over is renamed to .damaged, and `say` is told; best weights without a checkpoint to continue from are deleted.
     """
     there = list_checkpoints(folder)
     if there and restarted:
@@ -172,6 +172,10 @@ def find_checkpoint(
         raise UserError(
             f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them to start over"
         )
+    if not there and not resume and not restarted and (folder / BEST).exists():
+        raise UserError(f"{folder} holds the {BEST} of another run; give another --out_dir, or delete it to start over")
+    if not there:
+        (folder / BEST).unlink(missing_ok=True)  # of a start that saved nothing to continue from
     if there and not resume:
         raise UserError(f"{folder} already holds {there[0].name}; add --resume to continue, or give another --out_dir")
     if resume == "newest" or (resume == "auto" and there):

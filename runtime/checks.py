@@ -29,9 +29,9 @@ def activation_budget(f) -> float:
 
 
 def lr_cap(f) -> float:
-    """The multiple of the learning rates that --schedule_from allows at most; nan for nonsense, and for "here"."""
+    """The multiple of the learning rates that --schedule_from allows at most; nan for nonsense."""
     try:
-        return 1.0 if f.schedule_from == "start" else float(f.schedule_from)
+        return 1.0 if f.schedule_from in ("start", "here") else float(f.schedule_from)
     except ValueError:
         return math.nan
 
@@ -71,6 +71,8 @@ FLAG_RULES = (
      "--profile {f.profile} starts after 3 steps; use --max_steps {profiled} or more"),
     (lambda f: f.trials > 1 and f.target_val_loss,
      "--trials compares runs of one length, so none may stop early; remove --target_val_loss"),
+    (lambda f: f.trials > 1 and f.minutes,
+     "--trials compares runs of one length, which --minutes would choose for each; give --max_steps instead"),
     (lambda f: f.trials > 1 and f.resume not in ("", "auto"),
      "--trials continues with --resume auto, not with {f.resume!r}, which is about one run"),
     (lambda f: not f.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,

@@ -1,12 +1,12 @@
 """Flags from a dataclass: each field is declared once, with flag(), and the command line, help and checks follow."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import field
+from decimal import Decimal
 
 from data.shards import UserError
 
@@ -74,12 +74,13 @@ def check_ranges(config) -> None:
 def integer(text: str) -> int:
     """An integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
     number, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m", "b") else (text, "")
-    with contextlib.suppress(ValueError):
-        return int(number) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[unit]
-    value = float(number) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[unit]
-    if not value.is_integer():
-        raise ValueError
-    return int(value)
+    try:
+        value = Decimal(number) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[unit]
+        if value == value.to_integral_value():
+            return int(value)
+    except ArithmeticError:  # not a number, or not a finite one
+        pass
+    raise ValueError
 
 
 class _Parser(argparse.ArgumentParser):

@@ -60,8 +60,9 @@ class LineWriter:
 class RunLogger:
     """The run's folder and what is told of the run. Silent on every rank but 0."""
 
-    def __init__(self, folder: Path, is_rank0: bool = True):
-        self.folder, self.is_rank0, self.was_empty = folder, is_rank0, False
+    def __init__(self, folder: Path, is_rank0: bool = True, made: bool = False):
+        """made: the folder was made for this run, and goes again if the run does not begin."""
+        self.folder, self.is_rank0, self.made = folder, is_rank0, made
         self.log = self.metrics = self.wandb = self.lock_file = None
         self.early = []  # lines from before log.txt is open
 
@@ -71,8 +72,8 @@ class RunLogger:
         Raises UserError.
         """
         try:
+            there = self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.was_empty = not any(self.folder.iterdir())
             self.lock_file = open(self.folder / ".lock", "a")
         except OSError as error:
             raise UserError(
@@ -85,8 +86,10 @@ class RunLogger:
             raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it") from None
         except OSError as error:  # some network file systems
             self.info(f"{self.folder} is not locked against a second run ({error})")
-        for partial in self.folder.glob(".tmp-*"):
-            partial.unlink()
+        self.made = self.made or not there  # known only now: another run may have been first
+        for pattern in (".tmp-ckpt_*", ".tmp-metrics.jsonl", ".tmp-summary.json"):
+            for partial in self.folder.glob(pattern):
+                partial.unlink()
 
     def open(self, config: dict, first_step: int, sources: dict[str, Path]) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
@@ -166,14 +169,16 @@ class RunLogger:
                 file.write(json.dumps(values, indent=1).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the files, and remove the folder if the run has not begun and nothing else is in it."""
+        """Close the files, and remove a folder that was made for a run that has not begun."""
+        remove = self.lock_file and self.made and not self.log
+        if remove:
+            (self.folder / ".lock").unlink(missing_ok=True)  # while it is locked
         for file in (self.log, self.metrics, self.lock_file):
             if file:
                 with contextlib.suppress(OSError):  # a full disk has been told
                     file.close()
-        if self.was_empty and not self.log:
-            (self.folder / ".lock").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
+        if remove:
+            with contextlib.suppress(OSError):  # something else is in it
                 self.folder.rmdir()
         if self.wandb:
             self.wandb.finish()
@@ -221,7 +226,7 @@ def eval_line(row: dict, max_steps: int) -> str:
 
 def closing_lines(summary: dict, trained_s: float, folder: Path, max_steps: int) -> str:
     """How the run ended, and what to do next. trained_s: seconds of training steps in this process."""
-    step, why = summary["step"], summary["stopped_by"]
+    step, why, folder = summary["step"], summary["stopped_by"], shlex.quote(str(folder))
     hint = (
         f"next: python sample.py --run {folder} | longer: python train_gpt.py --out_dir {folder} --resume --max_steps "
         f"{2 * max_steps} | on your own text: python data/prepare.py files PATH | larger: --preset gpt2-small"

@@ -20,6 +20,7 @@ def steps_within(minutes: float, step, eval_batch, n_eval_batches: float, eval_e
         step(len(seconds))
         seconds.append(time.perf_counter() - t0)
     step_s = dist_max(dist_ctx, statistics.median(seconds[1:]))
+    eval_batch()  # what happens once is not counted for every batch
     t0 = time.perf_counter()
     eval_batch()
     eval_s = dist_max(dist_ctx, time.perf_counter() - t0) * n_eval_batches

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from data.shards import UserError, load_meta, recorded_hashes
-from runtime.checkpoint import list_checkpoints
+from runtime.checkpoint import BEST, list_checkpoints
 from runtime.logger import read_finished_run
 
-RUN_FLAGS = ("resume", "out_dir", "init_from", "trials")  # about one start, not taken from a checkpoint
+RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # about one start, not taken from a checkpoint
 
 
 def newest_run(runs: Path) -> str:
@@ -26,6 +26,8 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     where there is nothing to resume yet, the given ones alone. Raises UserError when it is unclear which run is meant.
     """
     given, resume = dict(given), given.get("resume", "")
+    if given.get("minutes") and "max_steps" in given:
+        raise UserError("--minutes chooses --max_steps, so that both cannot be given; remove one of them")
     if not resume or given.get("trials", 1) > 1:
         return given
     if resume == "newest" and not given.get("out_dir"):
@@ -35,20 +37,18 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
         given["out_dir"] = given.get("out_dir") or resume
         if Path(given["out_dir"]).resolve() == path.resolve():
             given["resume"], path = "newest", None
-        elif not list_checkpoints(path):
-            raise UserError(f"there is no checkpoint in {path}; give the folder of a run that has saved one")
-        else:
-            path = list_checkpoints(path)[0]
-            given["resume"] = str(path)
-    if path and not given.get("out_dir") and (path.parent / "log.txt").exists():
+    if path and path.is_file() and not given.get("out_dir") and (path.parent / "log.txt").exists():
         given["out_dir"] = str(path.parent)
-    candidates = [path] if path else list_checkpoints(Path(given["out_dir"])) if given.get("out_dir") else []
+    if path and path.name == BEST:
+        raise UserError(f"{path} holds weights only, so it cannot be resumed; use --init_from {path}")
+    folder = path if path and path.is_dir() else Path(given["out_dir"]) if given.get("out_dir") and not path else None
+    candidates = list_checkpoints(folder) if folder else [path] if path else []
     saved = next(filter(None, map(saved_flags, candidates)), {})
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
     replaced |= {"minutes"} if "max_steps" in given else set()
     saved = {name: value for name, value in saved.items() if name in fields - replaced}
-    if given.get("preset", saved.get("preset")) != saved.get("preset"):
+    if saved and given.get("preset", saved.get("preset")) != saved.get("preset"):
         saved |= presets.get(given["preset"], {})
     return saved | given
 
@@ -110,7 +110,7 @@ def check_steps(flags: dict, checkpoint: dict, path: Path) -> None:
         )
     if flags["minutes"] not in (0.0, before.get("minutes", 0.0)):
         raise UserError(
-            f"--minutes chose --max_steps {before['max_steps']} when the run of {path} began; to run longer, give "
+            f"--minutes chooses the steps when a run begins, and that of {path} has {before['max_steps']}; give "
             "another --max_steps instead"
         )
 

@@ -39,6 +39,8 @@ class Gated(model_module.MLP):
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.noise = nn.Parameter(torch.randn(cfg.n_embd))
         self.mix = nn.Linear(cfg.n_embd, cfg.n_embd)
+        with torch.no_grad():
+            self.mix.weight[0] = 3.0  # what a constructor does to a layer of PyTorch's holds
 
     def forward(self, x):
         return self.gate * self.scale * super().forward(x + self.noise) + self.mix(x)
@@ -71,7 +73,8 @@ def test_a_parameter_starts_as_its_module_made_it(gated):
         first, second = (f"blocks.{i}.mlp.{name}" for i in range(2))
         assert torch.equal(weights[first], again[first]) and weights[first].std() > 0
         assert not torch.equal(weights[first], weights[second]) and not torch.equal(weights[first], other[first])
-    assert weights["blocks.0.mlp.mix.weight"].abs().max() <= 32**-0.5  # nn.Linear's own
+    mix = weights["blocks.0.mlp.mix.weight"]
+    assert mix[0].tolist() == [3.0] * 32 and 0 < mix[1:].abs().max() <= 32**-0.5  # the rest is nn.Linear's own
     assert torch.nn.Linear.reset_parameters.__qualname__ == "Linear.reset_parameters"
 
 
@@ -117,7 +120,7 @@ def test_rows_that_cannot_be_are_refused_when_the_model_is_built(gated, data, tm
 
 
 @pytest.mark.parametrize("text, value", [("12", 12), ("1e3", 1000), ("4k", 4000), ("2M", 2_000_000), ("1.5b", 1.5e9),
-                                         ("1_000", 1000), ("0.5k", 500)])  # fmt: skip
+                                         ("1_000", 1000), ("0.5k", 500), ("16.1k", 16100)])  # fmt: skip
 def test_integers_as_people_write_them(text, value):
     assert integer(text) == value and type(integer(text)) is int
     assert train_gpt.parse_args(["--max_steps", text])["max_steps"] == value
@@ -153,6 +156,8 @@ def test_a_plain_dataclass_field_is_a_flag(monkeypatch, data, tmp_path):
     ("--batch_size 12", "--micro_batch"), ("--dropout 0.1", "--weight_decay"), ("--eval_interval 10", "--eval_every"),
     ("--init_from gpt2", "GPT-2's weights do not fit"), ("--init_from scratch", "starts from scratch by itself"),
     ("--schedule_from here", "add --resume"), ("--minutes 5 --max_steps 10", "remove one of them"),
+    ("--resume --out_dir x --minutes 5 --max_steps 10", "remove one of them"),
+    ("--trials 2 --minutes 5", "give --max_steps instead"),
 ])  # fmt: skip
 def test_names_of_other_trainers_get_the_right_answer(argv, says, capsys):
     code, err = run_main(argv.split(), capsys)
@@ -283,6 +288,29 @@ def test_best_weights_survive_a_resume(data, tmp_path, monkeypatch):
     assert read_checkpoint(tmp_path / "run" / BEST)["step"] == 8
 
 
+def test_best_weights_alone_are_not_started_over(data, tmp_path, capsys):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / BEST).write_bytes(b"weights")
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and f"holds the {BEST} of another run" in err
+    assert run_main([*flags_of(flags), "--resume", "auto"], capsys)[0] == 0  # for jobs that start again by themselves
+    assert not (tmp_path / "run" / BEST).exists()
+    code, err = run_main(["--resume", str(tmp_path / "run" / BEST)], capsys)
+    assert code == 2 and "holds weights only, so it cannot be resumed; use --init_from" in err
+
+
+def test_schedule_from_here_without_anything_to_resume(data, tmp_path):
+    flags = TINY | dict(data=str(data), max_steps=4, resume="auto", schedule_from="here")
+    train(make_config(**flags, out_dir=str(tmp_path / "run")))
+    assert np.isfinite(rows(tmp_path / "run", "lr")).all() and rows(tmp_path / "run", "lr")[0] == 0.02
+
+
+def test_a_preset_that_is_given_again_changes_nothing(tmp_path):
+    argv = ["--preset", "laptop", "--optimizer", "adamw", "--resume", "auto", "--out_dir", str(tmp_path)]
+    assert make_config(**train_gpt.parse_args(argv)).adam_lr == 0.008
+
+
 def test_minutes_choose_the_steps_once(data, tmp_path, monkeypatch):
     """Steps of 0.5 s and evaluation batches of 0.25 s, by a clock of our own."""
     import runtime.minutes as minutes
@@ -307,16 +335,16 @@ def test_minutes_choose_the_steps_once(data, tmp_path, monkeypatch):
     )
     train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=0.5))
     saved = final(tmp_path / "run")
-    # 30 s - 2 before - 1.5 (three steps) - 0.25 - 3 - 0.9 - 2 (8 batches of evaluation) = 20.35 s, by 0.5 + 0.2 s
-    assert saved["step"] == saved["config"]["max_steps"] == 29 and saved["config"]["minutes"] == 0.5
+    # 30 s - 2 before - 1.5 (three steps) - 0.5 - 3 - 0.9 - 2 (8 batches of evaluation) = 20.1 s, by 0.5 + 0.2 s
+    assert saved["step"] == saved["config"]["max_steps"] == 28 and saved["config"]["minutes"] == 0.5
     monkeypatch.undo()
-    plain = flags | dict(out_dir=str(tmp_path / "plain"), max_steps=29)
+    plain = flags | dict(out_dir=str(tmp_path / "plain"), max_steps=28)
     train(make_config(**plain))  # the measurement has left nothing behind
     assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
     again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / "ckpt_8.pt"))
     train(make_config(**flags | again | dict(minutes=0.5)))
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "plain", "train_loss")[8:]
-    with pytest.raises(UserError, match="--minutes chose --max_steps 29"):
+    with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has 28"):
         train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0)))
 
 

@@ -127,7 +127,8 @@ FLAG_CASES = (
     dict(bf16=True, dtype="fp16"), dict(warmup_frac=0.5, cooldown_frac=0.6), dict(n_head=5), dict(batch_tokens=1000),
     dict(ngram_dropout=0.5), dict(checkpointing="1.0"), dict(checkpointing="0.5"),
     dict(compile="max-autotune", parallel="fsdp"), dict(compile="max-autotune", deterministic=True),
-    dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0), dict(trials=2, resume="newest"),
+    dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0),
+    dict(trials=2, minutes=5.0), dict(trials=2, resume="newest"),
     dict(TORCHELASTIC_MAX_RESTARTS="3"), dict(init_from="gpt2-xl"), dict(init_from="scratch"),
     dict(schedule_from="here"), dict(schedule_from="1.5"), dict(resume="auto", init_from="x.pt"),
 )  # fmt: skip
