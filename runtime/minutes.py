@@ -11,7 +11,7 @@ def steps_within(minutes: float, step, eval_batch, n_eval_batches: float, eval_e
                  dist_ctx: DistContext) -> tuple[int, str]:  # fmt: skip
     """Steps that end, with their evaluations, within so many minutes of the run's start, and what to say of it.
 
-    step(i) and eval_batch() do what is timed, and wait for the device. 3 % and 3 s are kept for the last checkpoint and
+    step(i) and eval_batch() do what is timed, and wait for the device. 5 % and 4 s are kept for imports, the last checkpoint and
     sample. The same on every rank. Raises UserError when there is no time for one step.
     """
     seconds, began = [], time.perf_counter()
@@ -24,7 +24,7 @@ def steps_within(minutes: float, step, eval_batch, n_eval_batches: float, eval_e
     t0 = time.perf_counter()
     eval_batch()
     eval_s = dist_max(dist_ctx, time.perf_counter() - t0) * n_eval_batches
-    used = dist_max(dist_ctx, elapsed_s + time.perf_counter() - began) + 3.0 + 0.03 * 60 * minutes + eval_s
+    used = dist_max(dist_ctx, elapsed_s + time.perf_counter() - began) + 4.0 + 0.05 * 60 * minutes + eval_s
     steps = int((60 * minutes - used) / (step_s + (eval_s / eval_every if eval_every else 0.0)))
     if steps < 1:
         raise UserError(

@@ -335,16 +335,16 @@ def test_minutes_choose_the_steps_once(data, tmp_path, monkeypatch):
     )
     train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=0.5))
     saved = final(tmp_path / "run")
-    # 30 s - 2 before - 1.5 (three steps) - 0.5 - 3 - 0.9 - 2 (8 batches of evaluation) = 20.1 s, by 0.5 + 0.2 s
-    assert saved["step"] == saved["config"]["max_steps"] == 28 and saved["config"]["minutes"] == 0.5
+    # 30 s - 2 before - 1.5 (three steps) - 0.5 - 4 - 1.5 - 2 (8 batches of evaluation) = 18.5 s, by 0.5 + 0.2 s
+    assert saved["step"] == saved["config"]["max_steps"] == 26 and saved["config"]["minutes"] == 0.5
     monkeypatch.undo()
-    plain = flags | dict(out_dir=str(tmp_path / "plain"), max_steps=28)
+    plain = flags | dict(out_dir=str(tmp_path / "plain"), max_steps=26)
     train(make_config(**plain))  # the measurement has left nothing behind
     assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
     again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / "ckpt_8.pt"))
     train(make_config(**flags | again | dict(minutes=0.5)))
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "plain", "train_loss")[8:]
-    with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has 28"):
+    with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has 26"):
         train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from conftest import ROOT
 
 TESTS = ("conftest", "test_train", "tests")
@@ -117,3 +118,13 @@ def test_each_test_has_a_name_of_its_own():
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert [a for a, b in itertools.pairwise(sorted(names)) if a == b] == []
+
+
+def test_the_sources_of_a_run_are_all_that_it_imports():
+    found, todo = set(), {"train_gpt"}
+    while todo:
+        name = todo.pop()
+        found.add(name)
+        todo |= (imported(name) & FILES.keys()) - found
+    paths = {f"{name.replace('.', '/')}.py" for name in found} - {"runtime.py", "data.py"}
+    assert paths <= set(train_gpt.SOURCE_FILES)
