@@ -11,8 +11,8 @@ def steps_within(minutes: float, step, eval_batch, n_eval_batches: float, eval_e
                  dist_ctx: DistContext) -> tuple[int, str]:  # fmt: skip
     """Steps that end, with their evaluations, within so many minutes of the run's start, and what to say of it.
 
-    step(i) and eval_batch() do what is timed, and wait for the device. 5 % and 4 s are kept for imports, the last checkpoint and
-    sample. The same on every rank. Raises UserError when there is no time for one step.
+    step(i) and eval_batch() do what is timed, and wait for the device. 5 % and 4 s are kept for imports, the last
+    checkpoint and sample. The same on every rank. Raises UserError when there is no time for one step.
     """
     seconds, began = [], time.perf_counter()
     while len(seconds) < 3 or dist_max(dist_ctx, time.perf_counter() - began) < min(5.0, 3.0 * minutes):
