@@ -22,6 +22,7 @@ from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, generate
 from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.launch import DTYPES, select_device, select_dtype
+from runtime.logger import printable
 
 
 def load(run: str, device: str, dtype: str, best: bool = False) -> tuple[GPT, object]:
@@ -125,12 +126,13 @@ def print_sample(model: GPT, tokenizer, args: argparse.Namespace, number: int) -
         print(f"--- sample {number + 1}")
     print(args.prompt, end="", flush=True)
     started, text, count = time.perf_counter(), codecs.getincrementaldecoder("utf-8")("replace"), 0
+    shown = printable if sys.stdout.isatty() else str  # a file gets what was drawn
     for token in generate(model, prompt, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
                           args.top_p, generator):  # fmt: skip
         if token.item() == tokenizer.eot:
             break
         count += 1
-        print(text.decode(tokenizer.decode_bytes([token.item()])), end="", flush=True)
+        print(shown(text.decode(tokenizer.decode_bytes([token.item()]))), end="", flush=True)
     print(text.decode(b"", final=True))
     print(f"({count / (time.perf_counter() - started):,.0f} tokens/s)", file=sys.stderr)
 

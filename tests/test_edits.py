@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 import model as model_module
+import sample
 import train_gpt
 from conftest import ROOT, TINY, final, flags_of, rows, run_main, run_python
 from data.shards import UserError
+from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, ParamGroupSpec
 from ops import constant, normal, ones, orthogonal, zeros
 from runtime.checkpoint import BEST, read_checkpoint
@@ -410,6 +413,29 @@ def test_samples_of_bytes_do_not_reach_the_terminal_as_commands(data, tmp_path, 
     train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1)))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\n\tc" in out
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_sampled_bytes_on_a_terminal(terminal, monkeypatch, capsys):
+    tokenizer = get_tokenizer("bytes")
+    monkeypatch.setattr(sample, "generate", lambda *args: iter(torch.tensor([[27], [91], [65], [10]])))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    args = SimpleNamespace(seed=0, num_samples=1, prompt="", max_new_tokens=4, temperature=1, top_k=0, top_p=1)
+    sample.print_sample(GPT(GPTConfig(**SHAPE)), tokenizer, args, 0)
+    assert capsys.readouterr().out == ("\ufffd[A\n\n" if terminal else "\x1b[A\n\n")
+
+
+def test_an_ordinary_run_prints_nothing_of_pytorchs_own(data, tmp_path):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=10)
+    done = run_python("train_gpt.py", *flags_of(flags), "--profile")
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_where_runs_and_data_go_from_another_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert train_gpt.data_folder(make_config()) == ROOT / "data" / "python"  # and runs/ lies in the present folder
+    assert "in the folder that you are in" in (ROOT / "README.md").read_text()
+    assert "`data/python`, beside the code" in (ROOT / "README.md").read_text()
 
 
 def test_train_returns_the_model(data, tmp_path):
