@@ -47,7 +47,7 @@ from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_
 from runtime.memory import fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.resume import (changed_flags, check_same_stream, check_steps, check_tokenizer, flags_of_run,
+from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
 # fmt: on
@@ -140,8 +140,8 @@ class Config:
 
 def make_config(**flags) -> Config:
     """A checked Config: the preset's values, with `flags` over them. Raises UserError for a wrong name or value."""
-    if flags.get("minutes") and "max_steps" in flags and not flags.get("resume"):
-        raise UserError("--minutes chooses --max_steps, so that both cannot be given; remove one of them")
+    if not flags.get("resume"):  # a resumed run's flags hold both
+        check_minutes(flags)
     flags = check_values(flags, {f.name: f for f in dataclasses.fields(Config)})
     cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
     if cfg.preset == "laptop" and cfg.optimizer == "adamw" and "adam_lr" not in flags:
@@ -431,8 +431,8 @@ def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Opt
     }
 
 
-def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> tuple[Config, str]:
-    """The flags to continue a run with, and what to say of those that have changed. Raises UserError."""
+def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
+    """Settle the flags to continue a run with; returns what to say of those that have changed. Raises UserError."""
     step, known = checkpoint["step"], {f.name for f in dataclasses.fields(Config)}
     before = Config(**{name: value for name, value in checkpoint["config"].items() if name in known})
     if cfg.minutes and cfg.minutes == before.minutes:
@@ -448,7 +448,7 @@ def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> tuple[Config, str
         rate, following = learning_rates(cfg)[cfg.optimizer == "adamw"], get_lr_multiplier(step, cfg)
         note += f"; the learning rate goes from {rate * present:.3g} to {rate * following:.3g}"
         note += " (--schedule_from here keeps it from rising)" if following > present else ""
-    return cfg, note
+    return note
 
 
 def resume(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path) -> None:
@@ -507,8 +507,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         checkpoint = read_checkpoint(path, verify=False) if path else None
         if path:
             check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
-            cfg, note = resume_flags(cfg, checkpoint, path) if resumes else (cfg, f"weights from {path}")
-            notes.append(note)
+            notes.append(resume_flags(cfg, checkpoint, path) if resumes else f"weights from {path}")
         cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
         state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
         if cfg.minutes and not resumes:

@@ -19,6 +19,12 @@ def newest_run(runs: Path) -> str:
     return f" {max(found, key=lambda path: path.stat().st_mtime).parent}, the newest here, or another run's folder"
 
 
+def check_minutes(given: dict) -> None:
+    """Raises UserError when --minutes and what it chooses are both given."""
+    if given.get("minutes") and "max_steps" in given:
+        raise UserError("--minutes chooses --max_steps, so that both cannot be given; remove one of them")
+
+
 def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: Path) -> dict:
     """The flags of the run that --resume continues, from its checkpoint, with the given ones over them.
 
@@ -26,8 +32,7 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     where there is nothing to resume yet, the given ones alone. Raises UserError when it is unclear which run is meant.
     """
     given, resume = dict(given), given.get("resume", "")
-    if given.get("minutes") and "max_steps" in given:
-        raise UserError("--minutes chooses --max_steps, so that both cannot be given; remove one of them")
+    check_minutes(given)
     if not resume or given.get("trials", 1) > 1:
         return given
     if resume == "newest" and not given.get("out_dir"):
@@ -41,8 +46,8 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
         given["out_dir"] = str(path.parent)
     if path and path.name == BEST:
         raise UserError(f"{path} holds weights only, so it cannot be resumed; use --init_from {path}")
-    folder = path if path and path.is_dir() else Path(given["out_dir"]) if given.get("out_dir") and not path else None
-    candidates = list_checkpoints(folder) if folder else [path] if path else []
+    source = path or (Path(given["out_dir"]) if given.get("out_dir") else None)
+    candidates = [] if source is None else [source] if source.is_file() else list_checkpoints(source)
     saved = next(filter(None, map(saved_flags, candidates)), {})
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
