@@ -197,6 +197,7 @@ def download(url, path, sha256=None, size=None, say=print, staging=None):
 
 # ---- Documents: each source is a generator of (split, binary stream, bytes to read from it) --------------------------
 
+ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is parsed in memory
 
@@ -204,16 +205,25 @@ LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is parsed in memory
 class Document(NamedTuple):
     """A file to read: one document, or one for each line of a .jsonl."""
 
-    name: str  # decides the split
+    name: str  # decides the split, and the place in it
     path: Path
     encoding: str = "utf-8"
     searched: bool = False  # found in a folder or by a glob: skipped when it is not text
 
 
+def hash_of(name):
+    """SHA-256 of a document's name, a number below 2^256: the same on every machine and in every run."""
+    return int(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest(), 16)
+
+
 def split_of(name, val_fraction):
-    """The split, "train" or "val", of the document with this name: the same on every machine and in every run."""
-    digest = hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest()
-    return "val" if int(digest, 16) < val_fraction * 2**256 else "train"
+    """The split, "train" or "val", of the document with this name."""
+    return "val" if hash_of(name) < val_fraction * 2**256 else "train"
+
+
+def by_hash(files):
+    """Documents in the order of the hashes of their names, and those of one name in the order of their paths."""
+    return sorted(files, key=lambda file: (hash_of(file.name), file.path.as_posix()))
 
 
 def _files_under(folder, unwanted):
@@ -611,6 +621,21 @@ def _is_done(folder, made_with, shards):
     return whole and sum("train" in name for name in meta["files"]) >= shards
 
 
+def _order(folder, files):
+    """What meta.json tells of the order of several files: nothing where a folder has them in that of their paths."""
+    by_path = (folder / "meta.json").exists() and not load_meta(folder).get("order")
+    return {} if by_path or len(files) < 2 else {"order": ORDER}
+
+
+def _already_there(folder, files):
+    """The line about a folder that is complete, with what is wrong with the order of an old one."""
+    by_path = len(files) > 1 and not _order(folder, files)
+    return f"already there: {folder}" + by_path * (
+        ", but it was made with its documents in the order of their paths, so that a part of the validation split is "
+        "no fair sample; remove it to make it again"
+    )
+
+
 DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
 FILES_DEFAULTS = {"encoding": "utf-8", "text_key": "text", "include": []}  # of the source "files" alone
 
@@ -793,7 +818,7 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
     made_with = _made_with(source, tokenizer, inputs, options)
 
     if _is_done(folder, made_with, expected_shards):  # asked before locking too: a complete folder may be read-only
-        say(f"already there: {folder}")
+        say(_already_there(folder, inputs))
         return folder
     encoder = None if fineweb else get_tokenizer(tokenizer)  # may fail: before anything is changed
     if text_key != FILES_DEFAULTS["text_key"] and not any(_is_jsonl(file.path) for file in inputs):
@@ -801,14 +826,16 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
     lock, made = _open_locked(folder, say)
     with lock:
         if _is_done(folder, made_with, expected_shards):
-            say(f"already there: {folder}")
+            say(_already_there(folder, inputs))
             return folder
         try:
+            order = _order(folder, inputs)  # a folder that has lost a shard keeps its own
             _begin(folder, source, command)
-            splits, files = _make_shards(source, origin, inputs, encoder, folder, options, skipped, say)
+            documents = by_hash(inputs) if order else inputs
+            splits, files = _make_shards(source, origin, documents, encoder, folder, options, skipped, say)
             vocab_size, eot = TOKENIZER_SIZES[tokenizer]
             meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "splits": splits, "source": origin}
-            _publish(folder, meta | {"files": files, "made_with": made_with, "command": command})
+            _publish(folder, meta | order | {"files": files, "made_with": made_with, "command": command})
         except BaseException:
             _clean_up(folder, made)
             raise

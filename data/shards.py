@@ -174,7 +174,7 @@ def load_meta(folder: str | Path) -> dict:
 
     Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
     source, files ({shard: {tokens, sha256}}). Raises UserError when they are missing or of another type. "command",
-    which makes the folder again, and "made_with" may be missing.
+    which makes the folder again, "order", of documents that come from several files, and "made_with" may be missing.
     """
     check_folder(Path(folder))
     path = Path(folder) / "meta.json"
@@ -195,7 +195,8 @@ def load_meta(folder: str | Path) -> dict:
     check(meta, [dict], "content")
     for key, kind in dict(tokenizer=str, vocab_size=int, eot=int, splits=dict, source=str, files=dict).items():
         check(meta.get(key), [kind], key)
-    check(meta.get("command"), [str, type(None)], "command")
+    for key in ("command", "order"):
+        check(meta.get(key), [str, type(None)], key)
     for split in ("train", "val"):
         counts = check(meta["splits"].get(split), [dict], f"splits.{split}")
         check(counts.get("tokens"), [int], f"splits.{split}.tokens")

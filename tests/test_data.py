@@ -10,6 +10,7 @@ import random
 import re
 import resource
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -43,6 +44,23 @@ def independent_read(path):
 
 def independent_split(folder, split):
     return [token for path in sorted(folder.glob(f"{split}_*.bin")) for token in independent_read(path)]
+
+
+def documents_of(folder, split):
+    """The documents of a split of bytes, in order."""
+    text = "".join(map(chr, independent_split(folder, split)))
+    return [document.encode("latin-1") for document in text.split(chr(256))[1:]]
+
+
+def by_sha256(names):
+    return sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+
+
+def forget_order(folder):
+    """Leaves meta.json as it was before it told the order."""
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta.pop("order") == "SHA-256 of the name"
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def run_prepare(*arguments, **environment) -> subprocess.CompletedProcess:
@@ -174,7 +192,7 @@ def test_load_meta(tmp_path):
         "{", "[]", good | {"vocab_size": "257"}, good | {"eot": True}, good | {"splits": {"train": split}},
         good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}}, {k: good[k] for k in good if k != "files"},
         good | {"files": {"../../train_0.bin": {"tokens": 2}}}, good | {"files": {"train_0.bin": {}}},
-        good | {"command": ["python"]},
+        good | {"command": ["python"]}, good | {"order": 1},
     ):  # fmt: skip
         with pytest.raises(UserError, match="meta.json"):
             load(bad)
@@ -237,14 +255,12 @@ def test_pieces_without_a_place_to_cut_stay_small(monkeypatch):
 def test_python_source_is_the_standard_library(tmp_path):
     folder = prepare.prepare("python", out=tmp_path / "python", say=quiet)
     root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(path.relative_to(root).as_posix() for path in root.glob("*.py"))
-    assert {"argparse.py", "this.py"} <= set(names)
-    splits = {split: bytes(t % 256 for t in independent_split(folder, split)) for split in ("train", "val")}
-    for name in names:  # the top level is enough to check order and split
-        content = b"\0" + (root / name).read_bytes() + b"\0"  # end-of-text is 256, so 0 here
-        split = "val" if in_val(name, 0.1) else "train"
-        if len(content) > 2:
-            assert content in splits[split] + b"\0", name
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    names = by_sha256(name for name in names if not prepare.NOT_PYTHON & set(name.split("/")))
+    assert {"argparse.py", "this.py", "json/decoder.py"} <= set(names)
+    for split in ("train", "val"):
+        contents = [(root / name).read_bytes() for name in names if in_val(name, 0.1) == (split == "val")]
+        assert documents_of(folder, split) == [content for content in contents if content]
     meta = load_meta(folder)
     assert meta["tokenizer"] == "bytes" and meta["source"].startswith("standard library of Python 3.")
     for split, counts in meta["splits"].items():
@@ -272,10 +288,72 @@ def test_split_is_a_sha256_of_the_name():
         assert prepare.split_of(name, share + 1e-4) == "val" and prepare.split_of(name, share - 1e-4) == "train"
 
 
+def test_files_stand_in_the_order_of_the_hashes_of_their_names(tmp_path):
+    """Whatever the order of the arguments and wherever the folders lie; those of one name in the order of paths."""
+    names = [f"{folder}/{letter}.txt" for folder in "yx" for letter in "abcdefghijkl"]
+    for name in names:
+        for place in ("here", "else/where"):
+            (tmp_path / place / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / place / name).write_text(name)
+    here, elsewhere = tmp_path / "here", tmp_path / "else" / "where"
+    given = [here / "x", here / "y"], [here / "y", here / "x"], [f"{here}/*"], [elsewhere / "x", elsewhere / "y"]
+    for number, paths in enumerate(given):
+        folder = prepare.prepare("files", paths, "bytes", tmp_path / str(number), val_fraction=0.5, say=quiet)
+        for split in ("train", "val"):
+            expected = by_sha256(name for name in names if in_val(name, 0.5) == (split == "val"))
+            assert documents_of(folder, split) == [name.encode() for name in expected]
+            assert len(expected) > 6 and expected not in (sorted(expected), sorted(expected, reverse=True))
+        assert load_meta(folder)["order"] == "SHA-256 of the name"
+    twice = [here / "y/a.txt", here / "y/b.txt", here / "x/b.txt", here / "x/a.txt"]
+    for number, paths in enumerate((twice, twice[::-1])):
+        folder = prepare.prepare("files", paths, "bytes", tmp_path / f"two{number}", val_fraction=0.5, say=quiet)
+        assert documents_of(folder, "val") == [b"x/a.txt", b"y/a.txt"]
+        assert documents_of(folder, "train") == [b"x/b.txt", b"y/b.txt"]
+
+
+@pytest.mark.parametrize("source", ["python", "files"])
+def test_a_folder_in_the_order_of_paths_is_kept_and_told(source, tmp_path, monkeypatch):
+    """Also when it loses a shard, so that a run which was trained on it can go on."""
+    names = [f"lib/{letter}.py" for letter in "abcdefghijkl"]
+    (tmp_path / "lib").mkdir()
+    for name in names:
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(prepare, "DATA_DIR", tmp_path)
+    monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    said, split_names = [], [name.removeprefix("lib/" if source == "python" else "") for name in names]
+    arguments = dict(source=source, tokenizer="bytes")
+    if source == "files":
+        arguments |= dict(paths=[tmp_path / "lib"], out=tmp_path / "mine")
+    folder = prepare.prepare(**arguments, val_fraction=0.5, say=quiet)
+    new = {split: documents_of(folder, split) for split in ("train", "val")}
+    forget_order(folder)
+    for lost in ("val_000000.bin", "train_000000.bin"):
+        (folder / lost).unlink()
+        prepare.prepare(**arguments, val_fraction=0.5, say=quiet)
+        for split in new:
+            kept = [name.encode() for name, own in zip(names, split_names) if in_val(own, 0.5) == (split == "val")]
+            assert documents_of(folder, split) == kept != new[split] and sorted(new[split]) == kept
+    before = tree(folder)
+    assert "order" not in load_meta(folder)
+    for _ in range(2):
+        assert prepare.prepare(**arguments, val_fraction=0.5, say=said.append) == folder and tree(folder) == before
+    line = (
+        f"already there: {folder}, but it was made with its documents in the order of their paths, so that a part of "
+        "the validation split is no fair sample; remove it to make it again"
+    )
+    assert said == [line, line]
+    with pytest.raises(UserError, match=r"\(val_fraction differs\)"):
+        prepare.prepare(**arguments, val_fraction=0.4, say=quiet)
+    shutil.rmtree(folder)
+    for _ in range(2):
+        prepare.prepare(**arguments, val_fraction=0.5, say=said.append)
+    assert {split: documents_of(folder, split) for split in new} == new and said[-1] == f"already there: {folder}"
+
+
 def test_files_of_all_kinds(tmp_path):
     corpus = tmp_path / "corpus"
     (corpus / "deep").mkdir(parents=True)
-    documents = {}  # name -> bytes, in the order in which they must appear
+    documents = {}  # name -> bytes
     lines = [f"line {i} é" for i in range(20)]
     written = "\n".join([json.dumps({"id": 1, "text": line}, ensure_ascii=i % 2 == 0) for i, line in enumerate(lines)])
     (corpus / "a.jsonl").write_text(written + "\n\n", encoding="utf-8")  # with a blank line at the end
@@ -291,8 +369,9 @@ def test_files_of_all_kinds(tmp_path):
     (corpus / ".hidden").write_text("no")
     (corpus / "deep" / "empty.txt").touch()
     expected = {"train": [], "val": []}
-    for name, raw in documents.items():
-        expected["val" if in_val(name, 0.3) else "train"] += [256, *raw]
+    for path in by_sha256({name.partition(":")[0] for name in documents}):
+        for name in (name for name in documents if name.partition(":")[0] == path):  # lines stay in their order
+            expected["val" if in_val(name, 0.3) else "train"] += [256, *documents[name]]
     assert all(len(tokens) > 50 for tokens in expected.values())
 
     arguments = [corpus, str(tmp_path / "glob*.md"), corpus / "a.jsonl"]  # what is named twice is taken once
@@ -641,6 +720,10 @@ def test_order_splits_and_shards_stay_what_they_were(which, tokenizer, gpt2, tmp
     (corpus / "lines.jsonl").write_text("".join(json.dumps({"id": 1, "text": line}) + "\n" for line in lines))
     path = corpus if which == "all" else corpus / which
     folder = prepare.prepare("files", [path], tokenizer, tmp_path / "out", val_fraction=0.2, say=quiet)
+    if which == "all":  # was in the order of paths, which a folder keeps
+        forget_order(folder)
+        (folder / "val_000000.bin").unlink()
+        prepare.prepare("files", [path], tokenizer, folder, val_fraction=0.2, say=quiet)
     hashes = [load_meta(folder)["files"][f"{split}_000000.bin"]["sha256"] for split in ("train", "val")]
     assert hashes == [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.bin"))]
     assert tuple(hashes) == SHARDS_BEFORE[which, tokenizer]
@@ -667,14 +750,21 @@ def test_an_unfinished_folder_names_the_whole_command(tmp_path, monkeypatch):
 
 
 def test_folders_made_before_these_options_are_complete(tmp_path):
-    """made_with, and the hash of the inputs, are what they were without --encoding, --text_key and --include."""
-    (tmp_path / "a.txt").write_text("text " * 99)
-    os.utime(tmp_path / "a.txt", ns=(10**18, 10**18))
-    folder = prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "out", say=quiet)
-    facts = hashlib.sha256(json.dumps([("a.txt", 495, 10**18)]).encode()).hexdigest()
-    assert load_meta(folder)["made_with"] == {
-        "source": "files", "tokenizer": "bytes", "val_fraction": 0.1, "shard_tokens": 10**8, "inputs": facts,
-    }  # fmt: skip
+    """made_with, and the hash of the inputs, are what they were without --encoding, --text_key and --include, and in
+    the order of the arguments, which was that of the documents.
+    """
+    paths = [tmp_path / "b.txt", tmp_path / "a.txt"]
+    assert by_sha256(["a.txt", "b.txt"]) == ["a.txt", "b.txt"]
+    for path in paths:
+        path.write_text("text " * 99)
+        os.utime(path, ns=(10**18, 10**18))
+    for given in (paths[1:], paths):
+        folder = prepare.prepare("files", given, "bytes", tmp_path / f"out{len(given)}", 0.5, say=quiet)
+        facts = hashlib.sha256(json.dumps([(path.name, 495, 10**18) for path in given]).encode()).hexdigest()
+        assert load_meta(folder)["made_with"] == {
+            "source": "files", "tokenizer": "bytes", "val_fraction": 0.5, "shard_tokens": 10**8, "inputs": facts,
+        }  # fmt: skip
+        assert ("order" in load_meta(folder)) == (given == paths)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
