@@ -21,7 +21,8 @@ from data.shards import TrainerError, UserError
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, generate
 from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
-from runtime.launch import DTYPES, select_device, select_dtype
+from runtime.dtype import sampling_dtype
+from runtime.launch import DTYPES, select_device
 from runtime.logger import printable
 
 
@@ -41,8 +42,10 @@ def load(run: str, device: str, dtype: str, best: bool = False) -> tuple[GPT, ob
             raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved, or a file")
         path = newest[0]
     checkpoint, place = read_checkpoint(path), select_device(device)
+    cfg = model_config(checkpoint, GPTConfig, path)
+    dtype = sampling_dtype(dtype, checkpoint["config"], cfg.n_embd, place)
     with torch.device(place):
-        model = GPT(model_config(checkpoint, GPTConfig, path), DTYPES[select_dtype(dtype, place)], loss_chunk=2048)
+        model = GPT(cfg, DTYPES[dtype], loss_chunk=2048)
     load_weights(model, checkpoint, path)
     return model.eval(), get_tokenizer(checkpoint["tokenizer"])
 
@@ -76,7 +79,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens with this probability")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES))
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto is what it was trained in")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # the text may hold what a terminal cannot show
     try:

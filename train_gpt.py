@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import statistics
 import sys
 import time
 from collections import deque
@@ -38,12 +37,13 @@ from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_c
                                 read_checkpoint)
 from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
 from runtime.describe import describe
+from runtime.dtype import saved_dtype, settle_dtype
 from runtime.errors import RunError, catch_signals, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import (DTYPES, DistContext, device_summary, dist_max, dist_mean, init_distributed, peak_flops,
-                            peak_memory_mb, precompile_header, run_on_rank0, select_dtype)
+                            peak_memory_mb, precompile_header, run_on_rank0)
 from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_loss_spike, nan_to_none, new_run_folder,
-                            printable, step_line)
+                            printable, step_line, trials_line)
 from runtime.memory import fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
@@ -111,7 +111,7 @@ class Config:
     schedule_from: str = flag("start", "here: a resumed run's learning rate never rises above its present one again")
     # systems
     compile: str = flag("off", "torch.compile every block, in this mode", COMPILE_MODES, const="default")
-    dtype: str = flag("auto", "of activations; auto is bf16 where the hardware has it, else fp32", ("auto", *DTYPES))
+    dtype: str = flag("auto", "of activations; auto is bf16 where that is faster, else fp32", ("auto", *DTYPES))
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
     fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium"))
@@ -204,7 +204,7 @@ def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
 def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None) -> TrainState:
     """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
     device, fsdp, compiled = dist_ctx.device, cfg.parallel == "fsdp", cfg.compile != "off"
-    dtype = DTYPES[select_dtype(cfg.dtype, device)]
+    dtype = DTYPES[cfg.dtype]
     if compiled and device.type == "cpu":
         precompile_header()
     budget, graphs = activation_budget(cfg), uses_cudagraphs(cfg)
@@ -386,8 +386,7 @@ def check_hardware(cfg: Config, dist_ctx: DistContext) -> list[str]:
     """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect."""
     windows = GPTConfig(window=cfg.window, seq_len=cfg.seq_len, n_layer=cfg.n_layer).layer_windows()
     windowed = any(0 < window < cfg.seq_len for window in windows)
-    dtype, preset = select_dtype(cfg.dtype, dist_ctx.device), Config(**PRESETS[cfg.preset])
-    return check_device(cfg, preset, dist_ctx.device, dtype, windowed, dist_ctx.world_size)
+    return check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx.device, windowed, dist_ctx.world_size)
 
 
 def data_folder(cfg: Config) -> Path:
@@ -437,6 +436,7 @@ def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
     before = Config(**{name: value for name, value in checkpoint["config"].items() if name in known})
     if cfg.minutes and cfg.minutes == before.minutes:
         cfg.max_steps = before.max_steps  # chosen when the run began
+    cfg.dtype = saved_dtype(cfg.dtype, checkpoint["config"])  # measured then
     check_steps(dataclasses.asdict(cfg), checkpoint, path)
     present = get_lr_multiplier(max(0, step - 1), before)
     if cfg.schedule_from == "here":
@@ -509,6 +509,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
             check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
             notes.append(resume_flags(cfg, checkpoint, path) if resumes else f"weights from {path}")
         cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
+        notes += settle_dtype(cfg, dist_ctx)
         state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
         if cfg.minutes and not resumes:
             cfg.max_steps, note = choose_max_steps(state, stream, timer)
@@ -550,8 +551,7 @@ class Progress:
 def start_progress(state: TrainState, timer: TrainTimer, rows: list[dict]) -> Progress:
     evaluations = [row for row in rows if row.get("val_loss") is not None]
     losses = deque((row["train_loss"] for row in rows if row.get("train_loss") is not None), maxlen=10)
-    dtype = select_dtype(state.cfg.dtype, state.dist_ctx.device)
-    flops = flops_per_token(state.cfg, state.raw_model), peak_flops(state.dist_ctx.device, dtype)
+    flops = flops_per_token(state.cfg, state.raw_model), peak_flops(state.dist_ctx.device, state.cfg.dtype)
     return Progress(evaluations, losses, *flops, state.step, timer.train_time, (state.step, timer.train_time))
 
 
@@ -705,7 +705,7 @@ def write_summary(state: TrainState, stream: TokenStream, logger: RunLogger, tim
         tokens=state.step * cfg.batch_tokens,
         tokens_per_s=(state.step - progress.first_step) * cfg.batch_tokens / trained if trained else math.nan,
         machine=device_summary(dist_ctx), val_tokens=stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len,
-        files=recorded_hashes(stream.meta),
+        files=recorded_hashes(stream.meta), dtype=cfg.dtype,
         data_wait_s=progress.data_wait_s, train_time_s=train_time, wall_time_s=timer.wall_time,
     ))  # fmt: skip
     if state.step > progress.first_step or not (logger.folder / "summary.json").exists():
@@ -732,13 +732,9 @@ def train_trials(cfg: Config) -> list[dict]:
                 folder.rmdir()  # a mistake leaves no empty folder
         if summaries[-1]["stopped_by"] != "max_steps":
             break
-    losses = [s["val_loss"] for s in summaries]
-    if dist_ctx.rank == 0 and len(losses) > 1 and None not in losses:
-        print(
-            f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} "
-            f"+- {statistics.stdev(losses):.4f}, "
-            f"train_time {statistics.mean(s['train_time_s'] for s in summaries):.1f} s each"
-        )
+        cfg = dataclasses.replace(cfg, dtype=saved_dtype(cfg.dtype, summaries[-1]))  # the first settles auto
+    if dist_ctx.rank == 0 and len(summaries) > 1 and all(s["val_loss"] is not None for s in summaries):
+        print(trials_line(summaries, folder))
     return summaries
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from benchmarks.harness import Bench, CaseFailed, Worker, measure_memory, median_min_max, progress, synchronize, table
 from ops import ATTENTION_BACKENDS, attention, attention_mask
-from runtime.launch import DTYPES, select_dtype
+from runtime.dtype import settle_dtype
+from runtime.launch import DTYPES
 from train_gpt import check_hardware, launch, make_config
 
 BACKENDS = ("naive", "blocked, compiled", "math", "sdpa", "flash", "efficient", "cudnn", "flex", "varlen")
@@ -56,8 +57,8 @@ def attention_case(flags: dict, backend: str):
     """Yields the dtype; for (T, tokens, variant) the most bytes that a call holds; for None its seconds."""
     cfg = make_config(**flags)
     dist_ctx = launch(cfg)
-    device = dist_ctx.device
-    dtype = DTYPES[select_dtype(cfg.dtype, device)]
+    settle_dtype(cfg, dist_ctx)
+    device, dtype = dist_ctx.device, DTYPES[cfg.dtype]
     request = yield str(dtype)
     while True:
         length, tokens, variant = request

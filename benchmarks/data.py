@@ -7,6 +7,7 @@ import time
 
 from benchmarks.harness import Bench, Worker, median_min_max, synchronize, table, timed
 from data.stream import TokenStream, prefetch
+from runtime.dtype import settle_dtype
 from runtime.launch import DistContext
 from train_gpt import TrainState, build, check_hardware, get_batch, launch, make_config, open_stream, train_step
 
@@ -54,6 +55,7 @@ def data_case(flags: dict):
     cfg = make_config(**flags)
     dist_ctx = launch(cfg)
     check_hardware(cfg, dist_ctx)
+    settle_dtype(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     request = yield measure_loader(stream, dist_ctx, cfg.batch_tokens)

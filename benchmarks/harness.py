@@ -26,6 +26,7 @@ from torch import Tensor
 
 from data.shards import TOKENIZER_SIZES, TrainerError, UserError, load_meta
 from ops import attention_kernels
+from runtime.dtype import settle_dtype
 from runtime.errors import explain_peer_failure
 from runtime.launch import (
     ALLOC_CONF_VARIABLES,
@@ -34,7 +35,6 @@ from runtime.launch import (
     peak_flops,
     peak_memory_mb,
     select_device,
-    select_dtype,
 )
 from train_gpt import (
     Config,
@@ -307,6 +307,7 @@ def build_state(flags: dict, unfused: bool = False) -> tuple[TrainState, Tensor]
     cfg = make_config(**flags)
     dist_ctx = launch(cfg)
     check_hardware(cfg, dist_ctx)
+    settle_dtype(cfg, dist_ctx)
     state = build(cfg, dist_ctx, tokenizer_size(cfg))
     state.optimizer.fused = not unfused
     for slots in state.optimizer.state.values() if unfused else ():
@@ -329,7 +330,7 @@ def step_case(flags: dict, unfused: bool = False):
         loss=losses[-1], tokens=cfg.batch_tokens, micro_batch=state.micro_batch, peak_mb=peak_memory_mb(device),
         flops=cfg.batch_tokens * flops_per_token(cfg, state.raw_model), setup_s=time.perf_counter() - t0,
         attention=attention_kernels(state.raw_model, state.micro_batch),
-        datasheet_flops=peak_flops(device, select_dtype(cfg.dtype, device)),
+        datasheet_flops=peak_flops(device, cfg.dtype),
     )  # fmt: skip
     while True:
         yield timed(device, lambda: [train_step(state, batch, 1.0) for _ in range(steps)]) / steps

@@ -19,7 +19,8 @@ from benchmarks.harness import (
 )
 from model import GPT, generate
 from runtime.checks import check_compiler
-from runtime.launch import DTYPES, peak_memory_mb, select_dtype
+from runtime.dtype import settle_dtype
+from runtime.launch import DTYPES, peak_memory_mb
 from train_gpt import gpt_config, init_weights, launch, make_config
 
 
@@ -27,9 +28,11 @@ def infer_case(flags: dict, batch: int, use_cache: bool, compiled: bool, prompt:
     """Yields seconds of warming up; then seconds to the first token and to each of `lengths` (None where patience,
     in seconds, ended), seconds a token of decoding, and peak MiB."""
     cfg = make_config(**flags)
-    device = launch(cfg).device
+    dist_ctx = launch(cfg)
+    settle_dtype(cfg, dist_ctx)
+    device = dist_ctx.device
     with device:
-        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[select_dtype(cfg.dtype, device)])
+        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype])
     init_weights(model, cfg.seed)
     model.requires_grad_(False)
     if compiled:

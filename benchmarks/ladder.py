@@ -18,7 +18,8 @@ from benchmarks.harness import (
     timed,
 )
 from runtime.checks import largest_divisor
-from runtime.launch import DTYPES, select_dtype
+from runtime.dtype import hardware_dtype
+from runtime.launch import DTYPES
 from train_gpt import Config, launch, make_config
 
 # The configuration at the foot of the ladder; `unfused` is the optimizer's loop over parameters
@@ -47,8 +48,8 @@ def unsupported_reason(change: dict, device: torch.device) -> str:
         return "TF32 needs a CUDA device of compute capability 8.0 or newer"
     if change.get("attn") == "blocked" and cuda:
         return "PyTorch's own kernels are the faster ones on CUDA"
-    if change.get("dtype") == "bf16" and select_dtype("auto", device) != "bf16":
-        return "this hardware has no bf16 matmuls; PyTorch would emulate them"
+    if change.get("dtype") == "bf16" and cuda and hardware_dtype("auto", device) != "bf16":
+        return "this GPU has no bf16 matmuls; PyTorch would emulate them"
     return ""
 
 
@@ -59,14 +60,19 @@ def matmul_flops(n: int, dtype: torch.dtype, device: torch.device) -> float:
     return 2 * n**3 / min(timed(device, lambda: torch.mm(a, b, out=out)) for _ in range(4))
 
 
-def matmul_case(flags: dict):
-    """Yields the name of the best dtype; then the FLOP/s of its matmuls, at the best size."""
+def matmul_case(flags: dict, sizes: tuple = ()):
+    """Yields {}; then the FLOP/s of matmuls by dtype, the best so far, at the best size.
+
+    On a CPU in fp32 and bf16, elsewhere in what --dtype auto is.
+    """
     device = launch(make_config(**flags)).device
-    name = select_dtype("auto", device)
-    yield name
-    sizes = (4096, 8192) if device.type == "cuda" else (1024, 2048)
+    sizes = sizes or ((4096, 8192) if device.type == "cuda" else (1024, 2048))
+    best = dict.fromkeys(("fp32", "bf16") if device.type == "cpu" else (hardware_dtype("auto", device),), 0.0)
+    yield {}
     while True:
-        best = max(matmul_flops(n, DTYPES[name], device) for n in sizes)
+        for n in sizes:
+            near = [name for name in best if best[name] >= max(best.values()) / 2]  # an emulated dtype takes minutes
+            best |= {name: max(best[name], matmul_flops(n, DTYPES[name], device)) for name in near}
         if device.type == "cuda":
             torch.cuda.empty_cache()
         yield best
@@ -85,7 +91,12 @@ class Ladder:
         self.kept = {}  # rung -> the values that it replaced
         self.rows, self.without = [], []
         self.matmuls = exits.enter_context(Worker(bench, matmul_case, bench.flags))
-        self.matmul_dtype, self.matmul_peak = self.matmuls.request(), 0.0  # FLOP/s, the best during the run
+        self.peaks = self.matmuls.request()  # dtype -> FLOP/s, the best during the run
+
+    @property
+    def matmul_peak(self) -> tuple[float, str]:
+        """FLOP/s of matmuls in the dtype that is best at them, and that dtype; 0 and "" when none could be measured."""
+        return max(((flops, name) for name, flops in self.peaks.items()), default=(0.0, ""))
 
     def start(self, values: dict) -> Worker:
         values = {**self.bench.flags, **values}
@@ -94,7 +105,7 @@ class Ladder:
 
     def measure_matmuls(self) -> None:
         try:
-            self.matmul_peak = max(self.matmul_peak, self.matmuls.request())
+            self.peaks = self.matmuls.request()
         except CaseFailed as error:
             progress(f"matmuls: {error}")
 
@@ -177,7 +188,7 @@ class Ladder:
                 row |= median_min_max([1000 * s for s in seconds], "ms")
                 row["tokens_per_s"] = 1000 * row["tokens"] / row["ms"]
                 row["flops_per_s"] = 1000 * row["flops"] / row["ms"]
-                row["of_peak"] = row["flops_per_s"] / self.matmul_peak if self.matmul_peak else None
+                row["of_peak"] = row["flops_per_s"] / self.matmul_peak[0] if self.peaks else None
                 row["mfu"] = row["datasheet_flops"] and row["flops_per_s"] / row["datasheet_flops"]
 
 
@@ -190,9 +201,10 @@ def report(ladder: Ladder) -> None:
         "mfu": ("MFU (datasheet)", ".1%"), "of_peak": ("MFU (measured matmul peak)", ".1%"),
         "micro_batch": ("micro_batch", "d"),
     }  # fmt: skip
-    limit = ladder.bench.limit_mb
+    limit, (peak, name) = ladder.bench.limit_mb, ladder.matmul_peak
+    others = "".join(f", {flops / 1e12:.3f} in {other}" for other, flops in ladder.peaks.items() if other != name)
     note = (
-        f"Matmuls reach {ladder.matmul_peak / 1e12:.3f} TFLOP/s in {ladder.matmul_dtype} in the same run. Speedup: "
+        f"Matmuls reach {peak / 1e12:.3f} TFLOP/s in {name}{others} in the same run. Speedup: "
         "median ratio of interleaved steps against the last kept configuration; the cumulative column multiplies these "
         "ratios." + (f" A case may use {limit:,} MiB." if limit else "")
     )
@@ -213,5 +225,5 @@ def bench_train(bench: Bench) -> dict:
         ladder.leave_one_out()
     ladder.summarize()
     report(ladder)
-    return dict(ladder=ladder.rows, without=ladder.without, product_flops=ladder.matmul_peak,
-                product_dtype=ladder.matmul_dtype, stack=ladder.stack)  # fmt: skip
+    flops, name = ladder.matmul_peak
+    return dict(ladder=ladder.rows, without=ladder.without, product_flops=flops, product_dtype=name, stack=ladder.stack)

@@ -131,6 +131,8 @@ def command_gives_the_flags(record: Record):
         if record.changed and "unknown flag" in str(error):
             return None
         return f"command.sh does not say how to run it again: {error}"
+    if flags.get("dtype") == "auto" and first["flags"].get("dtype") in ("bf16", "fp32"):  # what auto became there
+        flags["dtype"] = first["flags"]["dtype"]
     other = [key for key, value in comparable(flags).items() if first["flags"].get(key) != value]
     return other and f"command.sh gives other flags than {first['name']} was run with: {', '.join(other)}"
 

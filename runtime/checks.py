@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from data.shards import UserError
+from runtime.dtype import hardware_dtype
 from runtime.flags import closest
 from runtime.launch import ALLOC_CONF_VARIABLES
 
@@ -154,7 +155,7 @@ def check_flags(f) -> None:
     check_alloc_conf(f.alloc_conf)
 
 
-def check_device(f, preset, device: torch.device, dtype: str, windowed: bool, world_size: int) -> list[str]:
+def check_device(f, preset, device: torch.device, windowed: bool, world_size: int) -> list[str]:
     """Refuse flags that cannot work on this device with a UserError; returns a line for each that has no effect.
 
     preset: the flags as they are when none is given. windowed: whether a layer's window is shorter than the context.
@@ -162,8 +163,8 @@ def check_device(f, preset, device: torch.device, dtype: str, windowed: bool, wo
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
     hw = SimpleNamespace(
-        type=device.type, cuda=cuda, capability=capability, dtype=dtype, windowed=windowed,
-        masked=windowed or f.doc_mask, world_size=world_size, preset=preset,
+        type=device.type, cuda=cuda, capability=capability, windowed=windowed,
+        dtype=hardware_dtype(f.dtype, device), masked=windowed or f.doc_mask, world_size=world_size, preset=preset,
     )  # fmt: skip
     for when, text in DEVICE_RULES:
         if when(f, hw):

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ops import attention_kernels
-from runtime.launch import DistContext, allocator_settings, device_summary, select_dtype, software_versions
+from runtime.launch import DistContext, allocator_settings, device_summary, software_versions
 
 
 def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int, flops_per_token: float,
@@ -19,7 +19,7 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int, flops_pe
     muon = f"muon_lr {learning_rates[0]:.4g}, " if f.optimizer == "muon" else ""
     lines = [
         software_versions(device, repository),
-        f"device: {device_summary(dist_ctx)}, {select_dtype(f.dtype, device)}, compile {f.compile}, {parallel}, "
+        f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, "
         f"attention {attention_kernels(model, micro_batch)}, matmul precision {torch.get_float32_matmul_precision()}",
         f"data: {stream.folder}, {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, tokenizer "
         f"{meta['tokenizer']}{assumed}, evaluation on {stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens",

@@ -126,7 +126,7 @@ def precompile_header() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What auto becomes
+# The device
 
 
 def select_device(name: str) -> torch.device:
@@ -140,18 +140,6 @@ def select_device(name: str) -> torch.device:
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps was asked for, but PyTorch sees no Apple GPU here; use --device cpu")
     return torch.device(kind)
-
-
-def select_dtype(dtype: str, device: torch.device) -> str:
-    """bf16, fp16 or fp32. Auto takes bf16 only where the hardware has it: CUDA sm80+, CPUs with AMX or AVX512-BF16."""
-    if dtype != "auto":
-        return dtype
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    if device.type == "cpu":
-        flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-        return "bf16" if "amx_bf16" in flags or "avx512_bf16" in flags else "fp32"
-    return "fp32"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import statistics
 import sys
 import threading
 import time
@@ -238,6 +239,15 @@ def closing_lines(summary: dict, trained_s: float, folder: Path, max_steps: int)
         f"stopped by {why} at step {step}: train_time {summary['train_time_s']:.1f} s (data waiting "
         f"{summary['data_wait_s'] / max(trained_s, 1e-9):.2%}), wall time {summary['wall_time_s']:.1f} s; "
         f"everything is in {folder}\n{hint}"
+    )
+
+
+def trials_line(summaries: list[dict], folder: Path) -> str:
+    """Mean and deviation of the validation losses of several runs in a folder."""
+    losses, seconds = [s["val_loss"] for s in summaries], statistics.mean(s["train_time_s"] for s in summaries)
+    return (
+        f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} +- {statistics.stdev(losses):.4f}, "
+        f"train_time {seconds:.1f} s each"
     )
 
 

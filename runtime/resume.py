@@ -6,6 +6,7 @@ import torch
 
 from data.shards import UserError, load_meta, recorded_hashes
 from runtime.checkpoint import BEST, list_checkpoints
+from runtime.dtype import saved_dtype
 from runtime.logger import read_finished_run
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # about one start, not taken from a checkpoint
@@ -125,7 +126,7 @@ def load_finished_trial(folder: Path, flags: dict, data: Path) -> dict | None:
     if not flags["resume"] or not (finished := read_finished_run(folder)):
         return None
     summary, before = finished
-    changed_flags(flags, before, folder)
+    changed_flags(flags | dict(dtype=saved_dtype(flags["dtype"], before)), before, folder)
     if summary.get("files") != recorded_hashes(load_meta(data)):
         raise UserError(f"{folder} was trained on other data; give the same --data, or another --out_dir")
     return summary
