@@ -1,7 +1,8 @@
 """Measure what each optimization is worth on this machine: `python bench.py [SUBCOMMAND] [--quick] [trainer flags]`
 
 train      (the default) the ladder: optimizations added one by one; then the full stack without each of them
-loss       time to a validation loss: AdamW against Muon and each switch of the recipe, several seeds
+loss       what a change of the recipe saves of the time to a loss: AdamW, Muon and its switches, over several seeds, or
+           what --recipes FILE.json holds: flags and edited checkouts, texts, sizes (docs/benchmarks.md)
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 fit        the largest micro-batch that fits, by bisection, and throughput over batch sizes
 memory     weights, gradients, optimizer state and activations: by formula and measured, per checkpointing mode
@@ -10,6 +11,8 @@ infer      prefill and decode, with and without a KV cache, eager and compiled
 scaling    1, 2, 4, ... ranks of this machine (or the ranks that torchrun started this with): weak and strong scaling
 profile    where a step's time goes, in six lines, and the trace
 record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value
+plot DIR   a picture of the losses in runs' folders and records: plot DIR... [--x step|tokens|train_time|wall_time]
+           [--target LOSS] [--out FILE.svg|FILE.png]
 
 A step is the trainer's own train_step on dummy tokens. Every case has a process of its own; what is compared is
 interleaved (A B A B) after an untimed warm-up, with the device synchronized; figures are medians (min-max). Flags of
@@ -18,6 +21,7 @@ train_gpt.py set sizes and everything else that a benchmark does not vary itself
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -37,10 +41,11 @@ from benchmarks.infer import bench_infer
 from benchmarks.ladder import bench_train
 from benchmarks.loss import bench_loss
 from benchmarks.memory import bench_memory
+from benchmarks.plot import X_AXES, plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
 from data.shards import UserError
-from records.check import COLUMNS, check_record
+from records.check import COLUMNS, TRACKS, check_record, t_test
 from runtime.logger import nan_to_none
 from train_gpt import make_config, parse_args
 
@@ -63,6 +68,23 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the flags")
 
 
+def draw(argv: list[str]) -> int:
+    """`plot`, whose flags are its own: write the picture, say so; returns 0. Raises UserError."""
+    parser = Parser(prog="bench.py plot", description="Draw losses of runs.", allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", metavar="RUN_OR_RECORD", help="an --out_dir, or a folder of records/")
+    parser.add_argument("--x", choices=X_AXES, default="train_time", help="the horizontal axis [train_time]")
+    parser.add_argument("--target", type=float, help="a loss to draw a line at [that of a record's track]")
+    parser.add_argument("--out", default="plot.svg", metavar="FILE", help="ends in .svg or .png [plot.svg]")
+    args = parser.parse_intermixed_args(argv)
+    if args.target is not None and not math.isfinite(args.target):
+        raise UserError(f"--target {args.target} is not a loss; give a number")
+    known = {name: target for track in TRACKS.values() for name, target in track["targets"].items()}
+    names = [Path(folder).resolve().name.partition("_")[2] for folder in args.folders]
+    targets = {known[name] for name in names if name in known} if args.target is None else {args.target}
+    print(plot(args.folders, args.x, sorted(targets), args.out))
+    return 0
+
+
 def parse(argv: list[str]) -> tuple[str, str, argparse.Namespace, Bench]:
     """Subcommand, folder of a record ("" without one), flags of this script, and what a benchmark takes.
 
@@ -77,15 +99,18 @@ def parse(argv: list[str]) -> tuple[str, str, argparse.Namespace, Bench]:
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each case [5; 3 with --quick]")
     parser.add_argument("--limit_mb", type=int, default=0, help="memory that a case may use, in MiB [all there is]")
     parser.add_argument("--json", default="", metavar="FILE", help="write everything that was measured there")
+    parser.add_argument("--recipes", default="", metavar="FILE", help="loss: what to compare [AdamW, Muon, switches]")
     if "WORLD_SIZE" in os.environ and name != "scaling":
         raise UserError(f"{name} starts its own processes; use python instead of torchrun (scaling takes both)")
     if name not in (*BENCHMARKS, "record"):
-        raise UserError(f"there is no benchmark {name!r}; expected one of {', '.join((*BENCHMARKS, 'record'))}")
+        raise UserError(f"there is no benchmark {name!r}; expected one of {', '.join((*BENCHMARKS, 'record', 'plot'))}")
     if name == "record" and argv and not argv[0].startswith("-"):
         folder, *argv = argv
     args, rest = parser.parse_known_args(argv)
     if args.repeats < 0 or args.limit_mb < 0:
         raise UserError("--repeats and --limit_mb cannot be negative")
+    if args.recipes and name != "loss":
+        raise UserError("--recipes is what loss compares; remove it")
     if args.json and (not Path(args.json).resolve().parent.is_dir() or Path(args.json).is_dir()):
         raise UserError(f"--json {args.json} is a folder or not in one; give a file's name in a folder that exists")
     given = {"preset": "laptop"} if name == "loss" else {}  # with other presets it takes hours
@@ -98,9 +123,12 @@ def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 1 a case failed or rules are broken, 2 a user's mistake."""
     command = shlex.join(["python", "bench.py", *argv])
     try:
+        if argv[:1] == ["plot"]:
+            return draw(argv[1:])
         name, folder, args, bench = parse(argv)
         t0 = time.perf_counter()
-        measured = report_record(folder) if name == "record" else BENCHMARKS[name](bench)
+        more = (args.recipes, t_test) if name == "loss" else ()
+        measured = report_record(folder) if name == "record" else BENCHMARKS[name](bench, *more)
     except (UserError, CaseFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) or error.kind == "refused" else 1

@@ -45,16 +45,9 @@ def dying_case(flags, unfused):
 
 def small_matmul_case(flags):
     """ladder.matmul_case with matrices that take a hundredth of the time."""
-    import torch
+    from benchmarks.ladder import matmul_case
 
-    from benchmarks.ladder import matmul_flops
-    from runtime.launch import DTYPES, select_dtype
-
-    device = torch.device("cpu")
-    name = select_dtype("auto", device)
-    yield name
-    while True:
-        yield max(matmul_flops(512, DTYPES[name], device) for _ in range(3))
+    yield from matmul_case(flags, (512, 512, 512))
 
 
 def failing_rank(flags, repeats, threads, environment):
@@ -74,13 +67,28 @@ def failing_rank(flags, repeats, threads, environment):
     yield
 
 
-def unlucky_run(flags):
-    """A training run that diverges, whatever its flags."""
-    yield None
-    yield dict(val_loss=None), []
+# A train_gpt.py of another repository: its loss falls in a line from 5 to 5 - speed * (1 + seed / 10), in a second;
+# on the text "worse" --speed is 0.8 whatever is given. It notes the order of its runs, and fails as --how says.
+FAKE_TRAINER = r"""
+import json, os, sys
+from pathlib import Path
 
-
-def killed_run(flags):
-    """A training run that the system kills."""
-    yield None
-    os.kill(os.getpid(), signal.SIGKILL)
+flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
+text, how, speed = Path(flags["data"]).name, flags.get("how", ""), flags.get("speed", "")
+with open(Path(__file__).with_name("order.txt"), "a") as file:
+    print(flags["n_embd"], text, flags["seed"], speed, file=file)
+if how in ("refused", "crashed"):
+    print("a warning", "error: by its own words", sep="\n", file=sys.stderr)
+    sys.exit(2 if how == "refused" else 1)
+if how == "killed":
+    os.kill(os.getpid(), 9)
+steps, every, folder = int(flags["max_steps"]), int(flags["eval_every"]), Path(flags["out_dir"])
+fall = (0.8 if speed and text == "worse" else float(speed or 1)) * (1 + int(flags["seed"]) / 10 if speed else 1)
+rows = [dict(step=i, train_time_s=i / steps, val_loss=5 - fall * i / steps) for i in range(every, steps + 1, every)]
+if how == "diverged" and flags["seed"] == "1":
+    rows[-1]["val_loss"] = None
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [dict(step=1, train_loss=5.0), *rows]))
+if how != "gone":
+    stopped_by = "signal" if how == "stopped" else "max_steps"
+    (folder / "summary.json").write_text(json.dumps(dict(rows[-1], stopped_by=stopped_by)))
+"""

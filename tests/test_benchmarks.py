@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -14,11 +16,13 @@ import pytest
 import torch
 
 import bench
+import train_gpt
 from benchmarks import attention, ladder, loss, scaling
 from benchmarks.harness import Bench, CaseFailed, Worker
 from conftest import ROOT, SIZES, SMALL, measured, run_python
 from ops import attention as attention_op
 from ops import attention_mask
+from records.check import t_test
 
 COMPILED = "blocked, compiled"
 # Benchmarks that compile, or start many processes: they run beside the other tests. Test -> what python is given
@@ -79,12 +83,14 @@ def test_bench_ladder(tmp_path, monkeypatch, capsys):
     rungs = {row["name"]: row for row in report["ladder"]}
     assert list(rungs) == ["fp32 eager", *(f"+ {name}" for name, _ in ladder.LADDER)]
     assert "compute capability" in rungs["+ fp8"]["note"] and "CUDA" in rungs["+ TF32"]["note"]
+    assert "ms" in rungs["+ bf16"]  # as any rung, whatever auto is here
     done = [row for row in report["ladder"] + report["without"] if "ms" in row]
     numbers_are_finite(done)
     assert {"fp32 eager", "+ fused attention", "+ fused optimizer", "+ chunked loss"} <= {row["name"] for row in done}
     for row in done:
         assert row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(row["tokens"])
-        exact = report["product_dtype"] == "fp32" or row["name"] in ("fp32 eager", "without bf16")
+        fp32 = report["stack"]["dtype"] == "fp32" and row["name"] != "+ bf16"
+        exact = fp32 or row["name"] in ("fp32 eager", "without bf16")
         assert row["loss"] == pytest.approx(done[0]["loss"], rel=1e-4 if exact else 5e-4)  # bf16 rounds
         assert abs(row["loss"] - math.log(320)) > 0.01
         assert row["flops_per_s"] < report["product_flops"] and row["peak_mb"] > 50
@@ -93,6 +99,33 @@ def test_bench_ladder(tmp_path, monkeypatch, capsys):
     assert rungs["+ auto micro-batch"]["micro_batch"] == 8
     text = capsys.readouterr().out
     assert "### The ladder" in text and "| + fused attention |" in text
+    assert re.search(
+        r"Matmuls reach [\d.]+ TFLOP/s in (bf16, [\d.]+ in fp32|fp32, [\d.]+ in bf16) in the same run", text
+    )
+
+
+def test_the_matmul_peak_is_that_of_the_best_dtype(monkeypatch):
+    asked, speeds = [], {torch.float32: 3.0, torch.bfloat16: 5.0}
+
+    def flops(n, dtype, device):
+        asked.append((n, dtype))
+        return speeds[dtype] * n
+
+    monkeypatch.setattr(ladder, "matmul_flops", flops)
+    case = ladder.matmul_case({"device": "cpu"}, (1, 2))
+    assert next(case) == {} and next(case) == {"fp32": 6.0, "bf16": 10.0} and len(asked) == 4
+    speeds[torch.bfloat16] = 1.0  # emulated: it is not asked for larger ones
+    asked.clear()
+    case = ladder.matmul_case({"device": "cpu"}, (1, 2))
+    assert next(case) == {} and next(case) == {"fp32": 6.0, "bf16": 1.0} and next(case)["fp32"] == 6.0
+    assert [n for n, dtype in asked if dtype == torch.bfloat16] == [1]
+
+
+def test_the_rung_of_bf16_is_refused_by_gpus_without_it_only(monkeypatch):
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
+        reasons = [ladder.unsupported_reason(dict(dtype="bf16"), torch.device(kind)) for kind in ("cpu", "mps", "cuda")]
+        assert reasons[:2] == ["", ""] and ("emulate" in reasons[2]) == (not has_bf16)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
@@ -156,29 +189,173 @@ def test_bench_refuses(argv, capsys):
 # Loss
 
 
-def test_bench_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(loss, "RECIPES", dict(list(loss.RECIPES.items())[:2]))
-    report = measured(tmp_path, "loss", SMALL + " --max_steps 20 --eval_tokens 2048")
-    adam, muon = report["loss"]
+def bench_recipes(tmp_path, plan: dict, flags: str = SMALL) -> tuple[int, dict]:
+    """Exit code and JSON, if any, of `bench.py loss` with such a file of recipes."""
+    (tmp_path / "recipes.json").write_text(json.dumps(plan))
+    out = tmp_path / "out.json"
+    code = bench.main(["loss", "--recipes", str(tmp_path / "recipes.json"), *flags.split(), "--json", str(out)])
+    return code, json.loads(out.read_text()) if out.exists() else {}
+
+
+@pytest.fixture
+def fake(tmp_path) -> str:
+    """A repository whose trainer makes up its losses."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "train_gpt.py").write_text(bench_cases.FAKE_TRAINER)
+    return str(tmp_path / "fake")
+
+
+def test_bench_loss_runs_an_edited_repository(data, tmp_path, capsys):
+    for name in train_gpt.SOURCE_FILES:
+        (tmp_path / "edited" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "edited" / name)
+    source = (tmp_path / "edited" / "train_gpt.py").read_text()
+    assert source.count('group["initial_lr"] * lr_multiplier') == 1
+    edited = source.replace('group["initial_lr"] * lr_multiplier', 'group["initial_lr"] * 0')
+    (tmp_path / "edited" / "train_gpt.py").write_text(edited)
+    before = {path: path.stat().st_mtime_ns for path in [data, *data.iterdir()]}
+    recipes = {"as it is": {}, "an edit": {"repository": str(tmp_path / "edited"), "doc_align": False}}
+    plan = {"data": [str(data)], "seeds": 1, "recipes": recipes}
+    code, report = bench_recipes(tmp_path, plan, SMALL + " --max_steps 20 --eval_tokens 2048")
+    ours, edit = report["loss"]
+    assert code == 0 and edit["val_loss"] == pytest.approx(math.log(320)) and ours["val_loss"] < edit["val_loss"] - 0.5
     numbers_are_finite(report["loss"])
-    assert adam["seeds"] == muon["seeds"] == 2 and report["target"] == pytest.approx(adam["val_loss"])
-    assert muon["val_loss"] < adam["val_loss"] and muon["reached"] == "2 of 2"
-    assert 0 < muon["to_target_s"] < muon["train_time_s"] and 0 < muon["steps_to_target"] <= 20
+    assert ours["speedup"] == pytest.approx(1) and "speedup" not in edit and edit["reached"] == "0 of 1"
+    assert edit["step_ratios"] == [1.0]  # neither is evaluated before the loss that both reach
+    assert [len(run["evaluations"]) for run in report["runs"]] == [10, 10] and report["recipes"] == recipes
+    assert before == {path: path.stat().st_mtime_ns for path in [data, *data.iterdir()]}
+    text = capsys.readouterr().out
+    assert "20 steps a run, 1 seeds, interleaved" in text and "### What is saved over all texts" in text
 
 
-@pytest.mark.parametrize("how", ["refused", "killed", "diverged"])
-def test_bench_loss_without_a_baseline_says_why(how, monkeypatch, capsys):
-    if how == "refused":
-        monkeypatch.setattr(loss, "RECIPES", {"AdamW": dict(optimizer="adamw", ngram_dropout=0.5), "Muon": {}})
-    else:
-        case = dict(killed=bench_cases.killed_run, diverged=bench_cases.unlucky_run)[how]
-        monkeypatch.setattr(loss, "run_case", case)
-    code = bench.main(["loss", *SMALL.split(), "--max_steps", "2"])
-    reasons = dict(refused="--ngram_dropout is 0.5 with --ngram 0", killed="killed by the system",
-                   diverged="diverged with seed 0")  # fmt: skip
+def test_bench_loss_interleaves_and_judges_over_texts_and_sizes(fake, data, tmp_path, capsys):
+    texts = [str(shutil.copytree(data, tmp_path / name)) for name in ("better", "worse")]
+    fast, slow = {"repository": fake, "speed": 2}, {"repository": fake, "speed": 0.5, "max_steps": 40}
+    plan = {
+        "data": texts, "seeds": 2,
+        "sizes": {"small": {"n_embd": 32, "max_steps": 20}, "wide": {"n_embd": 64, "max_steps": 20}},
+        "recipes": {"baseline": {"repository": fake}, "fast": fast, "slow": slow},
+    }  # fmt: skip
+    code, report = bench_recipes(tmp_path, plan)
+    order = Path(fake, "order.txt").read_text().splitlines()
+    rotated = (("0 ", "0 2", "0 0.5"), ("1 2", "1 0.5", "1 "))
+    assert order == [f"{size} {text} {run}" for size in (32, 64) for text in ("better", "worse")
+                     for seed in rotated for run in seed]  # fmt: skip
+    assert code == 0 and len(report["runs"]) == 24 and len(report["loss"]) == 12
+    better, worse = (next(r for r in report["loss"] if r["name"] == "fast" and r["data"] == text) for text in texts)
+    for ratios in (better["time_ratios"], better["step_ratios"]):
+        assert ratios == pytest.approx([1 / 2, 1 / 2.2])
+    assert (better["sooner"], better["fewer"]) == pytest.approx((math.sqrt(2 * 2.2),) * 2) and better["seeds"] == 2
+    assert better["sooner_se"] == pytest.approx(better["sooner"] * math.log(2.2 / 2) / 2)  # of two: half their distance
+    assert (better["target"], better["reached"]) == (4, "2 of 2")
+    assert better["speedup"] == pytest.approx(2 / (1 / 2 + 1 / 2.2))  # against the median of the two
+    assert worse["time_ratios"] == pytest.approx([1 / 0.8, 1 / 0.88])  # up to its own end, which is the higher
+    assert worse["reached"] == "0 of 2" and "speedup" not in worse
+    fast, slow = (v for v in report["verdicts"] if v["size"] == "wide")
+    logs = [math.log(ratio) for ratio in better["time_ratios"] + worse["time_ratios"]]
+    assert fast["pairs"] == 4 and fast["time_saved"] == pytest.approx(1 - math.exp(sum(logs) / 4))
+    assert fast["time_p"] == pytest.approx(t_test(logs, 0.0)) and 0.05 < fast["time_p"] < 0.5
+    assert fast["worst"] == f"{texts[1]}: {1 - math.exp((logs[2] + logs[3]) / 2):.1%}" and "-19" in fast["worst"]
+    assert slow["time_saved"] < -0.1 and slow["step_saved"] < 2 * slow["time_saved"] and slow["time_p"] > 0.9
+    text = capsys.readouterr().out
+    assert text.count("20 or 40 steps a run, 2 seeds, interleaved") == 6 and f"{texts[1]}, wide" in text
+
+
+@pytest.mark.parametrize(
+    "how, code, reason",
+    [
+        ("refused", 2, "by its own words"),
+        ("crashed", 1, "FAILED: by its own words"),
+        ("killed", 1, "out of memory: killed by the system"),
+        ("diverged", 1, "diverged with seed 1"),
+        ("gone", 1, "FAILED: left no whole run (FileNotFoundError"),
+        ("stopped", 1, "FAILED: left no whole run (ValueError: stopped by signal"),
+    ],
+)
+def test_bench_loss_says_why_a_run_failed(how, code, reason, fake, data, tmp_path, capsys):
+    good, bad = {"repository": fake}, {"repository": fake, "how": how}
+    plan = {"data": [str(data)], "recipes": {"bad": bad, "good": good}}
+    assert bench_recipes(tmp_path, plan) == (code, {})
     *_, said = capsys.readouterr().err.splitlines()
-    assert code == (2 if how == "refused" else 1), said
-    assert said.startswith("error: no run of AdamW finished, so there is no target loss (") and reasons[how] in said
+    assert said.startswith(f"error: bad did not finish, so there is nothing to compare with ({reason}"), said
+    assert len(Path(fake, "order.txt").read_text().splitlines()) == (4 if how == "diverged" else 1)
+    plan = {"data": [str(data)], "seeds": 3, "recipes": {"good": good, "bad": bad, "other": good}}
+    found, report = bench_recipes(tmp_path, plan)
+    _, row, other = report["loss"]
+    assert found == reason.startswith("FAILED") and row["note"].startswith(reason) and "val_loss" not in row
+    verdict, _ = report["verdicts"]
+    assert "time_saved" not in verdict and reason in verdict["worst"] and other["time_ratios"] == [1, 1, 1]
+
+
+GOOD_RECIPES = {"a": {}, "b": {"softcap": 0}}
+
+
+@pytest.mark.parametrize(
+    "plan, reason",
+    [
+        ("{", "is not JSON"),
+        ([1], "holds [1]; expected an object"),
+        ({}, "recipes is missing; expected two or more"),
+        ({"recipes": {"a": {}}}, "expected two or more"),
+        ({"recipes": {"a": {}, "b": 3}}, "expected two or more"),
+        ('{"recipes": {"a": {}, "a": {}}}', "names 'a' twice"),
+        ({"recipes": GOOD_RECIPES, "seed": 3}, "has the key 'seed'; expected recipes, data"),
+        ({"recipes": GOOD_RECIPES, "seeds": True}, "seeds is True; expected a whole number"),
+        ({"recipes": GOOD_RECIPES, "data": "DATA"}, "expected a list of folders"),
+        ({"recipes": GOOD_RECIPES, "data": ["DATA", "DATA/"]}, "names a folder twice"),
+        ({"recipes": GOOD_RECIPES, "data": ["DATA/none"]}, "there is no data folder"),
+        ({"recipes": GOOD_RECIPES, "sizes": {"s": {"n_embed": 3}}}, "'a' at size 's': unknown flag --n_embed"),
+        ({"recipes": {"a": {}, "b": {"softcap": "0"}}}, "'b': --softcap is '0'; expected float"),
+        ({"recipes": {"a": {}, "b": {"max_steps": "9"}}}, "'b': --max_steps is '9'; expected int"),
+        ({"recipes": {"a": {}, "b": {"seed": 3}}}, "'b' sets seed, which is what this benchmark sets itself"),
+        ({"recipes": {"a": {}, "b": {"data": "DATA"}}}, "'b' sets data, which is what this benchmark sets itself"),
+        ({"recipes": {"a": {}, "b": {"repository": "DATA"}}}, "expected a checkout of this repository"),
+        ({"recipes": {"a": {}, "b": {"repository": str(ROOT), "new": [3]}}}, "'b': new is [3]; expected a number"),
+    ],
+)
+def test_bench_loss_refuses_files_of_recipes(plan, reason, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loss, "train_once", lambda *_: pytest.fail("a run was started"))
+    plan = plan if isinstance(plan, str) else json.dumps(plan)
+    (tmp_path / "recipes.json").write_text(plan.replace("DATA", str(data)))
+    assert bench.main(["loss", "--recipes", str(tmp_path / "recipes.json"), *SMALL.split()]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and reason in said
+
+
+@pytest.mark.parametrize("argv", ["loss --recipes no.json", "data --recipes no.json", "loss --limit_mb 9"] + [
+                         f"loss --{flag}" for flag in ("seed 1", "minutes 1", "softcap 0", "adam_lr 0.1")])  # fmt: skip
+def test_bench_loss_refuses(argv, monkeypatch, capsys):
+    monkeypatch.setattr(loss, "train_once", lambda *_: pytest.fail("a run was started"))
+    assert bench.main(argv.split()) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and re.search("cannot be read|remove it$|remove --limit_mb$", said)
+
+
+def curve(*losses: float, seconds: float = 1.0) -> dict:
+    """A run that is evaluated every ten steps, of so many seconds together."""
+    evaluations = [dict(step=10 * i, train_time_s=seconds * i, val_loss=x) for i, x in enumerate(losses, 1)]
+    last = evaluations[-1]
+    return dict(evaluations=evaluations, val_loss=last["val_loss"], train_time_s=last["train_time_s"],
+                steps=last["step"], dtype="fp32")  # fmt: skip
+
+
+def test_bench_loss_of_the_recipes_built_in(tmp_path, monkeypatch):
+    runs = []
+
+    def train_once(repository, flags):
+        runs.append((repository, flags))
+        adamw = flags.get("optimizer") == "adamw"
+        return curve(4.0, 3.0, 2.0) if adamw else curve(3.0, 2.0, 1.0)
+
+    monkeypatch.setattr(loss, "train_once", train_once)
+    report = measured(tmp_path, "loss")
+    assert [row["name"] for row in report["loss"]] == list(loss.RECIPES) and len(runs) == 2 * len(loss.RECIPES)
+    assert report["loss"][1]["sooner"] == pytest.approx(1.5) and report["loss"][1]["speedup"] == pytest.approx(1.5)
+    for repository, flags in runs:
+        assert (Path(repository), flags["data"]) == (ROOT, str(ROOT / "data" / "python"))
+        assert flags["max_steps"] == 40 and flags["eval_every"] == 4 and "adam_lr" not in flags
+    assert ["dtype" in flags for _, flags in runs] == [False] + [True] * (len(runs) - 1)  # the first settles it
+    assert {flags["dtype"] for _, flags in runs[1:]} == {"fp32"}
 
 
 def test_time_to_a_loss():
@@ -188,6 +365,33 @@ def test_time_to_a_loss():
     assert loss.time_to(rows, 2.25, "train_time_s") == pytest.approx(2.75)
     assert loss.time_to(rows, 2.25, "step") == pytest.approx(27.5)
     assert loss.time_to(rows, 4.5, "step") == 0 and loss.time_to(rows, 1.0, "step") is None
+
+
+def test_a_pair_is_compared_at_the_higher_final_loss():
+    slow, fast = curve(4.0, 3.0, 2.0, seconds=2.0), curve(3.5, 2.5, 1.0)
+    assert loss.paired_ratio(fast, slow, "step") == pytest.approx((20 + 10 / 3) / 30)
+    assert loss.paired_ratio(slow, fast, "step") == pytest.approx(30 / (20 + 10 / 3))
+    assert loss.paired_ratio(fast, slow, "train_time_s") == pytest.approx((2 + 1 / 3) / 6)
+    assert loss.paired_ratio(slow, slow, "train_time_s") == 1
+    rising = curve(4.0, 1.5, 2.5)  # ends above a loss that it has had: that counts
+    assert loss.paired_ratio(rising, slow, "step") == pytest.approx((10 + 10 * 1.5 / 2.5) / 25)
+
+
+def test_the_verdict_over_texts():
+    base = [curve(4.0, 3.0, 2.0), curve(4.0, 3.0, 2.0), curve(4.0, 3.0, 2.0)]
+    quicker = [curve(4.0, 3.0, 2.0, seconds=math.exp(log)) for log in (-1, -2, -3)]
+    rows = [loss.judge_text({"base": base, "new": new}, {})[1] | dict(data=text)
+            for text, new in (("good", quicker), ("bad", [curve(4.0, 3.0, 2.0, seconds=1.25)] * 3))]  # fmt: skip
+    verdict = loss.judge_recipe(rows[:1], t_test)
+    assert verdict["time_saved"] == pytest.approx(1 - math.exp(-2)) and verdict["pairs"] == 3
+    assert verdict["time_saved_se"] == pytest.approx(math.exp(-2) / math.sqrt(3)) and "worst" not in verdict
+    assert verdict["time_p"] == pytest.approx((1 - math.sqrt(12 / 14)) / 2)  # Student's t of 2 degrees, in closed form
+    assert verdict["step_saved"] == 0 and verdict["step_p"] == 1  # as many steps, only quicker ones
+    verdict = loss.judge_recipe(rows, t_test)
+    assert verdict["pairs"] == 6 and verdict["worst"] == "bad: -25.0%" and verdict["time_p"] > 0.05
+    assert verdict["time_saved"] == pytest.approx(1 - math.exp((-6 + 3 * math.log(1.25)) / 6))
+    base_row, row = loss.judge_text({"base": base[:1], "new": quicker}, {"base": CaseFailed("diverged with seed 1")})
+    assert base_row == dict(name="base", note="diverged with seed 1") and "base failed" in row["note"] and len(row) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------

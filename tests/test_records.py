@@ -4,13 +4,17 @@ import hashlib
 import json
 import math
 import shutil
+import sys
+import xml.etree.ElementTree as xml
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import bench
 import train_gpt
+from benchmarks.plot import mean_and_band, points, read_nanogpt, read_rows, thinned
 from conftest import ROOT, TINY, assert_same_run, flags_of, make_data, rows, run_main
 from data import prepare
 from data.shards import UserError
@@ -193,6 +197,17 @@ def test_records_with_their_sources_in_the_log(cheat, record, capsys):
     assert_verdict(record, capsys, CHEATS_IN_LOG[cheat][1] if cheat != "none" else "")
 
 
+@pytest.mark.parametrize(
+    "logged, says", [("auto", ""), ("bf16", ""), ("fp32", ""), ("fp16", "seed_0 was run with: dtype")]
+)
+def test_a_record_may_leave_its_dtype_to_auto(logged, says, record, capsys):
+    edit_log(record / "command.sh", "--dtype=fp32", "--dtype=auto")
+    for run in record.glob("seed_*"):
+        if logged != "fp32":
+            edit_log(run / "log.txt", '"dtype": "fp32"', f'"dtype": "{logged}"')
+    assert_verdict(record, capsys, says)
+
+
 def test_records_of_this_repository_keep_the_rules(capsys):
     records = [path for path in ROOT.glob("records/*/*") if path.is_dir() and path.parent.name in check.TRACKS]
     assert records
@@ -231,3 +246,92 @@ def test_p_values_against_tables(df, t, p):
     values = values - t * values.std() / math.sqrt(df + 1)  # so that this is their t for a mean below 0
     assert check.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
     assert check.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+ZEN4 = ROOT / "records" / "laptop" / "2026-11-21-zen4_shakespeare-1.4697"
+
+
+def run_with_rows(folder: Path, steps: int, every: int) -> Path:
+    """A run that is still going: metrics.jsonl alone, its last line torn, an evaluation that was not finite."""
+    lines = []
+    for step in range(1, steps + 1):
+        clocks = dict(step=step, tokens=64 * step, train_time_s=step / 4, wall_time_s=step / 3)
+        lines.append(clocks | dict(train_loss=1 + 4 / step))
+        lines += [clocks | dict(val_loss=None if step == every else 1 + 5 / step)] if step % every == 0 else []
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 10, "tra')
+    return folder
+
+
+def test_what_a_picture_reads_of_rows(tmp_path):
+    rows = read_rows((run_with_rows(tmp_path / "a", 20, 5) / "metrics.jsonl").read_text())
+    assert len(rows) == 24 and read_rows("") == [] == read_rows('7\n[1]\n{"st\n')
+    assert points(rows, "tokens", "val_loss").tolist() == [[640, 960, 1280], [1.5, 1 + 5 / 15, 1.25]]
+    again = [dict(step=10, tokens=640, val_loss=9.0), dict(step=0, tokens=0, val_loss=9.0), dict(step="1"), {}]
+    assert points(rows + again, "tokens", "val_loss")[1, 0] == 9.0  # a resumed run makes a step twice
+    assert points(rows, "seconds", "val_loss").shape == (2, 0)
+
+
+def test_mean_and_band_of_seeds():
+    a, b = np.array([[1.0, 2, 4], [4, 3, 1]]), np.array([[0.5, 3, 5], [5.5, 3, 1]])
+    x, mean, low, high = mean_and_band([a, b])
+    assert x.tolist() == [1, 2, 3, 4] and mean.tolist() == [4.5, 3.5, 2.5, 1.5]
+    assert low.tolist() == [4, 3, 2, 1] and high.tolist() == [5, 4, 3, 2]
+    assert mean_and_band([a])[:2].tolist() == a.tolist() and mean_and_band([a[:, :1], b[:, 1:]]).shape == (4, 0)
+    assert thinned(np.arange(2000.0).reshape(2, -1)).shape == (2, 300) and thinned(a) is a
+
+
+def test_nanogpt_logs_have_the_trainers_clock():
+    rows = read_nanogpt((ZEN4 / "baseline" / "seed_0.txt").read_text())
+    val = [row for row in rows if "val_loss" in row]
+    assert [(row["step"], row["val_loss"], row["tokens"]) for row in val] == [(0, 4.1649, 0), (2000, 1.8802, 1536000)]
+    assert val[1]["train_time_s"] == pytest.approx(81.93, abs=0.005)  # what the log's first line says
+    assert 82 < val[1]["wall_time_s"] < 86.3 and len(rows) == 2003
+    log = "step 0: train loss 4.2, val loss 4.1\niter 0: loss 4.0, time 900.0ms\niter 10: loss nan, time 50.0ms"
+    assert [row["train_time_s"] for row in read_nanogpt(log)] == pytest.approx([0.05, 0.55, 0.0])
+    assert read_nanogpt("step:1/10 val_loss:3.2") == []
+
+
+def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert bench.main(["plot", str(ZEN4), "--out", str(tmp_path / "a.svg")]) == 2
+    said = capsys.readouterr().err
+    assert said == "error: bench.py plot needs matplotlib; install it with `pip install matplotlib`\n"
+
+
+def test_plot_of_runs_and_a_record(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    a, b = run_with_rows(tmp_path / "one $run", 60, 10), run_with_rows(tmp_path / "_two & more", 3, 3)
+    empty, out = run_with_rows(tmp_path / "empty", 0, 1), tmp_path / "a.svg"
+    assert bench.main(["plot", str(a), str(b), "--x", "tokens", str(ZEN4), str(empty), "--out", str(out)]) == 0
+    assert "empty has no loss over tokens" in capsys.readouterr().out
+    texts = [element.text for element in xml.parse(out).iter("{http://www.w3.org/2000/svg}text")]
+    expected = {
+        "one $run: 1.0833", "two & more: not evaluated yet", "2026-11-21-zen4_shakespeare-1.4697, 3 seeds: 1.4316",
+        "nanoGPT's recipe, 3 seeds: 1.8961", "target 1.4697", "training tokens", "validation loss (nats per token)",
+    }  # fmt: skip
+    assert expected <= set(texts) and out.stat().st_size < 100_000
+    for name in ("b.svg", "c.svg", "d.PNG"):
+        assert bench.main(["plot", str(a), "--target", "1.3", "--out", str(tmp_path / name)]) == 0
+    picture = (tmp_path / "b.svg").read_text()
+    assert "target 1.3<" in picture and picture == (tmp_path / "c.svg").read_text()
+    assert (tmp_path / "d.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [("", "RUN_OR_RECORD"), ("no", "no metrics.jsonl"), ("empty", "wait for"), ("run --x loss", "--x"),
+     ("run --target nan", "not a loss"), ("run --out a.pdf", ".svg or .png"), ("run --out no/a.svg", "written"),
+     ("run --quick", "unrecognized")],
+)  # fmt: skip
+def test_plot_refuses(flags, said, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("run", 4), ("empty", 0)):
+        run_with_rows(Path(name), steps, 2)
+    assert bench.main(["plot", *flags.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
