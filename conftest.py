@@ -32,7 +32,7 @@ from train_gpt import main, make_config, sample_text, train
 ROOT = Path(__file__).resolve().parent
 
 TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=8, max_steps=20, device="cpu",
-            dtype="fp32", loss_chunk=100, eval_every=0, eval_tokens=2048, log_every=1,
+            dtype="fp32", ngram=0, loss_chunk=100, eval_every=0, eval_tokens=2048, log_every=1,
             muon_lr=0.02, adam_lr=0.004)  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------

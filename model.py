@@ -1,7 +1,7 @@
-"""What is computed: GPT, generation, the table of parameters, and its optimizer (Muon + Adam).
+"""What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
-Read from top to bottom: GPTConfig, modules, GPT, KV cache and generation, parameter table, optimizer. Everything that
-only decides how it is computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops.py.
+Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only decides how it is
+computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops.py; what reads it, in generation.py.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from torch.optim.sgd import sgd
 
 # fmt: off
 # isort: off
+from generation import KVCache, LayerCache
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask, ce_fwd_bwd,
                  gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, normal,
                  offload_activations, scatter_updates, softcap_logits, to_local, zeros)
@@ -43,10 +44,16 @@ class GPTConfig:
     ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
     softcap: float = 15.0  # tanh soft-capping of logits to (-softcap, softcap); 0 disables
     rope_theta: float = 10000.0
+    version: int = 2  # of what is computed below: a checkpoint of another one is refused
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that tell positions; the others are free to tell contents."""
+        return self.head_dim // 4 * 2
 
     def layer_windows(self) -> list[int]:
         """Tokens that each layer's attention sees, itself included (0 = the whole context).
@@ -83,9 +90,22 @@ def norm(x: Tensor) -> Tensor:
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of x (B, T, H, D), with cos and sin (T, 1, D/2)."""
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin), dim=-1)
+    """Rotary position embedding (Su et al. 2021) of x (B, T, H, D) in its first R dimensions; cos, sin (T, 1, R/2)."""
+    half = cos.size(-1)
+    x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+
+
+def look_back(k: Tensor, rotary_dim: int, starts: Tensor | None, past: LayerCache | None) -> Tensor:
+    """Keys (B, T, H, D) with the dimensions beyond rotary_dim of the token before; zeros where there is none.
+
+    A query then finds what followed an earlier token like its own in one layer instead of two (partial key offset, of
+    the NanoGPT speedrun). starts: bool (B, T, 1, 1), where a document begins, or None.
+    """
+    turned, still = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
+    first = torch.zeros_like(still[:, :1]) if past is None else past.exchange(still[:, -1:])
+    before = torch.cat((first, still[:, :-1]), dim=1)
+    return torch.cat((turned, before if starts is None else before.masked_fill(starts, 0)), dim=-1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -93,14 +113,16 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.n_head, self.head_dim, self.backend = cfg.n_head, cfg.head_dim, "sdpa"
+        self.n_head, self.head_dim, self.rotary_dim, self.backend = cfg.n_head, cfg.head_dim, cfg.rotary_dim, "sdpa"
         self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, past: "LayerCache | None") -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
+                past: LayerCache | None) -> Tensor:  # fmt: skip
         batch, length, n_embd = x.shape
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
-        q, k = apply_rotary_emb(norm(qk), cos, sin).split(self.n_head, 2)
+        q, k = norm(qk).split(self.n_head, 2)
+        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(look_back(k, self.rotary_dim, starts, past), cos, sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = past.append(k, v)
@@ -130,15 +152,15 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask=None, past: "LayerCache | None" = None) -> Tensor:
+    def forward(self, x: Tensor, *inputs) -> Tensor:
         with offload_activations(strided=self.compiled is not None) if self.offload else contextlib.nullcontext():
-            return (self.compiled or self.forward_with_ac)(x, cos, sin, mask, past)
+            return (self.compiled or self.forward_with_ac)(x, *inputs)
 
     def forward_with_ac(self, *inputs) -> Tensor:
         return apply_ac(self.checkpointing, self._forward, *inputs)
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask, past: "LayerCache | None") -> Tensor:
-        x = x + self.attn(norm(x), cos, sin, mask, past)
+    def _forward(self, x: Tensor, *inputs) -> Tensor:
+        x = x + self.attn(norm(x), *inputs)
         return x + self.mlp(norm(x))
 
 
@@ -177,15 +199,15 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.checkpointing, block.offload, block.attn.backend = checkpointing, offload, attn
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
-        self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.head_dim // 2), persistent=False)
+        self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
         self.reset_buffers()
         check_param_table(self)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
         """(Re)compute the rotary tables, which no checkpoint holds."""
-        half, theta = self.cfg.head_dim // 2, self.cfg.rope_theta
+        half, theta = self.cfg.rotary_dim // 2, self.cfg.rope_theta
         frequency = theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
         position = torch.arange(self.cfg.seq_len, dtype=torch.float64, device="cpu")  # not every device has float64
         angle = torch.outer(position, frequency)[:, None]
@@ -198,7 +220,7 @@ class GPT(nn.Module):
             block.compiled = torch.compile(block.forward_with_ac, mode=mode, dynamic=False, fullgraph=True)
         self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=False, fullgraph=True)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: "KVCache | None" = None,
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None,
                 last: bool = False) -> Tensor:  # fmt: skip
         """idx and targets are integer (B, T), T <= seq_len; a target of -1 is not counted.
 
@@ -217,9 +239,10 @@ class GPT(nn.Module):
         cos, sin = (table[past:end].to(self.compute_dtype) for table in (self.cos, self.sin))
         backend = self.attn if cache is None else "sdpa"
         masks = {w: attention_mask(backend, tokens, length, w, self.doc_eot) for w in set(self.windows)}
+        starts = None if self.doc_eot is None else (tokens[:, -length:] == self.doc_eot)[..., None, None]
         x = norm(self.embed(tokens, length).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, masks[self.windows[i]], cache and cache.layers[i])
+            x = block(x, cos, sin, starts, masks[self.windows[i]], cache and cache.layers[i])
         x = norm(x)
         if targets is not None:
             return self.loss(x.flatten(0, 1), targets.flatten())
@@ -246,6 +269,16 @@ class GPT(nn.Module):
         # One sum over all lengths: separate lookups would each make a gradient as large as the table
         return x + F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights).view(x.shape).to(x.dtype)
 
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a token of a whole context, forward and backward.
+
+        6 a weight that multiplies, and 12 * n_embd a token attended to.
+        """
+        t = self.cfg.seq_len
+        attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
+        weights = sum(p.numel() for n, p in self.named_parameters() if n not in ("wte.weight", "ngrams.weight"))
+        return 6 * weights + 12 * self.cfg.n_embd * attended
+
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
         if self.loss_chunk:
@@ -262,82 +295,7 @@ class GPT(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. KV cache and generation
-
-
-class LayerCache:
-    """One layer's keys and values, (B, n_head, max_len, head_dim) each, filled from the left."""
-
-    def __init__(self, k: Tensor, v: Tensor):
-        self.k, self.v, self.length = k, v, 0
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, n_head, T, head_dim) behind what is there; returns all keys and values so far."""
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start : self.length] = k
-        self.v[:, :, start : self.length] = v
-        return self.k[:, :, : self.length], self.v[:, :, : self.length]
-
-
-class KVCache:
-    """Keys and values of the tokens a model has read: each new token then costs one position, not the whole text."""
-
-    def __init__(self, model: GPT, batch: int):
-        cfg, device = model.cfg, model.wte.weight.device
-        shape = (2, batch, cfg.n_head, cfg.seq_len, cfg.head_dim)
-        self.layers = [
-            LayerCache(*torch.zeros(shape, dtype=model.compute_dtype, device=device)) for _ in range(cfg.n_layer)
-        ]
-        self.length, self.tokens = 0, torch.zeros((batch, cfg.seq_len), dtype=torch.int64, device=device)
-
-    def append_tokens(self, idx: Tensor) -> Tensor:
-        """Note the tokens idx (B, T) that are about to be read; returns all of them so far, int64 (B, length)."""
-        start, self.length = self.length, self.length + idx.size(1)
-        self.tokens[:, start : self.length] = idx
-        return self.tokens[:, : self.length]
-
-
-@torch.no_grad()
-def generate(model: GPT, idx: Tensor, n_tokens: int, vocab_size: int, temperature: float = 1.0, top_k: int = 0,
-             top_p: float = 1.0, generator: torch.Generator | None = None, use_cache: bool = True):  # fmt: skip
-    """Continue the prompt idx, integer (B, T >= 1): yields n_tokens times the next tokens, int64 (B,).
-
-    temperature 0 takes the likeliest token; top_k keeps the k likeliest (0 = all); top_p the fewest whose probability
-    reaches it (Holtzman et al. 2019). Ids from vocab_size on are padding of the head and never drawn. Past the
-    model's context, the last half of it is read again as the new context.
-    """
-    context, cache = idx[:, -model.cfg.seq_len :], None
-    for _ in range(n_tokens):
-        if context.size(1) > model.cfg.seq_len:
-            context, cache = context[:, -(model.cfg.seq_len // 2 or 1) :], None
-        if not use_cache:
-            logits = model(context, last=True)[:, -1]
-        elif cache is None:
-            cache = KVCache(model, context.size(0))
-            logits = model(context, cache=cache)[:, -1]
-        else:
-            logits = model(context[:, -1:], cache=cache)[:, -1]
-        token = sample_token(logits[:, :vocab_size], temperature, top_k, top_p, generator)
-        yield token
-        context = torch.cat((context, token[:, None]), dim=1)
-
-
-def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float,
-                 generator: torch.Generator | None) -> Tensor:  # fmt: skip
-    """One token a row from fp32 logits (B, V), int64 (B,)."""
-    if temperature < 1e-6:  # dividing by less overflows
-        return logits.argmax(-1)
-    values, order = (logits / temperature).sort(descending=True)
-    p = values.softmax(-1)
-    if top_k:
-        p[:, top_k:] = 0
-    if top_p < 1:
-        p[p.cumsum(-1) - p >= top_p * p.sum(-1, keepdim=True)] = 0
-    return order.gather(1, torch.multinomial(p, 1, generator=generator))[:, 0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. The parameter table
+# 4. The parameter table
 
 
 class ParamGroupSpec(NamedTuple):
@@ -415,7 +373,7 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 6. Muon + Adam
+# 5. Muon + Adam
 
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
 # singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
@@ -450,12 +408,23 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def even_rows(x: Tensor) -> Tensor:
+    """Each of x (M, rows, cols) with rows of one length, and the Frobenius norm that it had; all-zero rows stay.
+
+    Every neuron then moves as far (NorMuon, Li et al. 2025, with the rows' own lengths for their running means).
+    """
+    even = F.normalize(x.float(), dim=-1)
+    norms = [torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True, dtype=torch.float32) for t in (x, even)]
+    return (even * (norms[0] / norms[1].clamp(min=1e-6))).to(x.dtype)
+
+
 class Optimizer(torch.optim.Optimizer):
     """Muon for the matrices inside the blocks, Adam (decoupled weight decay) for all else; for 1..N ranks.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): Nesterov momentum, then each matrix's update
-    is replaced by its orthogonal factor. Matrices of one shape within a group are stacked and orthogonalized in one
-    batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or not, and exchange the results.
+    is replaced by its orthogonal factor with even rows. Matrices of one shape within a group are stacked and
+    orthogonalized in one batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or not, and
+    exchange the results.
     Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
     a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards.
     `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
@@ -468,6 +437,7 @@ class Optimizer(torch.optim.Optimizer):
         self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for group in self.param_groups:
+            group.setdefault("momentum", group["betas"][0])
             slots = ("momentum",) if group["kind"] == "muon" else ("exp_avg", "exp_avg_sq")
             for p in group["params"]:
                 place = dict(device="cpu", pin_memory=p.is_cuda) if offload else dict(device=p.device)
@@ -520,7 +490,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def muon_update(self, group: dict, params: list[Tensor], skip: Tensor, momenta: list[Tensor]) -> None:
         weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
-        count, (rows, cols), beta, split = len(params), params[0].shape, group["betas"][0], group["split"]
+        count, (rows, cols), beta, split = len(params), params[0].shape, group["momentum"], group["split"]
         for grad, momentum in zip(grads, momenta):
             # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
             torch.where(skip, momentum, grad, out=grad)
@@ -535,7 +505,7 @@ class Optimizer(torch.optim.Optimizer):
         def orthogonalize(updates: Tensor) -> Tensor:
             if not len(updates):  # more ranks than matrices
                 return updates
-            return newton_schulz(updates.view(-1, rows // split, cols)).reshape(-1, rows, cols).contiguous()
+            return even_rows(newton_schulz(updates.view(-1, rows // split, cols))).reshape(-1, rows, cols).contiguous()
 
         if hasattr(params[0], "to_local"):  # FSDP: whole matrices are made on their owners
             whole = gather_whole_matrices(nesterov(slice(None)), rows, self.rank, self.world_size)

@@ -19,7 +19,8 @@ import torch
 from data.prepare import encode_file
 from data.shards import TrainerError, UserError
 from data.tokenizers import get_tokenizer
-from model import GPT, GPTConfig, generate
+from generation import generate
+from model import GPT, GPTConfig
 from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.dtype import sampling_dtype
 from runtime.launch import DTYPES, select_device

@@ -173,6 +173,7 @@ def plain_loop(data, noisy, steps):
         norms.append(math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters())))
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1, (cfg.max_steps - step) / (cfg.cooldown_frac * cfg.max_steps))
+            group["momentum"] = 0.85 + 0.1 * step / 300
         optimizer.step()
         optimizer.zero_grad()
     return (losses, norms), first

@@ -30,7 +30,8 @@ from data.prepare import prepare
 from data.shards import TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
-from model import GPT, GPTConfig, Optimizer, generate, initial_weight, optimizer_groups
+from generation import generate
+from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
 from ops import (ATTENTION_BACKENDS, ParamTableError, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard,
                  to_local, warm_up)
 from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
@@ -42,8 +43,8 @@ from runtime.errors import RunError, catch_signals, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import (DTYPES, DistContext, device_summary, dist_max, dist_mean, init_distributed, peak_flops,
                             peak_memory_mb, precompile_header, run_on_rank0)
-from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_loss_spike, nan_to_none, new_run_folder,
-                            printable, step_line, trials_line)
+from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
+                            new_run_folder, printable, step_line, trials_line)
 from runtime.memory import fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
@@ -54,15 +55,16 @@ from runtime.resume import (changed_flags, check_minutes, check_same_stream, che
 
 HERE = Path(__file__).resolve().parent
 ROOMS = [path for room in ("data", "runtime") for path in sorted((HERE / room).glob("*.py"))]
-SOURCE_FILES = ("train_gpt.py", "model.py", "ops.py", *(path.relative_to(HERE).as_posix() for path in ROOMS))
+SOURCES = [*map(HERE.joinpath, ("train_gpt.py", "model.py", "generation.py", "ops.py")), *ROOMS]
+SOURCE_FILES = tuple(path.relative_to(HERE).as_posix() for path in SOURCES)
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Config: every flag, declared once. The command line, help, checks, log and checkpoint follow from here.
 
 PRESETS = {
-    "laptop": dict(n_layer=4, n_head=1, n_embd=128, seq_len=256, batch_tokens=4096, max_steps=500, muon_lr=0.04,
-                   adam_lr=0.012, eval_every=100, eval_tokens=131072),
+    "laptop": dict(n_layer=2, n_head=1, n_embd=128, seq_len=256, ngram=6, ngram_rows=65536, batch_tokens=8192,
+                   max_steps=400, muon_lr=0.03, adam_lr=0.012, eval_every=100, eval_tokens=131072),
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
@@ -90,7 +92,7 @@ class Config:
     vocab_size: int = flag(0, "rows of the head; 0 is the tokenizer's, rounded up to a multiple of 64")
     ngram: int = flag(0, "add hashed embeddings of n-grams of length 2..N; 0 disables")
     ngram_rows: int = flag(16384, "rows of the table that all n-grams share", min=1)
-    ngram_dropout: float = flag(0.0, "probability of dropping an n-gram embedding in training (reduces overfitting)")
+    ngram_dropout: float = flag(-1.0, "probability of dropping an n-gram in training; -1 is by epochs", min=-1)
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(2048, "tokens per chunk of lm_head + cross-entropy; 0 disables chunking")
     # optimizer
@@ -212,7 +214,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         with torch.device("meta" if fsdp else device):
             raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
                             checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
-                            doc_eot=eot if cfg.doc_mask else None, ngram_dropout=cfg.ngram_dropout,
+                            doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
                             offload=cfg.offload == "activations" and device.type == "cuda",
                             confidence_penalty=cfg.confidence_penalty)  # fmt: skip
         if fsdp:
@@ -260,14 +262,6 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
     return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else 0.002)
 
 
-def flops_per_token(cfg: Config, raw_model: GPT) -> float:
-    """Floating-point operations of one token, forward and backward: 6 a weight, and 12 * n_embd a token attended to."""
-    t = cfg.seq_len
-    attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in raw_model.windows)
-    weights = sum(p.numel() for n, p in raw_model.named_parameters() if n not in ("wte.weight", "ngrams.weight"))
-    return 6 * weights + 12 * cfg.n_embd * attended
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Step and evaluation
 
@@ -277,6 +271,17 @@ def get_lr_multiplier(step: int, cfg: Config) -> float:
     warmup, cooldown = cfg.warmup_frac * cfg.max_steps, cfg.cooldown_frac * cfg.max_steps
     up, down = (step + 1) / warmup if warmup else 1.0, (cfg.max_steps - step) / cooldown if cooldown else 1.0
     return min(lr_cap(cfg), up, down)
+
+
+def get_momentum(step: int, final: float) -> float:
+    """Muon's momentum in update number `step`: it rises to the parameter table's over 300 steps (NanoGPT speedrun)."""
+    return final - max(0.0, final - 0.85) * max(0.0, 1 - step / 300)
+
+
+def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
+    """--ngram_dropout; by itself the higher, the more often the run sees its data, as n-grams are learned by heart."""
+    epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
+    return cfg.ngram_dropout if cfg.ngram_dropout >= 0 else min(0.6, 0.3 * math.log2(max(1.0, 2 * epochs)))
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -332,6 +337,7 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
         torch._foreach_mul_([to_local(grad) for grad in grads], (state.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in state.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_multiplier
+        group["momentum"] = get_momentum(state.step, group["betas"][0])
     state.optimizer.step(skip)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=not uses_cudagraphs(state.cfg))
@@ -514,6 +520,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         if cfg.minutes and not resumes:
             cfg.max_steps, note = choose_max_steps(state, stream, timer)
             notes.append(note)
+        state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
         if path:
             load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
         if resumes:
@@ -522,8 +529,8 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         if cfg.wandb:
             run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
         rows = logger.open(flags, state.step, {name: HERE / name for name in SOURCE_FILES})
-        flops, rates = flops_per_token(cfg, state.raw_model), learning_rates(cfg)
-        for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, flops, rates, HERE), *notes):
+        rates = learning_rates(cfg)
+        for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE), *notes):
             logger.info(line)
         try:
             summary = loop(state, stream, logger, timer, signals, rows)
@@ -551,7 +558,7 @@ class Progress:
 def start_progress(state: TrainState, timer: TrainTimer, rows: list[dict]) -> Progress:
     evaluations = [row for row in rows if row.get("val_loss") is not None]
     losses = deque((row["train_loss"] for row in rows if row.get("train_loss") is not None), maxlen=10)
-    flops = flops_per_token(state.cfg, state.raw_model), peak_flops(state.dist_ctx.device, state.cfg.dtype)
+    flops = state.raw_model.flops_per_token(), peak_flops(state.dist_ctx.device, state.cfg.dtype)
     return Progress(evaluations, losses, *flops, state.step, timer.train_time, (state.step, timer.train_time))
 
 
@@ -615,12 +622,6 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 break
         run_on_rank0(dist_ctx, saver.finish)
     return write_summary(state, stream, logger, timer, progress, signals[0] if stop == "signal" and signals else stop)
-
-
-def is_best(evaluations: list[dict], cfg: Config) -> bool:
-    """Whether the last evaluation is the lowest of several; to be asked on rank 0, which has those before a resume."""
-    *before, last = [row["val_loss"] for row in evaluations]
-    return 0 < cfg.eval_every < cfg.max_steps and last < min(filter(math.isfinite, before), default=math.inf)
 
 
 def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):

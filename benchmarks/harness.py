@@ -41,7 +41,6 @@ from train_gpt import (
     TrainState,
     build,
     check_hardware,
-    flops_per_token,
     launch,
     make_config,
     train_step,
@@ -328,7 +327,7 @@ def step_case(flags: dict, unfused: bool = False):
     steps = max(1, math.ceil(0.2 / once))
     yield dict(
         loss=losses[-1], tokens=cfg.batch_tokens, micro_batch=state.micro_batch, peak_mb=peak_memory_mb(device),
-        flops=cfg.batch_tokens * flops_per_token(cfg, state.raw_model), setup_s=time.perf_counter() - t0,
+        flops=cfg.batch_tokens * state.raw_model.flops_per_token(), setup_s=time.perf_counter() - t0,
         attention=attention_kernels(state.raw_model, state.micro_batch),
         datasheet_flops=peak_flops(device, cfg.dtype),
     )  # fmt: skip

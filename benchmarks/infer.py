@@ -17,7 +17,8 @@ from benchmarks.harness import (
     table,
     tokenizer_size,
 )
-from model import GPT, generate
+from generation import generate
+from model import GPT
 from runtime.checks import check_compiler
 from runtime.dtype import settle_dtype
 from runtime.launch import DTYPES, peak_memory_mb

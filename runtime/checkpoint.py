@@ -118,6 +118,11 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, i
 def model_config(checkpoint: dict, kind: type, path):
     """The model's configuration as an instance of the dataclass `kind`. Raises UserError when it is not one."""
     defaults, saved = dataclasses.asdict(kind()), checkpoint["model_config"]
+    if saved.get("version", 1) != defaults["version"]:
+        raise UserError(
+            f"{path} holds version {saved.get('version', 1)} of the model, and this is version {defaults['version']}, "
+            "which computes something else; use the source that made it, as its run's folder has it"
+        )
     if any(key not in defaults or type(defaults[key]) is not type(value) for key, value in saved.items()):
         raise UserError(f"{path} is not a checkpoint of this trainer: its model is {saved}; use another")
     return kind(**saved)

@@ -56,9 +56,9 @@ FLAG_RULES = (
      "--n_head"),
     (lambda f: f.batch_tokens % f.seq_len,
      "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}"),
-    (lambda f: f.ngram_dropout and (f.ngram < 2 or f.ngram_dropout >= 1),
-     "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1, and n-grams to "
-     "drop, as with --ngram 4"),
+    (lambda f: f.ngram_dropout > 0 and f.ngram < 2 or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
+     "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
+     "n-grams to drop, as with --ngram 4"),
     (lambda f: f.checkpointing not in AC_MODES and not 0 < activation_budget(f) < 1,
      "--checkpointing is {f.checkpointing!r}; expected none, selective, full or a number between 0 and 1"),
     (lambda f: activation_budget(f) < 1 and f.compile == "off",

@@ -270,6 +270,15 @@ def new_run_folder(preset: str) -> Path:
             raise UserError(f"the run's folder {path} cannot be made ({error}); give another --out_dir") from None
 
 
+def is_best(evaluations: list[dict], f) -> bool:
+    """Whether the last evaluation is the lowest of several; to be asked on rank 0, which has those before a resume.
+
+    f: the flags as attributes.
+    """
+    *before, last = [row["val_loss"] for row in evaluations]
+    return 0 < f.eval_every < f.max_steps and last < min(filter(math.isfinite, before), default=math.inf)
+
+
 def is_loss_spike(loss: float, before: Sequence[float]) -> bool:
     """Whether a logged loss is above the mean of those before it by 4 standard deviations and by 0.1."""
     return len(before) >= 5 and loss > np.mean(before) + max(0.1, 4 * np.std(before))

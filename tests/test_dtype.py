@@ -60,7 +60,7 @@ def test_bf16_must_be_faster_on_a_cpu(fp32, bf16, name, cpu):
     asked, cfg = cpu(fp32, bf16), make_config()
     said = f"dtype auto: {name}, matmuls of this model reach {bf16:.3f} TFLOP/s in bf16 and {fp32:.3f} in fp32"
     assert dtype.settle_dtype(cfg, DistContext(torch.device("cpu"))) == [said] and cfg.dtype == name
-    assert dtype.settle_dtype(cfg, DistContext(torch.device("cpu"))) == [] and asked == [(128, 4096)]
+    assert dtype.settle_dtype(cfg, DistContext(torch.device("cpu"))) == [] and asked == [(128, 8192)]
 
 
 def test_hardware_decides_on_gpus(monkeypatch, cpu):

@@ -125,7 +125,7 @@ def test_compiler_that_fails_is_said(data, tmp_path):
 
 FLAG_CASES = (
     dict(bf16=True, dtype="fp16"), dict(warmup_frac=0.5, cooldown_frac=0.6), dict(n_head=5), dict(batch_tokens=1000),
-    dict(ngram_dropout=0.5), dict(checkpointing="1.0"), dict(checkpointing="0.5"),
+    dict(ngram_dropout=0.5, ngram=0), dict(checkpointing="1.0"), dict(checkpointing="0.5"),
     dict(compile="max-autotune", parallel="fsdp"), dict(compile="max-autotune", deterministic=True),
     dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0),
     dict(trials=2, minutes=5.0), dict(trials=2, resume="newest"),
@@ -142,7 +142,7 @@ DEVICE_CASES = (
 NO_EFFECT_CASES = (
     ("cpu", dict(alloc_conf="max_split_size_mb:64")), ("cuda", dict(alloc_conf="max_split_size_mb:64")),
     ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)), ("cpu", dict(parallel="ddp")),
-    ("cpu", dict(ngram=1)), ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99)),
+    ("cpu", dict(ngram=1)), ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99, ngram=0)),
     ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cuda", dict(doc_mask=True)),
 )  # fmt: skip
 

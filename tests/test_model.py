@@ -13,7 +13,8 @@ import model
 import ops
 import train_gpt
 from conftest import TINY, compiler_works, final, random_gpt, rows, run_python, saved_for_backward, tiny_run
-from model import GPTConfig, Optimizer, generate, newton_schulz
+from generation import KVCache, generate, sample_token
+from model import GPTConfig, Optimizer, even_rows, newton_schulz
 from ops import attention, attention_mask
 from runtime.launch import DistContext
 from train_gpt import make_config, select_attn_backend
@@ -132,7 +133,8 @@ def reference_gpt(weights: dict, cfg: GPTConfig, idx) -> torch.Tensor:
     def norm(x):
         return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
-    d, half = cfg.n_embd // cfg.n_head, cfg.n_embd // cfg.n_head // 2
+    d = cfg.n_embd // cfg.n_head
+    half = d // 4  # half of the dimensions turn, in pairs
     angle = torch.arange(idx.size(1))[:, None] * cfg.rope_theta ** (-torch.arange(half).double() / half)
     turn = torch.polar(torch.ones_like(angle), -angle)  # a rotation is a complex product
     x = w["wte.weight"][idx]
@@ -146,10 +148,14 @@ def reference_gpt(weights: dict, cfg: GPTConfig, idx) -> torch.Tensor:
     for layer in range(cfg.n_layer):
         q, k, v = (norm(x) @ w[f"blocks.{layer}.attn.qkv.weight"].T).chunk(3, -1)
         q, k, v = (t.view(*idx.shape, cfg.n_head, d).transpose(1, 2) for t in (q, k, v))
-        q, k = (
-            torch.complex(norm(t)[..., :half].contiguous(), norm(t)[..., half:].contiguous()) * turn for t in (q, k)
-        )
-        q, k = (torch.cat((t.real, t.imag), -1) for t in (q, k))
+        turned, still = [], []
+        for t in map(norm, (q, k)):
+            pairs = torch.complex(t[..., :half].contiguous(), t[..., half : 2 * half].contiguous()) * turn
+            turned.append(torch.cat((pairs.real, pairs.imag), -1))
+            still.append(t[..., 2 * half :])
+        for t in reversed(range(idx.size(1))):  # a key says what token came before
+            still[1][:, :, t] = still[1][:, :, t - 1] if t else 0
+        q, k = (torch.cat(parts, -1) for parts in zip(turned, still))
         y = reference_attention(q, k, v, cfg.layer_windows()[layer])
         x = x + y.transpose(1, 2).flatten(2) @ w[f"blocks.{layer}.attn.proj.weight"].T
         hidden = (norm(x) @ w[f"blocks.{layer}.mlp.fc.weight"].T).clamp(min=0) ** 2
@@ -204,9 +210,8 @@ def test_flops_against_a_counter():
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             gpt(idx, idx).backward()
         full, seen = (3 * 12 * 32 * keys for keys in (24, attended))  # the counter sees a full square of scores
-        cfg = make_config(n_layer=3, n_head=2, n_embd=32, seq_len=24, batch_tokens=24, window=window)
         expected = counter.get_total_flops() / 24 - full + seen
-        assert train_gpt.flops_per_token(cfg, gpt) == pytest.approx(expected, rel=1e-6)
+        assert gpt.flops_per_token() == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,7 +360,7 @@ def test_cached_logits_equal_uncached():
     for doc_eot in (None, 3):
         gpt = random_gpt(window="SL:5", ngram=4)
         gpt.doc_eot = doc_eot
-        cache, whole = model.KVCache(gpt, 2), gpt(idx)
+        cache, whole = KVCache(gpt, 2), gpt(idx)
         for start, end in ((0, 7), (7, 8), (8, 15), (15, 24)):  # pieces of several lengths
             got = gpt(idx[:, start:end], cache=cache)
             torch.testing.assert_close(got[:, 0], whole[:, end - 1], rtol=1e-4, atol=1e-5)
@@ -365,7 +370,7 @@ def test_cached_logits_equal_uncached():
 def test_a_cache_is_refused_with_targets_and_beyond_the_context():
     gpt = random_gpt()
     idx = torch.zeros((2, 20), dtype=torch.int64)
-    cache = model.KVCache(gpt, 2)
+    cache = KVCache(gpt, 2)
     with pytest.raises(ValueError, match="cache .* cannot be combined with targets"):
         gpt(idx, idx, cache=cache)
     assert cache.length == 0  # a refused call leaves it as it was
@@ -378,12 +383,12 @@ def test_a_cache_is_refused_with_targets_and_beyond_the_context():
 def test_top_k_and_top_p_draw_from_the_likeliest():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     g = torch.Generator().manual_seed(0)
-    p = torch.bincount(model.sample_token(logits, 1.0, 0, 1.0, g), minlength=4) / 4000
+    p = torch.bincount(sample_token(logits, 1.0, 0, 1.0, g), minlength=4) / 4000
     torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
-    assert set(model.sample_token(logits, 1.0, 2, 1.0, g).tolist()) == {0, 1}
-    assert set(model.sample_token(logits, 1.0, 0, 0.8, g).tolist()) == {0, 1}
-    assert set(model.sample_token(logits, 1.0, 0, 0.81, g).tolist()) == {0, 1, 2}
-    assert set(model.sample_token(logits, 0, 0, 1.0, g).tolist()) == {0}
+    assert set(sample_token(logits, 1.0, 2, 1.0, g).tolist()) == {0, 1}
+    assert set(sample_token(logits, 1.0, 0, 0.8, g).tolist()) == {0, 1}
+    assert set(sample_token(logits, 1.0, 0, 0.81, g).tolist()) == {0, 1, 2}
+    assert set(sample_token(logits, 0, 0, 1.0, g).tolist()) == {0}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -589,6 +594,7 @@ def test_muon_against_torch(monkeypatch):
     start = [torch.randn(s, generator=generator) for s in shapes]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     group = dict(params=ours, names=list("abcd"), kind="muon", lr=0.05, betas=(0.9, 0.0), weight_decay=0.3, split=1)
+    monkeypatch.setattr(model, "even_rows", lambda x: x)
     optimizer = Optimizer([group], ns_dtype=torch.bfloat16)
     oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
     random_steps(optimizer, ours)
@@ -599,10 +605,33 @@ def test_muon_against_torch(monkeypatch):
         assert ((optimizer.state[a]["momentum"] - momentum).norm() / momentum.norm()) < 0.03
 
 
+def test_rows_are_made_even():
+    x = torch.randn((3, 6, 4), generator=torch.Generator().manual_seed(0))
+    x[1] *= 10
+    x[1, 2] = 0
+    even = even_rows(x)
+    torch.testing.assert_close(even.norm(dim=(1, 2)), x.norm(dim=(1, 2)))
+    lengths = even.norm(dim=-1)
+    assert lengths[1, 2] == 0 and torch.equal(even_rows(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
+    lengths[1, 2] = lengths[1, 0]
+    torch.testing.assert_close(lengths, lengths[:, :1].expand(3, 6))
+    torch.testing.assert_close(F.cosine_similarity(even, x, dim=-1), (x.norm(dim=-1) > 0).float())
+
+
+def test_momentum_rises_over_300_steps():
+    rising = [train_gpt.get_momentum(step, 0.95) for step in (0, 150, 299, 300, 10**6)]
+    assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95])
+    assert train_gpt.get_momentum(0, 0.5) == 0.5  # of a row of the table that wants less
+    state = train_gpt.build(make_config(**TINY), train_gpt.launch(make_config(**TINY)), 257)
+    batch, state.step = torch.zeros((16, 33), dtype=torch.int64), 150
+    train_gpt.train_step(state, batch, 1.0)
+    assert {group["momentum"] for group in state.optimizer.param_groups if group["kind"] == "muon"} == {rising[1]}
+
+
 def test_muon_orthogonalizes_stacked_matrices_one_by_one():
     p = torch.nn.Parameter(torch.zeros(12, 4))
     p.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    expected = -torch.cat([newton_schulz(part[None])[0] for part in p.grad.chunk(3)])
+    expected = -torch.cat([even_rows(newton_schulz(part[None]))[0] for part in p.grad.chunk(3)])
     Optimizer([dict(params=[p], names=["p"], kind="muon", lr=1.0, betas=(0.95, 0.0), weight_decay=0.0, split=3)]).step()
     torch.testing.assert_close(p.detach(), expected, rtol=1e-4, atol=1e-5)
 
