@@ -455,7 +455,7 @@ def worked_edits() -> dict[str, str]:
 
 @pytest.mark.parametrize("title", worked_edits())
 def test_worked_edits_apply_and_train(title, data, tmp_path):
-    for name in ("train_gpt.py", "model.py", "ops.py", "data", "runtime"):
+    for name in ("train_gpt.py", "model.py", "generation.py", "ops.py", "data", "runtime"):
         source, target = ROOT / name, tmp_path / "repo" / name
         if source.is_file():
             target.parent.mkdir(exist_ok=True)
