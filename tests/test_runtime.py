@@ -1,6 +1,7 @@
 """What carries a run: folder, checkpoints, log, errors, signals. Bad numbers, full disks and kills lose nothing."""
 
 import contextlib
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -40,6 +41,7 @@ from conftest import (
     run_torchrun,
 )
 from data.shards import UserError, write_shard
+from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer
 from runtime import checkpoint
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
@@ -249,6 +251,40 @@ def test_checkpoint_of_another_shape_data_or_optimizer(data, plain, tmp_path, ca
     (tmp_path / "other" / "meta.json").write_text(json.dumps(meta))
     code, err = run_main(flags, capsys)
     assert code == 2 and "was trained on other data" in err
+
+
+def test_checkpoint_of_another_version_of_the_model(data, plain, tmp_path, capsys):
+    content = final(plain)
+    del content["model_config"]["version"]  # as before there were versions
+    content["sha256"] = content_hash(content)
+    torch.save(content, tmp_path / "ckpt_20.pt")
+    for flag in ("resume", "init_from"):
+        flags = TINY | dict(data=data, out_dir=tmp_path / flag, max_steps=25) | {flag: tmp_path / "ckpt_20.pt"}
+        code, err = run_main(flags_of(flags), capsys)
+        assert code == 2 and "holds version 1 of the model, and this is version 2" in err
+
+
+def test_ngram_dropout_by_epochs(data, tmp_path):
+    """0 where nothing is seen twice, more the more often, and what is given where it is given; a resumed run's own."""
+    stream = TokenStream(data, 32, 512)  # 56 steps an epoch
+    cfg = make_config(**TINY | dict(ngram=3, ngram_rows=65))
+    chosen = [
+        train_gpt.get_ngram_dropout(dataclasses.replace(cfg, max_steps=n), stream) for n in (10, 28, 56, 224, 9999)
+    ]
+    assert chosen[0] == 0 and chosen == sorted(chosen) and 0.1 < chosen[2] < chosen[3] <= chosen[4] < 0.7
+    for given in (0.0, 0.4):
+        assert (
+            train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=given, max_steps=999), stream) == given
+        )
+    common = TINY | dict(
+        data=str(data), ngram=3, ngram_rows=65, max_steps=60, save_every=30, out_dir=str(tmp_path / "run")
+    )
+    model = train(make_config(**common), return_model=True)[1]
+    expected = train_gpt.get_ngram_dropout(make_config(**common), stream)
+    assert (
+        model.ngram_dropout == expected > 0.1
+        and f"ngram_dropout {expected:.2g}" in (tmp_path / "run/log.txt").read_text()
+    )
 
 
 def test_checkpoints_of_other_branches_are_safe(data, tmp_path):
