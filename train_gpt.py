@@ -281,7 +281,7 @@ def get_momentum(step: int, final: float) -> float:
 def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
     """--ngram_dropout; by itself the higher, the more often the run sees its data, as n-grams are learned by heart."""
     epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
-    return cfg.ngram_dropout if cfg.ngram_dropout >= 0 else min(0.6, 0.3 * math.log2(max(1.0, 2 * epochs)))
+    return cfg.ngram_dropout if cfg.ngram_dropout >= 0 else min(0.6, 0.2 * math.log2(max(1.0, 2 * epochs)))
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:

@@ -18,8 +18,10 @@ from train_gpt import HERE, data_folder, make_config
 
 # Changes to the recipe; the first is the baseline
 RECIPES = {
+    "AdamW, no n-grams": dict(optimizer="adamw", ngram=0),
     "AdamW": dict(optimizer="adamw"),
     "Muon + Adam": {},
+    "without n-grams": dict(ngram=0),
     "without weight decay": dict(weight_decay=0.0),
     "without soft-cap": dict(softcap=0.0),
     "without cooldown": dict(cooldown_frac=0.0),

@@ -142,7 +142,7 @@ CHEATS = {  # what was done -> what is said of it
     "resumed": (resumed, "resumed"),
     "other machine": (lambda r: edit_json(r / "seed_1" / "summary.json", machine="1 x cpu (fast)"), "another machine"),
     "no command": (lambda r: (r / "command.sh").unlink(), "command.sh"),
-    "other command": (lambda r: edit_log(r / "command.sh", "--n_layer", "--seed"), "other flags than seed_0"),
+    "other command": (lambda r: edit_log(r / "command.sh", "--n_embd", "--seed"), "other flags than seed_0"),
     "other console": (lambda r: edit_log(r / "seed_1" / "log.txt", " | train_time", " | no time"), "log.txt disagree"),
     "rows removed": (lambda r: edit_rows(r / "seed_2", lambda rows: rows.pop(0)), "missing"),
     "better loss": (lambda r: edit_json(r / "seed_1" / "summary.json", val_loss=0.1), "disagree"),
