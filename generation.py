@@ -17,7 +17,7 @@ class LayerCache:
 
     def exchange(self, still: Tensor) -> Tensor:
         """Keep the last token's; returns the one before."""
-        before, self.still = self.still, still
+        before, self.still = self.still, still.clone()  # a view would keep every key of the prompt
         return before
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
 from ops import (ATTENTION_BACKENDS, ParamTableError, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard,
                  to_local, warm_up)
 from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
-                                read_checkpoint)
+                                model_config, read_checkpoint)
 from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
 from runtime.describe import describe
 from runtime.dtype import saved_dtype, settle_dtype
@@ -281,7 +281,7 @@ def get_momentum(step: int, final: float) -> float:
 def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
     """--ngram_dropout; by itself the higher, the more often the run sees its data, as n-grams are learned by heart."""
     epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
-    return cfg.ngram_dropout if cfg.ngram_dropout >= 0 else min(0.6, 0.2 * math.log2(max(1.0, 2 * epochs)))
+    return cfg.ngram_dropout if cfg.ngram_dropout >= 0 else min(0.6, 0.25 * math.log2(max(1.0, 1.3 * epochs)))
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -336,8 +336,10 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     if state.cfg.grad_clip:
         torch._foreach_mul_([to_local(grad) for grad in grads], (state.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in state.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * lr_multiplier
-        group["momentum"] = get_momentum(state.step, group["betas"][0])
+        group["lr"], group["momentum"] = (
+            group["initial_lr"] * lr_multiplier,
+            get_momentum(state.step, group["betas"][0]),
+        )
     state.optimizer.step(skip)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=not uses_cudagraphs(state.cfg))
@@ -512,6 +514,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*given))
         checkpoint = read_checkpoint(path, verify=False) if path else None
         if path:
+            model_config(checkpoint, GPTConfig, path)
             check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
             notes.append(resume_flags(cfg, checkpoint, path) if resumes else f"weights from {path}")
         cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed

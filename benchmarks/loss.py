@@ -182,22 +182,22 @@ def train_text(recipes: dict[str, tuple], seeds: int, label: str) -> tuple[dict[
 
     recipes: name -> (repository, flags without seed). No recipe is always first; all of them end with the baseline.
     """
-    names, failed, runs = list(recipes), {}, {name: [] for name in recipes}
+    names, failed, runs, auto = list(recipes), {}, {name: [] for name in recipes}, {}
     for seed in range(seeds):
         for name in (names * 2)[seed % len(names) :][: len(names)]:
             if failed.keys() & {name, names[0]}:
                 continue
             repository, flags = recipes[name]
-            dtype = next((run["dtype"] for own in runs.values() for run in own), "auto")
-            if dtype != "auto" and not flags.keys() & {"dtype", "bf16"}:
-                flags = flags | dict(dtype=dtype)  # the first run settles it, or noise might give a pair two of them
+            names_dtype = flags.keys() & {"dtype", "bf16"}
             try:
-                run = train_once(repository, flags | dict(seed=seed))
+                run = train_once(repository, flags | dict(seed=seed) | ({} if names_dtype else auto))
             except CaseFailed as error:
                 failed[name] = error
                 progress(f"{label}seed {seed}, {name}: {error}")
                 continue
             runs[name].append(run | dict(seed=seed))
+            if not names_dtype and run["dtype"] != "auto":
+                auto = dict(dtype=run["dtype"])  # the first run settles it, or noise might give a pair two of them
             progress(f"{label}seed {seed}, {name}: {run['val_loss']:.4f} in {run['train_time_s']:.1f} s")
     return runs, failed
 

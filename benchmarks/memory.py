@@ -57,7 +57,6 @@ def saved_tensors(state: TrainState) -> dict[str, int]:
     """Bytes that a micro-step's forward pass keeps for backward, of each kind of tensor."""
     cfg, model, size = state.cfg, state.raw_model.cfg, state.raw_model.compute_dtype.itemsize
     numbers = state.micro_batch * cfg.seq_len * model.n_embd
-    weights = sum(p.numel() for p in state.raw_model.parameters())
     saved = {f"blocks: {name}": model.n_layer * size for name, size in checkpointed_tensors(state).items()}
     saved["inputs of the first and the last norm"] = 2 * numbers * (4 if upcasts_norms(state) else size)
     if cfg.loss_chunk:
@@ -67,7 +66,7 @@ def saved_tensors(state: TrainState) -> dict[str, int]:
         saved["input of the head"] = numbers * size
         saved["soft-capped logits and log-probabilities"] = 2 * logits_bytes(state)
     if size < 4 and cfg.checkpointing == "none":
-        saved["blocks' weights, cast"] = size * (weights - 2 * model.vocab_size * model.n_embd)
+        saved["blocks' weights, cast"] = size * sum(p.numel() for p in state.raw_model.blocks.parameters())
     return saved
 
 

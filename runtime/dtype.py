@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runtime.launch import DTYPES, DistContext, run_on_rank0
 
+EMULATED = 0.5  # how many times as fast as fp32 a CPU that emulates bf16 is at most
 BF16_GAIN = 1.2  # how many times faster its matmuls must be: casts and norms in bf16 take a part of that
 ROUNDS = 3  # of timing; the first warms up
 MOST_TOKENS, MOST_FLOPS, MOST_SECONDS = 8192, 200e9, 0.07  # FLOP of all rounds at one size, in both dtypes
@@ -31,6 +32,9 @@ def saved_dtype(dtype: str, config: dict) -> str:
 def settle_dtype(f, dist_ctx: DistContext) -> list[str]:
     """Make f.dtype bf16, fp16 or fp32, the same on every rank; returns lines to say. f: flags as attributes."""
     f.dtype, said = hardware_dtype(f.dtype, dist_ctx.device), []
+    if f.dtype == "auto" and f.deterministic:
+        f.dtype = "fp32"
+        said.append("dtype auto: fp32, as --deterministic leaves nothing to timing")
     if f.dtype == "auto":
         tokens = f.micro_batch * f.seq_len or f.batch_tokens // dist_ctx.world_size
         f.dtype, line = run_on_rank0(dist_ctx, lambda: faster_dtype(f.n_embd, tokens))
@@ -39,11 +43,14 @@ def settle_dtype(f, dist_ctx: DistContext) -> list[str]:
 
 
 def sampling_dtype(dtype: str, config: dict, n_embd: int, device: torch.device) -> str:
-    """What to run a model in: `dtype`; for auto what its run's config has, or what auto is here if a GPU lacks that."""
+    """What to run a model in: `dtype`; for auto what its run's config has, or fp32 where that is only emulated."""
     wanted = saved_dtype(dtype, config)
-    lacking = dtype == "auto" and wanted == "bf16" and hardware_dtype("auto", device) == "fp32"
-    wanted = "fp32" if lacking else hardware_dtype(wanted, device)
-    return faster_dtype(n_embd, MOST_TOKENS)[0] if wanted == "auto" else wanted
+    if dtype != "auto" or wanted == "fp32":
+        return wanted
+    if device.type != "cpu":
+        return "fp16" if wanted == "fp16" else hardware_dtype("auto", device)
+    speeds = matmul_speeds(n_embd, MOST_TOKENS)
+    return "bf16" if wanted == "bf16" and speeds["bf16"] > EMULATED * speeds["fp32"] else "fp32"
 
 
 def faster_dtype(n_embd: int, tokens: int) -> tuple[str, str]:

@@ -156,14 +156,14 @@ def test_trials_share_the_first_ones_dtype(data, tmp_path, cpu, monkeypatch, cap
 def test_samples_are_drawn_in_the_dtype_of_the_run(data, tmp_path, cpu, monkeypatch):
     asked, folder = cpu(0.1, 0.5), tmp_path / "run"
     train(make_config(**AUTO | dict(data=str(data), out_dir=str(folder))))
-    cpu(0.5, 0.1)
+    cpu(0.5, 0.4)
     assert sample.load(str(folder), "cpu", "auto")[0].compute_dtype == torch.bfloat16
-    assert sample.load(str(folder), "cpu", "fp32")[0].compute_dtype == torch.float32 and len(asked) == 1
-    as_an_old_checkpoint(folder / "ckpt_2.pt")
-    assert sample.load(str(folder), "cpu", "auto")[0].compute_dtype == torch.float32 and asked[1][0] == 32
+    assert sample.load(str(folder), "cpu", "fp32")[0].compute_dtype == torch.float32
+    cpu(0.5, 0.2)  # as slow as that bf16 is emulated
+    assert sample.load(str(folder), "cpu", "auto")[0].compute_dtype == torch.float32 and asked[0][0] == 32
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     for saved, kind, name in (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"),
-                              ("fp32", "cpu", "fp32"), ("fp16", "cpu", "fp16"), ([], "cpu", "fp32"),
+                              ("fp32", "cpu", "fp32"), ("fp16", "cpu", "fp32"), ([], "cpu", "fp32"),
                               (torch.zeros(3), "cpu", "fp32")):  # fmt: skip
         assert dtype.sampling_dtype("auto", dict(dtype=saved), 32, torch.device(kind)) == name
     assert dtype.sampling_dtype("bf16", {}, 32, torch.device("cuda")) == "bf16"  # as it was asked for
