@@ -54,8 +54,6 @@ FLAG_RULES = (
     (lambda f: f.n_embd % (2 * f.n_head),
      "--n_embd {f.n_embd} cannot be cut into {f.n_head} heads of an even size; make it a multiple of {heads} or change "
      "--n_head"),
-    (lambda f: f.n_embd < 4 * f.n_head,
-     "--n_embd {f.n_embd} leaves {f.n_head} heads less than 4 dimensions each, too few for positions; lower --n_head"),
     (lambda f: f.batch_tokens % f.seq_len,
      "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}"),
     (lambda f: f.ngram_dropout > 0 and f.ngram < 2 or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
