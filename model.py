@@ -1,7 +1,7 @@
 """What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
 Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only decides how it is
-computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops.py; what reads it, in generation.py.
+computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops.py; text is drawn in generation.py.
 """
 
 import contextlib
@@ -305,7 +305,7 @@ class ParamGroupSpec(NamedTuple):
     init: Callable | str  # normal(std), zeros, ones, constant(x), orthogonal(), or "module": as its module makes it
     optim: str  # "muon", for matrices, or "adam"
     lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
-    betas: tuple[float, float] = (0.8, 0.95)  # Adam's; Muon's momentum is the first
+    betas: tuple[float, float] = (0.8, 0.95)  # Adam's; Muon's momentum, once it has risen, is the first
     wd_mul: float = 0.0  # multiple of weight_decay
     split: int = 1  # matrices stacked in this parameter; Muon orthogonalizes each on its own
 
