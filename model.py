@@ -20,9 +20,9 @@ from torch.optim.sgd import sgd
 # fmt: off
 # isort: off
 from generation import KVCache, LayerCache
-from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask, ce_fwd_bwd,
-                 gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, normal,
-                 offload_activations, scatter_updates, softcap_logits, to_local, zeros)
+from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
+                 ce_fwd_bwd, gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, norm,
+                 normal, offload_activations, relu_squared, scatter_updates, softcap_logits, to_local, zeros)
 # isort: on
 # fmt: on
 
@@ -84,11 +84,6 @@ class Linear(nn.Linear):
         return Fp8Linear.apply(x, w) if self.fp8 else F.linear(x, w)
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm without a gain (the next matrix can hold one), over the last dimension."""
-    return F.rms_norm(x, (x.size(-1),))
-
-
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021) of x (B, T, H, D) in its first R dimensions; cos, sin (T, 1, R/2)."""
     half = cos.size(-1)
@@ -103,8 +98,10 @@ def look_back(k: Tensor, rotary_dim: int, starts: Tensor | None, past: LayerCach
     the NanoGPT speedrun). starts: bool (B, T, 1, 1), where a document begins, or None.
     """
     turned, still = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    first = torch.zeros_like(still[:, :1]) if past is None else past.exchange(still[:, -1:])
-    before = torch.cat((first, still[:, :-1]), dim=1)
+    if past is None:
+        before = F.pad(still, (0, 0, 0, 0, 1, -1))
+    else:
+        before = torch.cat((past.exchange(still[:, -1:]), still[:, :-1]), dim=1)
     return torch.cat((turned, before if starts is None else before.masked_fill(starts, 0)), dim=-1)
 
 
@@ -131,7 +128,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, with ReLU squared (So et al. 2021)."""
+    """Four times as wide inside, with ReLU squared."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -139,7 +136,7 @@ class MLP(nn.Module):
         self.proj = Linear(4 * cfg.n_embd, cfg.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.relu(self.fc(x)).square())
+        return self.proj(relu_squared(self.fc(x)))
 
 
 class Block(nn.Module):

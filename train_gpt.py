@@ -117,7 +117,7 @@ class Config:
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
     fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium"))
-    attn: str = flag("auto", "backend; auto is PyTorch's, or blocked (compiled, CPU, up to 1,024)", ATTENTION_BACKENDS)
+    attn: str = flag("auto", "backend; auto is PyTorch's, or blocked on CPUs where faster", ATTENTION_BACKENDS)
     checkpointing: str = flag("none", "activation checkpointing: none, selective, full, or a compiler budget in (0, 1)")
     offload: str = flag("none", "what lives in host memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state",
@@ -192,8 +192,8 @@ class TrainState:
 
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
     """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
-    compiled_cpu = device.type == "cpu" and cfg.compile != "off"
-    return "blocked" if cfg.attn == "auto" and compiled_cpu and cfg.seq_len <= 1024 else cfg.attn
+    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" else 0
+    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
@@ -336,10 +336,8 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     if state.cfg.grad_clip:
         torch._foreach_mul_([to_local(grad) for grad in grads], (state.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in state.optimizer.param_groups:
-        group["lr"], group["momentum"] = (
-            group["initial_lr"] * lr_multiplier,
-            get_momentum(state.step, group["betas"][0]),
-        )
+        group["lr"] = group["initial_lr"] * lr_multiplier
+        group["momentum"] = get_momentum(state.step, group["betas"][0])  # Muon's
     state.optimizer.step(skip)
     state.scaler.update()
     state.optimizer.zero_grad(set_to_none=not uses_cudagraphs(state.cfg))
@@ -367,17 +365,19 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     return total.item() / (stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len)
 
 
-def sample_text(state: TrainState, tokenizer, n_tokens: int) -> str:
-    """Text from the model as it stands, after an end-of-text token; the same every time for the same weights."""
+def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
+    """The end of what is evaluated, ">>>", and how the model goes on; the same every time for the same weights."""
     device = state.dist_ctx.device
     generator = torch.Generator(device).manual_seed(state.cfg.seed)
-    prompt = torch.full((1, 1), tokenizer.eot, device=device)
+    end = stream.eval_end(state.cfg.eval_tokens, 64)
+    prompt = torch.from_numpy(end).to(device)
     eager = state.cfg.compile != "off"  # every length would be a compilation of its own
     with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
         drawn = generate(state.raw_model, prompt, n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
         tokens = [token.item() for token in drawn]
     reshard(state.raw_model)
-    return tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
+    texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (end[0].tolist(), tokens)]
+    return printable(">>>".join(texts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 save()
             if stop != "signal" and due(cfg.sample_every) and tokenizer:
                 timer.pause()
-                logger.info(f"--- sample at step {state.step}\n{printable(sample_text(state, tokenizer, 256))}\n---")
+                logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
             if stop:
                 break
         run_on_rank0(dist_ctx, saver.finish)

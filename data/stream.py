@@ -244,6 +244,11 @@ class TokenStream:
             targets[len(starts) :] = -1
             yield sequences[:, :-1], targets
 
+    def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
+        """The last tokens of those that are evaluated, int64 (1, length or seq_len if that is less)."""
+        last = np.array([self.num_eval_seqs(eval_tokens) - 1]) * self.seq_len
+        return self.val.read_sequences(last, self.seq_len)[:, -length:]
+
     def position(self, step: int) -> dict:
         """Where in the stream the batch of `step` starts, and what decides which stream it is."""
         epoch, window = divmod(step * self.seqs_per_batch, self.per_epoch)

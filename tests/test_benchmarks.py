@@ -131,8 +131,8 @@ def test_the_rung_of_bf16_is_refused_by_gpus_without_it_only(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 def test_bench_out_of_memory_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "LADDER", [rung for rung in ladder.LADDER if rung[0] == "fused attention"])
-    long = "--device cpu --n_layer 1 --n_embd 32 --n_head 4 --seq_len 2048 --batch_tokens 4096 --quick --limit_mb 220"
-    scores, fused = measured(tmp_path, "train", long)["ladder"]
+    long = "--device cpu --n_layer 1 --n_embd 32 --n_head 4 --seq_len 2048 --batch_tokens 4096 --ngram 0 --limit_mb 220"
+    scores, fused = measured(tmp_path, "train", long + " --quick")["ladder"]
     assert scores["note"] == "out of memory" and "ms" not in scores
     assert fused["ms"] > 0 and "vs_above" not in fused
 
@@ -400,7 +400,7 @@ def test_the_verdict_over_texts():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
 def test_bench_fit(tmp_path):
-    wide = "--device cpu --n_layer 2 --n_embd 64 --n_head 1 --seq_len 512 --quick --repeats 1 --limit_mb 150"
+    wide = "--device cpu --n_layer 2 --n_embd 64 --n_head 1 --seq_len 512 --ngram 0 --quick --repeats 1 --limit_mb 150"
     report = measured(tmp_path, "fit", wide)
     rows = report["fit"]
     assert [row["micro_batch"] for row in rows] == sorted(row["micro_batch"] for row in rows)

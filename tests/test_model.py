@@ -1,5 +1,6 @@
 """The model, its operations and its optimizer against their definitions and PyTorch's own."""
 
+import functools
 import math
 import os
 import platform
@@ -15,7 +16,7 @@ import train_gpt
 from conftest import TINY, compiler_works, final, random_gpt, rows, run_python, saved_for_backward, tiny_run
 from generation import KVCache, generate, sample_token
 from model import GPTConfig, Optimizer, even_rows, newton_schulz
-from ops import attention, attention_mask
+from ops import attention, attention_mask, norm, relu_squared
 from runtime.launch import DistContext
 from train_gpt import make_config, select_attn_backend
 
@@ -38,6 +39,30 @@ def test_attention_against_its_definition(window):
     idx = torch.zeros((2, 24), dtype=torch.int64)
     out = attention(q, k, v, attention_mask("sdpa", idx, 24, window, None))
     torch.testing.assert_close(out.double(), reference_attention(q, k, v, window), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize("shape", [(32, 100, 64), (3, 700, 2, 64), (1, 1, 64)])
+def test_eager_norm_and_relu_against_pytorchs(shape, dtype, rtol):
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn((*shape[:-1], 96), generator=generator).to(dtype)
+    wide[0, -1] *= 1e-5  # where epsilon matters
+    wide[0, 0] = 0
+    x, dy = wide[..., :64], torch.randn((*shape[:-1], 128), generator=generator).to(dtype)[..., ::2]  # not contiguous
+    for ours, theirs in ((norm, lambda t: F.rms_norm(t, (64,), eps=torch.finfo(torch.float32).eps)),
+                         (relu_squared, lambda t: F.relu(t) ** 2)):  # fmt: skip
+        if dtype == torch.float64 and ours is norm:
+            theirs = functools.partial(F.rms_norm, normalized_shape=(64,))
+        results = []
+        for function, kind in ((ours, dtype), (theirs, torch.float64)):
+            leaf = x.to(kind, copy=True).requires_grad_()
+            out = function(leaf)
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, dy.to(kind))))
+        for got, want in zip(*results):
+            assert got.dtype == dtype and got.shape == want.shape
+            assert (got.double() - want).norm() <= rtol * want.norm()
+    with torch.no_grad():
+        assert (norm(wide.clone())[0, 0] == 0).all()
 
 
 @pytest.mark.parametrize("dtype, length, window, docs",
@@ -80,8 +105,10 @@ def test_blocked_attention_compiled():
 
 def test_auto_attention_is_blocked_where_a_cpu_compiles():
     cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
-    assert select_attn_backend(make_config(**compiled), cpu) == "blocked"
+    for flags in (compiled, compiled | dict(seq_len=1024), dict(dtype="bf16"), dict(dtype="bf16", seq_len=512)):
+        assert select_attn_backend(make_config(**flags), cpu) == "blocked"
     for flags, device in (({}, cpu), (compiled, cuda), (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
+                          (dict(dtype="fp32"), cpu), (dict(dtype="bf16", seq_len=1024), cpu),
                           (compiled | dict(preset="gpt2-small"), cuda)):  # fmt: skip
         assert select_attn_backend(make_config(**flags), device) == "auto"
     assert select_attn_backend(make_config(attn="flash", compile="default"), cpu) == "flash"
