@@ -1,8 +1,6 @@
 """`bench.py plot`: validation losses of runs, of records and of nanoGPT's logs beside them, as one picture."""
 
-import contextlib
 import io
-import json
 import math
 import re
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import UserError, atomic_write
-from runtime.logger import printable
+from runtime.logger import printable, read_rows
 
 X_AXES = {  # --x -> key in metrics.jsonl, the axis' label
     "step": ("step", "step"), "tokens": ("tokens", "training tokens"),
@@ -27,15 +25,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give folders whose files you may read") from None
-
-
-def read_rows(metrics: str) -> list[dict]:
-    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
-    rows = []
-    for line in metrics.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def read_nanogpt(log: str) -> list[dict]:

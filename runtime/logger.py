@@ -102,10 +102,8 @@ class RunLogger:
             return []
         rows, kept = self.folder / "metrics.jsonl", []
         if first_step and rows.exists():
-            for line in rows.read_text(encoding="utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # a torn last line
-                    row = json.loads(line)
-                    kept += [row] if row["step"] <= first_step else []
+            found = read_rows(rows.read_text(encoding="utf-8", errors="replace"))
+            kept = [row for row in found if isinstance(row.get("step"), int) and row["step"] <= first_step]
         with atomic_write(rows) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
         self.metrics = LineWriter(rows, append=True)
@@ -187,6 +185,15 @@ class RunLogger:
 
 def _has(path: Path, content: bytes) -> bool:
     return path.is_file() and path.read_bytes() == content
+
+
+def read_rows(metrics: str) -> list[dict]:
+    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+    rows = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def read_finished_run(folder: Path) -> tuple[dict, dict] | None:

@@ -14,12 +14,12 @@ import torch
 
 import bench
 import train_gpt
-from benchmarks.plot import mean_and_band, points, read_nanogpt, read_rows, thinned
+from benchmarks.plot import mean_and_band, points, read_nanogpt, thinned
 from conftest import ROOT, TINY, assert_same_run, flags_of, make_data, rows, run_main
 from data import prepare
 from data.shards import UserError
 from records import check
-from runtime.logger import SECTION
+from runtime.logger import SECTION, read_rows
 from train_gpt import make_config, train
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
