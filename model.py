@@ -171,20 +171,17 @@ class GPT(nn.Module):
     How it is computed, the result differing by rounding: `attn` is the attention backend, `checkpointing` none,
     selective or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the
     host; `fp8` (head and MLP) rounds more than the others.
-    What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. Two act in
-    training only. `ngram_dropout` is the probability of dropping an n-gram wherever gradients are made; which ones
-    follows from the n-gram, its place in the sequence and `step_seed`, to be set anew for each step, so ranks and
-    micro-batches do not matter. `confidence_penalty` times the entropy of the predictions is subtracted from the loss
-    that is differentiated (Pereyra et al. 2017), not from the loss returned.
+    What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. `ngram_dropout`
+    is the probability of dropping an n-gram wherever gradients are made; which ones follows from the n-gram, its place
+    in the sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
     """
 
     def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
                  attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
-                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0,
-                 confidence_penalty: float = 0.0):  # fmt: skip
+                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0):  # fmt: skip
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
-        self.ngram_dropout, self.step_seed, self.confidence_penalty = ngram_dropout, 0, confidence_penalty
+        self.ngram_dropout, self.step_seed = ngram_dropout, 0
         self.attn, self.doc_eot = attn, doc_eot
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -279,16 +276,11 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
         if self.loss_chunk:
-            options = (self.cfg.softcap, self.loss_chunk, self.ce_fn, self.head.fp8, self.confidence_penalty)
+            options = (self.cfg.softcap, self.loss_chunk, self.ce_fn, self.head.fp8)
             weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it makes gradients
             return ChunkedLinearCrossEntropy.apply(x, weight, targets, *options)
         logits = softcap_logits(self.head(x).float(), self.cfg.softcap)
-        log_p = logits.log_softmax(-1)
-        loss = F.nll_loss(log_p, targets, ignore_index=-1, reduction="sum")
-        if self.confidence_penalty and torch.is_grad_enabled():
-            penalty = self.confidence_penalty * torch.where(targets >= 0, (log_p.exp() * log_p).sum(-1), 0).sum()
-            loss = loss + (penalty - penalty.detach())  # a gradient without a value
-        return loss
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -287,21 +287,14 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float,
-               confidence_penalty: float = 0.0) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype.
-
-    The gradient is that of the cross entropy minus confidence_penalty times the entropy of the predictions.
-    """
+def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype."""
     capped = softcap_logits(logits.float(), softcap)
     log_z = capped.logsumexp(-1, keepdim=True)
     counted = (targets >= 0)[:, None]
     target = targets.clamp(min=0)[:, None]
     loss = torch.where(counted, log_z - capped.gather(1, target), 0).sum()
-    log_p = capped - log_z
-    grad = log_p.exp() if confidence_penalty else log_p.exp_()
-    if confidence_penalty:
-        grad = grad + confidence_penalty * grad * (log_p - (grad * log_p).sum(-1, keepdim=True))
+    grad = (capped - log_z).exp_()
     grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     if softcap:
         grad = grad * (1 - (capped / softcap).square())
@@ -317,7 +310,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False, confidence_penalty=0.0):
+    def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False):
         w = weight.to(x.dtype)
         need_grad = any(ctx.needs_input_grad[:2])
         ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
@@ -327,7 +320,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
             logits = fp8_matmul(x[rows], w8) if fp8 else x[rows] @ w.T
             if need_grad:
-                loss, dlogits = ce_fn(logits, targets[rows], softcap, ctx.grad_scale, confidence_penalty)
+                loss, dlogits = ce_fn(logits, targets[rows], softcap, ctx.grad_scale)
                 dx[rows] = fp8_matmul(dlogits, wt8, torch.float8_e5m2) if fp8 else dlogits @ w
                 dw += dlogits.T @ x[rows]
             else:
@@ -344,7 +337,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw = ctx.saved_tensors
         grad = grad.float() / ctx.grad_scale
-        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), *(None,) * 6
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), *(None,) * 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------

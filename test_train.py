@@ -356,7 +356,7 @@ RANK_CASES = {
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
     "fsdp_ngrams": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, doc_mask=True, parallel="fsdp", init_from="",
                         max_steps=5),
-    "ddp_dropout": dict(confidence_penalty=0.2, ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="",
+    "ddp_dropout": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="",
                         max_steps=8),
 }  # fmt: skip
 COMPILED_RANK_CASES = {

@@ -100,7 +100,6 @@ class Config:
     muon_lr: float = flag(0.02, "learning rate of Muon")
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 is 0.006 beside Muon, 0.002 alone (laptop: 0.012 and 0.008)")
     weight_decay: float = flag(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
-    confidence_penalty: float = flag(0.0, "entropy bonus subtracted from the training loss; 0 disables")
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto (CUDA: what fits; else 8,192 tokens)")
@@ -215,8 +214,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
             raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
                             checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
                             doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
-                            offload=cfg.offload == "activations" and device.type == "cuda",
-                            confidence_penalty=cfg.confidence_penalty)  # fmt: skip
+                            offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
         if fsdp:
             apply_fsdp(raw_model, device, dtype)
     except ParamTableError as error:

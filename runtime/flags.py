@@ -26,7 +26,7 @@ OTHER_NAMES = {  # names in nanoGPT and elsewhere -> what there is here
     "warmup_iters": "use --warmup_frac, a fraction of --max_steps",
     "batch_size": "use --batch_tokens for the tokens of a step, --micro_batch for a device's sequences at once",
     "gradient_accumulation_steps": "it follows from --batch_tokens, --micro_batch and the number of devices",
-    "dropout": "there is none; against overfitting use --weight_decay, --ngram_dropout or --confidence_penalty",
+    "dropout": "there is none; against overfitting use --weight_decay or --ngram_dropout",
     "dataset": "use --data with a folder from data/prepare.py",
     "eval_interval": "use --eval_every",
     "eval_iters": "use --eval_tokens",

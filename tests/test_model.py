@@ -5,7 +5,6 @@ import math
 import os
 import platform
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -247,54 +246,21 @@ def test_flops_against_a_counter():
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0, 0.7])
 @pytest.mark.parametrize("chunk", [1, 7, 48, 1000])
-@pytest.mark.parametrize("penalty", [0.0, 0.3])
-def test_chunked_loss_is_the_loss(penalty, chunk, softcap):
+def test_chunked_loss_is_the_loss(chunk, softcap):
     torch.manual_seed(0)
     x, w = torch.randn(48, 16, requires_grad=True), torch.randn(30, 16, requires_grad=True)
     targets = torch.randint(-1, 30, (48,))
     logits = x @ w.T
     capped = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = F.cross_entropy(capped, targets, ignore_index=-1, reduction="sum")
-    entropy = torch.distributions.Categorical(logits=capped[targets >= 0]).entropy().sum()
-    expected_grads = torch.autograd.grad((expected - penalty * entropy) / 3, (x, w))
+    expected_grads = torch.autograd.grad(expected / 3, (x, w))
     ce_fn = ops.ce_fwd_bwd
-    loss = ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn, False, penalty)
+    loss = ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn)
     torch.testing.assert_close(loss, expected)
     for got, want in zip(torch.autograd.grad(loss / 3, (x, w)), expected_grads):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn), expected)
-
-
-def test_confidence_penalty_is_in_the_gradient_alone():
-    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
-    targets = idx.clone()
-    targets[:, :5] = -1
-    losses, grads = [], []
-    for penalty, chunk in ((0, 0), (0.3, 0), (0.3, 10)):
-        gpt = random_gpt(loss_chunk=chunk)
-        gpt.confidence_penalty = penalty
-        losses.append(gpt(idx, targets))
-        losses[-1].backward()
-        grads.append({name: p.grad for name, p in gpt.named_parameters()})
-        with torch.no_grad():
-            losses.append(gpt(idx, targets))
-    for loss in losses[1:]:
-        torch.testing.assert_close(loss, losses[0])
-    gpt = random_gpt()
-    capped = gpt(idx).flatten(0, 1)[targets.flatten() >= 0]
-    entropy = torch.distributions.Categorical(logits=capped).entropy().sum()
-    (gpt(idx, targets) - 0.3 * entropy).backward()
-    for name, p in gpt.named_parameters():
-        for got in grads[1:]:
-            torch.testing.assert_close(got[name], p.grad, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(grads[0]["head.weight"], grads[1]["head.weight"], rtol=1e-2)
-
-
-def test_the_flag_for_a_confidence_penalty_arrives(plain, data, noisy, tmp_path):
-    tiny_run(tmp_path / "run", data=data, init_from=noisy, max_steps=1, confidence_penalty=0.3)
-    np.testing.assert_allclose(rows(tmp_path / "run", "train_loss"), rows(plain, "train_loss")[:1], rtol=1e-5)
-    assert abs(rows(tmp_path / "run", "grad_norm")[0] / rows(plain, "grad_norm")[0] - 1) > 1e-3
 
 
 def test_evaluation_makes_no_gradients(monkeypatch):
