@@ -172,22 +172,26 @@ def attention_kernels(model, micro_batch: int) -> str:
 # 2. RMSNorm and squared ReLU, on a CPU without a compiler in fewer trips to memory
 
 
+def is_eager_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dim() > 2 and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension of x (B, T, ..., D), without a gain: the next matrix can hold one."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    """RMSNorm over the last dimension of x (..., D), without a gain: the next matrix can hold one."""
+    if is_eager_on_cpu(x):
         return EagerRMSNorm.apply(x)
     return F.rms_norm(x, (x.size(-1),))
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """ReLU squared (So et al. 2021) of x (B, T, ..., D)."""
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+    """ReLU squared (So et al. 2021)."""
+    if is_eager_on_cpu(x):
         return EagerReLUSquared.apply(x)
     return F.relu(x).square()
 
 
 class EagerRMSNorm(torch.autograd.Function):
-    """RMSNorm, in fp32 inside: a few rows at a time go through all its steps while they are in the cache.
+    """RMSNorm of x (B, T, ..., D), in fp32 inside: a few rows at a time go through all its steps, in the cache.
 
     PyTorch's own takes the whole tensor through memory twenty times. Backward needs the result and a number a row.
     """
@@ -230,7 +234,7 @@ class EagerReLUSquared(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        dx = torch.empty_like(x)
+        dx = x.new_empty(x.shape)  # contiguous, so that views of it can be written
         for g, part, out in cache_sized(grad, x, dx):
             torch.clamp_min(part, 0, out=out).mul_(g).mul_(2)
         return dx
@@ -239,7 +243,7 @@ class EagerReLUSquared(torch.autograd.Function):
 def cache_sized(*tensors: Tensor):
     """Views of the same few rows of all the tensors (B, T, ...), as many as the cores' caches hold."""
     rows = [t.flatten(0, 1) for t in tensors]
-    count = max(1, 65536 * torch.get_num_threads() // max(1, rows[0][0].numel()))
+    count = max(1, 65536 * torch.get_num_threads() // rows[0][0].numel())
     return zip(*(t.split(count) for t in rows))
 
 

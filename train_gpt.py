@@ -191,7 +191,7 @@ class TrainState:
 
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
     """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
-    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" else 0
+    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and cfg.checkpointing == "none" else 0
     return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
 
 
@@ -367,14 +367,14 @@ def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int
     """The end of what is evaluated, ">>>", and how the model goes on; the same every time for the same weights."""
     device = state.dist_ctx.device
     generator = torch.Generator(device).manual_seed(state.cfg.seed)
-    end = stream.eval_end(state.cfg.eval_tokens, 64)
-    prompt = torch.from_numpy(end).to(device)
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))
     eager = state.cfg.compile != "off"  # every length would be a compilation of its own
     with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
-        drawn = generate(state.raw_model, prompt, n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
+        drawn = generate(state.raw_model, prompt.to(device), n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
         tokens = [token.item() for token in drawn]
     reshard(state.raw_model)
-    texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (end[0].tolist(), tokens)]
+    known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
+    texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
     return printable(">>>".join(texts))
 
 

@@ -112,7 +112,8 @@ def tune_glibc_malloc() -> None:
     if mallopt and not any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well ...
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages; PyTorch looks when it first allocates
+        if Path("/sys/kernel/mm/transparent_hugepage").exists():
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages; PyTorch looks when it first allocates
 
 
 def precompile_header() -> None:

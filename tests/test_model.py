@@ -41,8 +41,9 @@ def test_attention_against_its_definition(window):
 
 
 @pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
-@pytest.mark.parametrize("shape", [(32, 100, 64), (3, 700, 2, 64), (1, 1, 64)])
-def test_eager_norm_and_relu_against_pytorchs(shape, dtype, rtol):
+@pytest.mark.parametrize("shape", [(32, 100, 64), (3, 700, 2, 64), (1, 1, 64), (9, 64)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_eager_norm_and_relu_against_pytorchs(transposed, shape, dtype, rtol):
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn((*shape[:-1], 96), generator=generator).to(dtype)
     wide[0, -1] *= 1e-5  # where epsilon matters
@@ -54,9 +55,11 @@ def test_eager_norm_and_relu_against_pytorchs(shape, dtype, rtol):
             theirs = functools.partial(F.rms_norm, normalized_shape=(64,))
         results = []
         for function, kind in ((ours, dtype), (theirs, torch.float64)):
-            leaf = x.to(kind, copy=True).requires_grad_()
-            out = function(leaf)
-            results.append((out.detach(), *torch.autograd.grad(out, leaf, dy.to(kind))))
+            leaf, grad = x.to(kind, copy=True), dy.to(kind)
+            if transposed and leaf.dim() > 2:
+                leaf, grad = leaf.transpose(0, 1), grad.transpose(0, 1)
+            out = function(leaf.requires_grad_())
+            results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
         for got, want in zip(*results):
             assert got.dtype == dtype and got.shape == want.shape
             assert (got.double() - want).norm() <= rtol * want.norm()
@@ -102,12 +105,13 @@ def test_blocked_attention_compiled():
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_auto_attention_is_blocked_where_a_cpu_compiles():
+def test_auto_attention_is_blocked_where_that_pays():
     cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
     for flags in (compiled, compiled | dict(seq_len=1024), dict(dtype="bf16"), dict(dtype="bf16", seq_len=512)):
         assert select_attn_backend(make_config(**flags), cpu) == "blocked"
     for flags, device in (({}, cpu), (compiled, cuda), (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
                           (dict(dtype="fp32"), cpu), (dict(dtype="bf16", seq_len=1024), cpu),
+                          (dict(dtype="bf16", checkpointing="selective"), cpu),
                           (compiled | dict(preset="gpt2-small"), cuda)):  # fmt: skip
         assert select_attn_backend(make_config(**flags), device) == "auto"
     assert select_attn_backend(make_config(attn="flash", compile="default"), cpu) == "flash"
