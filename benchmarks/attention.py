@@ -15,7 +15,7 @@ from runtime.dtype import settle_dtype
 from runtime.launch import DTYPES
 from train_gpt import check_hardware, launch, make_config
 
-BACKENDS = ("naive", "blocked, compiled", "math", "sdpa", "flash", "efficient", "cudnn", "flex", "varlen")
+BACKENDS = ("naive", "blocked", "blocked, compiled", "math", "sdpa", "flash", "efficient", "cudnn", "flex", "varlen")
 VARIANTS = ("causal", "window", "documents")
 
 

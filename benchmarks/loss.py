@@ -84,12 +84,11 @@ def make_plan(path: str, bench: Bench) -> dict:
     """
     given = read_recipes(path) if path else {}
     plan = dict(recipes=RECIPES, sizes={"": {}}, seeds=2 if bench.quick else 3) | given
-    changes = [*plan["sizes"].items(), *plan["recipes"].items()]
     built_in = {"adam_lr", *(key for change in RECIPES.values() for key in change)}
     bench.reject_flags(*SET_HERE, *(given.keys() & {"data"} if path else built_in))
-    for name, change in changes:
-        own = {"eval_tokens"} if name in plan["recipes"] else set()  # losses on other texts cannot be compared
-        for key in change.keys() & {"data", *SET_HERE, *own}:
+    same = {"data", *SET_HERE}
+    for changes, keys in ((plan["sizes"], same), (plan["recipes"], same | {"eval_tokens"})):
+        for name, key in ((name, key) for name, change in changes.items() for key in change.keys() & keys):
             raise UserError(f"{path}: {name!r} sets {key}, which must be the same for all recipes; remove it")
     for (size, flags), (name, change) in itertools.product(plan["sizes"].items(), plan["recipes"].items()):
         try:

@@ -16,23 +16,37 @@ def block_tensors(state: TrainState) -> dict[str, int]:
     For an eager step without windows or documents.
     """
     model, size = state.raw_model.cfg, state.raw_model.compute_dtype.itemsize
-    numbers = state.micro_batch * state.cfg.seq_len * model.n_embd
-    upcast = upcasts_norms(state)
-    return {
-        "inputs of the two norms": 2 * numbers * (4 if upcast else size),
+    tokens = state.micro_batch * state.cfg.seq_len
+    numbers = tokens * model.n_embd
+    kept = {
         "outputs of the two norms": 2 * numbers * size,
-        "queries, keys and values": 3 * numbers * size,
-        "queries and keys upcast for their norm": 2 * numbers * 4 if upcast else 0,
         "rotated queries and keys": 2 * numbers * size,
         "output of attention": numbers * size,
-        "ReLU of the MLP": 4 * numbers * size,
-        "its square": 4 * numbers * size,
+        "inside of the MLP": 4 * numbers * size,
+        "its squared ReLU": 4 * numbers * size,
     }
+    if keeps_normalized(state):
+        kept["normalized queries and keys"] = 2 * numbers * size
+        kept["scales of the norms"] = 4 * tokens * (2 + 2 * model.n_head)
+    else:
+        kept["inputs of the two norms"] = 2 * numbers * size
+    if state.raw_model.attn == "blocked":
+        kept["values"] = numbers * size
+        kept["probabilities of attention"] = tokens * model.n_head * keys_per_query(state.cfg.seq_len) * size
+    else:
+        kept["queries, keys and values"] = 3 * numbers * size
+    return kept
 
 
-def upcasts_norms(state: TrainState) -> bool:
-    """Whether norms save fp32 copies of their inputs: PyTorch has no 16-bit kernel for them on a CPU."""
-    return state.raw_model.compute_dtype.itemsize < 4 and state.dist_ctx.device.type == "cpu"
+def keeps_normalized(state: TrainState) -> bool:
+    """Whether norms keep what they put out, as ours does on a CPU, and not what they got."""
+    return state.dist_ctx.device.type == "cpu"
+
+
+def keys_per_query(length: int) -> float:
+    """Keys whose scores blocked_attention makes, the mean over the queries."""
+    size = max(128, -(-length // 4))
+    return sum(min(size, length - start) * min(length, start + size) for start in range(0, length, size)) / length
 
 
 def checkpointed_tensors(state: TrainState) -> dict[str, int]:
@@ -58,12 +72,13 @@ def saved_tensors(state: TrainState) -> dict[str, int]:
     cfg, model, size = state.cfg, state.raw_model.cfg, state.raw_model.compute_dtype.itemsize
     numbers = state.micro_batch * cfg.seq_len * model.n_embd
     saved = {f"blocks: {name}": model.n_layer * size for name, size in checkpointed_tensors(state).items()}
-    saved["inputs of the first and the last norm"] = 2 * numbers * (4 if upcasts_norms(state) else size)
+    first = cfg.checkpointing == "none" or not keeps_normalized(state)  # else it is the input of the first block
+    saved["first and last norm"] = (1 + first) * numbers * size
     if cfg.loss_chunk:
         saved["gradient of the head's input"] = numbers * size  # both of the head's gradients are made early
         saved["gradient of the head's weight"] = 4 * model.vocab_size * model.n_embd
     else:
-        saved["input of the head"] = numbers * size
+        saved["input of the head"] = 0 if keeps_normalized(state) else numbers * size
         saved["soft-capped logits and log-probabilities"] = 2 * logits_bytes(state)
     if size < 4 and cfg.checkpointing == "none":
         saved["blocks' weights, cast"] = size * sum(p.numel() for p in state.raw_model.blocks.parameters())

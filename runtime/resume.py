@@ -104,7 +104,8 @@ def changed_flags(flags: dict, before: dict, path: Path) -> str:
             f"{path} was made with other values of {', '.join(k for k in changed if k not in harmless)}, and --trials "
             "compares runs of equal flags; give those, or another --out_dir"
         )
-    return ", ".join(f"--{k} {before[k]} -> {flags[k]}" for k in changed)
+    gone = [f"--{k} {v} -> no longer there" for k, v in before.items() if k not in flags and v]
+    return ", ".join([f"--{k} {before[k]} -> {flags[k]}" for k in changed] + gone)
 
 
 def check_steps(flags: dict, checkpoint: dict, path: Path) -> None:
