@@ -96,7 +96,8 @@ def transient_bytes(state: TrainState) -> int:
     size = state.raw_model.compute_dtype.itemsize
     numbers = state.micro_batch * state.cfg.seq_len * state.raw_model.cfg.n_embd
     recomputed = sum(block_tensors(state).values()) - sum(checkpointed_tensors(state).values())
-    inside, logits = recomputed + 10 * numbers * size, logits_bytes(state)
+    inside = recomputed + (5 if keeps_normalized(state) else 10) * numbers * size
+    logits = logits_bytes(state)
     if state.cfg.loss_chunk:
         return max(inside, logits * (size + 16) // 4)
     return max(inside - 2 * logits, 2 * logits)

@@ -1,0 +1,75 @@
+"""Text to tokens and back: GPT-2's byte-pair encoding, and plain bytes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data.shards import TOKENIZER_SIZES, UserError
+
+
+class ByteTokenizer:
+    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
+
+    name = "bytes"
+    vocab_size, eot = TOKENIZER_SIZES[name]
+
+    def encode(self, text: str) -> np.ndarray:
+        """str -> 1-D uint16 array. Lone surrogates become "?"."""
+        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
+
+    def encode_raw(self, raw: bytes) -> np.ndarray:
+        """bytes -> 1-D uint8 array that shares their memory."""
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def text_bytes(self, raw: bytes) -> int:
+        """How many bytes of text the tokens of encode_raw(raw) stand for."""
+        return len(raw)
+
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
+        tokens = np.asarray(tokens).tolist()
+        return b"".join(b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens)
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte-pair encoding, by tiktoken. Raises UserError when its vocabulary is not available."""
+
+    name = "gpt2"
+    vocab_size, eot = TOKENIZER_SIZES[name]
+
+    def __init__(self):
+        try:
+            import tiktoken
+
+            self.tiktoken = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # whatever went wrong in tiktoken's own download
+            raise UserError(
+                f"the gpt2 vocabulary could not be loaded ({type(error).__name__}): connect to the network, point "
+                "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
+            ) from error
+
+    def encode(self, text: str) -> np.ndarray:
+        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
+        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
+
+    def encode_raw(self, raw: bytes) -> np.ndarray:
+        """bytes -> 1-D uint32 array. What is not UTF-8 becomes U+FFFD."""
+        return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
+
+    def text_bytes(self, raw: bytes) -> int:
+        """How many bytes of text the tokens of encode_raw(raw) stand for: U+FFFD has three."""
+        return len(raw.decode("utf-8", errors="replace").encode())
+
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
+        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
+
+
+TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+
+
+def get_tokenizer(name: str) -> ByteTokenizer | GPT2Tokenizer:
+    """The tokenizer called "gpt2" or "bytes". Raises UserError for other names and for a vocabulary out of reach."""
+    if name not in TOKENIZERS:
+        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes")
+    return TOKENIZERS[name]()

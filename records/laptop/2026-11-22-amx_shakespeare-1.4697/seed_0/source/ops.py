@@ -1,0 +1,618 @@
+"""How the model is computed, with the same result: attention, chunked loss, fp8, checkpointing, offload, FSDP.
+
+Whatever is chosen here changes speed and memory; the mathematics stands in model.py. Imports torch only.
+"""
+
+import contextlib
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Attention: one function, one meaning on every backend: causal, with an optional window and document boundaries
+
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "fa4": SDPBackend.FLASH_ATTENTION,
+}
+
+
+class Varlen(NamedTuple):
+    """What varlen_attn takes in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    window: tuple[int, int]
+
+
+def attention_mask(backend: str, tokens: Tensor, n_query: int, window: int, eot: int | None):
+    """Which keys each query sees, in the form that `backend` takes; None where plain causal attention says the same.
+
+    tokens: integer (B, S), one a key; the last n_query of them are the queries (all, but for SDPA with a KV cache).
+    window: keys seen, the query's own included; 0 = all. eot: the token that starts a document, which sees no other;
+    None = documents do not matter. Returns a bool mask (T, S) or (B, 1, T, S) for SDPA, else a BlockMask or Varlen.
+    """
+    batch, length = tokens.shape
+    window = 0 if window >= length else window
+    if backend == "varlen":
+        cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
+        if eot is not None:
+            cu_seqlens = torch.cat((cu_seqlens, (tokens.flatten() == eot).nonzero()[:, 0])).unique().int()
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
+        return Varlen(cu_seqlens, length, (window - 1 if window else -1, 0))
+    doc_ids = None if eot is None else (tokens == eot).cumsum(1)
+    if backend == "flex":
+        if doc_ids is None:
+            return causal_block_mask(window, length, tokens.device)
+        return block_mask(window, length, tokens.device, doc_ids)
+    if doc_ids is None and not window and length == n_query:
+        return None
+    key = torch.arange(length, device=tokens.device)
+    query = key[length - n_query :, None]
+    mask = (key <= query) & (key > query - window) if window else key <= query
+    return mask if doc_ids is None else mask & (doc_ids[:, None, -n_query:, None] == doc_ids[:, None, None, :])
+
+
+def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor | None = None):
+    """FlexAttention's BlockMask of a causal window (0 = all), within documents numbered by doc_ids (B, T) if given."""
+    from torch.nn.attention.flex_attention import create_block_mask  # two seconds that nobody else should pay
+
+    def mask_mod(b, h, q, k):
+        inside = (k <= q) & (k > q - window) if window else k <= q
+        return inside if doc_ids is None else inside & (doc_ids[b, q] == doc_ids[b, k])
+
+    batch = None if doc_ids is None else len(doc_ids)
+    compiled = doc_ids is not None and device.type == "cuda"  # else it would make the whole (B, T, T)
+    return create_block_mask(mask_mod, batch, None, length, length, device=device, _compile=compiled)
+
+
+causal_block_mask = functools.cache(block_mask)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend | None = None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, by one kernel or by PyTorch's choice."""
+    with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """FlexAttention (Dong et al. 2024); on a GPU compiled by itself where nothing around it is."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    if torch.compiler.is_compiling() or not q.is_cuda:
+        return flex(q, k, v, block_mask=mask)
+    return compiled_flex_attention()(q, k, v, block_mask=mask)
+
+
+@functools.cache
+def compiled_flex_attention():
+    """Uncompiled, FlexAttention makes the whole matrix of scores."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    return torch.compile(flex, dynamic=False)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Varlen) -> Tensor:
+    """All sequences of the batch in one row, with the offsets of documents."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    lengths = (mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen)
+    out = varlen_attn(*flat, *lengths, window_size=mask.window)
+    return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Matmuls and a softmax for a block of queries at a time, without the keys after the block; q and k equally long.
+
+    On a CPU it beats SDPA's kernel, compiled in all dtypes, else in bf16. It keeps the probabilities for backward, and
+    there are four blocks at most, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
+    """
+    (batch, n_head, length, head_dim), out = q.shape, []
+    if mask is None:
+        position = torch.arange(length, device=q.device)
+        mask = position <= position[:, None]
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    bias = bias.expand(batch, n_head, length, length)
+    q, k, v = (t.flatten(0, 1).contiguous() for t in (q / math.sqrt(head_dim), k, v))
+    size = max(128, -(-length // 4))
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        hidden = bias[:, :, start:end, :end].flatten(0, 1)
+        scores = torch.baddbmm(hidden, q[:, start:end], k[:, :end].mT)
+        out.append(scores.softmax(-1) @ v[:, :end])
+    return torch.cat(out, dim=1).view(batch, n_head, length, head_dim)
+
+
+# The values of --attn: each takes q (B, H, T, D), k and v (B, H, S, D) and what attention_mask made for it.
+ATTENTION_BACKENDS = {
+    "auto": sdpa_attention,
+    "sdpa": sdpa_attention,
+    **{name: functools.partial(sdpa_attention, kernel=kernel) for name, kernel in SDPA_BACKENDS.items()},
+    "blocked": blocked_attention,
+    "flex": flex_attention,
+    "varlen": varlen_attention,
+}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
+    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made."""
+    return ATTENTION_BACKENDS[backend](q, k, v, mask)
+
+
+def attention_kernels(model, micro_batch: int) -> str:
+    """Backend and kernels of a GPT's attention: as PyTorch chooses for such tensors, not as a flag says."""
+    backend, cfg, device = model.attn, model.cfg, model.cos.device
+    if backend not in ("auto", "sdpa", *SDPA_BACKENDS):
+        return backend
+    q = torch.empty((micro_batch, cfg.n_head, cfg.seq_len, cfg.head_dim), dtype=model.compute_dtype, device=device,
+                    requires_grad=True)  # fmt: skip
+    names, tokens = [], torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=device)
+    for window in sorted(set(model.windows)):
+        mask = attention_mask("sdpa", tokens, cfg.seq_len, window, model.doc_eot)
+        with sdpa_kernel(SDPA_BACKENDS[backend]) if backend in SDPA_BACKENDS else contextlib.nullcontext():
+            choice = torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None)
+        names += [name.lower() for name, kernel in SDPBackend.__members__.items() if int(kernel) == choice]
+    return f"{backend} ({', '.join(dict.fromkeys(names))})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. RMSNorm and squared ReLU, on a CPU without a compiler in fewer trips to memory
+
+
+def is_eager_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dim() > 2 and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension of x (..., D), without a gain: the next matrix can hold one."""
+    if is_eager_on_cpu(x):
+        return EagerRMSNorm.apply(x)
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """ReLU squared (So et al. 2021)."""
+    if is_eager_on_cpu(x):
+        return EagerReLUSquared.apply(x)
+    return F.relu(x).square()
+
+
+class EagerRMSNorm(torch.autograd.Function):
+    """RMSNorm of x (B, T, ..., D), in fp32 inside: a few rows at a time go through all its steps, in the cache.
+
+    PyTorch's own takes the whole tensor through memory twenty times. Backward needs the result and a number a row.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y, scales = x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=wide)
+        for part, scale, out in cache_sized(x, scales, y):
+            part = part.to(wide)
+            torch.linalg.vector_norm(part, dim=-1, keepdim=True, out=scale)
+            scale.square_().div_(x.size(-1)).add_(torch.finfo(wide).eps).rsqrt_()
+            out.copy_(part * scale)
+        ctx.save_for_backward(y, scales)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        y, scales = ctx.saved_tensors
+        dx = torch.empty_like(y)
+        for g, part, scale, out in cache_sized(grad, y, scales, dx):
+            g, part = g.to(scale.dtype), part.to(scale.dtype)
+            out.copy_(torch.addcmul(g, part, (g * part).mean(-1, keepdim=True), value=-1).mul_(scale))
+        return dx
+
+
+class EagerReLUSquared(torch.autograd.Function):
+    """ReLU squared, a few rows at a time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = x.new_empty(x.shape)
+        for part, out in cache_sized(x, y):
+            torch.clamp_min(part, 0, out=out).square_()
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        dx = x.new_empty(x.shape)  # contiguous, so that views of it can be written
+        for g, part, out in cache_sized(grad, x, dx):
+            torch.clamp_min(part, 0, out=out).mul_(g).mul_(2)
+        return dx
+
+
+def cache_sized(*tensors: Tensor):
+    """Views of the same few rows of all the tensors (B, T, ...), as many as the cores' caches hold."""
+    rows = [t.flatten(0, 1) for t in tensors]
+    count = max(1, 65536 * torch.get_num_threads() // rows[0][0].numel())
+    return zip(*(t.split(count) for t in rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. fp8
+
+
+def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """x in float8, scaled as a whole to its range, and the fp32 scale () that undoes it."""
+    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (x.float() / scale).to(dtype), scale
+
+
+def fp8_matmul(a: Tensor, b: tuple[Tensor, Tensor], a_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """a (M, K) @ b (N, K).T in float8 with fp32 sums, in a's dtype; b is what quantize_fp8 returned."""
+    a8, a_scale = quantize_fp8(a, a_dtype)
+    return torch._scaled_mm(a8, b[0].t(), scale_a=a_scale, scale_b=b[1], out_dtype=a.dtype)
+
+
+class Fp8Linear(torch.autograd.Function):
+    """x (..., K) @ w (N, K).T in float8 forward (e4m3) and for the gradient by x (e5m2); that by w stays in x's dtype.
+
+    Dynamic scales for whole tensors, as in Micikevicius et al. 2022. M, K and N must be multiples of 16.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return fp8_matmul(x.flatten(0, -2), quantize_fp8(w)).view(*x.shape[:-1], w.size(0))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        flat = grad.flatten(0, -2)
+        dx = fp8_matmul(flat, quantize_fp8(w.t().contiguous()), torch.float8_e5m2)
+        return dx.view_as(x), flat.T @ x.flatten(0, -2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Loss
+
+
+def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """tanh soft-capping to (-softcap, softcap) (Gemma 2, 2024); 0 disables."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype."""
+    capped = softcap_logits(logits.float(), softcap)
+    log_z = capped.logsumexp(-1, keepdim=True)
+    counted = (targets >= 0)[:, None]
+    target = targets.clamp(min=0)[:, None]
+    loss = torch.where(counted, log_z - capped.gather(1, target), 0).sum()
+    grad = (capped - log_z).exp_()
+    grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
+    if softcap:
+        grad = grad * (1 - (capped / softcap).square())
+    return loss, torch.where(counted, grad * grad_scale, 0).to(logits.dtype)
+
+
+class ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """lm_head and cross entropy, `chunk` tokens at a time: the logits of the whole batch never exist.
+
+    The gradients are made in the forward pass while each chunk's logits are there, as in Liger Kernel (Hsu et al.
+    2024), so nothing is computed twice. Until backward it keeps the gradient by x, in x's dtype, and that by the
+    weight, in fp32; the caller's graph keeps x and the weight besides. Without gradients nothing is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False):
+        w = weight.to(x.dtype)
+        need_grad = any(ctx.needs_input_grad[:2])
+        ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)) if need_grad else (None, None)
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        w8, wt8 = (quantize_fp8(w), need_grad and quantize_fp8(w.t().contiguous())) if fp8 else (None, None)
+        for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
+            logits = fp8_matmul(x[rows], w8) if fp8 else x[rows] @ w.T
+            if need_grad:
+                loss, dlogits = ce_fn(logits, targets[rows], softcap, ctx.grad_scale)
+                dx[rows] = fp8_matmul(dlogits, wt8, torch.float8_e5m2) if fp8 else dlogits @ w
+                dw += dlogits.T @ x[rows]
+            else:
+                logits = softcap_logits(logits.float(), softcap)
+                loss = F.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="sum")
+            total += loss
+        if need_grad:
+            ctx.save_for_backward(dx, dw)
+            ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        grad = grad.float() / ctx.grad_scale
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), *(None,) * 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Activation checkpointing and offload
+
+
+def apply_ac(mode: str, function, *inputs) -> Tensor:
+    """function(*inputs), of which backward recomputes nothing, all, or all but matmuls and attention ("selective")."""
+    if mode == "none" or not torch.is_grad_enabled():
+        return function(*inputs)
+    options = {}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """Selective activation checkpointing: keep the outputs of matmuls and attention, recompute everything else."""
+    name = str(op)
+    costly = ("mm.default", "scaled_dot_product", "flash_attention", "flex_attention", "varlen_attn")
+    keep = any(part in name for part in costly)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offload_activations(strided: bool):
+    """A context whose forward passes keep what backward needs in host memory; strided: for a compiled backward pass."""
+    return saved_tensors_hooks(functools.partial(offload_pack, strided=strided), offload_unpack)
+
+
+OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
+
+
+def offload_pack(tensor: Tensor, strided: bool):
+    """What backward needs, in pinned host memory; masks, parameters, small tensors and CPU tensors stay where they are.
+
+    strided: it comes back with the strides it had, gaps and all, which a compiled backward pass insists on.
+    """
+    stays = not tensor.is_cuda or isinstance(tensor, nn.Parameter) or tensor.dtype == torch.bool
+    if stays or tensor.numel() < OFFLOAD_MIN_NUMEL:
+        return tensor
+    if strided and 0 in tensor.stride():  # one number stands for many
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return tensor.device, strided and tensor.stride(), host.copy_(tensor, non_blocking=True)
+
+
+def offload_unpack(packed) -> Tensor:
+    """The tensor that offload_pack was given, on its device."""
+    if isinstance(packed, Tensor):
+        return packed
+    device, strides, host = packed
+    if not strides:
+        return host.to(device, non_blocking=True)
+    return torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device).copy_(host, non_blocking=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Hashes of n-grams
+
+HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31  # multipliers of MurmurHash and xxHash
+
+
+def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> Tensor:
+    """Hashes of the n-grams of 2 to `longest` tokens that end at each of the last `length` of tokens (B, S).
+
+    int64 (B, length, longest - 1). An n-gram that would reach over the start of the context, or of the document that
+    begins with `eot`, has "no token" there.
+    """
+    tokens = tokens[:, -(length + longest - 1) :]
+    doc_ids = None if eot is None else (tokens == eot).cumsum(1)
+    code, codes = tokens[:, -length:].long() + 1, []
+    for back in range(1, longest):
+        before = F.pad(tokens + 1, (back, 0))[:, -length - back : -back]
+        if doc_ids is not None:
+            same_doc = doc_ids == F.pad(doc_ids, (back, 0), value=-1)[:, :-back]
+            before = before * same_doc[:, -length:]
+        code = (code * HASH_A + before) % HASH_MODULUS
+        codes.append(code)
+    return torch.stack(codes, -1)
+
+
+def ngram_rows(codes: Tensor, n_rows: int) -> Tensor:
+    """The row of a table of n_rows that each n-gram's hash falls into."""
+    return (codes * HASH_B >> 7) % n_rows
+
+
+def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
+    """Numbers in [0, 1) that look random, fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
+    for mixed_in in (place * HASH_B % HASH_MODULUS, seed % HASH_MODULUS):  # multiplying and folding, as in MurmurHash
+        code = (code ^ mixed_in) * HASH_A % HASH_MODULUS
+        code = (code ^ code >> 15) * HASH_B % HASH_MODULUS
+        code = code ^ code >> 13
+    return (code % (1 << 24)) / (1 << 24)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Initial values: functions that fill a tensor on the CPU with torch's generator
+
+
+class ParamTableError(ValueError):
+    """A parameter that has no row of PARAM_TABLE, or one that cannot be."""
+
+
+def normal(std: float, by_fan_in: bool = True):
+    """Normal with this standard deviation, for matrices times fan_in ** -0.5 (unless not by_fan_in)."""
+
+    def fill(x: Tensor, generator: torch.Generator) -> Tensor:
+        scale = x.size(-1) ** 0.5 if by_fan_in and x.dim() > 1 else 1.0
+        return x.normal_(0, 1, generator=generator).mul_(std / scale)
+
+    return fill
+
+
+def constant(value: float):
+    return lambda x, generator: x.fill_(value)
+
+
+zeros, ones = constant(0.0), constant(1.0)
+
+
+def orthogonal(gain: float = 1.0):
+    """(Semi-)orthogonal (Saxe et al. 2014), for tensors of two dimensions and more."""
+    return lambda x, generator: nn.init.orthogonal_(x, gain, generator=generator)
+
+
+def module_made(make_model, name: str, seed: int) -> Tensor:
+    """The value that the model's own constructors give a parameter, when torch's generator starts from `seed`.
+
+    The model is made on the CPU, without the draws of PyTorch's own layers, and again with those of the parameter's
+    layer, from the seed, if it has one: what a constructor does to the layer afterwards holds.
+    """
+
+    def build(drawn: int | None) -> tuple[nn.Module, list[nn.Module]]:
+        """The model, and its layers in the order in which they are drawn: only that with number `drawn` really is."""
+        layers, resets = [], {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
+
+        def reset(layer: nn.Module) -> None:
+            if len(layers) == drawn:
+                torch.manual_seed(seed)
+                next(reset for kind, reset in resets.items() if isinstance(layer, kind))(layer)
+            layers.append(layer)
+
+        torch.manual_seed(seed)
+        try:
+            for kind in resets:
+                kind.reset_parameters = reset
+            return make_model(), layers
+        finally:
+            for kind, original in resets.items():
+                kind.reset_parameters = original
+
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model, layers = build(None)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if any(layer is owner for layer in layers):
+            model, _ = build(next(i for i, layer in enumerate(layers) if layer is owner))
+    return model.get_parameter(name).detach()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Shards of FSDP2: between the rows that this rank holds and whole tensors
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This rank's shard of an FSDP parameter or gradient; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def chunk_sizes(n: int, world_size: int) -> list[int]:
+    """How many of n rows each rank holds when Tensor.chunk cuts them: ceil(n / world_size), then the rest, then 0."""
+    most = -(-n // world_size)
+    return [max(0, min(most, n - rank * most)) for rank in range(world_size)]
+
+
+@torch.no_grad()
+def copy_from_full_tensor_(param: Tensor, full: Tensor, part: Tensor | None = None) -> None:
+    """Copy a full tensor into a parameter, or into `part` of its size: under FSDP, the rows that this rank holds."""
+    part = to_local(param) if part is None else part
+    if hasattr(param, "to_local") and full.dim():
+        full = full.split(chunk_sizes(len(full), dist.get_world_size()))[dist.get_rank()]
+    part.copy_(full)
+
+
+def full_tensor(param: Tensor, part: Tensor) -> Tensor:
+    """The full tensor of which `part` is this rank's shard, cut as the parameter is."""
+    if hasattr(param, "to_local") and part.dim():
+        from torch.distributed.tensor import DTensor
+
+        part = DTensor.from_local(part.to(param.device), param.device_mesh, param.placements, run_check=False,
+                                  shape=param.shape, stride=param.stride()).full_tensor()  # fmt: skip
+    return part.detach()
+
+
+def gather_whole_matrices(shards: Tensor, rows: int, rank: int, world_size: int) -> Tensor:
+    """From this rank's shard of every matrix (count, its rows, cols) to the whole matrices it owns (n, rows, cols).
+
+    One all-to-all; matrix i is owned by rank i // ceil(count / world_size).
+    """
+    count, _, cols = shards.shape
+    heights, owned = chunk_sizes(rows, world_size), chunk_sizes(count, world_size)
+    sent = [n * heights[rank] * cols for n in owned]
+    received = [owned[rank] * height * cols for height in heights]
+    flat = shards.new_empty(sum(received))
+    dist.all_to_all_single(flat, shards.flatten(), received, sent)
+    pieces = [t.view(owned[rank], height, cols) for t, height in zip(flat.split(received), heights)]
+    return torch.cat(pieces, dim=1)
+
+
+def scatter_updates(updates: Tensor, count: int, rank: int, world_size: int) -> Tensor:
+    """The way back: from updates of the matrices that this rank owns (n, rows, cols) to its shard of all `count`."""
+    _, rows, cols = updates.shape
+    heights, owned = chunk_sizes(rows, world_size), chunk_sizes(count, world_size)
+    sent = [owned[rank] * height * cols for height in heights]
+    received = [n * heights[rank] * cols for n in owned]
+    flat = updates.new_empty(sum(received))
+    pieces = torch.cat([piece.flatten() for piece in updates.split(heights, dim=1)])
+    dist.all_to_all_single(flat, pieces, received, sent)
+    return flat.view(count, heights[rank], cols)
+
+
+def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in.
+
+    Raises ParamTableError for a parameter that cannot be sharded.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for name, param in model.named_parameters():
+        if param.dim() == 0:
+            raise ParamTableError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=device)
+    model.reset_buffers()
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward one, FSDP's root still holds whole parameters: back to shards."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. Compiler warm-up
+
+
+def cudagraph_mark_step(cudagraphs: bool) -> None:
+    """Tell CUDA graphs, if there are any, that what an earlier call returned may be overwritten."""
+    if cudagraphs:
+        torch.compiler.cudagraph_mark_step_begin()  # imports the compiler: more than a second
+
+
+def dummy_micro_step(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool, train: bool = True) -> None:
+    """One forward pass, with `train` a backward one too, on zeros, for what it compiles, loads or allocates."""
+    x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=next(model.parameters()).device)
+    cudagraph_mark_step(cudagraphs)
+    with torch.set_grad_enabled(train):
+        loss = model(x, x) / x.numel()
+        if train:
+            loss.backward()
+
+
+def warm_up(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
+    """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring."""
+    calls = 3 if cudagraphs else 1  # a graph is recorded at the second call
+    for _ in range(calls):
+        dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
+    model.zero_grad(set_to_none=not cudagraphs)
+    for _ in range(calls):
+        dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)
+    reshard(model)

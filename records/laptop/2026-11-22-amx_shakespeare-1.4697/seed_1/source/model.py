@@ -1,0 +1,516 @@
+"""What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
+
+Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only decides how it is
+computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops.py; text is drawn in generation.py.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+# fmt: off
+# isort: off
+from generation import KVCache, LayerCache
+from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
+                 ce_fwd_bwd, gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, norm,
+                 normal, offload_activations, relu_squared, scatter_updates, softcap_logits, to_local, zeros)
+# isort: on
+# fmt: on
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. GPTConfig
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The model's shape. A checkpoint stores these fields, and nothing else is needed to build the model again."""
+
+    vocab_size: int = 50304
+    seq_len: int = 1024
+    n_layer: int = 12
+    n_head: int = 6
+    n_embd: int = 768
+    window: str = "L"  # a letter a layer, repeated: L full context, S a sliding window; "SSSL:256" sets its size
+    ngram: int = 0  # the longest n-gram of tokens that has an embedding besides each token's own; below 2 disables
+    ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
+    softcap: float = 15.0  # tanh soft-capping of logits to (-softcap, softcap); 0 disables
+    rope_theta: float = 10000.0
+    version: int = 2  # of what is computed below: a checkpoint of another one is refused
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that tell positions; the others are free to tell contents."""
+        return self.head_dim // 4 * 2
+
+    def layer_windows(self) -> list[int]:
+        """Tokens that each layer's attention sees, itself included (0 = the whole context).
+
+        Raises ValueError when `window` is not letters S and L with an optional `:size` (default: a quarter of seq_len).
+        """
+        match = re.fullmatch(r"([SL]+)(?::([1-9]\d*))?", self.window)
+        if not match:
+            raise ValueError(f"window is {self.window!r}; expected letters S and L, as in SSSL or SSSL:256")
+        pattern, size = match[1], int(match[2] or max(1, self.seq_len // 4))
+        return [size if pattern[i % len(pattern)] == "S" else 0 for i in range(self.n_layer)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Modules
+
+
+class Linear(nn.Linear):
+    """Linear layer without bias in the activations' dtype: the weight stays fp32 and is cast at each use."""
+
+    fp8 = False
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight.to(x.dtype)
+        return Fp8Linear.apply(x, w) if self.fp8 else F.linear(x, w)
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of x (B, T, H, D) in its first R dimensions; cos, sin (T, 1, R/2)."""
+    half = cos.size(-1)
+    x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
+    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+
+
+def look_back(k: Tensor, rotary_dim: int, starts: Tensor | None, past: LayerCache | None) -> Tensor:
+    """Keys (B, T, H, D) with the dimensions beyond rotary_dim of the token before; zeros where there is none.
+
+    A query then finds what followed an earlier token like its own in one layer instead of two (partial key offset, of
+    the NanoGPT speedrun). starts: bool (B, T, 1, 1), where a document begins, or None.
+    """
+    turned, still = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
+    if past is None:
+        before = F.pad(still, (0, 0, 0, 0, 1, -1))
+    else:
+        before = torch.cat((past.exchange(still[:, -1:]), still[:, :-1]), dim=1)
+    return torch.cat((turned, before if starts is None else before.masked_fill(starts, 0)), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head causal attention with normalized queries and keys (QK-norm: Henry et al. 2020)."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.n_head, self.head_dim, self.rotary_dim, self.backend = cfg.n_head, cfg.head_dim, cfg.rotary_dim, "sdpa"
+        self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.proj = Linear(cfg.n_embd, cfg.n_embd)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
+                past: LayerCache | None) -> Tensor:  # fmt: skip
+        batch, length, n_embd = x.shape
+        qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
+        q, k = norm(qk).split(self.n_head, 2)
+        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(look_back(k, self.rotary_dim, starts, past), cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if past is not None:
+            k, v = past.append(k, v)
+        y = attention(q, k, v, mask, self.backend if past is None else "sdpa")
+        return self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
+
+
+class MLP(nn.Module):
+    """Four times as wide inside, with ReLU squared."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.fc = Linear(cfg.n_embd, 4 * cfg.n_embd)
+        self.proj = Linear(4 * cfg.n_embd, cfg.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(relu_squared(self.fc(x)))
+
+
+class Block(nn.Module):
+    """One transformer layer; a function of tensors only, so that one compilation serves every block."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.checkpointing, self.offload = "none", False
+        self.attn = CausalSelfAttention(cfg)
+        self.mlp = MLP(cfg)
+        self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
+
+    def forward(self, x: Tensor, *inputs) -> Tensor:
+        with offload_activations(strided=self.compiled is not None) if self.offload else contextlib.nullcontext():
+            return (self.compiled or self.forward_with_ac)(x, *inputs)
+
+    def forward_with_ac(self, *inputs) -> Tensor:
+        return apply_ac(self.checkpointing, self._forward, *inputs)
+
+    def _forward(self, x: Tensor, *inputs) -> Tensor:
+        x = x + self.attn(norm(x), *inputs)
+        return x + self.mlp(norm(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. GPT: embeddings, blocks, head, loss
+
+
+class GPT(nn.Module):
+    """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
+
+    How it is computed, the result differing by rounding: `attn` is the attention backend, `checkpointing` none,
+    selective or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the
+    host; `fp8` (head and MLP) rounds more than the others.
+    What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. `ngram_dropout`
+    is the probability of dropping an n-gram wherever gradients are made; which ones follows from the n-gram, its place
+    in the sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
+    """
+
+    def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
+                 attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
+                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0):  # fmt: skip
+        super().__init__()
+        self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
+        self.ngram_dropout, self.step_seed = ngram_dropout, 0
+        self.attn, self.doc_eot = attn, doc_eot
+        self.windows = cfg.layer_windows()
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.ngrams = nn.Embedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.head = Linear(cfg.n_embd, cfg.vocab_size)
+        self.ce_fn = ce_fwd_bwd
+        self.head.fp8 = fp8
+        for block in self.blocks:
+            block.checkpointing, block.offload, block.attn.backend = checkpointing, offload, attn
+            block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
+        self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
+        self.reset_buffers()
+        check_param_table(self)
+
+    @torch.no_grad()
+    def reset_buffers(self) -> None:
+        """(Re)compute the rotary tables, which no checkpoint holds."""
+        half, theta = self.cfg.rotary_dim // 2, self.cfg.rope_theta
+        frequency = theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+        position = torch.arange(self.cfg.seq_len, dtype=torch.float64, device="cpu")  # not every device has float64
+        angle = torch.outer(position, frequency)[:, None]
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+
+    def apply_compile(self, mode: str) -> None:
+        """Compile each block and the loss in place: blocks share one compilation, and parameter names stay."""
+        for block in self.blocks:
+            block.compiled = torch.compile(block.forward_with_ac, mode=mode, dynamic=False, fullgraph=True)
+        self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=False, fullgraph=True)
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None,
+                last: bool = False) -> Tensor:  # fmt: skip
+        """idx and targets are integer (B, T), T <= seq_len; a target of -1 is not counted.
+
+        With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
+        Without: fp32 logits (B, T, vocab_size), or with `last` those of the last position only, (B, 1, vocab_size).
+        With a cache: idx follows what the cache holds, and the logits are always those of the last position. Raises
+        ValueError for more tokens than the context has, and for targets with a cache.
+        """
+        if cache is not None and targets is not None:
+            raise ValueError("a KV cache is for generation and cannot be combined with targets; pass one of them")
+        past, length = 0 if cache is None else cache.length, idx.size(1)
+        end = past + length
+        if end > self.cfg.seq_len:
+            raise ValueError(f"{end} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
+        tokens = idx if cache is None else cache.append_tokens(idx)
+        cos, sin = (table[past:end].to(self.compute_dtype) for table in (self.cos, self.sin))
+        backend = self.attn if cache is None else "sdpa"
+        masks = {w: attention_mask(backend, tokens, length, w, self.doc_eot) for w in set(self.windows)}
+        starts = None if self.doc_eot is None else (tokens[:, -length:] == self.doc_eot)[..., None, None]
+        x = norm(self.embed(tokens, length).to(self.compute_dtype))
+        for i, block in enumerate(self.blocks):
+            x = block(x, cos, sin, starts, masks[self.windows[i]], cache and cache.layers[i])
+        x = norm(x)
+        if targets is not None:
+            return self.loss(x.flatten(0, 1), targets.flatten())
+        if last or cache is not None:
+            x = x[:, -1:]
+        return softcap_logits(self.head(x).float(), self.cfg.softcap)
+
+    def embed(self, tokens: Tensor, length: int) -> Tensor:
+        """Embeddings of the last `length` of tokens (B, S) and of the n-grams that each ends, summed: (B, T, n_embd).
+
+        Hashed n-grams as in Over-Tokenized Transformer (Huang et al. 2025): what follows a few letters need not be
+        learned by attention.
+        """
+        x = self.wte(tokens[:, -length:])
+        if self.ngrams is None:
+            return x
+        codes = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1)
+        weights = None
+        if self.ngram_dropout and torch.is_grad_enabled():
+            place = torch.arange(length, device=tokens.device).repeat(len(tokens))[:, None]
+            kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
+            weights = kept / (1 - self.ngram_dropout)
+        rows, table = ngram_rows(codes, self.cfg.ngram_rows), self.ngrams.weight.float()
+        # One sum over all lengths: separate lookups would each make a gradient as large as the table
+        return x + F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights).view(x.shape).to(x.dtype)
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a token of a whole context, forward and backward.
+
+        6 a weight that multiplies, and 12 * n_embd a token attended to.
+        """
+        t = self.cfg.seq_len
+        attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
+        weights = sum(p.numel() for n, p in self.named_parameters() if n not in ("wte.weight", "ngrams.weight"))
+        return 6 * weights + 12 * self.cfg.n_embd * attended
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
+        if self.loss_chunk:
+            options = (self.cfg.softcap, self.loss_chunk, self.ce_fn, self.head.fp8)
+            weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it makes gradients
+            return ChunkedLinearCrossEntropy.apply(x, weight, targets, *options)
+        logits = softcap_logits(self.head(x).float(), self.cfg.softcap)
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. The parameter table
+
+
+class ParamGroupSpec(NamedTuple):
+    """How the parameters whose names match are initialized and optimized."""
+
+    pattern: str  # regular expression for the whole name
+    init: Callable | str  # normal(std), zeros, ones, constant(x), orthogonal(), or "module": as its module makes it
+    optim: str  # "muon", for matrices, or "adam"
+    lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
+    betas: tuple[float, float] = (0.8, 0.95)  # Adam's; Muon's momentum, once it has risen, is the first
+    wd_mul: float = 0.0  # multiple of weight_decay
+    split: int = 1  # matrices stacked in this parameter; Muon orthogonalizes each on its own
+
+
+# Every parameter must match exactly one row. Matrices inside the blocks are for Muon, everything else is for Adam.
+PARAM_TABLE = {
+    "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", 75.0),
+    "ngrams": ParamGroupSpec(r"ngrams\.weight", zeros, "adam", 12.0),
+    "head": ParamGroupSpec(r"head\.weight", zeros, "adam"),
+    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0, split=3),
+    "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0),
+    "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros, "muon", 1.0, (0.95, 0.0), 1.0),
+}
+
+
+def param_spec_name(name: str) -> str:
+    """The row of PARAM_TABLE that matches the parameter. Raises ParamTableError unless exactly one does."""
+    rows = [row for row, spec in PARAM_TABLE.items() if re.fullmatch(spec.pattern, name)]
+    if len(rows) != 1:
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
+        example = f'"{name.split(".")[-1]}": ParamGroupSpec(r"{pattern}", "module", "adam"),'
+        found = f"rows {', '.join(rows)}" if rows else "no row"
+        raise ParamTableError(f"parameter {name} matches {found} of PARAM_TABLE in model.py; it needs one: {example}")
+    return rows[0]
+
+
+def check_param_table(model: nn.Module) -> None:
+    """Raises ParamTableError for a parameter without exactly one row, or with one that cannot be."""
+    for name, param in model.named_parameters():
+        spec = PARAM_TABLE[param_spec_name(name)]
+        matrices = param.dim() == 2 and len(param) % spec.split == 0
+        if spec.optim not in ("muon", "adam") or spec.optim == "muon" and not matrices:
+            raise ParamTableError(
+                f"parameter {name} of shape {tuple(param.shape)} has optim {spec.optim!r} in PARAM_TABLE in model.py; "
+                f'expected "adam", or "muon" for a matrix whose rows its split of {spec.split} divides'
+            )
+
+
+def initial_weight(name: str, shape: torch.Size, seed: int, cfg: GPTConfig) -> Tensor:
+    """The full initial tensor, fp32 on the CPU, whatever the ranks and devices; `seed` is this tensor's own."""
+    init = PARAM_TABLE[param_spec_name(name)].init
+    if init == "module":
+        return module_made(lambda: GPT(cfg), name, seed)
+    return init(torch.empty(shape, device="cpu"), torch.Generator().manual_seed(seed))
+
+
+def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
+    """Parameter groups for `Optimizer`: one a row of the table. "adamw": one learning rate and decay for all."""
+    groups: dict[str, dict] = {}
+    for name, param in model.named_parameters():
+        row = param_spec_name(name)
+        spec = PARAM_TABLE[row]
+        if optimizer == "adamw":
+            kind, lr, betas, decay = "adam", adam_lr, (0.9, 0.95), weight_decay
+        else:
+            lr = spec.lr_mul * (muon_lr if spec.optim == "muon" else adam_lr)
+            kind, betas, decay = spec.optim, spec.betas, spec.wd_mul * weight_decay
+        group = groups.setdefault(row, dict(
+            params=[], names=[], role=row, kind=kind, lr=lr, initial_lr=lr, betas=betas, weight_decay=decay,
+            split=spec.split,
+        ))  # fmt: skip
+        group["params"].append(param)
+        group["names"].append(name)
+    return list(groups.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Muon + Adam
+
+# Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
+# singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
+NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780, -1.9908, 0.4541))
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """A nearly semi-orthogonal matrix for each of x (M, rows, cols): all but tiny singular values end in [0.7, 1.3].
+
+    Quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), in the dtype of x. All-zero matrices stay zero.
+    """
+    tall = x.size(1) > x.size(2)
+    x = x.mT if tall else x
+    gram = x @ x.mT
+    scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
+    gram, x = gram / scale, x / scale.sqrt()  # a tighter bound of singular values than the norm of x
+    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    # Aspect ratio >= 4 in full fp32: iterate on the Gram matrix and apply the accumulated polynomial to x once
+    # (17 small-matmul equivalents instead of 27). Unstable in bf16 and TF32.
+    if exact and x.size(2) >= 4 * x.size(1):
+        product, factor = None, None
+        for a, b, c in NEWTON_SCHULZ:
+            gram = gram if product is None else factor @ gram @ factor
+            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal(dim1=1, dim2=2).add_(a)
+            product = factor if product is None else factor @ product
+        x = product @ x
+    else:
+        for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
+            gram = x @ x.mT if i else gram
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def even_rows(x: Tensor) -> Tensor:
+    """Each of x (M, rows, cols) with rows of one length, and the Frobenius norm that it had; all-zero rows stay.
+
+    Every neuron then moves as far (NorMuon, Li et al. 2025, with the rows' own lengths for their running means).
+    """
+    even = F.normalize(x.float(), dim=-1)
+    norms = [torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True, dtype=torch.float32) for t in (x, even)]
+    return (even * (norms[0] / norms[1].clamp(min=1e-6))).to(x.dtype)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Muon for the matrices inside the blocks, Adam (decoupled weight decay) for all else; for 1..N ranks.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): Nesterov momentum, then each matrix's update
+    is replaced by its orthogonal factor with even rows. Matrices of one shape within a group are stacked and
+    orthogonalized in one batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or not, and
+    exchange the results.
+    Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
+    a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards.
+    `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
+    """
+
+    fused = True  # False: one parameter at a time, as in plain loops; the baseline of bench.py, whose Adam never skips
+
+    def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
+        super().__init__(groups, dict(lr=0.0))
+        self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for group in self.param_groups:
+            group.setdefault("momentum", group["betas"][0])
+            slots = ("momentum",) if group["kind"] == "muon" else ("exp_avg", "exp_avg_sq")
+            for p in group["params"]:
+                place = dict(device="cpu", pin_memory=p.is_cuda) if offload else dict(device=p.device)
+                self.state[p] = {slot: torch.zeros(to_local(p).shape, dtype=p.dtype, **place) for slot in slots}
+                if group["kind"] == "adam":
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+
+    @torch.no_grad()
+    def step(self, skip: Tensor | None = None) -> None:
+        """Update every parameter from its gradient, with the groups' present `lr`. Every gradient must be there.
+
+        skip: bool () on the device. Where it is true, weights and state stay as they are (a -0 may become 0); it needs
+        the fused kernels.
+        """
+        device = self.param_groups[0]["params"][0].device
+        skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
+        if device.type == "mps" and skip.item():  # the fused kernels of MPS do not look at found_inf
+            return
+        for group in self.param_groups:
+            update, slots = self.adam_update, ("exp_avg", "exp_avg_sq")
+            if group["kind"] == "muon":
+                update, slots = self.muon_update, ("momentum",)
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for p in group["params"]:
+                by_shape.setdefault(p.shape, []).append(p)
+            for params in by_shape.values() if self.fused else ([p] for p in group["params"]):
+                with self.state_on_device(params, slots) as state:
+                    update(group, params, skip, *state)
+
+    @contextlib.contextmanager
+    def state_on_device(self, params: list[Tensor], slots: tuple[str, ...]):
+        """Yields a list of the parameters' state for each slot; with `offload`, device copies that are written back."""
+        kept = used = [[self.state[p][slot] for p in params] for slot in slots]
+        if self.offload:
+            used = [[t.to(params[0].device, non_blocking=True) for t in tensors] for tensors in kept]
+        yield used
+        if self.offload:
+            for host, ours in zip(sum(kept, []), sum(used, [])):
+                host.copy_(ours, non_blocking=True)
+
+    def adam_update(self, group: dict, params: list[Tensor], skip: Tensor, exp_avgs: list[Tensor],
+                    exp_avg_sqs: list[Tensor]) -> None:  # fmt: skip
+        steps = [self.state[p]["step"] for p in params]
+        adamw(
+            [to_local(p) for p in params], [to_local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], steps,
+            fused=self.fused, foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
+            found_inf=skip.float() if self.fused else None,
+        )  # fmt: skip
+
+    def muon_update(self, group: dict, params: list[Tensor], skip: Tensor, momenta: list[Tensor]) -> None:
+        weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
+        count, (rows, cols), beta, split = len(params), params[0].shape, group["momentum"], group["split"]
+        for grad, momentum in zip(grads, momenta):
+            # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
+            torch.where(skip, momentum, grad, out=grad)
+        torch._foreach_lerp_(momenta, grads, 1 - beta)
+
+        def nesterov(part: slice) -> Tensor:
+            updates = weights[0].new_empty((len(grads[part]), *weights[0].shape), dtype=self.ns_dtype)
+            if len(updates):
+                torch._foreach_copy_(list(updates.unbind()), torch._foreach_lerp(grads[part], momenta[part], beta))
+            return updates
+
+        def orthogonalize(updates: Tensor) -> Tensor:
+            if not len(updates):  # more ranks than matrices
+                return updates
+            return even_rows(newton_schulz(updates.view(-1, rows // split, cols))).reshape(-1, rows, cols).contiguous()
+
+        if hasattr(params[0], "to_local"):  # FSDP: whole matrices are made on their owners
+            whole = gather_whole_matrices(nesterov(slice(None)), rows, self.rank, self.world_size)
+            updates = scatter_updates(orthogonalize(whole), count, self.rank, self.world_size)
+        else:  # DDP: each rank orthogonalizes its part of the stack
+            per_rank = -(-count // self.world_size)
+            mine = slice(min(count, self.rank * per_rank), min(count, (self.rank + 1) * per_rank))
+            updates = orthogonalize(nesterov(mine))
+            if self.world_size > 1:
+                gathered = updates.new_zeros((self.world_size, per_rank, rows, cols))
+                dist.all_gather(list(gathered.unbind()), F.pad(updates, (0, 0, 0, 0, 0, per_rank - len(updates))))
+                updates = gathered.flatten(0, 1)[:count]
+        scale = max(1.0, rows / split / cols) ** 0.5
+        updates = updates.to(weights[0].dtype)
+        sgd(
+            weights, list(updates.unbind()), [None] * count, fused=True, found_inf=skip.float(),
+            lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,
+            nesterov=False, maximize=False,
+        )  # fmt: skip

@@ -1,0 +1,12 @@
+"""What carries a run and never changes its mathematics: flags, devices and ranks, checks, checkpoints, logs, errors."""
+
+import os
+
+
+def set_environment() -> None:
+    """Set what PyTorch and its compiler read as they are imported; what is set already stays. Scripts call it first."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter: shared cores crawl else
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # no compiling of headers for each vector instruction set
+    os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # --profile prints no lines of the profiler's own

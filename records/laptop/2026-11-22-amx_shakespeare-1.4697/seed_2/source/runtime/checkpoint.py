@@ -1,0 +1,269 @@
+"""Checkpoints: ckpt_<step>.pt, plain tensors and JSON-like values in one file, saved whole or not at all and verified.
+
+`weights_only=True` loads them, so that no pickled code is executed; a content hash finds damage that torch.load misses.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from data.shards import UserError, atomic_write
+from ops import copy_from_full_tensor_, full_tensor, to_local
+from runtime.errors import RunError
+from runtime.launch import DistContext, dist_max
+from runtime.logger import RunLogger
+
+# What every checkpoint holds, as train_gpt.snapshot makes it; old ones have no "position".
+CHECKPOINT_SCHEMA = dict(step=int, clock=dict, config=dict, model_config=dict, tokenizer=str, data=str, scaler=dict,
+                         model=dict, optimizer=dict)  # fmt: skip
+
+
+class CorruptCheckpointError(UserError):
+    """A checkpoint whose bytes are not what was saved."""
+
+
+def content_hash(checkpoint: dict) -> str:
+    """SHA-256 over every value of a checkpoint but its own "sha256": torch.load itself accepts flipped bytes."""
+    digest = hashlib.sha256()
+
+    def feed(value) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value):
+                digest.update(b"k" + str(key).encode())
+                feed(value[key])
+        elif isinstance(value, Tensor):
+            digest.update(f"t{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        else:
+            digest.update(b"v" + json.dumps(value).encode())
+
+    feed({key: value for key, value in checkpoint.items() if key != "sha256"})
+    return digest.hexdigest()
+
+
+BEST = "ckpt_best.pt"  # the weights of the best evaluation
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step in a checkpoint's name; -1 for any other file."""
+    match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
+    return int(match[1]) if match else -1
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoint files of a run's folder, newest first."""
+    found = (path for path in folder.glob("ckpt_*.pt") if checkpoint_step(path) >= 0)
+    return sorted(found, key=checkpoint_step, reverse=True)
+
+
+def read_checkpoint(path: Path, verify: bool = True) -> dict:
+    """The content of a checkpoint, mapped from the file. Raises UserError when it is missing or not ours.
+
+    Raises CorruptCheckpointError when it is damaged; without `verify`, the content hash is not compared.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file")
+    intact = False
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        intact = not verify or content_hash(checkpoint) == checkpoint["sha256"]
+        named = [checkpoint["model"], *checkpoint["optimizer"].values()]
+        if not (
+            all(type(checkpoint[key]) is kind for key, kind in CHECKPOINT_SCHEMA.items())
+            and all(isinstance(key, str) and isinstance(value, Tensor) for part in named for key, value in part.items())
+            and all(0 <= checkpoint["clock"][key] < math.inf for key in ("train_time", "wall_time"))
+            and checkpoint["step"] >= 0
+        ):
+            raise ValueError
+    except (MemoryError, PermissionError) as error:
+        raise UserError(f"{path} cannot be read now ({error}); make it readable, or give more memory") from None
+    except Exception as error:  # torn and foreign files fail in many ways, all of which mean the same here
+        raise (UserError if intact else CorruptCheckpointError)(
+            f"{path} is not a checkpoint of this trainer or is damaged ({type(error).__name__}); use another"
+        ) from None
+    if not intact:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: its content does not have the hash that it was saved with; use another"
+        )
+    return checkpoint
+
+
+def strip_wrapper_prefixes(named: dict) -> dict:
+    """The same, without what DDP and torch.compile put before parameter names."""
+    return {re.sub(r"(module|_orig_mod)\.", "", name): value for name, value in named.items()}
+
+
+def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, is_rank0: bool) -> dict:
+    """Copies of weights and, if given, optimizer state in host memory, by parameter name; empty but on rank 0.
+
+    Every rank has to take part: one whole tensor at a time is gathered from their shards.
+    """
+    found = dict(model={}, optimizer={})
+    for name, p in model.named_parameters():
+        for slot, part in {"": to_local(p), **(optimizer.state[p] if optimizer else {})}.items():
+            full = full_tensor(p, part)
+            if is_rank0:
+                place = found["optimizer"].setdefault(name, {}) if slot else found["model"]
+                place[slot or name] = full.to("cpu", copy=True)
+    return found
+
+
+def model_config(checkpoint: dict, kind: type, path):
+    """The model's configuration as an instance of the dataclass `kind`. Raises UserError when it is not one."""
+    defaults, saved = dataclasses.asdict(kind()), checkpoint["model_config"]
+    if saved.get("version", 1) != defaults["version"]:
+        raise UserError(
+            f"{path} holds version {saved.get('version', 1)} of the model, and this is version {defaults['version']}, "
+            "which computes something else; use the source that made it, as its run's folder has it"
+        )
+    if any(key not in defaults or type(defaults[key]) is not type(value) for key, value in saved.items()):
+        raise UserError(f"{path} is not a checkpoint of this trainer: its model is {saved}; use another")
+    return kind(**saved)
+
+
+def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str, ...] = ()) -> None:
+    """Copy the checkpoint's weights into the model; prefixes that wrappers leave on names are dropped.
+
+    Raises UserError when the model's configuration `model.cfg` differs, but for the fields that may, or a shape does.
+    """
+    weights = strip_wrapper_prefixes(checkpoint["model"])
+    theirs = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path))
+    ours = dataclasses.asdict(model.cfg)
+    theirs |= {key: ours[key] for key in may_differ}
+    wrong = {n for n, p in model.named_parameters() if n not in weights or weights[n].shape != p.shape}
+    if wrong or theirs != ours:
+        differ = ", ".join(f"{k} {theirs[k]} there and {ours[k]} here" for k in ours if theirs[k] != ours[k])
+        differ = differ or ", ".join(sorted(wrong))
+        raise UserError(f"{path} holds a model of another shape ({differ}); give the flags that it was made with")
+    for name, p in model.named_parameters():
+        copy_from_full_tensor_(p, weights[name])
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, checkpoint: dict,
+                   path) -> None:  # fmt: skip
+    """Copy the checkpoint's optimizer state and loss scale into ours. Raises UserError for another optimizer's."""
+    saved_states = strip_wrapper_prefixes(checkpoint["optimizer"])
+    for name, p in model.named_parameters():
+        ours, saved = optimizer.state[p], saved_states.get(name, {})
+        shapes = {slot: p.shape if part.dim() else part.shape for slot, part in ours.items()}
+        if {slot: value.shape for slot, value in saved.items()} != shapes:
+            made = "holds no optimizer state" if not saved_states else "was made with another --optimizer"
+            raise UserError(f"{path} {made}; give another checkpoint, or use --init_from {path}")
+        for slot, part in ours.items():
+            copy_from_full_tensor_(p, saved[slot], part)
+    if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
+        scaler.load_state_dict(checkpoint["scaler"])
+
+
+def find_checkpoint(
+    folder: Path, resume: str, init_from: str, say, restarted: bool = False
+) -> tuple[Path | None, bool]:
+    """The file to start from, verified (None = from nothing), and whether to resume it. Raises UserError.
+
+    resume and init_from are the flags; restarted: torchrun has restarted the job. A damaged checkpoint that is passed
+    over is renamed to .damaged, and `say` is told; best weights without a checkpoint to continue from are deleted.
+    """
+    there = list_checkpoints(folder)
+    if there and restarted:
+        resume = "newest"  # what the job saved counts, not what it was started from
+    if not there and resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
+        raise UserError(
+            f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them to start over"
+        )
+    if not there and not resume and not restarted and (folder / BEST).exists():
+        raise UserError(f"{folder} holds the {BEST} of another run; give another --out_dir, or delete it to start over")
+    if not there:
+        (folder / BEST).unlink(missing_ok=True)  # of a start that saved nothing to continue from
+    if there and not resume:
+        raise UserError(f"{folder} already holds {there[0].name}; add --resume to continue, or give another --out_dir")
+    if resume == "newest" or (resume == "auto" and there):
+        return newest_valid(folder, say), True
+    path = Path(resume) if resume not in ("", "auto") else Path(init_from) if init_from else None
+    if path and path.is_dir():
+        path = newest_valid(path, say, rename=False)
+    if path:
+        read_checkpoint(path)
+    if resume and path and there and checkpoint_step(there[0]) > checkpoint_step(path):
+        raise UserError(f"{folder} holds {there[0].name}, later than {path}; give another --out_dir to branch off")
+    return path, bool(resume and path)
+
+
+def newest_valid(folder: Path, say, rename: bool = True) -> Path:
+    """The newest checkpoint that is whole; damaged ones are told of and renamed. Raises UserError if there is none."""
+    for path in list_checkpoints(folder):
+        try:
+            read_checkpoint(path)
+            return path
+        except CorruptCheckpointError as error:
+            if rename:
+                path.rename(path.with_name(path.name + ".damaged"))
+            say(f"passing over a checkpoint{f', renamed to {path.name}.damaged' if rename else ''}: {error}")
+    raise UserError(
+        f"{folder} has no valid checkpoint; give a run's folder that has one, or another --out_dir to start"
+    )
+
+
+class CheckpointManager:
+    """Saves checkpoints: a copy is made between two steps, then hashed and written by a thread, one at a time."""
+
+    def __init__(self, logger: RunLogger, dist_ctx: DistContext, keep: int):
+        """keep: how many of the newest stay in the logger's folder; 0 = all."""
+        self.logger, self.dist_ctx, self.keep, self.writing, self.failed = logger, dist_ctx, keep, None, ""
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(self, make_snapshot, name: str = "") -> None:
+        """Save what make_snapshot() returns on rank 0; every rank calls both. Returns when the copy is made.
+
+        name: of the file, for what is not the newest checkpoint.
+        """
+        if self.writing:
+            self.writing.result()
+        dist_max(self.dist_ctx, 0)  # the others wait for it here, on the CPU, and not in a collective that times out
+        checkpoint = make_snapshot()
+        if self.dist_ctx.rank == 0:
+            self.writing = self.thread.submit(self.write, checkpoint, name)
+
+    def write(self, checkpoint: dict, name: str = "") -> None:
+        """Write ckpt_<step>.pt, complete or not at all, then delete old ones; `failed` tells what failed."""
+        folder = self.logger.folder
+        path = folder / (name or f"ckpt_{checkpoint['step']}.pt")
+        try:
+            self.logger.sync()
+            checkpoint["sha256"] = content_hash(checkpoint)
+            with atomic_write(path) as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                read_checkpoint(Path(file.name))  # before an older one goes, this one has been read back
+        except Exception as error:  # the run continues, and its next save may find room
+            while not isinstance(error, OSError) and error.__context__:  # torch.save hides that the disk is full
+                error = error.__context__
+            newest = next((path.name for path in list_checkpoints(folder)), "none")
+            failed = f"{path} could not be saved ({error}); the newest checkpoint there is {newest}"
+            self.logger.info(f"WARNING: {failed}")
+            self.failed = self.failed if name else failed
+            return
+        if name:
+            return
+        self.failed = ""
+        for old in list_checkpoints(folder)[self.keep :] if self.keep else []:
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                self.logger.info(f"WARNING: {old} could not be deleted ({error})")
+
+    def finish(self) -> None:
+        """Wait for what is being written. Raises RunError when the newest checkpoint could not be."""
+        if self.writing:
+            self.writing.result()
+        if self.failed:
+            raise RunError(f"{self.failed}; make room and --resume")
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True)

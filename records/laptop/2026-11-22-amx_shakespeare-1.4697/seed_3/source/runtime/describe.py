@@ -1,0 +1,35 @@
+"""What is in effect in a run and what was derived from its flags, as lines for the console and log.txt."""
+
+from pathlib import Path
+
+import torch
+
+from ops import attention_kernels
+from runtime.launch import DistContext, allocator_settings, device_summary, software_versions
+
+
+def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
+             learning_rates: tuple[float, float], repository: Path) -> list[str]:  # fmt: skip
+    """f: the flags as attributes; stream: the run's TokenStream; model: its GPT; learning_rates: Muon's and Adam's."""
+    device, meta, tokens = dist_ctx.device, stream.meta, f.batch_tokens * f.max_steps
+    parallel = "FSDP2" if f.parallel == "fsdp" else "DDP" if dist_ctx.world_size > 1 else "one process"
+    n_params = sum(p.numel() for p in model.parameters())
+    grad_accum_steps = f.batch_tokens // f.seq_len // dist_ctx.world_size // micro_batch
+    assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
+    muon = f"muon_lr {learning_rates[0]:.4g}, " if f.optimizer == "muon" else ""
+    dropout = f", ngram_dropout {model.ngram_dropout:.2g}" if model.ngrams is not None else ""
+    lines = [
+        software_versions(device, repository),
+        f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, "
+        f"attention {attention_kernels(model, micro_batch)}, matmul precision {torch.get_float32_matmul_precision()}",
+        f"data: {stream.folder}, {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, tokenizer "
+        f"{meta['tokenizer']}{assumed}, evaluation on {stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens",
+        f"model: {n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
+        f"adam_lr {learning_rates[1]:.4g}{dropout}",
+        f"batch: {f.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {grad_accum_steps} grad_accum_steps x "
+        f"{micro_batch} micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps, {tokens:,} tokens, "
+        f"{tokens / stream.train.n_tokens:.2f} epochs",
+    ]
+    if device.type == "cuda":
+        lines.insert(2, f"allocator: {allocator_settings()}")
+    return lines

@@ -1,0 +1,247 @@
+"""Devices, ranks and threads: where a run happens, and what that hardware and its PyTorch can do."""
+
+import contextlib
+import ctypes
+import logging
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.shards import TrainerError, UserError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclass
+class DistContext:
+    """Where this process runs. `cpu_group` is for decisions, so that asking the other ranks never waits for a GPU."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    cpu_group: dist.ProcessGroup | None = None
+
+
+def init_distributed(device: str = "auto", alloc_conf: str = "", deterministic: bool = False,
+                     matmul_precision: str = "highest", attn: str = "auto",
+                     need_group: bool = False) -> DistContext:  # fmt: skip
+    """Choose the device and join the other ranks, if torchrun started any; may be called again in a process.
+
+    Sets what belongs to the process: the CUDA allocator, threads, determinism, matmul precision, the flash kernel
+    behind `attn`. need_group: make a process group for one rank too. Raises UserError for what is not there.
+    """
+    defaults = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+    env = {key: int(os.environ.get(key, default)) for key, default in defaults.items()}
+    place = select_device(device)
+    if place.type == "mps" and env["WORLD_SIZE"] > 1:
+        raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
+    if alloc_conf and not any(map(os.environ.get, ALLOC_CONF_VARIABLES)):  # the user's wins; read as CUDA starts
+        os.environ.update(dict.fromkeys(ALLOC_CONF_VARIABLES, alloc_conf))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if place.type == "cuda":
+        if env["LOCAL_RANK"] >= torch.cuda.device_count():
+            raise UserError(
+                f"{env['LOCAL_WORLD_SIZE']} processes were started for {torch.cuda.device_count()} CUDA device(s); "
+                f"use torchrun --nproc_per_node={torch.cuda.device_count()}"
+            )
+        place = torch.device("cuda", env["LOCAL_RANK"])
+        torch.cuda.set_device(place)
+        set_flash_impl(attn)
+    elif place.type == "cpu":
+        tune_glibc_malloc()
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # CUDA builds warn of a missing GPU
+        if env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
+            torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision(matmul_precision)
+    if ("WORLD_SIZE" in os.environ or need_group) and not dist.is_initialized():
+        join_process_group(place, env["RANK"], env["WORLD_SIZE"])
+    cpu_group = None
+    if dist.is_initialized():
+        cpu_group = dist.new_group(backend="gloo") if place.type == "cuda" else dist.group.WORLD
+    return DistContext(place, env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], cpu_group)
+
+
+def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
+    """NCCL on CUDA, gloo elsewhere, by torchrun's store, or alone by one of this process."""
+    store = dist.HashStore()
+    if "WORLD_SIZE" in os.environ:  # torchrun keeps its store over a restart, and the dead ranks' addresses in it
+        store = next(dist.rendezvous("env://"))[0]
+        life = store.add(f"lives of rank {rank}", 1)  # torchrun's own count differs between nodes
+        store = dist.PrefixStore(f"life {life}", store)
+    on_cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
+                            rank=rank, world_size=world_size)  # fmt: skip
+
+
+def set_flash_impl(attn: str) -> None:
+    """Have SDPA's flash kernel be FlashAttention 3 or 4 ("fa3", "fa4": packages of their own) or PyTorch's ("flash").
+
+    Raises UserError when the package does not load.
+    """
+    if attn == "flash" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+        torch.nn.attention.restore_flash_attention_impl()  # an earlier run in this process may have taken another
+    if attn in ("fa3", "fa4"):
+        try:
+            torch.nn.attention.activate_flash_attention_impl(attn.upper())
+        except Exception as error:  # whatever its package raises
+            raise UserError(f"--attn {attn} needs a package that does not load ({error}); use flash") from None
+
+
+def tune_glibc_malloc() -> None:
+    """Have glibc keep what a step frees for the next one: given back, it costs a page fault for every 4 KiB again.
+
+    Other C libraries are left alone, and so is one that the environment sets up (GLIBC_TUNABLES, MALLOC_...).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt and not any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well ...
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
+        if Path("/sys/kernel/mm/transparent_hugepage").exists():
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages; PyTorch looks when it first allocates
+
+
+def precompile_header() -> None:
+    """Starts g++ on PyTorch's header, which every CPU kernel includes, while the model is made and traced."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def work():
+        with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
+            CppPythonBindingsCodeCache.load_async("")
+
+    threading.Thread(target=work).start()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The device
+
+
+def select_device(name: str) -> torch.device:
+    """The kind of device to run on; "auto" is cuda where there is one, else cpu. Raises UserError if it is absent."""
+    kind = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu, or install a CUDA "
+            "build of PyTorch and check that nvidia-smi works"
+        )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps was asked for, but PyTorch sees no Apple GPU here; use --device cpu")
+    return torch.device(kind)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between ranks
+
+
+def run_on_rank0(dist_ctx: DistContext, function):
+    """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
+    answer = [None, None]
+    if dist_ctx.rank == 0:
+        try:
+            answer[0] = function()
+        except TrainerError as error:
+            answer[1] = error
+    if dist_ctx.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def dist_max(dist_ctx: DistContext, value: float) -> float:
+    """The largest of all ranks' values, on every rank."""
+    if dist_ctx.world_size == 1:
+        return value
+    box = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
+    return box.item()
+
+
+def dist_mean(dist_ctx: DistContext, value: Tensor) -> float:
+    """The mean of a 0-d tensor over the ranks; waits for the device."""
+    box = value.detach().cpu().double()
+    if dist_ctx.world_size > 1:
+        dist.all_reduce(box, group=dist_ctx.cpu_group)
+    return box.item() / dist_ctx.world_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine
+
+# Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets; MFU is blank for anything else.
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
+    "A10G": 70, "A10": 125, "A6000": 155, "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of one device's 16-bit matmuls by its datasheet; None for fp32 and where it is not known."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory held so far, in MiB: the GPU's allocations, or the whole process on a CPU."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
+
+
+def device_name(device: torch.device) -> str:
+    """What the GPU or the processor calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def device_summary(dist_ctx: DistContext) -> str:
+    """The devices of all ranks, with the threads of each where the CPU works."""
+    device = dist_ctx.device
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return f"{dist_ctx.world_size} x {device.type} ({device_name(device)}{threads})"
+
+
+def software_versions(device: torch.device, repository: Path) -> str:
+    """Versions of PyTorch, Python, the system, CUDA and the repository, for log.txt."""
+    parts = [f"torch {torch.__version__}", f"python {platform.python_version()}", platform.platform()]
+    if shutil.which("git"):
+        command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=40"]
+        parts.append("git " + (subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"))
+    if device.type == "cuda":
+        parts += [f"cuda {torch.version.cuda}", f"cudnn {torch.backends.cudnn.version()}", torch.cuda.get_device_name()]
+    return ", ".join(parts)
+
+
+def allocator_settings() -> str:
+    """The CUDA allocator's settings, read back from PyTorch."""
+    return ", ".join(f"{k} {v}" for k, v in torch.cuda.memory._snapshot()["allocator_settings"].items())

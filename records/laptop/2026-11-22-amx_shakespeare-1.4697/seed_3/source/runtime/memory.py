@@ -1,0 +1,65 @@
+"""How many sequences fit: the micro-batch that a device's memory allows, found by measuring."""
+
+import math
+
+import torch
+
+from data.shards import UserError
+from ops import dummy_micro_step
+from runtime.checks import largest_divisor
+from runtime.launch import DistContext, dist_max
+
+
+def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int, cudagraphs: bool,
+                    dist_ctx: DistContext) -> int:  # fmt: skip
+    """The sequences of a micro-step: on a GPU as many as fit; elsewhere those of 8,192 tokens, as more are no faster.
+
+    n_seqs: those of a step, which the result divides. optimizer_bytes: what the optimizer will need on the device.
+    """
+    if dist_ctx.device.type != "cuda":
+        return largest_divisor(n_seqs, 8192 // seq_len)
+
+    def peak(micro_batch: int) -> float:
+        """Bytes at the peak of a micro-step, the largest of the ranks; infinite when one ran out of memory."""
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
+            used = torch.cuda.max_memory_allocated()
+        except torch.OutOfMemoryError:
+            used = math.inf
+        torch.cuda.empty_cache()
+        return dist_max(dist_ctx, used)
+
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
+    free, total = torch.cuda.mem_get_info()
+    budget = 0.92 * min(free + torch.cuda.memory_reserved(), total * torch.cuda.get_per_process_memory_fraction())
+    fits = find_max_micro_batch(n_seqs, peak, -dist_max(dist_ctx, optimizer_bytes - budget))
+    model.zero_grad(set_to_none=True)
+    return fits
+
+
+def find_max_micro_batch(n_seqs: int, peak, budget: float) -> int:
+    """A large divisor of n_seqs whose peak(micro_batch) is within budget, by measuring what is predicted to fit.
+
+    Each prediction is a line through the last two measurements; what does not fit after all is halved. Raises UserError
+    when not even one sequence fits.
+    """
+    one = peak(1)
+    if one > budget:
+        raise UserError(
+            f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB available on this device; "
+            "use a smaller --seq_len or a smaller model"
+        )
+    (low, at_low), (high, at_high), most = (1, one), (min(2, n_seqs), peak(min(2, n_seqs))), n_seqs
+    fits = high if n_seqs % high == 0 and at_high <= budget else 1
+    while True:
+        predicted = low + (budget - at_low) * (high - low) / (at_high - at_low) if at_high > at_low else most
+        candidate = largest_divisor(n_seqs, min(predicted, most))
+        if candidate <= fits:
+            return fits
+        used = peak(candidate)
+        if used > budget:
+            most = candidate // 2
+        else:
+            (low, at_low), (high, at_high), fits = (high, at_high), (candidate, used), candidate

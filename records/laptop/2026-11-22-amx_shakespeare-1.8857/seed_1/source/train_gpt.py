@@ -1,0 +1,757 @@
+"""Train a GPT: `python train_gpt.py [flags]`, or `torchrun --nproc_per_node=N train_gpt.py [flags]` on many devices.
+
+Read from top to bottom: config, build, step and evaluation, start and resume, the loop, main. The model and its
+optimizer are in model.py. `train(make_config(n_layer=2, ...))` does the same from Python, again and again.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime import set_environment
+
+if __name__ == "__main__":
+    set_environment()
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+# fmt: off
+# isort: off
+from data.prepare import prepare
+from data.shards import TrainerError, UserError, recorded_hashes
+from data.stream import TokenStream, derive_seed, prefetch
+from data.tokenizers import get_tokenizer
+from generation import generate
+from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
+from ops import (ATTENTION_BACKENDS, ParamTableError, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard,
+                 to_local, warm_up)
+from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
+                                model_config, read_checkpoint)
+from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
+from runtime.describe import describe
+from runtime.dtype import saved_dtype, settle_dtype
+from runtime.errors import RunError, catch_signals, report_error, report_skipped
+from runtime.flags import check_ranges, check_values, flag, parse_flags
+from runtime.launch import (DTYPES, DistContext, device_summary, dist_max, dist_mean, init_distributed, peak_flops,
+                            peak_memory_mb, precompile_header, run_on_rank0)
+from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
+                            new_run_folder, printable, step_line, trials_line)
+from runtime.memory import fit_micro_batch
+from runtime.minutes import steps_within
+from runtime.profiler import maybe_profiler
+from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
+                            load_finished_trial)
+# isort: on
+# fmt: on
+
+HERE = Path(__file__).resolve().parent
+ROOMS = [path for room in ("data", "runtime") for path in sorted((HERE / room).glob("*.py"))]
+SOURCES = [*map(HERE.joinpath, ("train_gpt.py", "model.py", "generation.py", "ops.py")), *ROOMS]
+SOURCE_FILES = tuple(path.relative_to(HERE).as_posix() for path in SOURCES)
+COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Config: every flag, declared once. The command line, help, checks, log and checkpoint follow from here.
+
+PRESETS = {
+    "laptop": dict(n_layer=2, n_head=1, n_embd=128, seq_len=256, ngram=6, ngram_rows=65536, batch_tokens=8192,
+                   max_steps=400, muon_lr=0.03, adam_lr=0.012, eval_every=100, eval_tokens=131072),
+    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
+    "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
+    "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000, save_every=1000),
+}  # fmt: skip
+
+
+@dataclass
+class Config:
+    # run
+    preset: str = flag("laptop", "sizes and schedule to start from; any other flag overrides it", PRESETS)
+    data: str = flag("", "folder of token shards from data/prepare.py (default: Python's standard library, made here)")
+    out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
+    resume: str = flag("", "continue the run in out_dir (or this folder or file); auto: or start one", const="newest")
+    init_from: str = flag("", "run or checkpoint file to take the weights from, with a fresh schedule")
+    seed: int = flag(0, "decides initial weights and the order of the data")
+    trials: int = flag(1, "whole runs one after the other, with seeds from --seed on, in folders of out_dir", min=1)
+    device: str = flag("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
+    # model
+    n_layer: int = flag(12, "transformer blocks", min=1)
+    n_head: int = flag(6, "attention heads; a head of 128 dimensions is fastest", min=1)
+    n_embd: int = flag(768, "width", min=1)
+    seq_len: int = flag(1024, "context length in tokens", min=1)
+    window: str = flag("L", "a letter a layer, repeated: L full context, S sliding window; SSSL:256 sets its size")
+    vocab_size: int = flag(0, "rows of the head; 0 is the tokenizer's, rounded up to a multiple of 64")
+    ngram: int = flag(0, "add hashed embeddings of n-grams of length 2..N; 0 disables")
+    ngram_rows: int = flag(16384, "rows of the table that all n-grams share", min=1)
+    ngram_dropout: float = flag(-1.0, "probability of dropping an n-gram in training; -1 is by epochs", min=-1)
+    softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
+    loss_chunk: int = flag(2048, "tokens per chunk of lm_head + cross-entropy; 0 disables chunking")
+    # optimizer
+    optimizer: str = flag("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
+    muon_lr: float = flag(0.02, "learning rate of Muon")
+    adam_lr: float = flag(0.0, "learning rate of Adam; 0 is 0.006 beside Muon, 0.002 alone (laptop: 0.012 and 0.008)")
+    weight_decay: float = flag(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
+    grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
+    batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
+    micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto (CUDA: what fits; else 8,192 tokens)")
+    max_steps: int = flag(5000, "optimizer steps; the schedules are fractions of it", min=1)
+    minutes: float = flag(0.0, "choose max_steps, by measured speed, so that all ends within N minutes; 0 disables")
+    max_minutes: float = flag(0.0, "stop after N minutes of this process, however far the schedule is; 0 = never")
+    target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
+    warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
+    cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
+    schedule_from: str = flag("start", "here: a resumed run's learning rate never rises above its present one again")
+    # systems
+    compile: str = flag("off", "torch.compile every block, in this mode", COMPILE_MODES, const="default")
+    dtype: str = flag("auto", "of activations; auto is bf16 where that is faster, else fp32", ("auto", *DTYPES))
+    bf16: bool = flag(False, "short for --dtype bf16", const=True)
+    fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
+    matmul_precision: str = flag("highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium"))
+    attn: str = flag("auto", "backend; auto is PyTorch's, or blocked on CPUs where faster", ATTENTION_BACKENDS)
+    checkpointing: str = flag("none", "activation checkpointing: none, selective, full, or a compiler budget in (0, 1)")
+    offload: str = flag("none", "what lives in host memory", ("none", "activations", "optimizer"))
+    parallel: str = flag("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state",
+                         ("auto", "ddp", "fsdp"))  # fmt: skip
+    bucket_cap_mb: int = flag(25, "gradients that DDP sends together, in MiB", min=1)
+    alloc_conf: str = flag("", "settings of the CUDA allocator, as in expandable_segments:True,max_split_size_mb:512")
+    deterministic: bool = flag(False, "only operations whose reruns give the same bits", const=True)
+    prefetch: int = flag(2, "batches prepared ahead in the background")
+    doc_align: bool = flag(False, "start sequences at document boundaries; drop the remainder", const=True)
+    doc_mask: bool = flag(False, "mask attention across documents", const=True)
+    # watching
+    eval_every: int = flag(250, "steps between evaluations; 0 = at the end only")
+    eval_tokens: int = flag(10485760, "validation tokens, rounded down to whole sequences; 0 = all")
+    save_every: int = flag(0, "steps between checkpoints; 0 = at the end only")
+    keep: int = flag(2, "newest checkpoints kept; 0 = all")
+    sample_every: int = flag(0, "steps between samples of text; 0 = at the end only")
+    log_every: int = flag(10, "steps between logged steps", min=1)
+    max_bad_steps: int = flag(10, "abort after N consecutive skipped (non-finite) steps; 0 = never")
+    profile: int = flag(0, "steps to profile: a trace in out_dir and the ten most expensive operations", const=5)
+    wandb: bool = flag(False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", const=True)
+
+
+def make_config(**flags) -> Config:
+    """A checked Config: the preset's values, with `flags` over them. Raises UserError for a wrong name or value."""
+    if not flags.get("resume"):  # a resumed run's flags hold both
+        check_minutes(flags)
+    flags = check_values(flags, {f.name: f for f in dataclasses.fields(Config)})
+    cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
+    if cfg.preset == "laptop" and cfg.optimizer == "adamw" and "adam_lr" not in flags:
+        cfg.adam_lr = 0.008  # the best of 0.002, 0.004, 0.008 and 0.016; the preset's is for Adam beside Muon
+    check_ranges(cfg)
+    check_flags(cfg)
+    cfg.dtype = "bf16" if cfg.bf16 else cfg.dtype
+    try:
+        GPTConfig(window=cfg.window).layer_windows()
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    return cfg
+
+
+def parse_args(argv: list[str]) -> dict:
+    """The flags of a command line; with --resume, those of the run with the given ones over them. Raises UserError."""
+    description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
+    fields = dataclasses.fields(Config)
+    given = parse_flags(argv, fields, PRESETS["laptop"], description)
+    return flags_of_run(given, {f.name for f in fields}, PRESETS, Path("runs"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Build, in the order in which these compose: model, FSDP, micro-batch, compile, DDP, warm-up, weights, optimizer
+
+
+@dataclass
+class TrainState:
+    """What a training step works on. `model` is what is called; `raw_model` is the same model without wrappers."""
+
+    cfg: Config
+    dist_ctx: DistContext
+    raw_model: GPT
+    model: nn.Module
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+    micro_batch: int
+    skipped: deque  # of the last --log_every steps, bool () on the device: whether the update was skipped
+    bad_steps: int = 0  # skipped updates in a row, as of the last report
+    step: int = 0  # updates done, skipped ones included
+
+    @property
+    def grad_accum_steps(self) -> int:
+        return self.cfg.batch_tokens // self.cfg.seq_len // self.dist_ctx.world_size // self.micro_batch
+
+
+def select_attn_backend(cfg: Config, device: torch.device) -> str:
+    """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
+    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and cfg.checkpointing == "none" else 0
+    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
+
+
+def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
+    """The model's shape, for a tokenizer with so many tokens."""
+    shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
+    shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matmuls like multiples of 64
+    return GPTConfig(**shape)
+
+
+def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None) -> TrainState:
+    """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
+    device, fsdp, compiled = dist_ctx.device, cfg.parallel == "fsdp", cfg.compile != "off"
+    dtype = DTYPES[cfg.dtype]
+    if compiled and device.type == "cpu":
+        precompile_header()
+    budget, graphs = activation_budget(cfg), uses_cudagraphs(cfg)
+    try:
+        with torch.device("meta" if fsdp else device):
+            raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
+                            checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
+                            doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
+                            offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
+        if fsdp:
+            apply_fsdp(raw_model, device, dtype)
+    except ParamTableError as error:
+        raise UserError(str(error)) from None
+    n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
+    optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(p.nbytes for p in raw_model.parameters())
+    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, n_seqs, cfg.seq_len, optimizer_bytes, graphs, dist_ctx)
+    if compiled or cfg.attn == "flex":
+        torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
+    if compiled:
+        # DDPOptimizer would split each block's graph at bucket boundaries; blocks overlap with all-reduce as they are.
+        torch._dynamo.config.optimize_ddp = False
+        torch._functorch.config.activation_memory_budget = budget
+        raw_model.apply_compile(cfg.compile)
+    model = raw_model
+    if dist_ctx.world_size > 1 and not fsdp:
+        model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=cfg.bucket_cap_mb)
+        model.broadcast_buffers = False  # every rank computes the same ones; as an argument it warns from 2.13 on
+    if graphs:
+        for p in raw_model.parameters():
+            p.grad = torch.zeros_like(p)
+    if compiled or device.type == "cuda" or dist_ctx.world_size > 1:  # DDP sorts its buckets in step 1
+        warm_up(model, micro_batch, cfg.seq_len, graphs)
+    init_weights(raw_model, cfg.seed)
+    groups = optimizer_groups(raw_model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
+    optimizer = Optimizer(groups, ns_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
+                          offload=cfg.offload == "optimizer")  # fmt: skip
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return TrainState(cfg, dist_ctx, raw_model, model, optimizer, scaler, micro_batch, deque(maxlen=cfg.log_every))
+
+
+def init_weights(model: GPT, seed: int) -> None:
+    """Initial weights, functions of (seed, parameter name): drawn whole on the CPU, then placed or sharded."""
+    for name, param in model.named_parameters():
+        own_seed = derive_seed(seed, name) >> 1  # torch's generators take 63 bits
+        copy_from_full_tensor_(param, initial_weight(name, param.shape, own_seed, model.cfg))
+
+
+def learning_rates(cfg: Config) -> tuple[float, float]:
+    """Muon's and Adam's. Adam's own default depends on whether it has the matrices to train as well."""
+    return cfg.muon_lr, cfg.adam_lr or (0.006 if cfg.optimizer == "muon" else 0.002)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Step and evaluation
+
+
+def get_lr_multiplier(step: int, cfg: Config) -> float:
+    """Multiple of the learning rate in update number `step` (from 0): a trapezoidal (WSD) schedule."""
+    warmup, cooldown = cfg.warmup_frac * cfg.max_steps, cfg.cooldown_frac * cfg.max_steps
+    up, down = (step + 1) / warmup if warmup else 1.0, (cfg.max_steps - step) / cooldown if cooldown else 1.0
+    return min(lr_cap(cfg), up, down)
+
+
+def get_momentum(step: int, final: float) -> float:
+    """Muon's momentum in update number `step`: it rises to the parameter table's over 300 steps (NanoGPT speedrun)."""
+    return final - max(0.0, final - 0.85) * max(0.0, 1 - step / 300)
+
+
+def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
+    """--ngram_dropout; by itself the higher, the more often the run sees its data, as n-grams are learned by heart."""
+    epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
+    return cfg.ngram_dropout if cfg.ngram_dropout >= 0 else min(0.6, 0.25 * math.log2(max(1.0, 1.3 * epochs)))
+
+
+def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
+    """This rank's part of step's global batch, int64 (sequences, seq_len + 1) on the CPU; pinned for a GPU."""
+    batch = torch.from_numpy(stream.batch(step, dist_ctx.rank, dist_ctx.world_size))
+    return batch.pin_memory() if dist_ctx.device.type == "cuda" else batch  # copied without holding up the host
+
+
+def reseed_step(state: TrainState) -> None:
+    """Reseed every step: n-gram dropout from (seed, step), torch's generator from (seed, step, rank).
+
+    No random state needs checkpointing, and what your own edits draw resumes exactly.
+    """
+    state.raw_model.step_seed = derive_seed(state.cfg.seed, state.step)
+    torch.manual_seed(derive_seed(state.cfg.seed, state.step, state.dist_ctx.rank))
+
+
+def maybe_no_sync(state: TrainState, last: bool):
+    """The ranks' gradients meet on the last micro-step only; a context for its forward and backward pass."""
+    if hasattr(state.model, "set_requires_gradient_sync"):  # FSDP
+        state.model.set_requires_gradient_sync(last)
+    elif state.dist_ctx.world_size > 1 and not last:
+        return state.model.no_sync()
+    return contextlib.nullcontext()
+
+
+def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[Tensor, Tensor]:
+    """One optimizer step on this rank's batch, int64 (sequences, seq_len + 1).
+
+    Returns the mean loss of this rank's tokens and the norm of the whole gradient before clipping, both fp32 () on the
+    device: nothing here waits for it. Where that norm is not finite, every rank skips the update and notes it.
+    """
+    x, y = batch[:, :-1], batch[:, 1:]
+    loss = torch.zeros((), device=state.dist_ctx.device)
+    for i in range(state.grad_accum_steps):
+        rows = slice(i * state.micro_batch, (i + 1) * state.micro_batch)
+        cudagraph_mark_step(uses_cudagraphs(state.cfg))
+        with maybe_no_sync(state, i == state.grad_accum_steps - 1):
+            part = state.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP and FSDP
+            # A non-finite loss becomes NaN in all ranks' gradients.
+            state.scaler.scale(part).backward(1 + 0 * part.detach())
+        loss += part.detach()
+    state.scaler.unscale_(state.optimizer)
+    grads = [p.grad for p in state.raw_model.parameters()]
+    norm = nn.utils.get_total_norm(grads)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    skip = ~norm.isfinite()
+    state.skipped.append(skip)
+    if state.scaler.is_enabled():
+        for found_inf in state.scaler._found_inf_per_device(state.optimizer).values():
+            found_inf.copy_(skip)
+    if state.cfg.grad_clip:
+        torch._foreach_mul_([to_local(grad) for grad in grads], (state.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+    for group in state.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * lr_multiplier
+        group["momentum"] = get_momentum(state.step, group["betas"][0])  # Muon's
+    state.optimizer.step(skip)
+    state.scaler.update()
+    state.optimizer.zero_grad(set_to_none=not uses_cudagraphs(state.cfg))
+    return loss, norm
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None:
+    """Mean loss over the first --eval_tokens validation tokens, in nats; the same for any ranks and micro-batch.
+
+    None when `signals` of any rank has something in it: there may be little time left to save.
+    """
+    cfg, dist_ctx = state.cfg, state.dist_ctx
+    losses = []
+    for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
+        if dist_max(dist_ctx, bool(signals)):
+            reshard(state.raw_model)
+            return None
+        cudagraph_mark_step(uses_cudagraphs(cfg))
+        losses.append(state.raw_model(*(torch.from_numpy(t).to(dist_ctx.device) for t in (x, y))))
+    reshard(state.raw_model)
+    total = torch.stack(losses).cpu().double().sum()
+    if dist_ctx.world_size > 1:
+        dist.all_reduce(total, group=dist_ctx.cpu_group)
+    return total.item() / (stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len)
+
+
+def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
+    """The end of what is evaluated, ">>>", and how the model goes on; the same every time for the same weights."""
+    device = state.dist_ctx.device
+    generator = torch.Generator(device).manual_seed(state.cfg.seed)
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))
+    eager = state.cfg.compile != "off"  # every length would be a compilation of its own
+    with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+        drawn = generate(state.raw_model, prompt.to(device), n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
+        tokens = [token.item() for token in drawn]
+    reshard(state.raw_model)
+    known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
+    texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
+    return printable(">>>".join(texts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Start and resume
+
+
+def launch(cfg: Config) -> DistContext:
+    """Choose the device and join the other ranks, if torchrun started any. Raises UserError."""
+    fsdp = cfg.parallel == "fsdp"
+    return init_distributed(cfg.device, cfg.alloc_conf, cfg.deterministic, cfg.matmul_precision, cfg.attn, fsdp)
+
+
+def check_hardware(cfg: Config, dist_ctx: DistContext) -> list[str]:
+    """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect."""
+    windows = GPTConfig(window=cfg.window, seq_len=cfg.seq_len, n_layer=cfg.n_layer).layer_windows()
+    windowed = any(0 < window < cfg.seq_len for window in windows)
+    return check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx.device, windowed, dist_ctx.world_size)
+
+
+def data_folder(cfg: Config) -> Path:
+    return Path(cfg.data or HERE / "data" / "python")
+
+
+def run_folder(cfg: Config, dist_ctx: DistContext) -> Path:
+    """--out_dir, or a new folder that is named by the time; the same on every rank. Raises UserError."""
+    return Path(cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset)))
+
+
+def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
+    """The data folder, checked, the same on all ranks; makes the default corpus first. Raises UserError."""
+    error = ""
+    if not cfg.data and dist_ctx.local_rank == 0:  # each node has its own standard library
+        try:
+            prepare("python", out=data_folder(cfg))
+        except UserError as e:
+            error = str(e)
+    if dist_max(dist_ctx, bool(error)):
+        raise UserError(error or "another rank could not make the default corpus; see its message")
+    folder = data_folder(cfg)
+    stream = TokenStream(folder, cfg.seq_len, cfg.batch_tokens, cfg.seed, cfg.vocab_size, cfg.doc_align)
+    if dist_max(dist_ctx, stream.fingerprint() != run_on_rank0(dist_ctx, stream.fingerprint)):
+        raise UserError(f"the ranks see different data in {folder}; give every node the same --data folder")
+    return stream
+
+
+def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Optimizer | None) -> dict:
+    """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part."""
+    return {
+        "step": state.step,
+        "clock": clock,
+        "config": dataclasses.asdict(state.cfg),
+        "model_config": dataclasses.asdict(state.raw_model.cfg),
+        "tokenizer": stream.meta["tokenizer"],
+        "data": stream.fingerprint(),
+        "position": stream.position(state.step),
+        "scaler": state.scaler.state_dict(),
+        **collect_tensors(state.raw_model, optimizer, state.dist_ctx.rank == 0),
+    }
+
+
+def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
+    """Settle the flags to continue a run with; returns what to say of those that have changed. Raises UserError."""
+    step, known = checkpoint["step"], {f.name for f in dataclasses.fields(Config)}
+    before = Config(**{name: value for name, value in checkpoint["config"].items() if name in known})
+    if cfg.minutes and cfg.minutes == before.minutes:
+        cfg.max_steps = before.max_steps  # chosen when the run began
+    cfg.dtype = saved_dtype(cfg.dtype, checkpoint["config"])  # measured then
+    check_steps(dataclasses.asdict(cfg), checkpoint, path)
+    present = get_lr_multiplier(max(0, step - 1), before)
+    if cfg.schedule_from == "here":
+        cfg.schedule_from = repr(present)
+    note, changed = f"resumed from {path}", changed_flags(dataclasses.asdict(cfg), checkpoint["config"], path)
+    if changed:
+        note += f"; flags that have changed: {changed}"
+    if cfg.max_steps != before.max_steps and step < cfg.max_steps:
+        rate, following = learning_rates(cfg)[cfg.optimizer == "adamw"], get_lr_multiplier(step, cfg)
+        note += f"; the learning rate goes from {rate * present:.3g} to {rate * following:.3g}"
+        note += " (--schedule_from here keeps it from rising)" if following > present else ""
+    return note
+
+
+def resume(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path) -> None:
+    """Continue from a checkpoint whose weights are loaded. Raises UserError."""
+    step = checkpoint["step"]
+    check_same_stream(checkpoint, stream.fingerprint(), stream.position(step), stream.folder, path)
+    load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
+    state.step = step
+    timer.train_time, timer.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
+
+
+def choose_max_steps(state: TrainState, stream: TokenStream, timer: TrainTimer) -> tuple[int, str]:
+    """For --minutes: how many steps, with their evaluations, end in time, and what to say of it. Raises UserError.
+
+    It measures steps that change nothing, at a learning rate of 0, and resets what they leave behind.
+    """
+    cfg, dist_ctx, n_seqs = state.cfg, state.dist_ctx, state.micro_batch * state.dist_ctx.world_size
+    one_batch = dataclasses.replace(state, cfg=dataclasses.replace(cfg, eval_tokens=n_seqs * cfg.seq_len))
+    batches = stream.num_eval_seqs(cfg.eval_tokens) / n_seqs
+    chosen = steps_within(
+        cfg.minutes, lambda i: train_step(state, get_batch(stream, dist_ctx, i).to(dist_ctx.device), 0.0)[0].item(),
+        lambda: evaluate(one_batch, stream), batches, cfg.eval_every, timer.wall_time_here, dist_ctx,
+    )  # fmt: skip
+    init_weights(state.raw_model, cfg.seed)
+    for slots in state.optimizer.state.values():
+        for tensor in slots.values():
+            tensor.zero_()
+    state.skipped.clear()
+    state.scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=state.scaler.is_enabled())
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. The loop
+
+
+def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
+    """A whole run, from data to the last checkpoint; returns what summary.json holds, and the model if asked for.
+
+    Raises TrainerError.
+    """
+    cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
+    timer = TrainTimer(dist_ctx.device)
+    if dist_max(dist_ctx, cfg != run_on_rank0(dist_ctx, lambda: cfg)):
+        raise UserError("the ranks have other flags than rank 0, given or from a checkpoint; start all of them alike")
+    torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
+    notes = check_hardware(cfg, dist_ctx)
+    seqs_per_rank(cfg, dist_ctx.world_size)
+    stream = open_stream(cfg, dist_ctx)
+    logger = RunLogger(run_folder(cfg, dist_ctx), dist_ctx.rank == 0, made=not cfg.out_dir)
+    with contextlib.closing(logger), catch_signals() as signals:
+        run_on_rank0(dist_ctx, logger.lock)
+        restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
+        given = (logger.folder, cfg.resume, cfg.init_from, logger.info, restarted)
+        path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*given))
+        checkpoint = read_checkpoint(path, verify=False) if path else None
+        if path:
+            model_config(checkpoint, GPTConfig, path)
+            check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
+            notes.append(resume_flags(cfg, checkpoint, path) if resumes else f"weights from {path}")
+        cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
+        notes += settle_dtype(cfg, dist_ctx)
+        state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+        if cfg.minutes and not resumes:
+            cfg.max_steps, note = choose_max_steps(state, stream, timer)
+            notes.append(note)
+        state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
+        if path:
+            load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
+        if resumes:
+            resume(state, stream, timer, checkpoint, path)
+        checkpoint, flags = None, dataclasses.asdict(cfg)
+        if cfg.wandb:
+            run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
+        rows = logger.open(flags, state.step, {name: HERE / name for name in SOURCE_FILES})
+        rates = learning_rates(cfg)
+        for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE), *notes):
+            logger.info(line)
+        try:
+            summary = loop(state, stream, logger, timer, signals, rows)
+        except TrainerError as error:
+            if logger.log:  # the command line prints it on standard error, which may be lost
+                logger.log.write(f"ended: {error}")
+            raise
+    return (summary, state.raw_model) if return_model else summary
+
+
+@dataclass
+class Progress:
+    """What the loop remembers besides the training state."""
+
+    evaluations: list[dict]  # rows of metrics.jsonl
+    recent_losses: deque  # logged ones
+    flops_per_token: float
+    peak_flops: float | None
+    first_step: int
+    first_train_time: float
+    last_logged: tuple[int, float]  # step, train_time
+    data_wait_s: float = 0.0
+
+
+def start_progress(state: TrainState, timer: TrainTimer, rows: list[dict]) -> Progress:
+    evaluations = [row for row in rows if row.get("val_loss") is not None]
+    losses = deque((row["train_loss"] for row in rows if row.get("train_loss") is not None), maxlen=10)
+    flops = state.raw_model.flops_per_token(), peak_flops(state.dist_ctx.device, state.cfg.dtype)
+    return Progress(evaluations, losses, *flops, state.step, timer.train_time, (state.step, timer.train_time))
+
+
+def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, signals: list,
+         rows: list[dict]) -> dict:  # fmt: skip
+    """Train from state.step until something stops the run; returns the summary. rows: of a resumed metrics.jsonl."""
+    cfg, dist_ctx = state.cfg, state.dist_ctx
+    progress, tokenizer = start_progress(state, timer, rows), find_tokenizer(stream.meta["tokenizer"], dist_ctx, logger)
+    stop = "max_steps" if state.step >= cfg.max_steps else ""
+
+    def due(every: int) -> bool:
+        return bool(stop) or (every > 0 and state.step % every == 0)
+
+    def eval_due() -> bool:
+        done = any(row["step"] == state.step for row in progress.evaluations)
+        return stop != "signal" and due(cfg.eval_every) and not dist_max(dist_ctx, done)  # rank 0 has the earlier rows
+
+    def save(best: bool = False) -> None:
+        clock, optimizer = timer.state(), None if best else state.optimizer
+        saver.save(lambda: snapshot(state, stream, clock, optimizer), BEST if best else "")
+
+    batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
+    profiling = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
+    saver = CheckpointManager(logger, dist_ctx, cfg.keep)
+    only_eval = state.step > 0 and eval_due()  # the run was stopped before this evaluation
+    with contextlib.closing(saver), contextlib.closing(batches), profiling as profiler:
+        while True:
+            if not stop and not only_eval:
+                timer.start()
+                t0 = time.perf_counter()
+                batch = next(batches).to(dist_ctx.device, non_blocking=dist_ctx.device.type == "cuda")
+                progress.data_wait_s += time.perf_counter() - t0
+                reseed_step(state)
+                loss, norm = train_step(state, batch, get_lr_multiplier(state.step, cfg))
+                state.step += 1
+                if profiler:
+                    profiler.step()
+                stop = stop_reason(state, timer, signals)
+                if due(cfg.log_every) or state.step == 1:
+                    log_step(state, logger, timer, progress, loss, norm)
+                    state.bad_steps, failure = report_skipped(
+                        state.skipped, state.step, state.bad_steps, cfg.max_bad_steps, stream, logger.info
+                    )
+                    if failure:
+                        save()  # the guard has kept these weights whole
+                        raise RunError(failure)
+            only_eval = False
+            if saved := state.step > progress.first_step and due(cfg.save_every):
+                save()
+            if eval_due():
+                reason = run_eval(state, stream, logger, timer, progress, signals)
+                stop = "signal" if reason == "signal" else stop or reason
+                if reason != "signal" and run_on_rank0(dist_ctx, lambda: is_best(progress.evaluations, cfg)):
+                    save(best=True)
+            if stop and not saved and state.step > progress.first_step:
+                save()
+            if stop != "signal" and due(cfg.sample_every) and tokenizer:
+                timer.pause()
+                logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
+            if stop:
+                break
+        run_on_rank0(dist_ctx, saver.finish)
+    return write_summary(state, stream, logger, timer, progress, signals[0] if stop == "signal" and signals else stop)
+
+
+def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
+    """The tokenizer for samples; None, with a line that says why, if a rank has none: tokens suffice to train."""
+    tokenizer, reason = None, "another rank has no tokenizer"
+    try:
+        tokenizer = get_tokenizer(name)
+    except UserError as error:
+        reason = str(error)
+    if dist_max(dist_ctx, tokenizer is None):  # sampling under FSDP takes all ranks
+        logger.info(f"no samples will be printed: {reason}")
+        return None
+    return tokenizer
+
+
+def stop_reason(state: TrainState, timer: TrainTimer, signals: list) -> str:
+    """Why to stop after this step, the same on every rank; "" to continue."""
+    cfg = state.cfg
+    timed_out = cfg.max_minutes and timer.wall_time_here >= 60 * cfg.max_minutes
+    stop_code = dist_max(state.dist_ctx, 2 if signals else 1 if timed_out else 0)
+    reasons = {2: "signal", 1: "max_minutes", 0: "max_steps" if state.step == cfg.max_steps else ""}
+    return reasons[int(stop_code)]
+
+
+def log_step(state: TrainState, logger: RunLogger, timer: TrainTimer, progress: Progress, loss: Tensor,
+             norm: Tensor) -> None:  # fmt: skip
+    """Print and keep the figures of the step just done; waits for the device."""
+    cfg, dist_ctx, step = state.cfg, state.dist_ctx, state.step
+    train_loss, grad_norm = dist_mean(dist_ctx, loss), norm.item()
+    train_time = timer.pause()
+    steps, seconds = step - progress.last_logged[0], train_time - progress.last_logged[1]
+    tokens_per_s = steps * cfg.batch_tokens / max(seconds, 1e-9)
+    progress.last_logged = step, train_time
+    peak = progress.peak_flops and progress.peak_flops * dist_ctx.world_size
+    mfu = tokens_per_s * progress.flops_per_token / peak if peak else math.nan
+    lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1] * get_lr_multiplier(step - 1, cfg)
+    row = dict(
+        step=step, train_loss=train_loss, lr=lr, grad_norm=grad_norm, tokens=step * cfg.batch_tokens,
+        tokens_per_s=tokens_per_s, mfu=mfu, peak_mem_mb=peak_memory_mb(dist_ctx.device), train_time_s=train_time,
+        wall_time_s=timer.wall_time,
+    )  # fmt: skip
+    eta_s = (train_time - progress.first_train_time) / (step - progress.first_step) * (cfg.max_steps - step)
+    logger.info(step_line(row, cfg.max_steps, eta_s, is_loss_spike(train_loss, progress.recent_losses)))
+    logger.log_metrics(**row)
+    progress.recent_losses.extend([train_loss] if math.isfinite(train_loss) else [])
+
+
+def run_eval(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, progress: Progress,
+             signals: list) -> str:  # fmt: skip
+    """Evaluate, print and keep the figures; returns why to stop: "signal", "target_val_loss" or "" to continue."""
+    cfg, train_time = state.cfg, timer.pause()
+    val_loss = evaluate(state, stream, signals)
+    if val_loss is None:
+        return "signal"
+    counts = stream.meta["splits"].get("val") or {}
+    bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
+    row = dict(step=state.step, val_loss=val_loss, val_bpb=val_loss * bits_per_nat,
+               tokens=state.step * cfg.batch_tokens, train_time_s=train_time, wall_time_s=timer.wall_time)  # fmt: skip
+    logger.info(eval_line(row, cfg.max_steps))
+    logger.log_metrics(**row)
+    progress.evaluations.append(row)
+    return "target_val_loss" if val_loss <= cfg.target_val_loss else ""
+
+
+def write_summary(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, progress: Progress,
+                  stopped_by: str) -> dict:  # fmt: skip
+    """Write summary.json, say how the run ended and what to try next; returns the summary."""
+    cfg, dist_ctx = state.cfg, state.dist_ctx
+    train_time = timer.pause()
+    trained = train_time - progress.first_train_time
+    if dist_ctx.device.type == "cuda":
+        stats = torch.cuda.memory_stats()
+        logger.info(f"allocator: {stats['num_alloc_retries']} retries, {stats['num_ooms']} times out of memory")
+    evaluations = progress.evaluations
+    reached = next((row for row in evaluations if row["val_loss"] <= cfg.target_val_loss), None)
+    last = evaluations[-1] if evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
+    summary = nan_to_none(dict(
+        stopped_by=stopped_by, step=state.step, val_loss=last["val_loss"],
+        best_val_loss=min((row["val_loss"] for row in evaluations if math.isfinite(row["val_loss"])), default=math.nan),
+        val_bpb=last["val_bpb"],
+        target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
+        tokens=state.step * cfg.batch_tokens,
+        tokens_per_s=(state.step - progress.first_step) * cfg.batch_tokens / trained if trained else math.nan,
+        machine=device_summary(dist_ctx), val_tokens=stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len,
+        files=recorded_hashes(stream.meta), dtype=cfg.dtype,
+        data_wait_s=progress.data_wait_s, train_time_s=train_time, wall_time_s=timer.wall_time,
+    ))  # fmt: skip
+    if state.step > progress.first_step or not (logger.folder / "summary.json").exists():
+        logger.write_summary(summary)  # a run that was complete before keeps its figures
+    logger.info(closing_lines(summary, trained, logger.folder, cfg.max_steps))
+    return summary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Trials and the command line
+
+
+def train_trials(cfg: Config) -> list[dict]:
+    """--trials whole runs, seed after seed, each in its own folder; returns their summaries."""
+    dist_ctx = launch(cfg)
+    folder, summaries = run_folder(cfg, dist_ctx), []
+    for seed in range(cfg.seed, cfg.seed + cfg.trials):
+        one = dataclasses.replace(cfg, seed=seed, out_dir=str(folder / f"seed_{seed}"))
+        args = (Path(one.out_dir), dataclasses.asdict(one), data_folder(one))
+        try:
+            summaries.append(run_on_rank0(dist_ctx, lambda args=args: load_finished_trial(*args)) or train(one))
+        finally:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # a mistake leaves no empty folder
+        if summaries[-1]["stopped_by"] != "max_steps":
+            break
+        cfg = dataclasses.replace(cfg, dtype=saved_dtype(cfg.dtype, summaries[-1]))  # the first settles auto
+    if dist_ctx.rank == 0 and len(summaries) > 1 and all(s["val_loss"] is not None for s in summaries):
+        print(trials_line(summaries, folder))
+    return summaries
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
+    sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
+    try:
+        cfg = make_config(**parse_args(argv))
+        train_trials(cfg) if cfg.trials > 1 else train(cfg)
+    except Exception as error:
+        return report_error(error)
+    if dist.is_initialized():  # not after an error: it would wait for the other ranks
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

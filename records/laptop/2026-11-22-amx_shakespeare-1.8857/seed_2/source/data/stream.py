@@ -1,0 +1,281 @@
+"""Shards to batches: the training stream is a pure function of (seed, step). numpy only, and usable alone:
+
+stream = TokenStream("data/python", seq_len=256, batch_tokens=4096)
+stream.batch(step=0)  # int64 (16, 257): inputs and one target more
+"""
+
+import functools
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from data.shards import HEADER_BYTES, UserError, find_shards, load_meta, read_shard, recorded_hashes
+
+
+def derive_seed(*names) -> int:
+    """64 bits that look random, a function of what is named."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little")
+
+
+class TokenShards:
+    """The shards of one split as one long row of tokens, read and not mapped: a mapped file that shrinks kills."""
+
+    CHECKED = 1 << 28  # first tokens checked on opening: against the vocabulary, and shards wholly in them by hash
+    READ_CHUNK = 1 << 22  # tokens read at once where all are read
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
+        """sha256: the hashes of shards by name, where they are known. Raises UserError for shards that are wrong."""
+        self.paths, self.vocab_size = find_shards(folder, split), vocab_size
+        shards = [read_shard(path) for path in self.paths]
+        self.lengths, self.dtypes = [len(shard) for shard in shards], [shard.dtype for shard in shards]
+        self.ends = np.cumsum(self.lengths)
+        self.n_tokens = int(self.ends[-1])
+        unchecked = self.CHECKED
+        for i, path in enumerate(self.paths):
+            expected = (sha256 or {}).get(path.name) if self.lengths[i] <= unchecked else None
+            digest = hashlib.sha256(self.read_bytes(i, 0, HEADER_BYTES))
+            for begin in range(0, min(unchecked, self.lengths[i]), self.READ_CHUNK):
+                tokens = self.read_tokens(i, begin, self.READ_CHUNK)
+                self.check_vocab(tokens, path)
+                if expected:
+                    digest.update(tokens)
+            if expected and digest.hexdigest() != expected:
+                raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
+            unchecked = max(0, unchecked - self.lengths[i])
+
+    def read_bytes(self, i: int, offset: int, size: int) -> bytes:
+        """Bytes of shard i. Raises UserError when they are gone."""
+        error = ""
+        try:
+            with open(self.paths[i], "rb") as file:  # not kept open: a corpus may have more shards than a process files
+                file.seek(offset)
+                raw = file.read(size)
+        except OSError as e:
+            raw, error = b"", f" ({e})"
+        if len(raw) < size:
+            raise UserError(
+                f"{self.paths[i]} ended at byte {offset + len(raw)} while it was in use{error}, where {offset + size} "
+                "or more are expected; put the whole shard back and --resume"
+            )
+        return raw
+
+    def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
+        """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
+        size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
+        return np.frombuffer(self.read_bytes(i, HEADER_BYTES + begin * size, count * size), self.dtypes[i])
+
+    def sample_hash(self, i: int) -> str:
+        """SHA-256 over 16 chunks of 2,048 tokens of shard i, evenly spread: all of a small shard."""
+        last = max(0, self.lengths[i] - 2048)
+        chunks = (self.read_tokens(i, last * k // 15, 2048) for k in range(16))
+        return hashlib.sha256(str(self.lengths[i]).encode() + b"".join(map(np.ndarray.tobytes, chunks))).hexdigest()
+
+    def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
+        if tokens.size and (worst := int(tokens.max())) >= self.vocab_size:
+            raise UserError(
+                f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; "
+                f"make the data again with the tokenizer that meta.json names, or raise --vocab_size"
+            )
+
+    def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Sequences of `length` tokens from each start, int64 (len(starts), length)."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        for row, start in zip(out, starts.tolist()):
+            filled, i = 0, int(np.searchsorted(self.ends, start, side="right"))
+            while filled < length:  # a sequence may run over the end of a shard
+                part = self.read_tokens(i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled)
+                row[filled : filled + len(part)] = part
+                filled, i = filled + len(part), i + 1
+            if row.max() >= self.vocab_size:
+                self.check_vocab(row, self.paths[i - 1])
+        return out
+
+
+def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
+    """Where a pseudo-random permutation of range(n) sends each index, uint64; computed, never stored.
+
+    A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway 2002).
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
+    out = index.astype(np.uint64)
+    todo = np.ones(len(out), dtype=bool)
+    while todo.any():
+        left, right = out[todo] >> half, out[todo] & mask
+        for k in keys:
+            mixed = (right + k) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        out[todo] = (left << half) | right
+        todo = out >= n
+    return out
+
+
+def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
+    """Starts of sequences that begin a document and do not overlap, int64 (n,); the rests of documents are dropped."""
+    starts = []
+    for i, length in enumerate(shards.lengths):
+        for begin in range(0, length, shards.READ_CHUNK):
+            found = np.flatnonzero(shards.read_tokens(i, begin, shards.READ_CHUNK) == eot)
+            starts.append(found + begin + int(shards.ends[i]) - length)
+    starts = np.concatenate(starts)
+    starts = starts[starts + seq_len < shards.n_tokens]
+    following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
+    while i < len(starts):
+        chosen.append(i)
+        i = following[i]
+    return starts[chosen].astype(np.int64)
+
+
+def sequences_per_epoch(n_tokens: int, seq_len: int, aligned: np.ndarray | None = None) -> int:
+    return max(1, (n_tokens - seq_len) // seq_len) if aligned is None else len(aligned)
+
+
+def sequence_starts(
+    index: np.ndarray, n_tokens: int, seq_len: int, seed: int, aligned: np.ndarray | None = None
+) -> np.ndarray:
+    """Where the training sequences with these numbers start, int64 (len(index),).
+
+    Each epoch cuts the stream into sequences of stride seq_len from its own offset and visits them in its own order;
+    with `aligned`, the sequences are those of document_sequences.
+    """
+    per_epoch = sequences_per_epoch(n_tokens, seq_len, aligned)
+    offsets = min(seq_len, n_tokens - per_epoch * seq_len)
+    starts = np.empty(len(index), dtype=np.int64)
+    epochs = index // per_epoch
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        key = derive_seed(seed, epoch)
+        order = feistel_permute(index[here] % per_epoch, per_epoch, key)
+        starts[here] = key % offsets + seq_len * order.astype(np.int64) if aligned is None else aligned[order]
+    return starts
+
+
+class TokenStream:
+    """A prepared folder as batches: training batches by step, evaluation batches in order, position and fingerprint.
+
+    doc_align: sequences start at document boundaries, and what does not fit is dropped. vocab_size: of the model, where
+    it is larger than the tokenizer's. Raises UserError for a folder that is not as meta.json says, holds one shard in
+    both splits, or is too small for one sequence.
+    """
+
+    def __init__(self, folder: str | Path, seq_len: int, batch_tokens: int, seed: int = 0, vocab_size: int = 0,
+                 doc_align: bool = False):  # fmt: skip
+        self.folder, self.seq_len, self.seed = Path(folder), seq_len, seed
+        self.seqs_per_batch = batch_tokens // seq_len
+        self.meta = load_meta(self.folder)
+        if 0 < vocab_size < self.meta["vocab_size"]:
+            raise UserError(
+                f"--vocab_size {vocab_size} is less than the {self.meta['vocab_size']} of the tokenizer of {folder}; "
+                "raise it"
+            )
+        vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
+        self.train, self.val = (TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val"))
+        self.check_shards()
+        self.aligned = self.align_to_documents() if doc_align else None
+        self.per_epoch = sequences_per_epoch(self.train.n_tokens, seq_len, self.aligned)
+
+    def check_shards(self) -> None:
+        """Raises UserError when the shards are not those of meta.json, are shared by both splits, or too small."""
+        train, val = self.shard_samples
+        found, files = {name: tokens for name, tokens, _ in train + val}, self.meta["files"]
+        for name, shard in files.items():
+            if found.get(name) != shard["tokens"]:
+                has = f"has {found[name]} tokens" if name in found else "is missing"
+                raise UserError(
+                    f"{self.folder / name} {has}, where meta.json says {shard['tokens']} tokens; prepare the data again"
+                )
+        same = next(((a[0], b[0]) for a in train for b in val if a[1:] == b[1:]), None)
+        if same:
+            raise UserError(
+                f"{self.folder} has the same tokens for training in {same[0]} and for validation in {same[1]}; "
+                "remove one of them"
+            )
+        if unknown := files and sorted(found.keys() - files.keys()):
+            raise UserError(
+                f"{self.folder / unknown[0]} is a shard that {self.folder / 'meta.json'} does not name; remove it"
+            )
+        for name, split in (("train", self.train), ("val", self.val)):
+            if split.n_tokens <= self.seq_len:
+                raise UserError(
+                    f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence of "
+                    f"--seq_len {self.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
+                )
+
+    def align_to_documents(self) -> np.ndarray:
+        aligned = document_sequences(self.train, self.meta["eot"], self.seq_len)
+        if not len(aligned):
+            raise UserError(
+                f"--doc_align finds no document in {self.folder} with {self.seq_len} tokens after its start (token "
+                f"{self.meta['eot']}); use a smaller --seq_len or remove it"
+            )
+        return aligned
+
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+        """This rank's part of step's global batch: inputs and one target more, int64 (sequences, seq_len + 1)."""
+        per_rank = self.seqs_per_batch // world_size
+        mine = step * self.seqs_per_batch + rank * per_rank + np.arange(per_rank, dtype=np.int64)
+        starts = sequence_starts(mine, self.train.n_tokens, self.seq_len, self.seed, self.aligned)
+        return self.train.read_sequences(starts, self.seq_len + 1)
+
+    def num_eval_seqs(self, eval_tokens: int) -> int:
+        """Validation sequences in one evaluation: whole ones, at least one; eval_tokens 0 is all."""
+        available = (self.val.n_tokens - 1) // self.seq_len
+        return min(available, max(1, eval_tokens // self.seq_len)) if eval_tokens else available
+
+    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator:
+        """This rank's part of the first eval_tokens validation tokens: yields inputs and targets, the same number of
+        times on every rank, int64 (micro_batch, seq_len) each. Targets of padding are -1: one static shape to compile.
+        """
+        n_seqs = self.num_eval_seqs(eval_tokens)
+        per_rank = -(-n_seqs // world_size)
+        mine = np.arange(rank * per_rank, min(n_seqs, (rank + 1) * per_rank))
+        for i in range(0, per_rank, micro_batch):
+            starts = mine[i : i + micro_batch] * self.seq_len
+            sequences = np.zeros((micro_batch, self.seq_len + 1), dtype=np.int64)
+            sequences[: len(starts)] = self.val.read_sequences(starts, self.seq_len + 1)
+            targets = sequences[:, 1:].copy()
+            targets[len(starts) :] = -1
+            yield sequences[:, :-1], targets
+
+    def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
+        """The last tokens of those that are evaluated, int64 (1, length or seq_len if that is less)."""
+        last = np.array([self.num_eval_seqs(eval_tokens) - 1]) * self.seq_len
+        return self.val.read_sequences(last, self.seq_len)[:, -length:]
+
+    def position(self, step: int) -> dict:
+        """Where in the stream the batch of `step` starts, and what decides which stream it is."""
+        epoch, window = divmod(step * self.seqs_per_batch, self.per_epoch)
+        return dict(seed=self.seed, seq_len=self.seq_len, windows=self.per_epoch, epoch=epoch, window=window)
+
+    @functools.cached_property
+    def shard_samples(self) -> list[list[tuple[str, int, str]]]:
+        """Name, tokens and hash of a sample of each shard, of the training and of the validation split."""
+        return [
+            [(path.name, split.lengths[i], split.sample_hash(i)) for i, path in enumerate(split.paths)]
+            for split in (self.train, self.val)
+        ]
+
+    def fingerprint(self) -> str:
+        """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""
+        return hashlib.sha256(json.dumps([self.shard_samples, self.meta["files"]], sort_keys=True).encode()).hexdigest()
+
+
+def prefetch(load, first: int, last: int, depth: int):
+    """load(first), ..., load(last - 1), in order, each prepared up to `depth` calls ahead by a background thread."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+    try:
+        ahead, following = deque(), first
+        for _ in range(first, last):
+            while following < last and len(ahead) <= depth:
+                ahead.append(pool.submit(load, following))
+                following += 1
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

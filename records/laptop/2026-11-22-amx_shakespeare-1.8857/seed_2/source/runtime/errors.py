@@ -1,0 +1,142 @@
+"""What ends a run before its time: signals, and errors explained in one sentence with an exit code."""
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from data.shards import TrainerError, UserError
+
+FILE_MISTAKES = (PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class RunError(TrainerError):
+    """What ends a run and is not the user's mistake: exit code 1."""
+
+
+@contextlib.contextmanager
+def catch_signals():
+    """Yields a list that SIGTERM, SIGINT, SIGUSR1 and SIGHUP land in by name; a second one ends the process at once.
+
+    One within half a second of the first is the same again: systemd and schedulers signal torchrun and its ranks.
+    """
+    caught, before, since = [], {}, [0.0]
+
+    def note(number, _):
+        if not caught:
+            since[0] = time.monotonic()
+        elif time.monotonic() - since[0] > 0.5:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        caught.append(signal.Signals(number).name)
+
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
+            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # as nohup sets it
+                before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int, stream, say) -> tuple[int, str]:
+    """Tell which updates up to `step` were skipped, and forget them; waits for the device.
+
+    skipped: bool () tensors, true for a skipped update. bad_steps: skipped ones in a row before these. Returns those in
+    a row now, and why the run must end when there are max_bad_steps (0: never), else "". stream: the run's TokenStream.
+    """
+    flags = torch.stack(list(skipped)).tolist()
+    skipped.clear()
+    for number, bad in enumerate(flags, step - len(flags) + 1):
+        bad_steps = bad_steps + 1 if bad else 0
+        if not bad:
+            continue
+        at = stream.position(number - 1)
+        say(
+            f"step {number} skipped: its loss or gradient is not finite ({bad_steps} in a row); its data: "
+            f"{stream.seqs_per_batch} sequences from number {at['window']} of epoch {at['epoch']} on"
+        )
+        if bad_steps == max_bad_steps:
+            return bad_steps, (
+                f"the loss or gradient was not finite in {bad_steps} steps in a row, up to step {number}, and "
+                f"ckpt_{step}.pt keeps the weights from before; try lower learning rates, --grad_clip 1 or "
+                "--dtype fp32, or look at the data there"
+            )
+    return bad_steps, ""
+
+
+def explain_oom(error: Exception) -> str:
+    """What to say of an error that means that memory ran out; "" for any other."""
+    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not re.search(
+        r"(?i)can(no|')t allocate memory|not enough memory|out of memory", str(error)
+    ):
+        return ""
+    asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \w+)", str(error))
+    asked = asked and (asked[2] or f"{int(asked[1]) / 2**30:,.1f} GiB") or "more"
+    available, last = "", "a smaller model"
+    if torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        available, last = f", with {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free", "--offload optimizer"
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        available = f", with {os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:,.1f} GiB free"
+    return (
+        f"memory ran out: {asked} were asked for{available}; try, in this order, a smaller --micro_batch, "
+        f"--checkpointing full, {last}; a checkpoint that was saved is kept, and --resume continues from it"
+    )
+
+
+def explain_io_error(error: Exception) -> str:
+    """What to say when there is no room for a file, or it may not be read or written; "" for any other error."""
+    if isinstance(error, FILE_MISTAKES) and error.filename:
+        return f"{error.filename} cannot be read or written ({error.strerror}); give another one, or change its rights"
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
+        return ""
+    return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
+
+
+def explain_compile_error(error: Exception) -> str:
+    """What to say when the C++ compiler refuses a kernel of torch.compile; "" for any other error."""
+    if "C++ compile error" not in str(error):
+        return ""
+    found = re.search(r"error: .*", str(error))
+    return (
+        f"the C++ compiler could not compile PyTorch's code ({found[0] if found else 'no reason given'}); put "
+        "TORCHINDUCTOR_VEC_ISA_OK= before the command, for instructions that it knows, or remove --compile"
+    )
+
+
+def explain_peer_failure(error: Exception) -> str:
+    """What to say of an error that means that another rank has ended, whose own message matters; else ""."""
+    found = re.search(r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited", str(error))
+    network = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
+    if not (isinstance(error, network) or type(error) is RuntimeError and found):
+        return ""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    return f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why"
+
+
+def report_error(error: Exception) -> int:
+    """Print an error's sentence on standard error and return the exit code: 2 for the user's mistakes, 1 for the rest.
+
+    Raises the error again when there is nothing better to say of it than its traceback.
+    """
+    explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure)
+    sentence = (
+        str(error) if isinstance(error, TrainerError) else next(filter(None, (e(error) for e in explanations)), "")
+    )
+    if not sentence:
+        raise error
+    rank = os.environ.get("RANK")
+    print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, (UserError, *FILE_MISTAKES)) else 1
