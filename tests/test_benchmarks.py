@@ -501,7 +501,7 @@ def test_bench_attention(tmp_path, monkeypatch, side_jobs):
     compiled = measured_aside(side_jobs, "test_bench_attention")["attention"]
     numbers_are_finite([row for row in eager + compiled if "note" not in row])
     done = {row["backend"] for row in eager + compiled if "backward_ms" in row}
-    assert done == {"naive", COMPILED, "math", "sdpa", "flash"}
+    assert done == {"naive", "blocked", COMPILED, "math", "sdpa", "flash"}
     assert all("backward_ms" in row for row in compiled)
     flex = [row for row in eager if row["backend"] == "flex"]
     assert all("forward_ms" in row and "backward_ms" not in row for row in flex)
