@@ -114,11 +114,17 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Varlen) -> Tensor:
     return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
 
 
+def query_blocks(length: int) -> list[tuple[int, int]]:
+    """Start and end of each block of queries of blocked_attention, which sees the keys before its end: four at most."""
+    size = max(128, -(-length // 4))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Matmuls and a softmax for a block of queries at a time, without the keys after the block; q and k equally long.
 
     On a CPU it beats SDPA's kernel, compiled in all dtypes, else in bf16. It keeps the probabilities for backward, and
-    there are four blocks at most, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
+    has few blocks, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
     """
     (batch, n_head, length, head_dim), out = q.shape, []
     if mask is None:
@@ -127,9 +133,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
     bias = bias.expand(batch, n_head, length, length)
     q, k, v = (t.flatten(0, 1).contiguous() for t in (q / math.sqrt(head_dim), k, v))
-    size = max(128, -(-length // 4))
-    for start in range(0, length, size):
-        end = min(start + size, length)
+    for start, end in query_blocks(length):
         hidden = bias[:, :, start:end, :end].flatten(0, 1)
         scores = torch.baddbmm(hidden, q[:, start:end], k[:, :end].mT)
         out.append(scores.softmax(-1) @ v[:, :end])

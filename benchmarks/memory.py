@@ -5,6 +5,7 @@ from torch import Tensor
 
 from benchmarks.harness import Bench, CaseFailed, Worker, build_state, measure_memory, progress, table
 from data.shards import UserError
+from ops import query_blocks
 from runtime.checks import largest_divisor
 from runtime.launch import peak_memory_mb
 from train_gpt import TrainState, make_config, train_step
@@ -32,7 +33,8 @@ def block_tensors(state: TrainState) -> dict[str, int]:
         kept["inputs of the two norms"] = 2 * numbers * size
     if state.raw_model.attn == "blocked":
         kept["values"] = numbers * size
-        kept["probabilities of attention"] = tokens * model.n_head * keys_per_query(state.cfg.seq_len) * size
+        scores = sum((end - start) * end for start, end in query_blocks(state.cfg.seq_len))
+        kept["probabilities of attention"] = state.micro_batch * model.n_head * scores * size
     else:
         kept["queries, keys and values"] = 3 * numbers * size
     return kept
@@ -41,12 +43,6 @@ def block_tensors(state: TrainState) -> dict[str, int]:
 def keeps_normalized(state: TrainState) -> bool:
     """Whether norms keep what they put out, as ours does on a CPU, and not what they got."""
     return state.dist_ctx.device.type == "cpu"
-
-
-def keys_per_query(length: int) -> float:
-    """Keys whose scores blocked_attention makes, the mean over the queries."""
-    size = max(128, -(-length // 4))
-    return sum(min(size, length - start) * min(length, start + size) for start in range(0, length, size)) / length
 
 
 def checkpointed_tensors(state: TrainState) -> dict[str, int]:

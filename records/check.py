@@ -68,17 +68,19 @@ def read_run(folder: Path) -> dict:
 def read_sources(folder: Path, before: str, lines: str) -> dict:
     """A run's `sources` (name -> text), where they are (`sources_in`), and those whose hash log.txt does not hold.
 
-    They are files in source/, with hashes in a line of log.txt; or, in records without that folder,
-    train_gpt.py and model.py as text in log.txt `before` the run. Raises OSError or ValueError.
+    They are files in source/, the run's own or one beside the runs, with hashes in a line of each log.txt; or, in
+    records without that folder, train_gpt.py and model.py as text in log.txt `before` the run. Raises OSError or
+    ValueError.
     """
     if f"{SECTION} train_gpt.py\n" in before:
         names = ("train_gpt.py", "model.py")
         texts = {name: before.split(f"{SECTION} {name}\n")[1].split(SECTION)[0].strip() for name in names}
         return dict(sources=texts, sources_in="log.txt", altered=[])
     sources, altered = {}, []
+    place = next(filter(Path.is_dir, (folder / "source", folder.parent / "source")), folder / "source")
     line = next((line for line in lines.splitlines() if line.startswith("sources: ")), "")
     for name, digest in re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", line):
-        content = (folder / "source" / name).read_bytes()
+        content = (place / name).read_bytes()
         sources[name] = content.decode("utf-8").strip()
         if hashlib.sha256(content).hexdigest() != digest:
             altered.append(name)

@@ -215,6 +215,19 @@ def test_records_of_this_repository_keep_the_rules(capsys):
         assert bench.main(["record", str(path)]) == 0 and "PASS" in capsys.readouterr().out, path
 
 
+def test_runs_share_the_source_beside_them(shakespeare_like, tmp_path):
+    record = tmp_path / NAME
+    shutil.copytree(shakespeare_like / NAME, record)
+    apart = check.check_record(str(record))
+    (record / "seed_0" / "source").rename(record / "source")
+    for seed in (1, 2):
+        shutil.rmtree(record / f"seed_{seed}" / "source")
+    assert check.check_record(str(record)) == apart
+    (record / "source" / "model.py").write_text("edited")
+    broken = "\n".join(check.check_record(str(record))[0]["broken"])
+    assert all(f"seed_{seed}: source/model.py is not the file" in broken for seed in range(3))
+
+
 def test_records_need_significance_and_source(shakespeare_like, tmp_path, capsys):
     record = tmp_path / NAME
     shutil.copytree(shakespeare_like / NAME, record)
