@@ -436,7 +436,7 @@ def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Opt
     }
 
 
-def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
+def resume_flags(cfg: Config, checkpoint: dict, path: Path, stream: TokenStream) -> str:
     """Settle the flags to continue a run with; returns what to say of those that have changed. Raises UserError."""
     step, known = checkpoint["step"], {f.name for f in dataclasses.fields(Config)}
     before = Config(**{name: value for name, value in checkpoint["config"].items() if name in known})
@@ -454,6 +454,9 @@ def resume_flags(cfg: Config, checkpoint: dict, path: Path) -> str:
         rate, following = learning_rates(cfg)[cfg.optimizer == "adamw"], get_lr_multiplier(step, cfg)
         note += f"; the learning rate goes from {rate * present:.3g} to {rate * following:.3g}"
         note += " (--schedule_from here keeps it from rising)" if following > present else ""
+    dropout = [get_ngram_dropout(c, stream) for c in (before, cfg)] if cfg.ngram > 1 else [0.0]
+    if dropout[0] != dropout[-1]:
+        note += f"; n-gram dropout goes from {dropout[0]:.2f} to {dropout[1]:.2f}"
     return note
 
 
@@ -514,7 +517,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         if path:
             model_config(checkpoint, GPTConfig, path)
             check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
-            notes.append(resume_flags(cfg, checkpoint, path) if resumes else f"weights from {path}")
+            notes.append(resume_flags(cfg, checkpoint, path, stream) if resumes else f"weights from {path}")
         cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
         notes += settle_dtype(cfg, dist_ctx)
         state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])

@@ -285,6 +285,9 @@ def test_ngram_dropout_by_epochs(data, tmp_path):
         model.ngram_dropout == expected > 0.1
         and f"ngram_dropout {expected:.2g}" in (tmp_path / "run/log.txt").read_text()
     )
+    longer = train_gpt.get_ngram_dropout(make_config(**common | dict(max_steps=64)), stream)
+    train(make_config(**common | dict(max_steps=64, resume="newest")))
+    assert f"n-gram dropout goes from {expected:.2f} to {longer:.2f}" in (tmp_path / "run/log.txt").read_text()
 
 
 def test_checkpoints_of_other_branches_are_safe(data, tmp_path):
