@@ -150,8 +150,14 @@ class Block(nn.Module):
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
     def forward(self, x: Tensor, *inputs) -> Tensor:
-        with offload_activations(strided=self.compiled is not None) if self.offload else contextlib.nullcontext():
-            return (self.compiled or self.forward_with_ac)(x, *inputs)
+        if inputs[-1] is not None:  # a KV cache
+            return self._forward(x, *inputs)
+        grad = torch.is_grad_enabled()
+        with offload_activations(self.compiled is not None) if self.offload and grad else contextlib.nullcontext():
+            if grad or self.compiled is None:
+                return (self.compiled or self.forward_with_ac)(x, *inputs)
+        with torch.enable_grad():  # what was compiled for training serves evaluation as well
+            return self.compiled(x.detach().requires_grad_(), *inputs).detach()
 
     def forward_with_ac(self, *inputs) -> Tensor:
         return apply_ac(self.checkpointing, self._forward, *inputs)

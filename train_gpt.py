@@ -368,10 +368,8 @@ def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int
     device = state.dist_ctx.device
     generator = torch.Generator(device).manual_seed(state.cfg.seed)
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))
-    eager = state.cfg.compile != "off"  # every length would be a compilation of its own
-    with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
-        drawn = generate(state.raw_model, prompt.to(device), n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
-        tokens = [token.item() for token in drawn]
+    drawn = generate(state.raw_model, prompt.to(device), n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
+    tokens = [token.item() for token in drawn]
     reshard(state.raw_model)
     known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import unittest.mock
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,13 +118,26 @@ def tune_glibc_malloc() -> None:
 
 
 def precompile_header() -> None:
-    """Starts g++ on PyTorch's header, which every CPU kernel includes, while the model is made and traced."""
+    """Starts g++ on PyTorch's header, which every CPU kernel includes, while the model is made and traced.
+
+    Whether g++ knows the CPU's instructions, Inductor learns from trial programs that take it 15 seconds; whether it
+    accepts their flags says as much.
+    """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+
+    def takes_flags(isa: VecISA, code: str) -> bool:
+        trial = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(trial, capture_output=True).returncode == 0
 
     def work():
         with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
             CppPythonBindingsCodeCache.load_async("")
 
+    if sys.platform == "linux":
+        with unittest.mock.patch.object(VecISA, "check_build", takes_flags):
+            pick_vec_isa()  # keeps its answer
     threading.Thread(target=work).start()
 
 
