@@ -19,7 +19,7 @@ from torch.optim.sgd import sgd
 
 # fmt: off
 # isort: off
-from generation import KVCache, LayerCache
+from generation import KVCache, LayerCache, at
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
                  ce_fwd_bwd, gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, norm,
                  normal, offload_activations, relu_squared, scatter_updates, softcap_logits, to_local, zeros)
@@ -84,6 +84,14 @@ class Linear(nn.Linear):
         return Fp8Linear.apply(x, w) if self.fp8 else F.linear(x, w)
 
 
+class NgramEmbedding(nn.Embedding):
+    """The sum of rows of the table; one sum over all n-grams, as each lookup's gradient is as large as the table."""
+
+    def forward(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """rows: int64 (N, M); weights: of each, (N, M), or None; returns fp32 (N, n_embd)."""
+        return F.embedding_bag(rows, self.weight.float(), mode="sum", per_sample_weights=weights)
+
+
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021) of x (B, T, H, D) in its first R dimensions; cos, sin (T, 1, R/2)."""
     half = cos.size(-1)
@@ -98,10 +106,7 @@ def look_back(k: Tensor, rotary_dim: int, starts: Tensor | None, past: LayerCach
     the NanoGPT speedrun). starts: bool (B, T, 1, 1), where a document begins, or None.
     """
     turned, still = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    if past is None:
-        before = F.pad(still, (0, 0, 0, 0, 1, -1))
-    else:
-        before = torch.cat((past.exchange(still[:, -1:]), still[:, :-1]), dim=1)
+    before = F.pad(still, (0, 0, 0, 0, 1, -1)) if past is None else past.shift(still)
     return torch.cat((turned, before if starts is None else before.masked_fill(starts, 0)), dim=-1)
 
 
@@ -191,7 +196,7 @@ class GPT(nn.Module):
         self.attn, self.doc_eot = attn, doc_eot
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.ngrams = nn.Embedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
+        self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.ce_fn = ce_fwd_bwd
@@ -201,6 +206,7 @@ class GPT(nn.Module):
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
         self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
+        self.register_buffer("frequency", torch.empty(cfg.rotary_dim // 2), persistent=False)
         self.reset_buffers()
         check_param_table(self)
 
@@ -211,6 +217,7 @@ class GPT(nn.Module):
         frequency = theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
         position = torch.arange(self.cfg.seq_len, dtype=torch.float64, device="cpu")  # not every device has float64
         angle = torch.outer(position, frequency)[:, None]
+        self.frequency.copy_(frequency)
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
@@ -226,27 +233,33 @@ class GPT(nn.Module):
 
         With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
         Without: fp32 logits (B, T, vocab_size), or with `last` those of the last position only, (B, 1, vocab_size).
-        With a cache: idx follows what the cache holds, and the logits are always those of the last position. Raises
-        ValueError for more tokens than the context has, and for targets with a cache.
+        With a cache: idx is the prompts, if it is still empty, or (B, 1) and follows what it holds; the logits are
+        those of each row's last position, (B, 1, vocab_size). Raises ValueError for more tokens than the context has,
+        and for targets with a cache.
         """
         if cache is not None and targets is not None:
             raise ValueError("a KV cache is for generation and cannot be combined with targets; pass one of them")
-        past, length = 0 if cache is None else cache.length, idx.size(1)
-        end = past + length
-        if end > self.cfg.seq_len:
-            raise ValueError(f"{end} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
-        tokens = idx if cache is None else cache.append_tokens(idx)
-        cos, sin = (table[past:end].to(self.compute_dtype) for table in (self.cos, self.sin))
-        backend = self.attn if cache is None else "sdpa"
-        masks = {w: attention_mask(backend, tokens, length, w, self.doc_eot) for w in set(self.windows)}
-        starts = None if self.doc_eot is None else (tokens[:, -length:] == self.doc_eot)[..., None, None]
+        length, decoding = idx.size(1), cache is not None and idx.size(1) == 1
+        if length > self.cfg.seq_len:
+            raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
+        tokens = idx if cache is None else cache.read(idx, self.doc_eot)
+        if decoding:
+            angle = (cache.length - 1)[:, None, None, None] * self.frequency
+            cos, sin, masks = angle.cos(), angle.sin(), {w: cache.mask(w) for w in set(self.windows)}
+        else:
+            cos, sin, backend = self.cos[:length], self.sin[:length], self.attn if cache is None else "sdpa"
+            masks = {w: attention_mask(backend, idx, length, w, self.doc_eot) for w in set(self.windows)}
+        cos, sin = cos.to(self.compute_dtype), sin.to(self.compute_dtype)
+        starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
         x = norm(self.embed(tokens, length).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, starts, masks[self.windows[i]], cache and cache.layers[i])
         x = norm(x)
         if targets is not None:
             return self.loss(x.flatten(0, 1), targets.flatten())
-        if last or cache is not None:
+        if cache is not None and not decoding:
+            x = at(x, cache.lengths - 1)
+        elif last:
             x = x[:, -1:]
         return softcap_logits(self.head(x).float(), self.cfg.softcap)
 
@@ -265,9 +278,14 @@ class GPT(nn.Module):
             place = torch.arange(length, device=tokens.device).repeat(len(tokens))[:, None]
             kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
             weights = kept / (1 - self.ngram_dropout)
-        rows, table = ngram_rows(codes, self.cfg.ngram_rows), self.ngrams.weight.float()
-        # One sum over all lengths: separate lookups would each make a gradient as large as the table
-        return x + F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights).view(x.shape).to(x.dtype)
+        return x + self.ngrams(ngram_rows(codes, self.cfg.ngram_rows), weights).view(x.shape).to(x.dtype)
+
+    def freeze(self) -> "GPT":
+        """For inference: no gradients, and matrices in the compute dtype once, instead of at each use."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight.data = module.weight.data.to(self.compute_dtype)
+        return self.eval().requires_grad_(False)
 
     def flops_per_token(self) -> float:
         """Floating-point operations of a token of a whole context, forward and backward.
@@ -281,12 +299,15 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
-        if self.loss_chunk:
-            options = (self.cfg.softcap, self.loss_chunk, self.ce_fn, self.head.fp8)
-            weight = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it makes gradients
-            return ChunkedLinearCrossEntropy.apply(x, weight, targets, *options)
-        logits = softcap_logits(self.head(x).float(), self.cfg.softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
+        chunk = self.loss_chunk or len(x)
+        if self.loss_chunk and torch.is_grad_enabled():
+            options = (self.cfg.softcap, chunk, self.ce_fn, self.head.fp8)
+            return ChunkedLinearCrossEntropy.apply(x, self.head.weight, targets, *options)
+        losses = []
+        for part, target in zip(x.split(chunk), targets.split(chunk)):
+            logits = softcap_logits(self.head(part).float(), self.cfg.softcap)
+            losses.append(F.cross_entropy(logits, target, ignore_index=-1, reduction="sum"))
+        return torch.stack(losses).sum()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def attention_kernels(model, micro_batch: int) -> str:
 
 
 def is_eager_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dim() > 2 and x.numel() > 0 and not torch.compiler.is_compiling()
+    several = x.dim() > 2 and x.size(1) > 1 and x.numel() > 0  # one token at a time, nothing leaves the cache anyhow
+    return several and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def norm(x: Tensor) -> Tensor:
@@ -314,30 +315,24 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
 
     The gradients are made in the forward pass while each chunk's logits are there, as in Liger Kernel (Hsu et al.
     2024), so nothing is computed twice. Until backward it keeps the gradient by x, in x's dtype, and that by the
-    weight, in fp32; the caller's graph keeps x and the weight besides. Without gradients nothing is kept.
+    weight, in fp32; the caller's graph keeps x and the weight besides.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False):
         w = weight.to(x.dtype)
-        need_grad = any(ctx.needs_input_grad[:2])
         ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
-        dx, dw = (torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)) if need_grad else (None, None)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        w8, wt8 = (quantize_fp8(w), need_grad and quantize_fp8(w.t().contiguous())) if fp8 else (None, None)
+        w8, wt8 = (quantize_fp8(w), quantize_fp8(w.t().contiguous())) if fp8 else (None, None)
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
             logits = fp8_matmul(x[rows], w8) if fp8 else x[rows] @ w.T
-            if need_grad:
-                loss, dlogits = ce_fn(logits, targets[rows], softcap, ctx.grad_scale)
-                dx[rows] = fp8_matmul(dlogits, wt8, torch.float8_e5m2) if fp8 else dlogits @ w
-                dw += dlogits.T @ x[rows]
-            else:
-                logits = softcap_logits(logits.float(), softcap)
-                loss = F.cross_entropy(logits, targets[rows], ignore_index=-1, reduction="sum")
+            loss, dlogits = ce_fn(logits, targets[rows], softcap, ctx.grad_scale)
+            dx[rows] = fp8_matmul(dlogits, wt8, torch.float8_e5m2) if fp8 else dlogits @ w
+            dw += dlogits.T @ x[rows]
             total += loss
-        if need_grad:
-            ctx.save_for_backward(dx, dw)
-            ctx.weight_dtype = weight.dtype
+        ctx.save_for_backward(dx, dw)
+        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Text or perplexity from a checkpoint: `python sample.py --run DIR|CKPT [--prompt TEXT] [--perplexity FILE]`."""
+"""Text or perplexity from a checkpoint: `python sample.py --run DIR|CKPT [--prompt TEXT ...] [--perplexity FILE]`."""
 
 import argparse
 import codecs
@@ -19,61 +19,68 @@ import torch
 from data.prepare import encode_file
 from data.shards import TrainerError, UserError
 from data.tokenizers import get_tokenizer
-from generation import generate
+from generation import compile_decode_step, generate, on_host
+from int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
+from runtime.checks import check_compiler
 from runtime.dtype import sampling_dtype
-from runtime.launch import DTYPES, select_device
+from runtime.launch import DTYPES, precompile_header, select_device
 from runtime.logger import printable
 
 
-def load(run: str, device: str, dtype: str, best: bool = False) -> tuple[GPT, object]:
-    """The model and tokenizer of a run's folder (its newest or best checkpoint) or of a checkpoint file.
-
-    Raises UserError.
-    """
+def find_file(run: str, best: bool = False) -> Path:
+    """The checkpoint file of a run's folder, its newest or best, or the file itself. Raises UserError."""
     path = Path(run)
     if best and not (path / BEST).is_file():
         raise UserError(f"{path} holds no {BEST}; it is kept by runs that evaluate on the way: remove --best")
     if best:
-        path = path / BEST
+        return path / BEST
     if path.is_dir():
         newest = list_checkpoints(path)
         if not newest:
             raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved, or a file")
-        path = newest[0]
+        return newest[0]
+    return path
+
+
+def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, object]:
+    """The model of a checkpoint file, or of what `export.py --to int8` wrote, for inference, and its tokenizer.
+
+    Raises UserError.
+    """
     checkpoint, place = read_checkpoint(path), select_device(device)
     cfg = model_config(checkpoint, GPTConfig, path)
-    dtype = sampling_dtype(dtype, checkpoint["config"], cfg.n_embd, place)
+    dtype = DTYPES[sampling_dtype(dtype, checkpoint["config"], cfg.n_embd, place)]
+    quantized = any(name.endswith("_int8") for name in checkpoint["model"])
     with torch.device(place):
-        model = GPT(cfg, DTYPES[dtype], loss_chunk=2048)
-    load_weights(model, checkpoint, path)
-    return model.eval(), get_tokenizer(checkpoint["tokenizer"])
-
-
-def mean_loss(model: GPT, tokens: np.ndarray, eot: int) -> float:
-    """Mean loss of the tokens in nats, each predicted once, in sequences of the model's context."""
-    seq_len, device = model.cfg.seq_len, model.wte.weight.device
-    stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
-    n_seqs = -(-(len(stream) - 1) // seq_len)
-    x, y = torch.zeros(n_seqs * seq_len, dtype=torch.int64), torch.full((n_seqs * seq_len,), -1)
-    x[: len(stream) - 1], y[: len(stream) - 1] = stream[:-1], stream[1:]
-    total, rows = 0.0, max(1, 8192 // seq_len)
-    with torch.no_grad():
-        for x_part, y_part in zip(x.view(n_seqs, seq_len).split(rows), y.view(n_seqs, seq_len).split(rows)):
-            total += model(x_part.to(device), y_part.to(device)).item()
-    return total / len(tokens)
+        model = GPT(cfg, dtype, loss_chunk=2048)
+        if quantized:
+            quantize(model)
+    if quantized:
+        try:
+            model.load_state_dict(checkpoint["model"])
+        except RuntimeError:
+            raise UserError(f"{path} was exported from another model.py; use the source that made it") from None
+    else:
+        load_weights(model, checkpoint, path)
+    if int8 and not quantized:
+        quantize(model)
+    return model.freeze(), get_tokenizer(checkpoint["tokenizer"])
 
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake."""
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
-    parser.add_argument("--run", required=True, help="folder of a run, or a checkpoint file")
+    parser.add_argument("--run", required=True, help="folder of a run, a checkpoint file, or one from export.py")
     parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
-    parser.add_argument("--prompt", default="", help="text to continue; empty starts a new document")
+    parser.add_argument("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
+    parser.add_argument("--interactive", action="store_true", help="continue each line that is typed")
     parser.add_argument("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
-    parser.add_argument("--num_samples", type=int, default=1, help="texts to write")
+    parser.add_argument("--stride", type=int, default=0, help="tokens between the contexts of --perplexity; 0 = a whole"
+                        " context, which is fastest; fewer give every token more to go by")  # fmt: skip
+    parser.add_argument("--num_samples", type=int, default=1, help="texts to write for each prompt, all at once")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens; 0 = all")
@@ -81,22 +88,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto is what it was trained in")
+    parser.add_argument("--int8", action="store_true", help="round weights to int8")
+    parser.add_argument("--compile", action="store_true", help="compile the making of a token; pays for long texts")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # the text may hold what a terminal cannot show
     try:
-        for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0).items():
-            if not getattr(args, name) >= least:
-                raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
-        if not 0 < args.top_p <= 1:
-            raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
-        if not 0 <= args.seed < 2**48:
-            raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
-        model, tokenizer = load(args.run, args.device, args.dtype, args.best)
+        check_arguments(args)
+        model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8)
         if args.perplexity:
-            print_perplexity(model, tokenizer, Path(args.perplexity))
-        else:
-            for i in range(args.num_samples):
-                print_sample(model, tokenizer, args, i)
+            print_perplexity(model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len)
+            return 0
+        step = None
+        if args.compile:
+            check_compiler(model.cos.device)
+            if model.cos.is_cpu:
+                precompile_header()
+            step = compile_decode_step(model.cos.device)
+        for prompts in typed_lines() if args.interactive else [args.prompt]:
+            print_samples(model, tokenizer, prompts, args, step)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (TrainerError, OSError) as error:
@@ -105,40 +114,126 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def print_perplexity(model: GPT, tokenizer, path: Path) -> None:
-    """Print a file's perplexity per token and per byte of the text that data/prepare.py would tokenize."""
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises UserError for values that cannot be, and for flags that would do nothing."""
+    for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0).items():
+        if not getattr(args, name) >= least:
+            raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
+    if not 0 <= args.seed < 2**48:
+        raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
+    if args.stride and not args.perplexity:
+        raise UserError("--stride is for --perplexity, which was not given; remove it")
+    for name in ("interactive", "compile"):
+        if args.perplexity and getattr(args, name):
+            raise UserError(f"--{name} does nothing for --perplexity; remove one of them")
+    if args.interactive and args.prompt != [""]:
+        raise UserError("--interactive asks for its prompts; remove --prompt")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def typed_lines():
+    """Yields what is typed, a line at a time, as a list of one prompt, until its end (Ctrl-D)."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield [line.removesuffix("\n")]
+
+
+def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step) -> None:
+    """Continue the prompts, all at once: a single text is written as it is drawn, several when all are done."""
+    texts = [text for text in prompts for _ in range(args.num_samples)]
+    tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
+    seeds = [args.seed + i % args.num_samples for i in range(len(texts))]
+    drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
+                     args.top_p, seeds, step)  # fmt: skip
+    alone, shown = len(texts) == 1, printable if sys.stdout.isatty() else str  # a file gets what was drawn
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
+    if alone:
+        print(texts[0], end="", flush=True)
+    started, count, done = time.perf_counter(), 0, [False] * len(texts)
+    for row in on_host(drawn):
+        for i, token in enumerate(row):
+            done[i] = done[i] or token == tokenizer.eot
+            if done[i]:
+                continue
+            count += 1
+            piece = decoders[i].decode(tokenizer.decode_bytes([token]))
+            if alone:
+                print(shown(piece), end="", flush=True)
+            else:
+                texts[i] += piece
+        if all(done):
+            break
+    took = time.perf_counter() - started
+    for i, (text, decoder) in enumerate(zip(texts, decoders)):
+        rest = decoder.decode(b"", final=True)
+        print(rest if alone else f"--- sample {i + 1}\n{shown(text + rest)}")
+    print(f"({count:,} tokens, {count / took:,.0f} tokens/s)", file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Perplexity
+
+
+def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, say=lambda done, loss: None) -> float:
+    """Sum of the losses of the tokens in nats; each is predicted once, the first from `eot` before it.
+
+    Contexts of the model's length start every `stride` tokens, and all but the first count their last `stride` only.
+    """
+    seq_len, device = model.cfg.seq_len, model.cos.device
+    stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
+    ends = [min(seq_len, len(tokens))]
+    while ends[-1] < len(tokens):
+        ends.append(min(ends[-1] + stride, len(tokens)))
+    total, rows = 0.0, max(1, 8192 // seq_len)
+    for first in range(0, len(ends), rows):
+        part = ends[first : first + rows]
+        x, y = torch.zeros(len(part), seq_len, dtype=torch.int64), torch.full((len(part), seq_len), -1)
+        for i, end in enumerate(part):
+            start, counted = max(0, end - seq_len), ends[first + i - 1] if first + i else 0
+            x[i, : end - start], y[i, counted - start : end - start] = stream[start:end], stream[counted + 1 : end + 1]
+        with torch.no_grad():
+            total += model(x.to(device), y.to(device)).item()
+        say(part[-1], total)
+    return total
+
+
+def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
+    """Print a file's perplexity per token, byte and word of the text that data/prepare.py would tokenize."""
     if not path.is_file():
         raise UserError(f"there is no file {path}; --perplexity wants a text file")
     if path.suffix in (".jsonl", ".gz"):
         raise UserError(f"{path} is not plain text, as --perplexity wants; write its texts into one file")
+    if stride > model.cfg.seq_len:
+        raise UserError(f"--stride is {stride}; expected at most the model's context of {model.cfg.seq_len}")
     tokens, n_bytes = encode_file(path, tokenizer)
     if not len(tokens):
         raise UserError(f"{path} is empty; --perplexity wants some text")
-    loss = mean_loss(model, tokens, tokenizer.eot)
-    bits = loss * len(tokens) / n_bytes / math.log(2)
-    print(f"{path}: {len(tokens):,} tokens, {n_bytes:,} bytes")
-    print(f"perplexity per token {math.exp(loss):.4f} ({loss:.4f} nats)")
-    print(f"perplexity per byte {2**bits:.4f} ({bits:.4f} bits)")
+    said = time.perf_counter()
 
+    def say(done: int, loss: float) -> None:
+        nonlocal said
+        if time.perf_counter() > said + 5:
+            said = time.perf_counter()
+            print(f"{done:,} of {len(tokens):,} tokens, {math.exp(loss / done):.4f} a token", file=sys.stderr)
 
-def print_sample(model: GPT, tokenizer, args: argparse.Namespace, number: int) -> None:
-    """Write one text to standard output, character by character as it is drawn."""
-    device = model.wte.weight.device
-    generator = torch.Generator(device).manual_seed(args.seed + number)
-    prompt = torch.tensor([[tokenizer.eot, *tokenizer.encode(args.prompt).tolist()]], device=device)
-    if args.num_samples > 1:
-        print(f"--- sample {number + 1}")
-    print(args.prompt, end="", flush=True)
-    started, text, count = time.perf_counter(), codecs.getincrementaldecoder("utf-8")("replace"), 0
-    shown = printable if sys.stdout.isatty() else str  # a file gets what was drawn
-    for token in generate(model, prompt, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
-                          args.top_p, generator):  # fmt: skip
-        if token.item() == tokenizer.eot:
-            break
-        count += 1
-        print(shown(text.decode(tokenizer.decode_bytes([token.item()]))), end="", flush=True)
-    print(text.decode(b"", final=True))
-    print(f"({count / (time.perf_counter() - started):,.0f} tokens/s)", file=sys.stderr)
+    loss = summed_loss(model, tokens, tokenizer.eot, stride, say)
+    n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
+    print(f"{path}: contexts of {model.cfg.seq_len} tokens, {stride} apart; each token is predicted once, the first "
+          "from the end of text before it")  # fmt: skip
+    print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
+    for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
+        if n:
+            nats = loss / n
+            shown = f"{math.exp(nats):,.4f}" if nats < 13 else f"e^{nats:.4f}"
+            print(f"{'per ' + name:10}{n:>14,}{shown:>16}{nats:>12.4f}{nats / math.log(2):>12.4f}")
 
 
 if __name__ == "__main__":

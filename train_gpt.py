@@ -30,7 +30,7 @@ from data.prepare import prepare
 from data.shards import TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
-from generation import generate
+from generation import generate, on_host
 from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
 from ops import (ATTENTION_BACKENDS, ParamTableError, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard,
                  to_local, warm_up)
@@ -365,11 +365,9 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 
 def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
     """The end of what is evaluated, ">>>", and how the model goes on; the same every time for the same weights."""
-    device = state.dist_ctx.device
-    generator = torch.Generator(device).manual_seed(state.cfg.seed)
-    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))
-    drawn = generate(state.raw_model, prompt.to(device), n_tokens, tokenizer.vocab_size, 0.8, generator=generator)
-    tokens = [token.item() for token in drawn]
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))[0]
+    drawn = generate(state.raw_model, [prompt], n_tokens, tokenizer.vocab_size, 0.8, seeds=[state.cfg.seed])
+    tokens = [token for (token,) in on_host(drawn)]
     reshard(state.raw_model)
     known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]

@@ -1,4 +1,4 @@
-"""`bench.py infer`: prefill and decode, with and without a KV cache, eager and compiled."""
+"""`bench.py infer`: prefill and decode, without a KV cache, with one, compiled, in int8."""
 
 import contextlib
 import itertools
@@ -6,6 +6,7 @@ import math
 import time
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness import (
     Bench,
@@ -17,36 +18,59 @@ from benchmarks.harness import (
     table,
     tokenizer_size,
 )
-from generation import generate
+from generation import compile_decode_step, generate
+from int8 import quantize
 from model import GPT
 from runtime.checks import check_compiler
 from runtime.dtype import settle_dtype
-from runtime.launch import DTYPES, peak_memory_mb
+from runtime.launch import DTYPES, peak_memory_mb, precompile_header
 from train_gpt import gpt_config, init_weights, launch, make_config
 
+MODES = ("no cache", "KV cache", "KV cache, compiled", "KV cache, int8", "KV cache, compiled, int8")
 
-def infer_case(flags: dict, batch: int, use_cache: bool, compiled: bool, prompt: int, lengths: tuple, patience: float):
-    """Yields seconds of warming up; then seconds to the first token and to each of `lengths` (None where patience,
-    in seconds, ended), seconds a token of decoding, and peak MiB."""
+
+@torch.no_grad()
+def generate_uncached(model: GPT, idx: Tensor, n_tokens: int, vocab_size: int):
+    """Yields the likeliest next tokens of idx (B, T), int64 (B,), reading all of it for each, as nanoGPT does."""
+    for _ in range(n_tokens):
+        token = model(idx[:, -model.cfg.seq_len :], last=True)[:, -1, :vocab_size].argmax(-1)
+        yield token
+        idx = torch.cat((idx, token[:, None]), dim=1)
+
+
+def inference_model(flags: dict, int8: bool) -> GPT:
+    """The trainer's model for these flags, with weights as sample.py holds them."""
     cfg = make_config(**flags)
     dist_ctx = launch(cfg)
     settle_dtype(cfg, dist_ctx)
-    device = dist_ctx.device
-    with device:
+    with dist_ctx.device:
         model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype])
     init_weights(model, cfg.seed)
-    model.requires_grad_(False)
-    if compiled:
+    if int8:
+        quantize(model)
+    return model.freeze()
+
+
+def infer_case(flags: dict, batch: int, mode: str, prompt: int, lengths: tuple, patience: float):
+    """Yields seconds of warming up; then seconds to the first token and to each of `lengths` (None where patience,
+    in seconds, ended), seconds a token of decoding, and peak MiB."""
+    model, step = inference_model(flags, int8="int8" in mode), None
+    device, vocab_size = model.cos.device, tokenizer_size(make_config(**flags))
+    if "compiled" in mode:
         check_compiler(device)
-        for block in model.blocks:
-            block.compiled = torch.compile(block._forward, dynamic=True)  # one compilation for every length
-    generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(tokenizer_size(cfg), (batch, prompt), generator=generator).to(device)
+        if device.type == "cpu":
+            precompile_header()
+        step = compile_decode_step(device)
+    idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
 
     def token_times(n_tokens: int, patience: float = math.inf) -> list[float]:
         synchronize(device)
         t0, times = time.perf_counter(), []
-        for _ in generate(model, idx, n_tokens, tokenizer_size(cfg), 0, use_cache=use_cache):
+        if mode == "no cache":
+            drawn = generate_uncached(model, idx, n_tokens, vocab_size)
+        else:
+            drawn = itertools.islice(generate(model, list(idx), max(lengths), vocab_size, 0, step=step), n_tokens)
+        for _ in drawn:
             synchronize(device)
             times.append(time.perf_counter() - t0)
             if times[-1] > patience:
@@ -73,7 +97,7 @@ def measure(bench: Bench, rows: list[dict], repeats: int, *args) -> dict[int, li
     with contextlib.ExitStack() as exits:
         workers = {}
         for i, row in enumerate(rows):
-            case = (flags, row["batch"], row["cache"] != "none", row["compiled"], *rest)
+            case = (flags, row["batch"], row["mode"], *rest)
             workers[i] = exits.enter_context(Worker(bench, infer_case, *case))
             try:
                 row |= workers[i].request()
@@ -103,45 +127,41 @@ def summarize(row: dict, results: list[dict], lengths: tuple) -> None:
             row |= median_min_max(took, f"s_{n}")
 
 
-def add_cache_speedups(rows: list[dict], lengths: tuple) -> None:
-    """gain_N of each row with a cache: seconds without one over seconds with it, where both are known."""
-    plain = {(row["batch"], row["mode"]): row for row in rows if row["cache"] == "none"}
+def add_speedups(rows: list[dict], lengths: tuple) -> None:
+    """gain_N of each row: seconds without a cache over its own, where both are known."""
+    plain = {row["batch"]: row for row in rows if row["mode"] == "no cache"}
     for row in rows:
-        without = plain[row["batch"], row["mode"]]
         for n in lengths:
-            if row["cache"] != "none" and f"s_{n}" in row and f"s_{n}" in without:
-                row[f"gain_{n}"] = without[f"s_{n}"] / row[f"s_{n}"]
+            if row["mode"] != "no cache" and f"s_{n}" in row and f"s_{n}" in plain[row["batch"]]:
+                row[f"gain_{n}"] = plain[row["batch"]][f"s_{n}"] / row[f"s_{n}"]
 
 
 def bench_infer(bench: Bench) -> dict:
-    """Prefill and decode, with and without a KV cache, eager and compiled."""
+    """Prefill and decode, without a KV cache, with one, compiled, in int8."""
     bench.reject_flags("seq_len", "batch_tokens", "compile")
     lengths, prompt = ((50, 100, 200), 32) if bench.quick else ((100, 500, 1000), 128)
     batches, patience = ((1, 8), 2.0) if bench.quick else ((1, 8, 32), 60.0)
     repeats = min(bench.repeats, 1 if bench.quick else 3)  # without a cache it takes minutes
     context = prompt + max(lengths)
     flags = {**bench.flags, "seq_len": context, "batch_tokens": context}
-    rows = [
-        dict(batch=batch, cache=cache, compiled=compiled, mode="compiled" if compiled else "eager")
-        for batch, compiled, cache in itertools.product(batches, (False, True), ("none", "KV cache"))
-    ]
+    rows = [dict(batch=batch, mode=mode) for batch, mode in itertools.product(batches, MODES)]
     for batch, group in itertools.groupby(rows, lambda row: row["batch"]):
         group = list(group)
         for i, results in measure(bench, group, repeats, flags, prompt, lengths, patience).items():
             if "note" not in group[i]:
                 summarize(group[i], results, lengths)
         progress(f"batch {batch}")
-    add_cache_speedups(rows, lengths)
+    add_speedups(rows, lengths)
     columns = {
-        "batch": ("batch", "d"), "mode": ("mode", ""), "cache": ("cache", ""), "prefill_ms": ("TTFT, ms", ",.1f"),
+        "batch": ("batch", "d"), "mode": ("mode", ""), "prefill_ms": ("TTFT, ms", ",.1f"),
         "decode_ms": ("ms/token", ",.2f"), "tokens_per_s": ("tokens/s", ",.0f"),
         **{f"s_{n}": (f"{n} tokens, s", ",.2f") for n in lengths},
-        **{f"gain_{n}": (f"KV-cache speedup @{n}", ".1f") for n in lengths},
+        **{f"gain_{n}": (f"times sooner @{n}", ".1f") for n in lengths},
         "peak_mb": ("peak MiB", ",.0f"), "setup_s": ("startup, s", ".1f"), "note": ("", ""),
     }  # fmt: skip
     note = (
-        f"A prompt of {prompt} tokens. TTFT: time to first token. ms/token and tokens/s (of all sequences): decoding. "
-        f"Blank: not done in {patience:.0f} s."
+        f"A prompt of {prompt} tokens. No cache: all is read again for each token. TTFT: time to first token. ms/token "
+        f"and tokens/s (of all sequences): decoding. Blank: not done in {patience:.0f} s."
     )
     print(table("Generation", rows, columns, (note,)))
     return dict(infer=rows, prompt=prompt, repeats=repeats)

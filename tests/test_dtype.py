@@ -157,10 +157,13 @@ def test_samples_are_drawn_in_the_dtype_of_the_run(data, tmp_path, cpu, monkeypa
     asked, folder = cpu(0.1, 0.5), tmp_path / "run"
     train(make_config(**AUTO | dict(data=str(data), out_dir=str(folder))))
     cpu(0.5, 0.4)
-    assert sample.load(str(folder), "cpu", "auto")[0].compute_dtype == torch.bfloat16
-    assert sample.load(str(folder), "cpu", "fp32")[0].compute_dtype == torch.float32
+    assert sample.load(sample.find_file(str(folder)), "cpu", "auto")[0].compute_dtype == torch.bfloat16
+    assert sample.load(sample.find_file(str(folder)), "cpu", "fp32")[0].compute_dtype == torch.float32
     cpu(0.5, 0.2)  # as slow as that bf16 is emulated
-    assert sample.load(str(folder), "cpu", "auto")[0].compute_dtype == torch.float32 and asked[0][0] == 32
+    assert (
+        sample.load(sample.find_file(str(folder)), "cpu", "auto")[0].compute_dtype == torch.float32
+        and asked[0][0] == 32
+    )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     for saved, kind, name in (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"),
                               ("fp32", "cpu", "fp32"), ("fp16", "cpu", "fp32"), ([], "cpu", "fp32"),

@@ -17,10 +17,11 @@ ARROWS = {  # files of this room -> what of ours they may import
     "ops": (),
     "generation": (),
     "model": ("generation", "ops"),
+    "int8": ("model",),
     "train_gpt": ("runtime", "data.", "model", "generation", "ops"),
-    "sample": ("train_gpt", "runtime", "data.", "model", "generation", "ops"),
-    "export": ("train_gpt", "runtime", "data.", "model", "generation", "ops"),
-    "benchmarks": ("benchmarks", "train_gpt", "runtime", "data.", "model", "generation", "ops"),
+    "sample": ("train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),
+    "export": ("sample", "train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),
+    "benchmarks": ("benchmarks", "sample", "train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),
     "records": ("records", "train_gpt", "runtime", "data.", "model", "generation", "ops"),
     "bench": ("benchmarks", "records", "train_gpt", "runtime", "data.", "model", "generation", "ops"),
 }
@@ -28,6 +29,7 @@ PACKAGES = {
     "data.": {"numpy", "tiktoken"},
     "ops": {"torch"},
     "generation": {"torch"},
+    "int8": {"torch"},
     "model": {"torch"},
     "runtime": {"torch", "numpy", "wandb"},
 }

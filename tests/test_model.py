@@ -1,5 +1,6 @@
 """The model, its operations and its optimizer against their definitions and PyTorch's own."""
 
+import copy
 import functools
 import math
 import os
@@ -14,7 +15,8 @@ import model
 import ops
 import train_gpt
 from conftest import TINY, compiler_works, final, random_gpt, rows, run_python, saved_for_backward, tiny_run
-from generation import KVCache, generate, sample_token
+from generation import KVCache, compile_decode_step, generate, sample_token
+from int8 import quantize, round_to_int8
 from model import GPTConfig, Optimizer, even_rows, newton_schulz
 from ops import attention, attention_mask, norm, relu_squared
 from runtime.launch import DistContext
@@ -264,8 +266,6 @@ def test_chunked_loss_is_the_loss(chunk, softcap):
     torch.testing.assert_close(loss, expected)
     for got, want in zip(torch.autograd.grad(loss / 3, (x, w)), expected_grads):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn), expected)
 
 
 def test_evaluation_makes_no_gradients(monkeypatch):
@@ -336,57 +336,95 @@ def test_hashed_uniform_looks_random():
 # Generation
 
 
-@pytest.mark.parametrize("shape", [dict(), dict(window="SL:5"), dict(ngram=3)])
-def test_generation_with_cache_is_generation_without(shape):
-    gpt = random_gpt(**shape, std=0.3)
-    prompt = torch.randint(70, (3, 9), generator=torch.Generator().manual_seed(0))
-    for options in (dict(temperature=0), dict(temperature=1.0, top_k=20), dict(temperature=0.9, top_p=0.8)):
-        runs = []
-        for use_cache in (True, False):
-            g = torch.Generator().manual_seed(1)
-            tokens = list(generate(gpt, prompt, 40, 65, **options, generator=g, use_cache=use_cache))  # past seq_len 24
-            runs.append(torch.stack(tokens))
-        assert torch.equal(*runs) and runs[0].max() < 65 and len(runs[0].unique()) > 3
-    with pytest.raises(ValueError, match="exceed the model's context"):
-        gpt(torch.zeros((1, 25), dtype=torch.int64))
+PROMPTS = [torch.randint(70, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 1, 24, 40)]
+
+
+def likeliest(gpt, prompts, n_tokens, **options) -> list[list[int]]:
+    """Each prompt's continuation, of ids below 65."""
+    return torch.stack(list(generate(gpt, prompts, n_tokens, 65, temperature=0, **options)), 1).tolist()
+
+
+def likeliest_uncached(gpt, prompt, n_tokens, context) -> list[int]:
+    """From plain forward passes over all that was read."""
+    idx = prompt[None, -context:]
+    with torch.no_grad():
+        for _ in range(n_tokens):
+            idx = torch.cat((idx, gpt(idx)[:, -1:, :65].argmax(-1)), 1)
+    return idx[0, -n_tokens:].tolist()
+
+
+@pytest.mark.parametrize("eot", [None, 3])
+@pytest.mark.parametrize("shape", [dict(), dict(window="SL:5"), dict(ngram=3), dict(ngram=4, window="SSL:7")])
+def test_generation_with_cache_is_generation_without(shape, eot):
+    """Prompts of several lengths at once; from the context of 24 on, each layer has a sliding window of it."""
+    short, long = random_gpt(**shape, std=0.3), random_gpt(**shape | dict(seq_len=100), std=0.3)
+    long.windows = [window or 24 for window in short.windows]
+    short.doc_eot = long.doc_eot = eot
+    prompts = [prompt.clone() for prompt in PROMPTS]
+    prompts[0][4] = prompts[2][0] = prompts[3][33] = 3
+    got = likeliest(short, prompts, 60)
+    assert got == [likeliest_uncached(long, prompt, 60, 24) for prompt in prompts]
+    assert len(set(sum(got, []))) > 6
+    with pytest.raises(ValueError, match="25 tokens exceed the model's context of 24"):
+        short(torch.zeros((1, 25), dtype=torch.int64))
+
+
+def test_what_is_drawn_depends_on_the_seed_alone():
+    gpt, options = random_gpt(std=0.3), dict(temperature=0.9, top_k=20, top_p=0.9)
+    together = torch.stack(list(generate(gpt, PROMPTS, 30, 65, seeds=[5, 6, 7, 5], **options)), 1)
+    for prompt, seed, row in zip(PROMPTS, (5, 6, 7, 5), together):
+        assert torch.cat(list(generate(gpt, [prompt], 30, 65, seeds=[seed], **options))).tolist() == row.tolist()
+    assert together.max() < 65 and not torch.equal(together[0], together[3])
+
+
+def test_compiled_decoding_writes_the_same_text():
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    gpt, step = random_gpt(window="SL:5", ngram=3, n_layer=2, std=0.3), compile_decode_step(torch.device("cpu"))
+    assert likeliest(gpt, PROMPTS[:2], 40, step=step) == likeliest(gpt, PROMPTS[:2], 40)
 
 
 @torch.no_grad()
-def test_cached_logits_equal_uncached():
-    idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
-    idx[0, 9] = idx[0, 10] = idx[1, 3] = idx[1, 20] = 3
-    for doc_eot in (None, 3):
-        gpt = random_gpt(window="SL:5", ngram=4)
-        gpt.doc_eot = doc_eot
-        cache, whole = KVCache(gpt, 2), gpt(idx)
-        for start, end in ((0, 7), (7, 8), (8, 15), (15, 24)):  # pieces of several lengths
-            got = gpt(idx[:, start:end], cache=cache)
-            torch.testing.assert_close(got[:, 0], whole[:, end - 1], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_cache_is_refused_with_targets_and_beyond_the_context():
-    gpt = random_gpt()
-    idx = torch.zeros((2, 20), dtype=torch.int64)
-    cache = KVCache(gpt, 2)
+def test_a_cache_is_refused_with_targets_and_for_a_second_prompt():
+    gpt, idx = random_gpt(), torch.zeros((2, 20), dtype=torch.int64)
+    cache = KVCache(gpt, torch.tensor([20, 20]))
     with pytest.raises(ValueError, match="cache .* cannot be combined with targets"):
         gpt(idx, idx, cache=cache)
-    assert cache.length == 0  # a refused call leaves it as it was
-    gpt(idx, cache=cache)
-    with pytest.raises(ValueError, match="25 tokens exceed the model's context of 24"):
+    assert cache.length.tolist() == [0, 0]  # a refused call leaves it as it was
+    torch.testing.assert_close(gpt(idx, cache=cache), gpt(idx)[:, -1:])
+    with pytest.raises(ValueError, match="takes one token at a time"):
         gpt(idx[:, :5], cache=cache)
-    assert cache.length == 20
+    assert cache.length.tolist() == [20, 20]
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(ngram=3)])
+def test_int8_is_close(shape):
+    """Against the model of the rounded weights, and within a few per cent of the one before."""
+    gpt = random_gpt(**shape, vocab_size=128, loss_chunk=16)
+    rounded, whole, idx = copy.deepcopy(gpt), quantize(copy.deepcopy(gpt)), torch.arange(48).view(2, 24)
+    with torch.no_grad():
+        for p in rounded.parameters():
+            q, scale = round_to_int8(p)
+            assert q.abs().amax(1).eq(127).all() and (q * scale[:, None] - p).abs().le(scale[:, None] * 0.5001).all()
+            p.copy_(q * scale[:, None])
+        torch.testing.assert_close(whole(idx), rounded(idx), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(whole(idx, idx), rounded(idx, idx), rtol=1e-4, atol=1e-4)
+        assert (whole(idx, idx) / gpt(idx, idx) - 1).abs() < 0.02
+        few = torch.randn(3, 32)  # the kernel of few rows computes in bf16
+        want = few @ (whole.head.weight_int8 * whole.head.weight_scale[:, None]).T
+        assert ((whole.head(few) - want).norm() / want.norm()) < 0.01
+    assert sum(b.nbytes for b in whole.state_dict().values()) < 0.32 * sum(p.nbytes for p in gpt.parameters())
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
-    g = torch.Generator().manual_seed(0)
-    p = torch.bincount(sample_token(logits, 1.0, 0, 1.0, g), minlength=4) / 4000
+    draws = torch.rand((4000, 1), generator=torch.Generator().manual_seed(0))
+    p = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0)[:, 0], minlength=4) / 4000
     torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
-    assert set(sample_token(logits, 1.0, 2, 1.0, g).tolist()) == {0, 1}
-    assert set(sample_token(logits, 1.0, 0, 0.8, g).tolist()) == {0, 1}
-    assert set(sample_token(logits, 1.0, 0, 0.81, g).tolist()) == {0, 1, 2}
-    assert set(sample_token(logits, 0, 0, 1.0, g).tolist()) == {0}
+    draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
+    for options, drawn in (((1.0, 2, 1.0), {0, 1}), ((1.0, 0, 0.8), {0, 1}), ((1.0, 0, 0.81), {0, 1, 2}),
+                           ((0, 0, 1.0), {0}), ((1.0, 9, 1.0), {0, 1, 2, 3})):  # fmt: skip
+        assert set(sample_token(logits, draws, *options).flatten().tolist()) == drawn
 
 
 # ---------------------------------------------------------------------------------------------------------------------

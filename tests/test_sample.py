@@ -1,5 +1,6 @@
 """sample.py: text and perplexity from a checkpoint."""
 
+import io
 import math
 import re
 
@@ -23,29 +24,41 @@ def test_sample_and_perplexity(data, noisy, plain, tmp_path, capsys):
         assert sample.main([str(a) for a in argv]) == 0
         return capsys.readouterr().out
 
-    text = out("--run", plain, "--prompt", "abc", "--max_new_tokens", 60, "--seed", 3)
+    text = out("--run", plain, "--prompt", "abc", "--max_new_tokens", 60, "--seed", 1)
     assert text.startswith("abc") and len(text) > 10
-    assert out("--run", plain, "--prompt", "abc", "--max_new_tokens", 60, "--seed", 3) == text
-    assert out("--run", plain, "--prompt", "abc", "--max_new_tokens", 60, "--seed", 4) != text
-    assert out("--run", noisy, "--num_samples", 2, "--max_new_tokens", 5).count("--- sample") == 2
+    assert out("--run", plain, "--prompt", "abc", "--max_new_tokens", 60, "--seed", 1) == text
+    assert out("--run", plain, "--prompt", "abc", "--max_new_tokens", 60, "--seed", 2) != text
+    both = out("--run", plain, "--prompt", "abc", "x", "--num_samples", 2, "--max_new_tokens", 60, "--seed", 1)
+    assert [part.split("\n", 1)[0] for part in both.split("--- sample ")[1:]] == ["1", "2", "3", "4"]
+    assert both.startswith("--- sample 1\n" + text) and both.split("--- sample ")[3].startswith("3\nx")
     (tmp_path / "text").write_text("hällo wörld " * 9)
     raw = np.frombuffer(("hällo wörld " * 9).encode(), dtype=np.uint8).astype(np.int64)
     checkpoint = read_checkpoint(noisy)
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
-    stream, losses = torch.from_numpy(np.concatenate(([256], raw))), []
-    for i in range(0, len(raw), 32):
-        piece = stream[i : i + 33]
-        losses += F.cross_entropy(gpt(piece[None, :-1])[0], piece[1:], reduction="none").tolist()
-    printed = out("--run", noisy, "--perplexity", tmp_path / "text", "--dtype", "fp32")
-    per_token, per_byte = (float(re.search(rf"per {unit} ([\d.]+)", printed)[1]) for unit in ("token", "byte"))
-    assert per_token == pytest.approx(math.exp(np.mean(losses)), rel=1e-4) == per_byte
+    stream = torch.from_numpy(np.concatenate(([256], raw)))
+    for stride in (32, 7, 1):
+        losses, end = [], 0
+        while end < len(raw):  # the window that ends at `end` counts what no earlier one has
+            counted, end = end, min(len(raw), end + (stride if end else 32))
+            window = stream[max(0, end - 32) : end + 1]
+            each = F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")
+            losses += each[counted - end :].tolist()
+        assert len(losses) == len(raw)
+        flags = ["--stride", stride] if stride < 32 else []
+        printed = out("--run", noisy, "--perplexity", tmp_path / "text", "--dtype", "fp32", *flags)
+        rows = {unit: re.search(rf"per {unit} +([\d,]+) +(\S+) +([\d.]+)", printed) for unit in ("token", "word")}
+        assert rows["token"][1] == str(len(raw)) and rows["word"][1] == "18"
+        shown = rows["token"][2].replace(",", "")
+        shown = float(shown) if shown[0] != "e" else math.exp(float(shown[2:]))
+        assert shown == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
+        assert float(rows["word"][3]) == pytest.approx(sum(losses) / 18, rel=1e-4)
     assert sample.main(["--run", str(tmp_path)]) == 2 and "holds no ckpt" in capsys.readouterr().err
 
 
 def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
     raw = "aé€😀z".encode() + b"\xff\xe2"
-    monkeypatch.setattr(sample, "generate", lambda *args: map(torch.tensor, raw))
+    monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte]) for byte in raw))
     assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
     assert get_tokenizer("bytes").decode_bytes([104, 105, 256]) == b"hi<|endoftext|>"
@@ -53,9 +66,9 @@ def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
 
 def printed_perplexity(capsys) -> tuple[int, int, float, float]:
     """Tokens, bytes, nats per token and bits per byte, as printed."""
-    form = r": ([\d,]+) tokens, ([\d,]+) bytes\n.*\(([\d.]+) nats\)\n.*\(([\d.]+) bits\)"
-    tokens, n_bytes, nats, bits = re.search(form, capsys.readouterr().out).groups()
-    return int(tokens.replace(",", "")), int(n_bytes.replace(",", "")), float(nats), float(bits)
+    rows = {line.split()[1]: line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("per ")}
+    tokens, n_bytes = (int(rows[unit][2].replace(",", "")) for unit in ("token", "byte"))
+    return tokens, n_bytes, float(rows["token"][4]), float(rows["byte"][5])
 
 
 def test_perplexity_reads_a_file_as_preparation_does(noisy, tmp_path, capsys):
@@ -76,7 +89,7 @@ def test_perplexity_reads_a_file_as_preparation_does(noisy, tmp_path, capsys):
         assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / name), "--dtype", "fp32"]) == 0
         n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
         assert n_tokens == n_bytes == len(tokens)
-        loss = sample.mean_loss(gpt, np.frombuffer(tokens, np.uint8), 256)
+        loss = sample.summed_loss(gpt, np.frombuffer(tokens, np.uint8), 256, 32) / len(tokens)
         assert nats == pytest.approx(loss, abs=1e-4) and bits == pytest.approx(loss / math.log(2), abs=1e-4)
         if name not in ("noise", "latin"):  # which preparation refuses
             folder = prepare("files", [tmp_path / name], "bytes", tmp_path / f"{name}.data", say=quiet)
@@ -95,10 +108,41 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     raw = b"plain text, " * 50 + b"\xff\xfe\x80" + b" and more" * 50
     (tmp_path / "raw").write_bytes(raw)
     model = random_gpt(vocab_size=50304)
-    sample.print_perplexity(model, gpt2, tmp_path / "raw")
+    sample.print_perplexity(model, gpt2, tmp_path / "raw", 24)
     n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
     tokens = gpt2.tiktoken.encode_ordinary(raw.decode("utf-8", errors="replace"))
     assert (n_tokens, n_bytes) == (len(tokens), len(raw) + 2 * 3)
-    loss = sample.mean_loss(model, np.array(tokens), gpt2.eot)
+    loss = sample.summed_loss(model, np.array(tokens), gpt2.eot, 24) / len(tokens)
     assert nats == pytest.approx(loss, abs=1e-4)
     assert bits == pytest.approx(loss * len(tokens) / n_bytes / math.log(2), abs=1e-4)
+
+
+def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\nx\n"))
+    assert sample.main(["--run", str(noisy), "--interactive", "--max_new_tokens", "5"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("abc") and "\nx" in shown.out and shown.err.count("> ") == 3
+    assert shown.err.count("5 tokens, ") == 2
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [("--stride 8", "--stride is for --perplexity"), ("--perplexity F --compile", "--compile does nothing"),
+     ("--perplexity F --interactive", "does nothing"), ("--perplexity F --stride 33", "at most the model"),
+     ("--interactive --prompt a", "remove --prompt"), ("--stride -1 --perplexity F", "expected at least 0")],
+)  # fmt: skip
+def test_flags_of_sample_that_cannot_be(flags, says, noisy, tmp_path, capsys):
+    (tmp_path / "F").write_text("text")
+    argv = ["--run", str(noisy), *(str(tmp_path / flag) if flag == "F" else flag for flag in flags.split())]
+    assert sample.main(argv) == 2 and says in capsys.readouterr().err
+
+
+def test_int8_is_sampled_and_measured(noisy, tmp_path, capsys):
+    (tmp_path / "text").write_text("some text " * 50)
+    nats = []
+    for flags in ((), ("--int8",)):
+        assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / "text"), *flags]) == 0
+        nats.append(printed_perplexity(capsys)[2])
+        assert sample.main(["--run", str(noisy), "--prompt", "abc", "--max_new_tokens", "20", *flags]) == 0
+        assert capsys.readouterr().out.startswith("abc")
+    assert nats[0] != nats[1] and nats[1] == pytest.approx(nats[0], rel=0.01)
