@@ -45,7 +45,7 @@ def attention_mask(backend: str, tokens: Tensor, n_query: int, window: int, eot:
     None = documents do not matter. Returns a bool mask (T, S) or (B, 1, T, S) for SDPA, else a BlockMask or Varlen.
     """
     batch, length = tokens.shape
-    window = 0 if window >= length else window
+    window = 0 if not torch.compiler.is_exporting() and window >= length else window  # exported, for every length
     if backend == "varlen":
         cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
         if eot is not None:
@@ -177,8 +177,9 @@ def attention_kernels(model, micro_batch: int) -> str:
 
 
 def is_eager_on_cpu(x: Tensor) -> bool:
-    several = x.dim() > 2 and x.size(1) > 1 and x.numel() > 0  # one token at a time, nothing leaves the cache anyhow
-    return several and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return x.dim() > 2 and x.size(1) > 1 and x.numel() > 0  # one token at a time, nothing leaves the cache anyhow
 
 
 def norm(x: Tensor) -> Tensor:

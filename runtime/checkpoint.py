@@ -134,6 +134,10 @@ def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str
     Raises UserError when the model's configuration `model.cfg` differs, but for the fields that may, or a shape does.
     """
     weights = strip_wrapper_prefixes(checkpoint["model"])
+    if any(value.dtype == torch.int8 for value in weights.values()):
+        raise UserError(
+            f"{path} holds rounded weights, which are for sampling; give the checkpoint they were made from"
+        )
     theirs = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path))
     ours = dataclasses.asdict(model.cfg)
     theirs |= {key: ours[key] for key in may_differ}

@@ -1,0 +1,116 @@
+"""A run's model for other programs: `python export.py RUN --to safetensors|int8|torch-export|onnx --out FILE`."""
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+import types
+import warnings
+from pathlib import Path
+
+from runtime import set_environment
+
+if __name__ == "__main__":
+    set_environment()
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.shards import TrainerError, UserError, atomic_write
+from int8 import quantize
+from model import GPT, GPTConfig, NgramEmbedding
+from runtime.checkpoint import content_hash, load_weights, model_config, read_checkpoint
+from sample import find_file
+
+PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"]}
+
+
+def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
+    """The fp32 weights by the model's names, and beside them config.json with its shape and tokenizer."""
+    from safetensors.torch import save
+
+    with atomic_write(out) as file:
+        file.write(save(model.state_dict(), {"format": "pt"}))
+    config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
+    with atomic_write(out.with_name("config.json")) as file:
+        file.write(json.dumps(config, indent=2).encode() + b"\n")
+
+
+def to_int8(model: GPT, checkpoint: dict, out: Path) -> None:
+    """A checkpoint of int8 weights and their scales, without optimizer state, for sample.py."""
+    checkpoint = checkpoint | dict(model=dict(quantize(model).state_dict()), optimizer={})
+    checkpoint["sha256"] = content_hash(checkpoint)
+    with atomic_write(out) as file:
+        torch.save(checkpoint, file)
+
+
+def sum_of_rows(table: NgramEmbedding, rows: Tensor, weights: None) -> Tensor:
+    """The table's forward pass in operations that ONNX has."""
+    return F.embedding(rows, table.weight).sum(1)
+
+
+def traced(model: GPT) -> torch.export.ExportedProgram:
+    """The forward pass from ids, int64 (batch, length), to fp32 logits (batch, length, vocab_size), for any of both."""
+    if model.ngrams is not None:
+        model.ngrams.forward = types.MethodType(sum_of_rows, model.ngrams)
+    length = torch.export.Dim("length", min=1, max=model.cfg.seq_len)
+    example = torch.zeros((2, max(2, model.cfg.seq_len // 2)), dtype=torch.int64)
+    shapes = dict(idx={0: torch.export.Dim("batch", min=1), 1: length})
+    return torch.export.export(model, (example,), dynamic_shapes=shapes)
+
+
+def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
+    """A program that torch.export.load reads without this repository."""
+    with atomic_write(out) as file:
+        torch.export.save(traced(model), file)
+
+
+def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
+    """A graph with input "idx" and output "logits", of any batch and length; weights of 2 GB and more lie beside it."""
+    program = torch.onnx.export(traced(model), input_names=["idx"], output_names=["logits"], dynamo=True, verbose=False)
+    program.save(out)
+
+
+FORMATS = {"safetensors": to_safetensors, "int8": to_int8, "torch-export": to_torch_export, "onnx": to_onnx}
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns the exit code: 0 done, 2 the user's mistake."""
+    parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint file")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="the format; graphs are in fp32")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; it must not be there yet")
+    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
+    args = parser.parse_args(argv)
+    try:
+        for package in PACKAGES.get(args.to, []):
+            if importlib.util.find_spec(package) is None:
+                needed = " ".join(PACKAGES[args.to])
+                raise UserError(f"--to {args.to} needs {package}, which is not installed; pip install {needed}")
+        path, out = find_file(args.run, args.best), Path(args.out)
+        if out.exists() or args.to == "safetensors" and out.with_name("config.json").exists():
+            raise UserError(f"{out} or its config.json is there already; give another --out, or delete it")
+        if args.to == "torch-export" and out.suffix != ".pt2":
+            raise UserError(f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending")
+        if not out.parent.is_dir():
+            raise UserError(f"there is no folder {out.parent}; make it, or give another --out")
+        checkpoint = read_checkpoint(path)
+        model = GPT(model_config(checkpoint, GPTConfig, path)).eval()
+        load_weights(model, checkpoint, path)
+        model.requires_grad_(False)
+        count = sum(p.numel() for p in model.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporters' own, as the log of packages that nothing here needs
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+            FORMATS[args.to](model, checkpoint, out)
+    except (TrainerError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{path} -> {out}: {args.to}, {out.stat().st_size:,} bytes ({count:,} parameters)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""export.py: the same logits from other formats."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import export
+import sample
+from conftest import run_python, tiny_run
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    """A run's folder, of a model with everything that changes the graph."""
+    folder = tmp_path_factory.mktemp("windowed") / "run"
+    tiny_run(folder, window="SL:5", ngram=3, ngram_rows=50, max_steps=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(windowed):
+    """The model's logits for ids of several batches and lengths."""
+    model, _ = sample.load(sample.find_file(windowed), "cpu", "fp32")
+    ids = [torch.randint(257, shape, generator=torch.Generator().manual_seed(0)) for shape in
+           ((1, 1), (1, 32), (3, 4), (2, 17), (9, 5))]  # fmt: skip
+    return [(idx, model(idx)) for idx in ids]
+
+
+def exported(windowed, kind, out, capsys):
+    assert export.main([str(windowed), "--to", kind, "--out", str(out)]) == 0
+    assert re.search(rf"{kind}, [\d,]+ bytes", capsys.readouterr().out)
+    return out
+
+
+def test_safetensors(windowed, tmp_path, capsys):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    tensors = load_file(exported(windowed, "safetensors", tmp_path / "m.safetensors", capsys))
+    weights = sample.read_checkpoint(sample.find_file(windowed))["model"]
+    assert tensors.keys() == weights.keys() and all(torch.equal(tensors[name], weights[name]) for name in weights)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["n_layer"] == 2 and config["window"] == "SL:5" and config["tokenizer"] == "bytes"
+
+
+def test_int8_file_is_what_int8_makes(windowed, tmp_path, capsys):
+    path = exported(windowed, "int8", tmp_path / "m.pt", capsys)
+    (tmp_path / "text").write_text("some text " * 50)
+    printed = []
+    for flags in (["--run", windowed, "--int8"], ["--run", path], ["--run", path, "--int8"]):
+        assert sample.main([*map(str, flags), "--perplexity", str(tmp_path / "text")]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+    for flag in ("--init_from", "--resume"):
+        done = run_python("train_gpt.py", flag, path, "--max_steps", "4", "--out_dir", tmp_path / "run")
+        assert done.returncode == 2 and "holds rounded weights" in done.stderr
+    assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
+
+
+def test_exported_program_needs_nothing_of_ours(windowed, expected, tmp_path, capsys):
+    path = exported(windowed, "torch-export", tmp_path / "m.pt2", capsys)
+    torch.save(expected, tmp_path / "expected.pt")
+    code = """if True:
+        import sys, torch
+        module = torch.export.load(sys.argv[1]).module()
+        for idx, logits in torch.load(sys.argv[2]):
+            torch.testing.assert_close(module(idx), logits, rtol=0, atol=1e-4)
+        assert not {"model", "ops", "train_gpt"} & {name.split(".")[0] for name in sys.modules}
+    """
+    (tmp_path / "check.py").write_text(code)
+    done = run_python(tmp_path / "check.py", path, tmp_path / "expected.pt")
+    assert done.returncode == 0, done.stderr
+
+
+def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    session = pytest.importorskip("onnxruntime").InferenceSession(
+        exported(windowed, "onnx", tmp_path / "m.onnx", capsys)
+    )
+    for idx, logits in expected:
+        (got,) = session.run(None, {"idx": idx.numpy()})
+        torch.testing.assert_close(torch.from_numpy(got), logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "to, out, says",
+    [("onnx", "m.onnx", "needs onnxscript"), ("safetensors", "m", "needs safetensors"),
+     ("int8", "there", "there already"), ("int8", "no/m", "no folder"),
+     ("torch-export", "m.bin", "reads .pt2 files only")],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_said(to, out, says, windowed, tmp_path, capsys, monkeypatch):
+    found = export.importlib.util.find_spec
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: found(name) if name == "onnx" else None)
+    monkeypatch.setattr(export, "PACKAGES", {"onnx": ["onnxscript"], "safetensors": ["safetensors"]})
+    (tmp_path / "there").touch()
+    assert export.main([str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
+    assert says in capsys.readouterr().err and sorted(path.name for path in tmp_path.iterdir()) == ["there"]
