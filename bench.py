@@ -7,9 +7,10 @@ attention  every attention backend and a naive softmax, forward and backward, ov
 fit        the largest micro-batch that fits, by bisection, and throughput over batch sizes
 memory     weights, gradients, optimizer state and activations: by formula and measured, per checkpointing mode
 data       what the loader can deliver, its fraction of a step, prefetch depth, pinned memory
-infer      prefill and decode, with and without a KV cache, eager and compiled
+infer      prefill and decode: without a KV cache, with one, compiled, in int8
 scaling    1, 2, 4, ... ranks of this machine (or the ranks that torchrun started this with): weak and strong scaling
 profile    where a step's time goes, in six lines, and the trace
+tour       the stages of docs/tour.md: training and sampling in four steps each, by the commands themselves
 record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value
 plot DIR   a picture of the losses in runs' folders and records: plot DIR... [--x step|tokens|train_time|wall_time]
            [--target LOSS] [--out FILE.svg|FILE.png]
@@ -44,6 +45,7 @@ from benchmarks.memory import bench_memory
 from benchmarks.plot import X_AXES, plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
+from benchmarks.tour import bench_tour
 from data.shards import UserError
 from records.check import COLUMNS, TRACKS, check_record, t_test
 from runtime.logger import nan_to_none
@@ -52,6 +54,7 @@ from train_gpt import make_config, parse_args
 BENCHMARKS = {
     "train": bench_train, "loss": bench_loss, "attention": bench_attention, "fit": bench_fit, "memory": bench_memory,
     "data": bench_data, "infer": bench_infer, "scaling": bench_scaling, "profile": bench_profile,
+    "tour": bench_tour,
 }  # fmt: skip
 
 

@@ -95,13 +95,15 @@ class KVCache:
 
 @torch.no_grad()
 def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size: int, temperature: float = 1.0,
-             top_k: int = 0, top_p: float = 1.0, seeds: list[int] | None = None, step=None):  # fmt: skip
+             top_k: int = 0, top_p: float = 1.0, seeds: list[int] | None = None, step=None,
+             use_cache: bool = True):  # fmt: skip
     """Continue prompts, integer (T >= 1,) each: yields n_tokens times the next token of all, int64 (B,), on the device.
 
     temperature 0 takes the likeliest token; top_k keeps the k likeliest (0 = all); top_p the fewest whose probability
     reaches it (Holtzman et al. 2019). Ids from vocab_size on are padding of the head and never drawn. seeds: one a
     prompt, so that what is drawn for it does not depend on the others. Of a prompt longer than the context, its end is
-    read. step: decode_step, or a compiled one.
+    read. step: decode_step, or a compiled one. use_cache=False reads the last seq_len tokens again for every token, as
+    nanoGPT does; its prompts must be equally long (else ValueError).
     """
     device, context = model.cos.device, model.cfg.seq_len
     prompts = [prompt[-context:] for prompt in prompts]
@@ -109,9 +111,18 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
     idx = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
     draws = [torch.rand(n_tokens, generator=torch.Generator().manual_seed(s)) for s in seeds or range(len(prompts))]
     draws = torch.stack(draws).to(device)
+    options = (vocab_size, temperature, top_k, top_p)
+    if not use_cache:
+        if len(set(lengths.tolist())) > 1:
+            raise ValueError("without a KV cache, prompts must be equally long")
+        for i in range(n_tokens):
+            logits = model(idx[:, -context:], last=True)[:, -1, :vocab_size]
+            token = sample_token(logits, draws[:, i : i + 1], temperature, top_k, top_p)
+            yield token[:, 0]
+            idx = torch.cat((idx, token), dim=1)
+        return
     capacity = -(-(idx.size(1) + n_tokens) // 128) * 128  # few sizes, as each is a compilation
     cache = KVCache(model, lengths.to(device), min(context, capacity))
-    options = (vocab_size, temperature, top_k, top_p)
     token = decode_step(model, idx, cache, draws[:, :1], *options)
     for i in range(1, n_tokens):
         yield token[:, 0]

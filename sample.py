@@ -25,7 +25,7 @@ from model import GPT, GPTConfig
 from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.checks import check_compiler
 from runtime.dtype import sampling_dtype
-from runtime.launch import DTYPES, precompile_header, select_device
+from runtime.launch import DTYPES, peak_memory_mb, precompile_header, select_device
 from runtime.logger import printable
 
 
@@ -89,6 +89,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto is what it was trained in")
     parser.add_argument("--int8", action="store_true", help="round weights to int8")
+    parser.add_argument("--no_cache", action="store_true", help="read the whole text again for each token, to compare")
     parser.add_argument("--compile", action="store_true", help="compile the making of a token; pays for long texts")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # the text may hold what a terminal cannot show
@@ -125,9 +126,11 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
     if args.stride and not args.perplexity:
         raise UserError("--stride is for --perplexity, which was not given; remove it")
-    for name in ("interactive", "compile"):
+    for name in ("interactive", "compile", "no_cache"):
         if args.perplexity and getattr(args, name):
             raise UserError(f"--{name} does nothing for --perplexity; remove one of them")
+    if args.no_cache and (args.compile or len(args.prompt) > 1):
+        raise UserError("--no_cache is for a single prompt without --compile; remove one of them")
     if args.interactive and args.prompt != [""]:
         raise UserError("--interactive asks for its prompts; remove --prompt")
 
@@ -152,13 +155,14 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
     tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
     seeds = [args.seed + i % args.num_samples for i in range(len(texts))]
     drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
-                     args.top_p, seeds, step)  # fmt: skip
+                     args.top_p, seeds, step, not args.no_cache)  # fmt: skip
     alone, shown = len(texts) == 1, printable if sys.stdout.isatty() else str  # a file gets what was drawn
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
     if alone:
         print(texts[0], end="", flush=True)
-    started, count, done = time.perf_counter(), 0, [False] * len(texts)
+    times, count, done = [], 0, [False] * len(texts)
     for row in on_host(drawn):
+        times.append(time.perf_counter())
         for i, token in enumerate(row):
             done[i] = done[i] or token == tokenizer.eot
             if done[i]:
@@ -171,11 +175,13 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
                 texts[i] += piece
         if all(done):
             break
-    took = time.perf_counter() - started
     for i, (text, decoder) in enumerate(zip(texts, decoders)):
         rest = decoder.decode(b"", final=True)
         print(rest if alone else f"--- sample {i + 1}\n{shown(text + rest)}")
-    print(f"({count:,} tokens, {count / took:,.0f} tokens/s)", file=sys.stderr)
+    # The first step reads the prompts, and the second may compile
+    speed = (len(times) - 2) * len(texts) / (times[-1] - times[1]) if len(times) > 2 else math.nan
+    peak = peak_memory_mb(model.cos.device)
+    print(f"({count:,} tokens, {speed:,.0f} tokens/s from the third step on, {peak:,.0f} MiB)", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

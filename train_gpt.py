@@ -65,6 +65,8 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autot
 PRESETS = {
     "laptop": dict(n_layer=2, n_head=1, n_embd=128, seq_len=256, ngram=6, ngram_rows=65536, batch_tokens=8192,
                    max_steps=400, muon_lr=0.03, adam_lr=0.012, eval_every=100, eval_tokens=131072),
+    "mini": dict(n_layer=6, n_head=8, n_embd=512, seq_len=512, ngram=6, ngram_rows=65536, batch_tokens=16384,
+                 max_steps=1000, eval_tokens=262144),
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),

@@ -6,7 +6,6 @@ import math
 import time
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import (
     Bench,
@@ -27,15 +26,6 @@ from runtime.launch import DTYPES, peak_memory_mb, precompile_header
 from train_gpt import gpt_config, init_weights, launch, make_config
 
 MODES = ("no cache", "KV cache", "KV cache, compiled", "KV cache, int8", "KV cache, compiled, int8")
-
-
-@torch.no_grad()
-def generate_uncached(model: GPT, idx: Tensor, n_tokens: int, vocab_size: int):
-    """Yields the likeliest next tokens of idx (B, T), int64 (B,), reading all of it for each, as nanoGPT does."""
-    for _ in range(n_tokens):
-        token = model(idx[:, -model.cfg.seq_len :], last=True)[:, -1, :vocab_size].argmax(-1)
-        yield token
-        idx = torch.cat((idx, token[:, None]), dim=1)
 
 
 def inference_model(flags: dict, int8: bool) -> GPT:
@@ -66,11 +56,8 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, lengths: tuple, 
     def token_times(n_tokens: int, patience: float = math.inf) -> list[float]:
         synchronize(device)
         t0, times = time.perf_counter(), []
-        if mode == "no cache":
-            drawn = generate_uncached(model, idx, n_tokens, vocab_size)
-        else:
-            drawn = itertools.islice(generate(model, list(idx), max(lengths), vocab_size, 0, step=step), n_tokens)
-        for _ in drawn:
+        drawn = generate(model, list(idx), max(lengths), vocab_size, 0, step=step, use_cache=mode != "no cache")
+        for _ in itertools.islice(drawn, n_tokens):
             synchronize(device)
             times.append(time.perf_counter() - t0)
             if times[-1] > patience:

@@ -36,6 +36,11 @@ SIDE_JOBS = {
         "sys.exit(bench.main(sys.argv[1:]))",
         "attention", *SIZES.split(),
     ],
+    "test_bench_tour": [
+        "-c", "import sys, bench; from benchmarks import tour; tour.TRAINING = {'fp32': '--dtype fp32'}; "
+        "tour.GENERATION = {'no cache': '--no_cache', 'int8': '--int8'}; sys.exit(bench.main(sys.argv[1:]))",
+        "tour", *SIZES.split(), "--seq_len", "64",
+    ],
     "test_bench_infer": ["bench.py", "infer", *SIZES.split(), "--dtype", "fp32"],
 }  # fmt: skip
 
@@ -517,3 +522,14 @@ def test_bench_infer(side_jobs):
         assert row["tokens_per_s"] * row["decode_ms"] / 1000 == pytest.approx(row["batch"])
         assert 0 < row["s_50"] < row["s_200"] and row["prefill_ms"] / 1000 < row["s_50"]
         assert row["mode"] == "no cache" or row["gain_50"] > 0
+
+
+def test_bench_tour(side_jobs):
+    """Its commands work, and what does not change the model does not change its perplexity."""
+    rows = measured_aside(side_jobs, "test_bench_tour")["tour"]
+    assert [row["stage"] for row in rows] == ["train: fp32", "sample: no cache", "sample: int8"]
+    numbers_are_finite(rows)
+    assert all(row["tokens_per_s"] > 0 and row["peak_mb"] > 0 for row in rows)
+    assert "--dtype fp32" in rows[0]["command"] and "--no_cache" in rows[1]["command"] and len(rows[1]["sample"]) > 9
+    assert rows[1]["perplexity"] == pytest.approx(rows[0]["perplexity"], rel=0.02)  # without the text's first token
+    assert rows[2]["perplexity"] == pytest.approx(rows[1]["perplexity"], rel=0.02)

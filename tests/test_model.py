@@ -369,6 +369,19 @@ def test_generation_with_cache_is_generation_without(shape, eot):
         short(torch.zeros((1, 25), dtype=torch.int64))
 
 
+def test_without_a_cache_the_context_is_read_again():
+    gpt, options = random_gpt(std=0.3), dict(temperature=0.9, top_k=20, seeds=[5])
+    cached, uncached = (
+        torch.cat(list(generate(gpt, PROMPTS[:1], 40, 65, **options, use_cache=c))) for c in (True, False)
+    )
+    assert cached[:15].tolist() == uncached[:15].tolist()  # until the context of 24 is full
+    got = torch.cat(list(generate(gpt, PROMPTS[:1], 40, 65, temperature=0, use_cache=False)))
+    text = torch.cat((PROMPTS[0], got))
+    assert all(gpt(text[None, max(0, i - 24) : i])[0, -1, :65].argmax() == text[i] for i in range(9, 49))
+    with pytest.raises(ValueError, match="equally long"):
+        next(generate(gpt, PROMPTS, 5, 65, use_cache=False))
+
+
 def test_what_is_drawn_depends_on_the_seed_alone():
     gpt, options = random_gpt(std=0.3), dict(temperature=0.9, top_k=20, top_p=0.9)
     together = torch.stack(list(generate(gpt, PROMPTS, 30, 65, seeds=[5, 6, 7, 5], **options)), 1)

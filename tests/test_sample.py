@@ -128,6 +128,7 @@ def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "flags, says",
     [("--stride 8", "--stride is for --perplexity"), ("--perplexity F --compile", "--compile does nothing"),
+     ("--no_cache --compile", "remove one of them"),
      ("--perplexity F --interactive", "does nothing"), ("--perplexity F --stride 33", "at most the model"),
      ("--interactive --prompt a", "remove --prompt"), ("--stride -1 --perplexity F", "expected at least 0")],
 )  # fmt: skip
