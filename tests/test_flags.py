@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import bench
+import export
 import sample
 import train_gpt
 from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, run_python
@@ -279,7 +280,7 @@ def test_help_lists_every_flag_with_its_default(capsys):
 
 def test_readme_names_real_commands_and_flags(capsys):
     known = {f.name for f in dataclasses.fields(train_gpt.Config)}
-    for script in (sample, prepare, bench):
+    for script in (sample, prepare, bench, export):
         known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
     known |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max", "standalone"}  # torchrun's and pip's
     readme = (ROOT / "README.md").read_text()
@@ -300,7 +301,7 @@ def test_readme_names_real_commands_and_flags(capsys):
 SETTINGS = dict(GOMP_SPINCOUNT="10000", TORCHINDUCTOR_VEC_ISA_OK="1", AOT_INDUCTOR_ENABLE_LINE_TABLES="0")
 
 
-@pytest.mark.parametrize("script", ["train_gpt.py", "bench.py", "sample.py"])
+@pytest.mark.parametrize("script", ["train_gpt.py", "bench.py", "sample.py", "export.py"])
 @pytest.mark.parametrize(
     "given",
     [{}, dict(GOMP_SPINCOUNT="77", AOT_INDUCTOR_ENABLE_LINE_TABLES="1"), dict(OMP_WAIT_POLICY="passive")],
