@@ -137,9 +137,9 @@ def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vo
 
 
 def compile_decode_step(device: torch.device):
-    """decode_step in one graph, on a GPU a CUDA graph."""
-    mode = "reduce-overhead" if device.type == "cuda" else "default"
-    compiled = torch.compile(decode_step, mode=mode, fullgraph=True, dynamic=False)
+    """decode_step in one graph, on a GPU a CUDA graph, else called from C++: small kernels wait for Python."""
+    how = dict(mode="reduce-overhead") if device.type == "cuda" else dict(options={"cpp_wrapper": True})
+    compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **how)
 
     def step(model: nn.Module, idx: Tensor, cache: KVCache, *args) -> Tensor:
         for layer in cache.layers:  # CUDA graphs write them where they are
