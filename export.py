@@ -2,9 +2,12 @@
 
 import argparse
 import importlib.util
+import io
 import json
 import logging
+import os
 import sys
+import tempfile
 import types
 import warnings
 from pathlib import Path
@@ -63,14 +66,19 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
 
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
     """A program that torch.export.load reads without this repository."""
+    content = io.BytesIO()  # what cannot be written ends the process in PyTorch's own writer
+    torch.export.save(traced(model), content)
     with atomic_write(out) as file:
-        torch.export.save(traced(model), file)
+        file.write(content.getbuffer())
 
 
 def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
     """A graph with input "idx" and output "logits", of any batch and length; weights of 2 GB and more lie beside it."""
     program = torch.onnx.export(traced(model), input_names=["idx"], output_names=["logits"], dynamo=True, verbose=False)
-    program.save(out)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
+        program.save(Path(folder) / out.name)
+        for path in sorted(Path(folder).iterdir()):  # the weights, if they are apart, and then the graph
+            os.replace(path, out.with_name(path.name))
 
 
 FORMATS = {"safetensors": to_safetensors, "int8": to_int8, "torch-export": to_torch_export, "onnx": to_onnx}
@@ -90,8 +98,12 @@ def main(argv: list[str]) -> int:
                 needed = " ".join(PACKAGES[args.to])
                 raise UserError(f"--to {args.to} needs {package}, which is not installed; pip install {needed}")
         path, out = find_file(args.run, args.best), Path(args.out)
-        if out.exists() or args.to == "safetensors" and out.with_name("config.json").exists():
-            raise UserError(f"{out} or its config.json is there already; give another --out, or delete it")
+        beside = dict(safetensors=out.with_name("config.json"), onnx=out.with_name(f"{out.name}.data"))
+        made = [out, *([beside[args.to]] if args.to in beside else [])]
+        for there in (path for path in made if path.exists()):
+            raise UserError(f"{there} is there already; give another --out, or delete it")
+        if len({*made}) < len(made):
+            raise UserError("--out is config.json, which is written beside the weights; give them another name")
         if args.to == "torch-export" and out.suffix != ".pt2":
             raise UserError(f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending")
         if not out.parent.is_dir():

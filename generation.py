@@ -1,5 +1,7 @@
 """Text from a model: the KV cache, and tokens drawn one after the other."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -67,6 +69,11 @@ class KVCache:
             tensors = (torch.zeros(shape, dtype=model.compute_dtype, device=device) for shape in shapes)
             self.layers.append(LayerCache(*tensors, self.length))
 
+    def tensors(self) -> list[Tensor]:
+        """All that a token changes."""
+        own = [self.length, self.doc_start, self.recent]
+        return own + [tensor for layer in self.layers for tensor in (layer.k, layer.v, layer.still)]
+
     def read(self, idx: Tensor, eot: int | None) -> Tensor:
         """Note the tokens idx (B, T) that are about to be read; returns them behind those that n-grams reach back to.
 
@@ -101,33 +108,37 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
 
     temperature 0 takes the likeliest token; top_k keeps the k likeliest (0 = all); top_p the fewest whose probability
     reaches it (Holtzman et al. 2019). Ids from vocab_size on are padding of the head and never drawn. seeds: one a
-    prompt, so that what is drawn for it does not depend on the others. Of a prompt longer than the context, its end is
-    read. step: decode_step, or a compiled one. use_cache=False reads the last seq_len tokens again for every token, as
-    nanoGPT does; its prompts must be equally long (else ValueError).
+    prompt, so that what is drawn for it does not depend on the others (but for rounding). Of a prompt longer than the
+    context, its end is read. step: decode_step, or a compiled one. use_cache=False reads the last seq_len tokens again
+    for every token, as nanoGPT does; its prompts must be equally long (else ValueError).
     """
     device, context = model.cos.device, model.cfg.seq_len
     prompts = [prompt[-context:] for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     idx = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
-    draws = [torch.rand(n_tokens, generator=torch.Generator().manual_seed(s)) for s in seeds or range(len(prompts))]
-    draws = torch.stack(draws).to(device)
-    options = (vocab_size, temperature, top_k, top_p)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
+    drawn, options = functools.partial(uniform, generators, device), (vocab_size, temperature, top_k, top_p)
     if not use_cache:
         if len(set(lengths.tolist())) > 1:
             raise ValueError("without a KV cache, prompts must be equally long")
-        for i in range(n_tokens):
+        for draws in drawn(n_tokens):
             logits = model(idx[:, -context:], last=True)[:, -1, :vocab_size]
-            token = sample_token(logits, draws[:, i : i + 1], temperature, top_k, top_p)
+            token = sample_token(logits, draws, temperature, top_k, top_p)
             yield token[:, 0]
             idx = torch.cat((idx, token), dim=1)
         return
-    capacity = -(-(idx.size(1) + n_tokens) // 128) * 128  # few sizes, as each is a compilation
-    cache = KVCache(model, lengths.to(device), min(context, capacity))
-    token = decode_step(model, idx, cache, draws[:, :1], *options)
-    for i in range(1, n_tokens):
+    capacity = max(128, 1 << (idx.size(1) + n_tokens - 1).bit_length())  # few sizes, as each is a compilation
+    cache, token = KVCache(model, lengths.to(device), min(context, capacity)), idx
+    for i, draws in enumerate(drawn(n_tokens)):
+        token = (step if step and i else decode_step)(model, token, cache, draws, *options)
         yield token[:, 0]
-        token = (step or decode_step)(model, token, cache, draws[:, i : i + 1], *options)
-    yield token[:, 0]
+
+
+def uniform(generators: list[torch.Generator], device: torch.device, n: int):
+    """Yields n times a number in [0, 1) from each generator, (B, 1), on the device; few trips there."""
+    for start in range(0, n, 1024):
+        block = torch.stack([torch.rand(1024, generator=generator) for generator in generators]).to(device)
+        yield from block[:, : n - start].split(1, dim=1)
 
 
 def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vocab_size: int, temperature: float,
@@ -142,9 +153,8 @@ def compile_decode_step(device: torch.device):
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **how)
 
     def step(model: nn.Module, idx: Tensor, cache: KVCache, *args) -> Tensor:
-        for layer in cache.layers:  # CUDA graphs write them where they are
-            for tensor in (layer.k, layer.v, layer.still):
-                torch._dynamo.mark_static_address(tensor)
+        for tensor in cache.tensors():  # CUDA graphs write them where they are
+            torch._dynamo.mark_static_address(tensor)
         torch.compiler.cudagraph_mark_step_begin()
         return compiled(model, idx, cache, *args).clone()
 
@@ -156,12 +166,14 @@ def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, 
     if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
     values, order = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # in descending order
-    p = (values / temperature).softmax(-1)
+    weights = ((values / temperature).softmax(-1) * 2**32).long()  # sums of integers are the same everywhere
+    total = weights.cumsum(-1)
     if top_p < 1:
-        p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
-    total = p.cumsum(-1)
-    chosen = (total <= draws * total[:, -1:]).sum(-1, keepdim=True)
-    return order.gather(1, torch.minimum(chosen, (p > 0).sum(-1, keepdim=True) - 1))
+        reached = total - weights >= total[:, -1:] * int(top_p * 2**24) >> 24
+        weights = weights.masked_fill(reached, 0)
+        total = weights.cumsum(-1)
+    below = total[:, -1:] * (draws * 2**24).long() >> 24
+    return order.gather(1, (total <= below).sum(-1, keepdim=True))
 
 
 def on_host(tokens):

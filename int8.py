@@ -16,7 +16,10 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8Linear(nn.Module):
-    """x (..., K) @ w (N, K).T in x's dtype, of a weight in int8; for inference."""
+    """x (..., K) @ w (N, K).T in x's dtype, of a weight in int8; for inference.
+
+    For few rows on a CPU, as decoding has, x is rounded to bf16 and w read as it is; else w is made x's dtype first.
+    """
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -27,11 +30,11 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, w = x.flatten(0, -2), self.weight_int8
-        if not x.is_cpu or len(rows) > FEW_ROWS:
-            y = F.linear(rows, w.to(x.dtype))
+        if not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # of which the kernel reads 16 at a time
+            y = F.linear(rows, (w * self.weight_scale[:, None]).to(x.dtype))
         else:
-            y = torch._weight_int8pack_mm(rows.bfloat16(), w, self.ones)
-        return (y * self.weight_scale).to(x.dtype).view(*x.shape[:-1], len(w))
+            y = torch._weight_int8pack_mm(rows.bfloat16(), w, self.ones) * self.weight_scale
+        return y.to(x.dtype).view(*x.shape[:-1], len(w))
 
 
 class Int8Embedding(nn.Module):

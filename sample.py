@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from data.prepare import encode_file
-from data.shards import TrainerError, UserError
+from data.shards import UserError
 from data.tokenizers import get_tokenizer
 from generation import compile_decode_step, generate, on_host
 from int8 import quantize
@@ -25,7 +25,8 @@ from model import GPT, GPTConfig
 from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.checks import check_compiler
 from runtime.dtype import sampling_dtype
-from runtime.launch import DTYPES, peak_memory_mb, precompile_header, select_device
+from runtime.errors import report_error
+from runtime.launch import DTYPES, peak_memory_mb, select_device, skip_trial_programs
 from runtime.logger import printable
 
 
@@ -88,34 +89,40 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto is what it was trained in")
-    parser.add_argument("--int8", action="store_true", help="round weights to int8")
+    parser.add_argument("--int8", action="store_true", help="round weights to int8; on a CPU, activations to bf16 too")
     parser.add_argument("--no_cache", action="store_true", help="read the whole text again for each token, to compare")
     parser.add_argument("--compile", action="store_true", help="compile the making of a token; pays for long texts")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # the text may hold what a terminal cannot show
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
     try:
-        check_arguments(args)
+        check_arguments(args, parser)
         model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8)
-        if args.perplexity:
+        if args.perplexity is not None:
             print_perplexity(model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len)
             return 0
         step = None
         if args.compile:
             check_compiler(model.cos.device)
-            if model.cos.is_cpu:
-                precompile_header()
+            skip_trial_programs()
             step = compile_decode_step(model.cos.device)
         for prompts in typed_lines() if args.interactive else [args.prompt]:
             print_samples(model, tokenizer, prompts, args, step)
+    except KeyboardInterrupt:
+        print()
+        return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (TrainerError, OSError) as error:
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return report_error(error)
     return 0
 
 
-def check_arguments(args: argparse.Namespace) -> None:
+def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raises UserError for values that cannot be, and for flags that would do nothing."""
     for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0).items():
         if not getattr(args, name) >= least:
@@ -124,11 +131,13 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
     if not 0 <= args.seed < 2**48:
         raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
-    if args.stride and not args.perplexity:
+    if args.stride and args.perplexity is None:
         raise UserError("--stride is for --perplexity, which was not given; remove it")
-    for name in ("interactive", "compile", "no_cache"):
-        if args.perplexity and getattr(args, name):
-            raise UserError(f"--{name} does nothing for --perplexity; remove one of them")
+    if args.perplexity is not None:
+        for name in ("prompt", "interactive", "num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
+                     "no_cache", "compile"):  # fmt: skip
+            if getattr(args, name) != parser.get_default(name):
+                raise UserError(f"--{name} does nothing for --perplexity; remove one of them")
     if args.no_cache and (args.compile or len(args.prompt) > 1):
         raise UserError("--no_cache is for a single prompt without --compile; remove one of them")
     if args.interactive and args.prompt != [""]:
@@ -150,24 +159,36 @@ def typed_lines():
 
 
 def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step) -> None:
-    """Continue the prompts, all at once: a single text is written as it is drawn, several when all are done."""
-    texts = [text for text in prompts for _ in range(args.num_samples)]
+    """Continue the prompts: a single text is written as it is drawn, of several 32 at once when they are done."""
+    number = len(prompts) * args.num_samples
+    for first in range(0, number, 32):
+        chosen = range(first, min(first + 32, number))
+        texts = [prompts[i // args.num_samples] for i in chosen]
+        print_batch(model, tokenizer, texts, [args.seed + i % args.num_samples for i in chosen], first, args, step)
+
+
+def print_batch(model: GPT, tokenizer, texts: list[str], seeds: list[int], first: int, args: argparse.Namespace,
+                step) -> None:  # fmt: skip
+    """Continue texts, each with its seed; `first` is the number of the first of them, from 0."""
     tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
-    seeds = [args.seed + i % args.num_samples for i in range(len(texts))]
     drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
                      args.top_p, seeds, step, not args.no_cache)  # fmt: skip
-    alone, shown = len(texts) == 1, printable if sys.stdout.isatty() else str  # a file gets what was drawn
+    alone, shown = (
+        len(args.prompt) * args.num_samples == 1,
+        printable if sys.stdout.isatty() else str,
+    )  # a file gets what was drawn
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
     if alone:
         print(texts[0], end="", flush=True)
-    times, count, done = [], 0, [False] * len(texts)
+    texts, times, counts, done = list(texts), [], [], [False] * len(texts)
     for row in on_host(drawn):
         times.append(time.perf_counter())
+        counts.append(0)
         for i, token in enumerate(row):
             done[i] = done[i] or token == tokenizer.eot
             if done[i]:
                 continue
-            count += 1
+            counts[-1] += 1
             piece = decoders[i].decode(tokenizer.decode_bytes([token]))
             if alone:
                 print(shown(piece), end="", flush=True)
@@ -177,11 +198,10 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
             break
     for i, (text, decoder) in enumerate(zip(texts, decoders)):
         rest = decoder.decode(b"", final=True)
-        print(rest if alone else f"--- sample {i + 1}\n{shown(text + rest)}")
+        print(rest if alone else f"--- sample {first + i + 1}\n{shown(text + rest)}")
     # The first step reads the prompts, and the second may compile
-    speed = (len(times) - 2) * len(texts) / (times[-1] - times[1]) if len(times) > 2 else math.nan
-    peak = peak_memory_mb(model.cos.device)
-    print(f"({count:,} tokens, {speed:,.0f} tokens/s from the third step on, {peak:,.0f} MiB)", file=sys.stderr)
+    speed = f"{sum(counts[2:]) / (times[-1] - times[1]):,.0f} tokens/s from the third on, " if len(times) > 2 else ""
+    print(f"({sum(counts):,} tokens, {speed}{peak_memory_mb(model.cos.device):,.0f} MiB)", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from int8 import quantize
 from model import GPT
 from runtime.checks import check_compiler
 from runtime.dtype import settle_dtype
-from runtime.launch import DTYPES, peak_memory_mb, precompile_header
+from runtime.launch import DTYPES, peak_memory_mb, skip_trial_programs
 from train_gpt import gpt_config, init_weights, launch, make_config
 
 MODES = ("no cache", "KV cache", "KV cache, compiled", "KV cache, int8", "KV cache, compiled, int8")
@@ -48,8 +48,7 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, lengths: tuple, 
     device, vocab_size = model.cos.device, tokenizer_size(make_config(**flags))
     if "compiled" in mode:
         check_compiler(device)
-        if device.type == "cpu":
-            precompile_header()
+        skip_trial_programs()
         step = compile_decode_step(device)
     idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
 

@@ -17,6 +17,7 @@ from data.prepare import prepare
 from data.shards import load_meta
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
+from runtime.logger import read_rows
 from train_gpt import HERE, data_folder, make_config
 
 TRAINING = {
@@ -28,14 +29,34 @@ TRAINING = {
 GENERATION = {"no cache": "--no_cache", "+ KV cache": "", "+ compile": "--compile", "+ int8": "--compile --int8"}
 
 
-def run(stage: str, script: str, *argv) -> tuple[str, str]:
+def run(script: str, *argv) -> tuple[str, str]:
     """Standard output and error of a script of ours. Raises CaseFailed with its last line."""
     env = os.environ | dict(PYTHONIOENCODING="utf-8")
     command = [sys.executable, str(HERE / script), *map(str, argv)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=env)
     if done.returncode:
-        raise CaseFailed(f"{stage}: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
+        raise CaseFailed(f"FAILED: {(done.stderr.strip() or done.stdout.strip() or 'no word').splitlines()[-1]}")
     return done.stdout, done.stderr
+
+
+def trained_figures(folder: Path) -> dict:
+    """Memory, speed after the first logged step and perplexity of a run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    logged = [row for row in read_rows(folder / "metrics.jsonl") if row.get("tokens_per_s") is not None]
+    peak, perplexity = max(row["peak_mem_mb"] for row in logged), math.exp(summary["val_loss"])
+    return dict(peak_mb=peak, tokens_per_s=logged[-1]["tokens_per_s"], perplexity=perplexity)
+
+
+def sampled_figures(trained: Path, command: list, text: Path, device: list) -> dict:
+    """Memory, speed, perplexity and the beginning of what sample.py writes."""
+    said, speed = run("sample.py", "--run", trained, *command)
+    int8 = [flag for flag in command if flag == "--int8"]
+    measured, _ = run("sample.py", "--run", trained, "--perplexity", text, *device, *int8)
+    figures = {name: re.search(rf"([\d,]+) {name}", speed) for name in ("tokens/s", "MiB")}
+    tokens_per_s, peak_mb = (float(found[1].replace(",", "")) if found else None for found in figures.values())
+    perplexity = math.exp(float(re.search(r"per token +\S+ +\S+ +(\S+)", measured)[1]))
+    sample = " ".join(said.split())[:60].replace("|", " ")
+    return dict(peak_mb=peak_mb, tokens_per_s=tokens_per_s, perplexity=perplexity, sample=sample)
 
 
 def validation_text(folder: Path, n_tokens: int, out: Path) -> Path:
@@ -56,38 +77,33 @@ def bench_tour(bench: Bench) -> dict:
     if not cfg.data:
         prepare("python", out=folder)
     given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    rows = []
+    rows, device = [], ["--device", flags["device"]] if "device" in flags else []
     with tempfile.TemporaryDirectory() as temporary:
-        text, out = validation_text(folder, n_val, Path(temporary) / "val.txt"), Path(temporary)
+        out = Path(temporary)
+        text, trained = validation_text(folder, n_val, out / "val.txt"), None
         for i, (stage, added) in enumerate(TRAINING.items()):
             command = [*given, "--max_steps", steps, "--eval_tokens", n_val, "--eval_every", 0, *added.split()]
-            run(stage, "train_gpt.py", *command, "--out_dir", out / str(i))
-            summary = json.loads((out / str(i) / "summary.json").read_text())
-            logged = [json.loads(line) for line in (out / str(i) / "metrics.jsonl").read_text().splitlines()]
-            steady = [row for row in logged if "tokens_per_s" in row][1:] or logged  # not the first step
-            rows.append(dict(
-                stage=f"train: {stage}", command=shlex.join(["python", "train_gpt.py", *map(str, command)]),
-                peak_mb=max(row["peak_mem_mb"] for row in steady if "peak_mem_mb" in row),
-                tokens_per_s=steady[-1].get("tokens_per_s"), perplexity=math.exp(summary["val_loss"]), sample="",
-            ))  # fmt: skip
+            shown = shlex.join(["python", "train_gpt.py", *map(str, command)])
+            rows.append(dict(stage=f"train: {stage}", command=shown, note=""))
+            try:
+                run("train_gpt.py", *command, "--out_dir", out / str(i))
+                trained = out / str(i)
+                rows[-1] |= trained_figures(trained)
+            except CaseFailed as error:
+                rows[-1]["note"] = str(error)
             progress(rows[-1]["stage"])
-        trained = out / str(len(TRAINING) - 1)
-        for stage, added in GENERATION.items():
-            command = ["--prompt", "def ", "--max_new_tokens", n_tokens, *added.split()]
-            said, speed = run(stage, "sample.py", "--run", trained, *command)
-            int8 = [flag for flag in added.split() if flag == "--int8"]
-            measured, _ = run(stage, "sample.py", "--run", trained, "--perplexity", text, *int8)
-            tokens_per_s, peak_mb = re.search(r"([\d,]+) tokens/s.*, ([\d,]+) MiB", speed).groups()
-            command = shlex.join(["python", "sample.py", "--run", "RUN", *map(str, command)])
-            rows.append(dict(
-                stage=f"sample: {stage}", command=command,
-                peak_mb=float(peak_mb.replace(",", "")), tokens_per_s=float(tokens_per_s.replace(",", "")),
-                perplexity=math.exp(float(re.search(r"per token +\S+ +\S+ +(\S+)", measured)[1])),
-                sample=" ".join(said.split())[:60],
-            ))  # fmt: skip
+        for stage, added in GENERATION.items() if trained else ():
+            command = ["--prompt", "def ", "--max_new_tokens", n_tokens, *device, *added.split()]
+            shown = shlex.join(["python", "sample.py", "--run", "RUN", *map(str, command)])
+            rows.append(dict(stage=f"sample: {stage}", command=shown, note=""))
+            try:
+                rows[-1] |= sampled_figures(trained, command, text, device)
+            except CaseFailed as error:
+                rows[-1]["note"] = str(error)
             progress(rows[-1]["stage"])
     columns = {"stage": ("stage", ""), "peak_mb": ("peak MiB", ",.0f"), "tokens_per_s": ("tokens/s", ",.0f"),
-               "perplexity": ("perplexity", ",.3f"), "command": ("command", ""), "sample": ("text", "")}  # fmt: skip
+               "perplexity": ("perplexity", ",.3f"), "command": ("command", ""), "sample": ("text", ""),
+               "note": ("", "")}  # fmt: skip
     note = (
         f"Training: {steps} steps a stage; sampling: {n_tokens} tokens of the last stage's model. Perplexity a token: "
         f"training's of {n_val:,} validation tokens, sampling's of the same text."

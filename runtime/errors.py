@@ -78,7 +78,7 @@ def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int
 def explain_oom(error: Exception) -> str:
     """What to say of an error that means that memory ran out; "" for any other."""
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not re.search(
-        r"(?i)can(no|')t allocate memory|not enough memory|out of memory", str(error)
+        r"(?i)can(no|')t allocate memory|not enough memory|out of memory|bad_alloc", str(error)
     ):
         return ""
     asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \w+)", str(error))
@@ -91,7 +91,8 @@ def explain_oom(error: Exception) -> str:
         available = f", with {os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:,.1f} GiB free"
     return (
         f"memory ran out: {asked} were asked for{available}; try, in this order, a smaller --micro_batch, "
-        f"--checkpointing full, {last}; a checkpoint that was saved is kept, and --resume continues from it"
+        f"--checkpointing full, {last} (for texts, a smaller --num_samples); a checkpoint that was saved is kept, and "
+        "--resume continues from it"
     )
 
 

@@ -117,27 +117,34 @@ def tune_glibc_malloc() -> None:
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages; PyTorch looks when it first allocates
 
 
-def precompile_header() -> None:
-    """Starts g++ on PyTorch's header, which every CPU kernel includes, while the model is made and traced.
+def skip_trial_programs() -> None:
+    """Spare Inductor programs that tell whether g++ knows the CPU's AMX instructions, 4 seconds of them.
 
-    Whether g++ knows the CPU's AMX instructions, Inductor learns from trial programs that take it 4 seconds; whether
-    it accepts their flags says as much.
+    Whether it accepts their flags says as much, unless TORCHINDUCTOR_VEC_ISA_OK asks for the programs.
     """
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+    if sys.platform != "linux" or os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") != "1":
+        return
+    with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
-    def takes_flags(isa: VecISA, code: str) -> bool:
-        trial = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
-        return subprocess.run(trial, capture_output=True).returncode == 0
+        def takes_flags(isa: VecISA, code: str) -> bool:
+            trial = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
+            return subprocess.run(trial, capture_output=True).returncode == 0
 
-    def work():
-        with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
-            CppPythonBindingsCodeCache.load_async("")
-
-    if sys.platform == "linux":
         with unittest.mock.patch.object(VecISA, "check_build", takes_flags):
             pick_vec_isa()  # keeps its answer
+
+
+def precompile_header() -> None:
+    """Starts g++ on PyTorch's header, which every CPU kernel includes, while the model is made and traced."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def work():
+        with contextlib.suppress(Exception):
+            CppPythonBindingsCodeCache.load_async("")
+
+    skip_trial_programs()
     threading.Thread(target=work).start()
 
 

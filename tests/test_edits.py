@@ -420,7 +420,8 @@ def test_sampled_bytes_on_a_terminal(terminal, monkeypatch, capsys):
     tokenizer = get_tokenizer("bytes")
     monkeypatch.setattr(sample, "generate", lambda *args: iter(torch.tensor([[27], [91], [65], [10]])))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    args = SimpleNamespace(seed=0, num_samples=1, max_new_tokens=4, temperature=1, top_k=0, top_p=1, no_cache=False)
+    drawing = dict(max_new_tokens=4, temperature=1, top_k=0, top_p=1, no_cache=False)
+    args = SimpleNamespace(seed=0, num_samples=1, prompt=[""], **drawing)
     sample.print_samples(GPT(GPTConfig(**SHAPE)), tokenizer, [""], args, None)
     assert capsys.readouterr().out == ("\ufffd[A\n\n" if terminal else "\x1b[A\n\n")
 

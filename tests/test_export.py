@@ -85,14 +85,19 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "to, out, says",
-    [("onnx", "m.onnx", "needs onnxscript"), ("safetensors", "m", "needs safetensors"),
-     ("int8", "there", "there already"), ("int8", "no/m", "no folder"),
+    [("onnx", "m.onnx", "needs onnx,"), ("safetensors", "m", "needs safetensors,"),
+     ("int8", "there", "there already"), ("int8", "no/m", "no folder"), ("onnx", "x.onnx", "x.onnx.data is there"),
+     ("safetensors", "config.json", "another name"),
      ("torch-export", "m.bin", "reads .pt2 files only")],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_said(to, out, says, windowed, tmp_path, capsys, monkeypatch):
     found = export.importlib.util.find_spec
-    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: found(name) if name == "onnx" else None)
-    monkeypatch.setattr(export, "PACKAGES", {"onnx": ["onnxscript"], "safetensors": ["safetensors"]})
-    (tmp_path / "there").touch()
+    missing = says.startswith("needs")
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if missing else found("torch"))
+    for name in ("there", "x.onnx.data"):
+        (tmp_path / name).touch()
     assert export.main([str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
-    assert says in capsys.readouterr().err and sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+    assert says in capsys.readouterr().err and sorted(path.name for path in tmp_path.iterdir()) == [
+        "there",
+        "x.onnx.data",
+    ]

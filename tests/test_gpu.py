@@ -11,9 +11,12 @@ from conftest import (
     flags_of,
     measured,
     poison,
+    random_gpt,
     run_python,
     tiny_run,
 )
+from generation import compile_decode_step, generate, on_host
+from int8 import quantize
 from ops import attention, attention_mask
 from train_gpt import get_batch, make_config, open_stream
 
@@ -124,3 +127,30 @@ def test_bench_on_cuda(tmp_path):
         report = measured(tmp_path, name, small + (" --limit_mb 4000" if name == "fit" else ""))
         assert report["machine"]["device"].startswith("cuda")
     assert [row for row in report["fit"] if row["fits"]]
+
+
+def test_gpu_decoding_is_a_cuda_graph_and_writes_the_same_text():
+    from torch._dynamo.utils import counters
+
+    gpt = random_gpt(window="SL:5", ngram=3, std=0.3).cuda()
+    prompts = [torch.arange(9), torch.arange(30, 34)]
+    step = compile_decode_step(torch.device("cuda"))
+    counters.clear()
+    texts = [list(on_host(generate(gpt, prompts, 40, 65, 0, step=how))) for how in (None, step)]
+    assert texts[0] == texts[1] and counters["inductor"]["cudagraph_skips"] == 0
+    on_cpu = list(on_host(generate(random_gpt(window="SL:5", ngram=3, std=0.3), prompts, 40, 65, 0)))
+    assert sum(a == b for a, b in zip(texts[0], on_cpu)) > 20  # rounding may change a letter, and all after it
+
+
+def test_gpu_int8_and_deterministic_draws():
+    gpt = random_gpt(std=0.3, compute_dtype=torch.bfloat16).cuda()
+    torch.use_deterministic_algorithms(True)
+    try:
+        drawn = [list(on_host(generate(gpt, [torch.arange(9)], 40, 65, 0.8, seeds=[1]))) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert drawn[0] == drawn[1]
+    idx = torch.arange(48, device="cuda").view(2, 24)
+    before = gpt(idx, idx).item()
+    assert quantize(gpt)(idx, idx).item() == pytest.approx(before, rel=0.02)
+    assert len(list(on_host(generate(gpt, [torch.arange(9)], 40, 65, 0.8)))) == 40

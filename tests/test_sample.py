@@ -129,6 +129,7 @@ def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
     "flags, says",
     [("--stride 8", "--stride is for --perplexity"), ("--perplexity F --compile", "--compile does nothing"),
      ("--no_cache --compile", "remove one of them"),
+     ("--perplexity F --top_k 9", "--top_k does nothing"), ("--max_new_tokens 0", "expected at least 1"),
      ("--perplexity F --interactive", "does nothing"), ("--perplexity F --stride 33", "at most the model"),
      ("--interactive --prompt a", "remove --prompt"), ("--stride -1 --perplexity F", "expected at least 0")],
 )  # fmt: skip
@@ -147,3 +148,19 @@ def test_int8_is_sampled_and_measured(noisy, tmp_path, capsys):
         assert sample.main(["--run", str(noisy), "--prompt", "abc", "--max_new_tokens", "20", *flags]) == 0
         assert capsys.readouterr().out.startswith("abc")
     assert nats[0] != nats[1] and nats[1] == pytest.approx(nats[0], rel=0.01)
+
+
+def test_sample_ends_without_a_traceback(noisy, capsys, monkeypatch):
+    def end(error):
+        def load(*_):
+            raise error
+
+        monkeypatch.setattr(sample, "load", load)
+        code = sample.main(["--run", str(noisy)])
+        return code, capsys.readouterr().err
+
+    assert end(KeyboardInterrupt())[0] == 130
+    code, err = end(RuntimeError("std::bad_alloc"))
+    assert code == 1 and err.startswith("error: memory ran out") and "--num_samples" in err
+    code, err = end(RuntimeError("C++ compile error: error: no such instruction"))
+    assert code == 1 and "remove --compile" in err
