@@ -42,7 +42,8 @@ def run(script: str, *argv) -> tuple[str, str]:
 def trained_figures(folder: Path) -> dict:
     """Memory, speed after the first logged step and perplexity of a run."""
     summary = json.loads((folder / "summary.json").read_text())
-    logged = [row for row in read_rows(folder / "metrics.jsonl") if row.get("tokens_per_s") is not None]
+    rows = read_rows((folder / "metrics.jsonl").read_text())
+    logged = [row for row in rows if row.get("tokens_per_s") is not None]
     peak, perplexity = max(row["peak_mem_mb"] for row in logged), math.exp(summary["val_loss"])
     return dict(peak_mb=peak, tokens_per_s=logged[-1]["tokens_per_s"], perplexity=perplexity)
 
