@@ -169,7 +169,7 @@ def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, 
     weights = ((values / temperature).softmax(-1) * 2**32).long()  # sums of integers are the same everywhere
     total = weights.cumsum(-1)
     if top_p < 1:
-        reached = total - weights >= total[:, -1:] * int(top_p * 2**24) >> 24
+        reached = total - weights >= total[:, -1:] * max(1, int(top_p * 2**24)) >> 24
         weights = weights.masked_fill(reached, 0)
         total = weights.cumsum(-1)
     below = total[:, -1:] * (draws * 2**24).long() >> 24

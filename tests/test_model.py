@@ -457,7 +457,7 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
     torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
     for options, drawn in (((1.0, 2, 1.0), {0, 1}), ((1.0, 0, 0.8), {0, 1}), ((1.0, 0, 0.81), {0, 1, 2}),
-                           ((0, 0, 1.0), {0}), ((1.0, 9, 1.0), {0, 1, 2, 3})):  # fmt: skip
+                           ((1.0, 0, 1e-9), {0}), ((0, 0, 1.0), {0}), ((1.0, 9, 1.0), {0, 1, 2, 3})):  # fmt: skip
         assert set(sample_token(logits, draws, *options).flatten().tolist()) == drawn
 
 
