@@ -531,6 +531,7 @@ def test_bench_infer(side_jobs):
         assert row["mode"] == "no cache" or row["gain_50"] > 0
 
 
+@pytest.mark.soak
 def test_bench_tour(side_jobs):
     """Its commands work, and what does not change the model does not change its perplexity."""
     rows = measured_aside(side_jobs, "test_bench_tour")["tour"]
