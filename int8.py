@@ -15,16 +15,23 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scale[:, None]).round().to(torch.int8), scale
 
 
-class Int8Linear(nn.Module):
+class Int8Weight(nn.Module):
+    """A weight (N, K) in int8, and the scale of each of its rows."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        for name, tensor in zip(("weight_int8", "weight_scale"), round_to_int8(weight)):
+            self.register_buffer(name, tensor)
+
+
+class Int8Linear(Int8Weight):
     """x (..., K) @ w (N, K).T in x's dtype, of a weight in int8; for inference.
 
     For few rows on a CPU, as decoding has, x is rounded to bf16 and w read as it is; else w is made x's dtype first.
     """
 
     def __init__(self, weight: Tensor):
-        super().__init__()
-        for name, tensor in zip(("weight_int8", "weight_scale"), round_to_int8(weight)):
-            self.register_buffer(name, tensor)
+        super().__init__(weight)
         ones = torch.ones_like(self.weight_scale, dtype=torch.bfloat16)  # its own scales would be rounded to bf16
         self.register_buffer("ones", ones, persistent=False)
 
@@ -37,13 +44,8 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype).view(*x.shape[:-1], len(w))
 
 
-class Int8Embedding(nn.Module):
+class Int8Embedding(Int8Weight):
     """Rows of a table in int8, in fp32."""
-
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        for name, tensor in zip(("weight_int8", "weight_scale"), round_to_int8(weight)):
-            self.register_buffer(name, tensor)
 
     def forward(self, idx: Tensor) -> Tensor:
         return self.weight_int8[idx] * self.weight_scale[idx][..., None]

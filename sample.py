@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
     parser.add_argument("--stride", type=int, default=0, help="tokens between the contexts of --perplexity; 0 = a whole"
                         " context, which is fastest; fewer give every token more to go by")  # fmt: skip
-    parser.add_argument("--num_samples", type=int, default=1, help="texts to write for each prompt, all at once")
+    parser.add_argument("--num_samples", type=int, default=1, help="texts to write for each prompt, 32 at once")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
     parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens; 0 = all")
