@@ -32,7 +32,7 @@ from pathlib import Path
 from runtime import set_environment
 
 if __name__ == "__main__":
-    set_environment()
+    set_environment(decoding=sys.argv[1:2] in (["infer"], ["tour"]))
 
 from benchmarks.attention import bench_attention
 from benchmarks.data import bench_data

@@ -1,6 +1,7 @@
 """Text from a model: the KV cache, and tokens drawn one after the other."""
 
 import functools
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -40,9 +41,8 @@ class LayerCache:
             self.k.copy_(k.gather(2, place))
             self.v.copy_(v.gather(2, place))
             return k, v
-        slot = (newest % size)[:, None, :, None].expand(k.shape)
-        self.k.scatter_(2, slot, k)
-        self.v.scatter_(2, slot, v)
+        row, slot = torch.arange(len(k), device=k.device), newest[:, 0] % size
+        self.k[row, :, slot], self.v[row, :, slot] = k[:, :, 0], v[:, :, 0]
         return self.k, self.v
 
 
@@ -148,15 +148,23 @@ def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vo
 
 
 def compile_decode_step(device: torch.device):
-    """decode_step in one graph, on a GPU a CUDA graph, else called from C++: small kernels wait for Python."""
+    """decode_step in one graph, on a GPU a CUDA graph, else called from C++: small kernels wait for Python.
+
+    Whether the compiled code fits is asked once a cache, which must keep its model and the options of sampling.
+    """
     how = dict(mode="reduce-overhead") if device.type == "cuda" else dict(options={"cpp_wrapper": True})
-    compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **how)
+    compiled, seen = torch.compile(decode_step, fullgraph=True, dynamic=False, **how), weakref.WeakSet()
 
     def step(model: nn.Module, idx: Tensor, cache: KVCache, *args) -> Tensor:
-        for tensor in cache.tensors():  # CUDA graphs write them where they are
-            torch._dynamo.mark_static_address(tensor)
+        checked = cache in seen
+        if not checked:
+            for tensor in cache.tensors():  # CUDA graphs write them where they are
+                torch._dynamo.mark_static_address(tensor)
         torch.compiler.cudagraph_mark_step_begin()
-        return compiled(model, idx, cache, *args).clone()
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=checked):
+            token = compiled(model, idx, cache, *args).clone()
+        seen.add(cache)
+        return token
 
     return step
 

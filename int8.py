@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import GPT, Linear, NgramEmbedding
+from ops import matvec, one_row
 
 FEW_ROWS = 16  # up to which the CPU's int8 kernel is faster than bf16 matmuls of what int8 stands for
 
@@ -27,7 +28,8 @@ class Int8Weight(nn.Module):
 class Int8Linear(Int8Weight):
     """x (..., K) @ w (N, K).T in x's dtype, of a weight in int8; for inference.
 
-    For few rows on a CPU, as decoding has, x is rounded to bf16 and w read as it is; else w is made x's dtype first.
+    For one row, compiled, and few rows on a CPU, w is read as it is (by the CPU's kernel with x rounded to bf16); else
+    w is made x's dtype first.
     """
 
     def __init__(self, weight: Tensor):
@@ -37,7 +39,9 @@ class Int8Linear(Int8Weight):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, w = x.flatten(0, -2), self.weight_int8
-        if not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # of which the kernel reads 16 at a time
+        if one_row(x):
+            y = matvec(rows, w) * self.weight_scale
+        elif not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # of which the kernel reads 16 at a time
             y = F.linear(rows, (w * self.weight_scale[:, None]).to(x.dtype))
         else:
             y = torch._weight_int8pack_mm(rows.bfloat16(), w, self.ones) * self.weight_scale

@@ -21,8 +21,8 @@ from torch.optim.sgd import sgd
 # isort: off
 from generation import KVCache, LayerCache, at
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
-                 ce_fwd_bwd, gather_whole_matrices, hashed_uniform, module_made, ngram_hashes, ngram_rows, norm,
-                 normal, offload_activations, relu_squared, scatter_updates, softcap_logits, to_local, zeros)
+                 ce_fwd_bwd, gather_whole_matrices, hashed_uniform, matvec, module_made, ngram_hashes, ngram_rows, norm,
+                 normal, offload_activations, one_row, relu_squared, scatter_updates, softcap_logits, to_local, zeros)
 # isort: on
 # fmt: on
 
@@ -81,6 +81,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.to(x.dtype)
+        if one_row(x):
+            return matvec(x, w).to(x.dtype)
         return Fp8Linear.apply(x, w) if self.fp8 else F.linear(x, w)
 
 

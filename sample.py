@@ -11,7 +11,7 @@ from pathlib import Path
 from runtime import set_environment
 
 if __name__ == "__main__":
-    set_environment()
+    set_environment(decoding=True)
 
 import numpy as np
 import torch

@@ -17,7 +17,7 @@ ARROWS = {  # files of this room -> what of ours they may import
     "ops": (),
     "generation": (),
     "model": ("generation", "ops"),
-    "int8": ("model",),
+    "int8": ("model", "ops"),
     "train_gpt": ("runtime", "data.", "model", "generation", "ops"),
     "sample": ("train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),
     "export": ("sample", "train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),

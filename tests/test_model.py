@@ -415,7 +415,23 @@ def test_compiled_decoding_writes_the_same_text():
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     gpt, step = random_gpt(window="S:5", ngram=3, n_layer=1, std=0.3), compile_decode_step(torch.device("cpu"))
-    assert likeliest(gpt, PROMPTS[:2], 40, step=step) == likeliest(gpt, PROMPTS[:2], 40)
+    assert likeliest(gpt, PROMPTS[:1], 40, step=step) == likeliest(gpt, PROMPTS[:1], 40)
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
+    """Traced as the compiler does it and run by PyTorch: a row alone is multiplied by sums, and guards are skipped."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, fullgraph=True, dynamic=False, backend="eager"))
+    step = compile_decode_step(torch.device("cpu"))
+    many = PROMPTS[: 1 if in_int8 else 4]  # int8's kernel for several rows rounds them to bf16
+    for shape, prompts in ((dict(), PROMPTS[:1]), (dict(), many), (dict(ngram=3, n_embd=28), PROMPTS[:1])):
+        gpt = random_gpt(window="SL:5", std=0.3, **shape)
+        fast = quantize(copy.deepcopy(gpt)) if in_int8 else gpt
+        if in_int8:
+            round_weights(gpt)
+        for part in (prompts, [prompt // 2 for prompt in prompts]):
+            assert likeliest(fast, part, 40, step=step) == likeliest(gpt, part, 40)
 
 
 @torch.no_grad()
@@ -431,16 +447,22 @@ def test_a_cache_is_refused_with_targets_and_for_a_second_prompt():
     assert cache.length.tolist() == [20, 20]
 
 
+@torch.no_grad()
+def round_weights(gpt) -> None:
+    """To what int8 stands for."""
+    for p in gpt.parameters():
+        q, scale = round_to_int8(p)
+        assert q.abs().amax(1).eq(127).all() and (q * scale[:, None] - p).abs().le(scale[:, None] * 0.5001).all()
+        p.copy_(q * scale[:, None])
+
+
 @pytest.mark.parametrize("shape", [dict(), dict(ngram=3), dict(n_embd=24)])
 def test_int8_is_close(shape):
     """Against the model of the rounded weights, and within a few per cent of the one before."""
     gpt = random_gpt(**shape, vocab_size=128, loss_chunk=16)
     rounded, whole, idx = copy.deepcopy(gpt), quantize(copy.deepcopy(gpt)), torch.arange(48).view(2, 24)
     with torch.no_grad():
-        for p in rounded.parameters():
-            q, scale = round_to_int8(p)
-            assert q.abs().amax(1).eq(127).all() and (q * scale[:, None] - p).abs().le(scale[:, None] * 0.5001).all()
-            p.copy_(q * scale[:, None])
+        round_weights(rounded)
         torch.testing.assert_close(whole(idx), rounded(idx), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(whole(idx, idx), rounded(idx, idx), rtol=1e-4, atol=1e-4)
         assert (whole(idx, idx) / gpt(idx, idx) - 1).abs() < 0.02
