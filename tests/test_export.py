@@ -72,7 +72,6 @@ def test_exported_program_needs_nothing_of_ours(windowed, expected, tmp_path, ca
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.soak
 def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package)
