@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.shards import TrainerError, UserError, atomic_write
+from data.shards import UserError, atomic_write
 from int8 import quantize
 from model import GPT, GPTConfig, NgramEmbedding
 from runtime.checkpoint import content_hash, load_weights, model_config, read_checkpoint
+from runtime.errors import report_error
 from sample import find_file
 
 PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"]}
@@ -34,11 +35,11 @@ def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
     """The fp32 weights by the model's names, and beside them config.json with its shape and tokenizer."""
     from safetensors.torch import save
 
+    config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
     with atomic_write(out) as file:
         file.write(save(model.state_dict(), {"format": "pt"}))
-    config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
-    with atomic_write(out.with_name("config.json")) as file:
-        file.write(json.dumps(config, indent=2).encode() + b"\n")
+        with atomic_write(out.with_name("config.json")) as beside:  # if it fails, the weights do not appear either
+            beside.write(json.dumps(config, indent=2).encode() + b"\n")
 
 
 def to_int8(model: GPT, checkpoint: dict, out: Path) -> None:
@@ -98,6 +99,8 @@ def main(argv: list[str]) -> int:
                 needed = " ".join(PACKAGES[args.to])
                 raise UserError(f"--to {args.to} needs {package}, which is not installed; pip install {needed}")
         path, out = find_file(args.run, args.best), Path(args.out)
+        if not out.name:
+            raise UserError(f"--out is {args.out!r}; expected the name of a file")
         beside = dict(safetensors=out.with_name("config.json"), onnx=out.with_name(f"{out.name}.data"))
         made = [out, *([beside[args.to]] if args.to in beside else [])]
         for there in (path for path in made if path.exists()):
@@ -117,9 +120,13 @@ def main(argv: list[str]) -> int:
             warnings.simplefilter("ignore")  # the exporters' own, as the log of packages that nothing here needs
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
             FORMATS[args.to](model, checkpoint, out)
-    except (TrainerError, OSError) as error:
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        return report_error(error)
     print(f"{path} -> {out}: {args.to}, {out.stat().st_size:,} bytes ({count:,} parameters)")
     return 0
 

@@ -150,20 +150,20 @@ def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vo
 def compile_decode_step(device: torch.device):
     """decode_step in one graph, on a GPU a CUDA graph, else called from C++: small kernels wait for Python.
 
-    Whether the compiled code fits is asked once a cache, which must keep its model and the options of sampling.
+    Whether the compiled code fits is asked once a cache and options of sampling; a cache belongs to one model.
     """
     how = dict(mode="reduce-overhead") if device.type == "cuda" else dict(options={"cpp_wrapper": True})
-    compiled, seen = torch.compile(decode_step, fullgraph=True, dynamic=False, **how), weakref.WeakSet()
+    compiled, seen = torch.compile(decode_step, fullgraph=True, dynamic=False, **how), weakref.WeakKeyDictionary()
 
     def step(model: nn.Module, idx: Tensor, cache: KVCache, *args) -> Tensor:
-        checked = cache in seen
+        checked = seen.get(cache) == args[1:]
         if not checked:
             for tensor in cache.tensors():  # CUDA graphs write them where they are
                 torch._dynamo.mark_static_address(tensor)
         torch.compiler.cudagraph_mark_step_begin()
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=checked):
             token = compiled(model, idx, cache, *args).clone()
-        seen.add(cache)
+        seen[cache] = args[1:]
         return token
 
     return step
@@ -181,7 +181,8 @@ def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, 
         weights = weights.masked_fill(reached, 0)
         total = weights.cumsum(-1)
     below = total[:, -1:] * (draws * 2**24).long() >> 24
-    return order.gather(1, (total <= below).sum(-1, keepdim=True))
+    place = (total <= below).sum(-1, keepdim=True).clamp(max=values.size(-1) - 1)  # beyond it are logits of NaN
+    return order.gather(1, place)
 
 
 def on_host(tokens):

@@ -67,6 +67,8 @@ def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, 
         load_weights(model, checkpoint, path)
     if int8 and not quantized:
         quantize(model)
+    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+        raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     return model.freeze(), get_tokenizer(checkpoint["tokenizer"])
 
 
@@ -89,13 +91,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto is what it was trained in")
-    parser.add_argument("--int8", action="store_true", help="round weights to int8; on a CPU, activations to bf16 too")
+    parser.add_argument(
+        "--int8", action="store_true", help="round weights to int8; on a CPU without --compile, activations to bf16 too"
+    )
     parser.add_argument("--no_cache", action="store_true", help="read the whole text again for each token, to compare")
     parser.add_argument("--compile", action="store_true", help="compile the making of a token; pays for long texts")
     args = parser.parse_args(argv)
-    sys.stdout.reconfigure(errors="replace")  # the text may hold what a terminal cannot show
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")
+    for stream in (sys.stdout, sys.stdin):  # the text may hold what a terminal cannot show
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         check_arguments(args, parser)
         model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8)

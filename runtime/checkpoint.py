@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data.shards import UserError, atomic_write
+from data.shards import TOKENIZER_SIZES, UserError, atomic_write
 from ops import copy_from_full_tensor_, full_tensor, to_local
 from runtime.errors import RunError
 from runtime.launch import DistContext, dist_max
@@ -125,7 +125,14 @@ def model_config(checkpoint: dict, kind: type, path):
         )
     if any(key not in defaults or type(defaults[key]) is not type(value) for key, value in saved.items()):
         raise UserError(f"{path} is not a checkpoint of this trainer: its model is {saved}; use another")
-    return kind(**saved)
+    cfg, tokenizer = kind(**saved), checkpoint["tokenizer"]
+    least, _ = TOKENIZER_SIZES.get(tokenizer, (0, 0))
+    if cfg.vocab_size < least:
+        raise UserError(
+            f"{path} has a vocabulary of {cfg.vocab_size}, less than the {least} of its tokenizer, {tokenizer}; use "
+            "another"
+        )
+    return cfg
 
 
 def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str, ...] = ()) -> None:

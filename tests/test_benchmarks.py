@@ -1,5 +1,6 @@
 """bench.py: every benchmark in a tiny form, and what its cases may do: fail, be killed, run out of memory."""
 
+import functools
 import json
 import math
 import os
@@ -52,7 +53,10 @@ SIDE_JOBS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def side_jobs(request, tmp_path_factory):
-    """Starts those SIDE_JOBS whose tests were chosen, one after the other: name -> their (process, JSON) to come."""
+    """Starts those SIDE_JOBS whose tests were chosen, one after the other: name -> what waits for (process, JSON).
+
+    Where pytest-xdist runs tests side by side anyhow, a job starts when its test asks for it.
+    """
 
     chosen = {item.originalname for item in request.session.items} & SIDE_JOBS.keys()
     outs = {name: tmp_path_factory.mktemp(name) / "out.json" for name in sorted(chosen)}  # not in the thread: a race
@@ -61,13 +65,16 @@ def side_jobs(request, tmp_path_factory):
         return run_python(*SIDE_JOBS[name], "--json", outs[name]), outs[name]
 
     pool = ThreadPoolExecutor(1)
-    yield {name: pool.submit(run, name) for name in SIDE_JOBS if name in chosen}
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield {name: functools.partial(run, name) for name in chosen}
+    else:
+        yield {name: pool.submit(run, name).result for name in SIDE_JOBS if name in chosen}
     pool.shutdown(cancel_futures=True)
 
 
 def measured_aside(side_jobs, name: str) -> dict:
     """The JSON of a side job."""
-    done, out = side_jobs[name].result()
+    done, out = side_jobs[name]()
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
     assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] in report["command"]

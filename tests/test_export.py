@@ -87,7 +87,7 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
     "to, out, says",
     [("onnx", "m.onnx", "needs onnx,"), ("safetensors", "m", "needs safetensors,"),
      ("int8", "there", "there already"), ("int8", "no/m", "no folder"), ("onnx", "x.onnx", "x.onnx.data is there"),
-     ("safetensors", "config.json", "another name"),
+     ("safetensors", "config.json", "another name"), ("int8", "", "the name of a file"),
      ("torch-export", "m.bin", "reads .pt2 files only")],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_said(to, out, says, windowed, tmp_path, capsys, monkeypatch):
@@ -96,8 +96,17 @@ def test_what_cannot_be_exported_is_said(to, out, says, windowed, tmp_path, caps
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if missing else found("torch"))
     for name in ("there", "x.onnx.data"):
         (tmp_path / name).touch()
-    assert export.main([str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
+    assert export.main([str(windowed), "--to", to, "--out", out and str(tmp_path / out)]) == 2
     assert says in capsys.readouterr().err and sorted(path.name for path in tmp_path.iterdir()) == [
         "there",
         "x.onnx.data",
+    ]
+
+
+def test_safetensors_without_their_config_do_not_stay(windowed, tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    (tmp_path / ".tmp-config.json").mkdir()  # so that config.json cannot be written
+    assert export.main([str(windowed), "--to", "safetensors", "--out", str(tmp_path / "m")]) == 2
+    assert "config.json" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == [
+        ".tmp-config.json"
     ]

@@ -432,6 +432,10 @@ def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
             round_weights(gpt)
         for part in (prompts, [prompt // 2 for prompt in prompts]):
             assert likeliest(fast, part, 40, step=step) == likeliest(gpt, part, 40)
+    cache, draws = KVCache(gpt, torch.tensor([1])), torch.full((1, 1), 0.99)
+    generation.decode_step(gpt, torch.tensor([[1]]), cache, draws, 65, 0, 0, 1.0)
+    colder, hotter = (step(gpt, torch.tensor([[1]]), cache, draws, 65, heat, 0, 1.0).item() for heat in (0.0, 1e6))
+    assert colder != hotter  # a cache may be sampled in another way
 
 
 @torch.no_grad()
@@ -616,6 +620,7 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert kept < plain / 4 and kept < users / 4  # the user's settings win
 
 
+@pytest.mark.soak
 def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")

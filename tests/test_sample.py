@@ -15,7 +15,7 @@ from data.prepare import prepare
 from data.shards import load_meta
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
-from runtime.checkpoint import read_checkpoint
+from runtime.checkpoint import content_hash, read_checkpoint
 
 
 def test_sample_and_perplexity(data, noisy, plain, tmp_path, capsys):
@@ -137,6 +137,26 @@ def test_flags_of_sample_that_cannot_be(flags, says, noisy, tmp_path, capsys):
     (tmp_path / "F").write_text("text")
     argv = ["--run", str(noisy), *(str(tmp_path / flag) if flag == "F" else flag for flag in flags.split())]
     assert sample.main(argv) == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "key, value, says",
+    [("vocab_size", 200, "less than the 257 of its tokenizer, bytes"), ("head", math.nan, "not finite"),
+     ("tokenizer", "llama", "unknown tokenizer 'llama'")],
+)  # fmt: skip
+def test_a_checkpoint_that_cannot_be_sampled_is_said(key, value, says, noisy, tmp_path, capsys):
+    checkpoint = read_checkpoint(noisy)
+    if key == "tokenizer":
+        checkpoint[key] = value
+    elif key == "head":
+        checkpoint["model"]["head.weight"][0, 0] = value
+    else:
+        checkpoint["model_config"][key] = value
+    checkpoint["sha256"] = content_hash(checkpoint)
+    torch.save(checkpoint, tmp_path / "ckpt_1.pt")
+    assert sample.main(["--run", str(tmp_path), "--max_new_tokens", "5"]) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
 
 
 def test_int8_is_sampled_and_measured(noisy, tmp_path, capsys):
