@@ -101,8 +101,8 @@ def main(argv: list[str]) -> int:
         path, out = find_file(args.run, args.best), Path(args.out)
         if not out.name:
             raise UserError(f"--out is {args.out!r}; expected the name of a file")
-        beside = dict(safetensors=out.with_name("config.json"), onnx=out.with_name(f"{out.name}.data"))
-        made = [out, *([beside[args.to]] if args.to in beside else [])]
+        beside = dict(safetensors=["config.json"], onnx=[f"{out.name}.data"]).get(args.to, [])
+        made = [out, *map(out.with_name, beside)]
         for there in (path for path in made if path.exists()):
             raise UserError(f"{there} is there already; give another --out, or delete it")
         if len({*made}) < len(made):

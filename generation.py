@@ -1,6 +1,5 @@
 """Text from a model: the KV cache, and tokens drawn one after the other."""
 
-import functools
 import weakref
 
 import torch
@@ -117,11 +116,11 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     idx = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
-    drawn, options = functools.partial(uniform, generators, device), (vocab_size, temperature, top_k, top_p)
+    drawn, options = uniform(generators, device, n_tokens), (vocab_size, temperature, top_k, top_p)
     if not use_cache:
         if len(set(lengths.tolist())) > 1:
             raise ValueError("without a KV cache, prompts must be equally long")
-        for draws in drawn(n_tokens):
+        for draws in drawn:
             logits = model(idx[:, -context:], last=True)[:, -1, :vocab_size]
             token = sample_token(logits, draws, temperature, top_k, top_p)
             yield token[:, 0]
@@ -129,7 +128,7 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
         return
     capacity = max(128, 1 << (idx.size(1) + n_tokens - 1).bit_length())  # few sizes, as each is a compilation
     cache, token = KVCache(model, lengths.to(device), min(context, capacity)), idx
-    for i, draws in enumerate(drawn(n_tokens)):
+    for i, draws in enumerate(drawn):
         token = (step if step and i else decode_step)(model, token, cache, draws, *options)
         yield token[:, 0]
 

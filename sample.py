@@ -177,10 +177,8 @@ def print_batch(model: GPT, tokenizer, texts: list[str], seeds: list[int], first
     tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
     drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
                      args.top_p, seeds, step, not args.no_cache)  # fmt: skip
-    alone, shown = (
-        len(args.prompt) * args.num_samples == 1,
-        printable if sys.stdout.isatty() else str,
-    )  # a file gets what was drawn
+    alone = len(args.prompt) * args.num_samples == 1
+    shown = printable if sys.stdout.isatty() else str  # a file gets what was drawn
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
     if alone:
         print(texts[0], end="", flush=True)

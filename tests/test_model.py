@@ -473,7 +473,7 @@ def test_int8_is_close(shape):
         few = torch.randn(3, gpt.cfg.n_embd)  # the kernel of few rows computes in bf16
         want = few @ (whole.head.weight_int8 * whole.head.weight_scale[:, None]).T
         assert ((whole.head(few) - want).norm() / want.norm()) < 0.01
-    assert sum(b.nbytes for b in whole.state_dict().values()) < 0.33 * sum(p.nbytes for p in gpt.parameters())
+    assert sum(b.nbytes for b in whole.state_dict().values()) < 0.32 * sum(p.nbytes for p in gpt.parameters())
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
