@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -21,8 +20,9 @@ from torch.optim.sgd import sgd
 # isort: off
 from generation import KVCache, LayerCache, at
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
-                 ce_fwd_bwd, gather_whole_matrices, hashed_uniform, matvec, module_made, ngram_hashes, ngram_rows, norm,
-                 normal, offload_activations, one_row, relu_squared, scatter_updates, softcap_logits, to_local, zeros)
+                 ce_fwd_bwd, chunk_sizes, gather_parts, gather_whole_matrices, hashed_uniform, matvec, module_made,
+                 ngram_hashes, ngram_rows, norm, normal, offload_activations, one_row, rank_groups, relu_squared,
+                 scatter_updates, softcap_logits, to_local, zeros)
 # isort: on
 # fmt: on
 
@@ -442,9 +442,10 @@ class Optimizer(torch.optim.Optimizer):
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): Nesterov momentum, then each matrix's update
     is replaced by its orthogonal factor with even rows. Matrices of one shape within a group are stacked and
     orthogonalized in one batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or not, and
-    exchange the results.
+    exchange the results, in `ns_dtype` too.
     Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
-    a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards.
+    a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards. With
+    hybrid sharding both hold: shards meet within their group, and the groups divide the matrices.
     `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
     """
 
@@ -453,7 +454,6 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
         super().__init__(groups, dict(lr=0.0))
         self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for group in self.param_groups:
             group.setdefault("momentum", group["betas"][0])
             slots = ("momentum",) if group["kind"] == "muon" else ("exp_avg", "exp_avg_sq")
@@ -509,33 +509,29 @@ class Optimizer(torch.optim.Optimizer):
     def muon_update(self, group: dict, params: list[Tensor], skip: Tensor, momenta: list[Tensor]) -> None:
         weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
         count, (rows, cols), beta, split = len(params), params[0].shape, group["momentum"], group["split"]
+        shards, replicas = rank_groups(params[0])
         for grad, momentum in zip(grads, momenta):
             # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
             torch.where(skip, momentum, grad, out=grad)
         torch._foreach_lerp_(momenta, grads, 1 - beta)
 
-        def nesterov(part: slice) -> Tensor:
-            updates = weights[0].new_empty((len(grads[part]), *weights[0].shape), dtype=self.ns_dtype)
-            if len(updates):
-                torch._foreach_copy_(list(updates.unbind()), torch._foreach_lerp(grads[part], momenta[part], beta))
-            return updates
-
-        def orthogonalize(updates: Tensor) -> Tensor:
-            if not len(updates):  # more ranks than matrices
-                return updates
-            return even_rows(newton_schulz(updates.view(-1, rows // split, cols))).reshape(-1, rows, cols).contiguous()
-
-        if hasattr(params[0], "to_local"):  # FSDP: whole matrices are made on their owners
-            whole = gather_whole_matrices(nesterov(slice(None)), rows, self.rank, self.world_size)
-            updates = scatter_updates(orthogonalize(whole), count, self.rank, self.world_size)
-        else:  # DDP: each rank orthogonalizes its part of the stack
-            per_rank = -(-count // self.world_size)
-            mine = slice(min(count, self.rank * per_rank), min(count, (self.rank + 1) * per_rank))
-            updates = orthogonalize(nesterov(mine))
-            if self.world_size > 1:
-                gathered = updates.new_zeros((self.world_size, per_rank, rows, cols))
-                dist.all_gather(list(gathered.unbind()), F.pad(updates, (0, 0, 0, 0, 0, per_rank - len(updates))))
-                updates = gathered.flatten(0, 1)[:count]
+        # The ranks that hold the same part divide the stack, and within each part those that share its shards: every
+        # matrix is made whole on one rank.
+        n_parts, part = (replicas.size(), replicas.rank()) if replicas else (1, 0)
+        sizes = chunk_sizes(count, n_parts)
+        mine = slice(sum(sizes[:part]), sum(sizes[: part + 1]))
+        updates = weights[0].new_empty((sizes[part], *weights[0].shape), dtype=self.ns_dtype)
+        if len(updates):
+            torch._foreach_copy_(list(updates.unbind()), torch._foreach_lerp(grads[mine], momenta[mine], beta))
+        if shards:
+            updates = gather_whole_matrices(updates, rows, shards)
+        if len(updates):  # there may be more ranks than matrices
+            updates = even_rows(newton_schulz(updates.view(-1, rows // split, cols)))
+            updates = updates.reshape(-1, rows, cols).contiguous()
+        if shards:
+            updates = scatter_updates(updates, sizes[part], shards)
+        if replicas:
+            updates = gather_parts(updates, count, replicas)
         scale = max(1.0, rows / split / cols) ** 0.5
         updates = updates.to(weights[0].dtype)
         sgd(

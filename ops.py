@@ -1,4 +1,4 @@
-"""How the model is computed, with the same result: attention, chunked loss, fp8, checkpointing, offload, FSDP.
+"""How the model is computed, with the same result: attention, chunked loss, fp8, checkpointing, offload, DDP, FSDP.
 
 Whatever is chosen here changes speed and memory; the mathematics stands in model.py. Imports torch only.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -513,12 +514,21 @@ def module_made(make_model, name: str, seed: int) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 8. Shards of FSDP2: between the rows that this rank holds and whole tensors
+# 8. Ranks: DDP, FSDP2 and, between the rows that this rank holds and whole tensors, the way there and back
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """This rank's shard of an FSDP parameter or gradient; any other tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def rank_groups(param: Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The ranks that share a parameter's shards, and those that hold the same part of it; None for this rank alone."""
+    mesh = getattr(param, "device_mesh", None)
+    if mesh is None:
+        return None, dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    groups = mesh.get_all_groups()
+    return groups[-1], groups[0] if mesh.ndim == 2 and mesh.size(0) > 1 else None
 
 
 def chunk_sizes(n: int, world_size: int) -> list[int]:
@@ -532,7 +542,8 @@ def copy_from_full_tensor_(param: Tensor, full: Tensor, part: Tensor | None = No
     """Copy a full tensor into a parameter, or into `part` of its size: under FSDP, the rows that this rank holds."""
     part = to_local(param) if part is None else part
     if hasattr(param, "to_local") and full.dim():
-        full = full.split(chunk_sizes(len(full), dist.get_world_size()))[dist.get_rank()]
+        mesh = param.device_mesh
+        full = full.split(chunk_sizes(len(full), mesh.size(-1)))[mesh.get_local_rank(mesh.ndim - 1)]
     part.copy_(full)
 
 
@@ -546,37 +557,61 @@ def full_tensor(param: Tensor, part: Tensor) -> Tensor:
     return part.detach()
 
 
-def gather_whole_matrices(shards: Tensor, rows: int, rank: int, world_size: int) -> Tensor:
+def gather_whole_matrices(shards: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     """From this rank's shard of every matrix (count, its rows, cols) to the whole matrices it owns (n, rows, cols).
 
-    One all-to-all; matrix i is owned by rank i // ceil(count / world_size).
+    One all-to-all; matrix i is owned by rank i // ceil(count / world_size) of the group.
     """
     count, _, cols = shards.shape
+    rank, world_size = group.rank(), group.size()
     heights, owned = chunk_sizes(rows, world_size), chunk_sizes(count, world_size)
     sent = [n * heights[rank] * cols for n in owned]
     received = [owned[rank] * height * cols for height in heights]
     flat = shards.new_empty(sum(received))
-    dist.all_to_all_single(flat, shards.flatten(), received, sent)
+    dist.all_to_all_single(flat, shards.flatten(), received, sent, group=group)
     pieces = [t.view(owned[rank], height, cols) for t, height in zip(flat.split(received), heights)]
     return torch.cat(pieces, dim=1)
 
 
-def scatter_updates(updates: Tensor, count: int, rank: int, world_size: int) -> Tensor:
+def scatter_updates(updates: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
     """The way back: from updates of the matrices that this rank owns (n, rows, cols) to its shard of all `count`."""
     _, rows, cols = updates.shape
+    rank, world_size = group.rank(), group.size()
     heights, owned = chunk_sizes(rows, world_size), chunk_sizes(count, world_size)
     sent = [owned[rank] * height * cols for height in heights]
     received = [n * heights[rank] * cols for n in owned]
     flat = updates.new_empty(sum(received))
     pieces = torch.cat([piece.flatten() for piece in updates.split(heights, dim=1)])
-    dist.all_to_all_single(flat, pieces, received, sent)
+    dist.all_to_all_single(flat, pieces, received, sent, group=group)
     return flat.view(count, heights[rank], cols)
 
 
-def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def gather_parts(part: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """All `count` updates (count, rows, cols), of which each rank has those that chunk_sizes gives it."""
+    per_rank = chunk_sizes(count, group.size())[0]
+    gathered = part.new_zeros((group.size(), per_rank, *part.shape[1:]))
+    dist.all_gather(list(gathered.unbind()), F.pad(part, (0, 0, 0, 0, 0, per_rank - len(part))), group=group)
+    return gathered.flatten(0, 1)[:count]
+
+
+def apply_ddp(model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype) -> DistributedDataParallel:
+    """The model with gradients that are averaged over all ranks, travelling as `grad_comm`."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
+    wrapped.broadcast_buffers = False  # every rank computes the same ones; as an argument it warns from 2.13 on
+    if grad_comm == torch.bfloat16:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        # by another name, as DDP looks whether NCCL takes bf16, of gloo too
+        wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+    return wrapped
+
+
+def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype, shard_size: int,
+               grad_comm: torch.dtype) -> None:  # fmt: skip
     """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in.
 
-    Raises ParamTableError for a parameter that cannot be sharded.
+    Each `shard_size` ranks in a row hold the model once, and several such groups the same one (hybrid sharding);
+    gradients travel as `grad_comm`. Raises ParamTableError for a parameter that cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -584,8 +619,10 @@ def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype) -> No
     for name, param in model.named_parameters():
         if param.dim() == 0:
             raise ParamTableError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    replicas = dist.get_world_size() // shard_size
+    shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_comm, cast_forward_inputs=False)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)

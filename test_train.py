@@ -33,10 +33,11 @@ from data.shards import UserError, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
 from model import GPT, GPTConfig, Optimizer, optimizer_groups, param_spec_name
 from runtime.checkpoint import content_hash, list_checkpoints, read_checkpoint
-from runtime.launch import DistContext, cpu_cores, run_on_rank0
+from runtime.launch import cpu_cores
+from runtime.ranks import DistContext, run_on_rank0
 from train_gpt import get_batch, make_config, open_stream
 
-CPU = DistContext(torch.device("cpu"), 0, 1, 0, None)
+CPU = DistContext(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)

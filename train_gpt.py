@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 # fmt: off
 # isort: off
@@ -32,22 +31,23 @@ from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from generation import generate, on_host
 from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
-from ops import (ATTENTION_BACKENDS, ParamTableError, apply_fsdp, copy_from_full_tensor_, cudagraph_mark_step, reshard,
-                 to_local, warm_up)
+from ops import (ATTENTION_BACKENDS, ParamTableError, apply_ddp, apply_fsdp, copy_from_full_tensor_,
+                 cudagraph_mark_step, reshard, to_local, warm_up)
 from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
                                 model_config, read_checkpoint)
-from runtime.checks import activation_budget, check_device, check_flags, lr_cap, seqs_per_rank, uses_cudagraphs
+from runtime.checks import (activation_budget, check_device, check_flags, is_sharded, lr_cap, ranks_per_shard,
+                            seqs_per_rank, uses_cudagraphs)
 from runtime.describe import describe
 from runtime.dtype import saved_dtype, settle_dtype
 from runtime.errors import RunError, catch_signals, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
-from runtime.launch import (DTYPES, DistContext, device_summary, dist_max, dist_mean, init_distributed, peak_flops,
-                            peak_memory_mb, precompile_header, run_on_rank0)
+from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
 from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
                             new_run_folder, printable, step_line, trials_line)
 from runtime.memory import fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
+from runtime.ranks import DistContext, check_alike, check_ranks, dist_max, dist_mean, run_on_all, run_on_rank0
 from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
@@ -121,8 +121,10 @@ class Config:
     attn: str = flag("auto", "backend; auto is PyTorch's, or blocked on CPUs where faster", ATTENTION_BACKENDS)
     checkpointing: str = flag("none", "activation checkpointing: none, selective, full, or a compiler budget in (0, 1)")
     offload: str = flag("none", "what lives in host memory", ("none", "activations", "optimizer"))
-    parallel: str = flag("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state",
-                         ("auto", "ddp", "fsdp"))  # fmt: skip
+    parallel: str = flag("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state over "
+                         "all, hsdp within groups of --shard_size", ("auto", "ddp", "fsdp", "hsdp"))  # fmt: skip
+    shard_size: int = flag(0, "ranks that share one copy of the weights under hsdp; 0 is those of a node")
+    grad_comm: str = flag("fp32", "of gradients that travel; bf16 halves the bytes, and rounds", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "gradients that DDP sends together, in MiB", min=1)
     alloc_conf: str = flag("", "settings of the CUDA allocator, as in expandable_segments:True,max_split_size_mb:512")
     deterministic: bool = flag(False, "only operations whose reruns give the same bits", const=True)
@@ -206,24 +208,25 @@ def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
 
 def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None) -> TrainState:
     """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
-    device, fsdp, compiled = dist_ctx.device, cfg.parallel == "fsdp", cfg.compile != "off"
+    device, sharded, compiled = dist_ctx.device, is_sharded(cfg), cfg.compile != "off"
     dtype = DTYPES[cfg.dtype]
     if compiled and device.type == "cpu":
         precompile_header()
     budget, graphs = activation_budget(cfg), uses_cudagraphs(cfg)
     try:
-        with torch.device("meta" if fsdp else device):
+        with torch.device("meta" if sharded else device):
             raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
                             checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
                             doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
                             offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
-        if fsdp:
-            apply_fsdp(raw_model, device, dtype)
+        if sharded:
+            apply_fsdp(raw_model, device, dtype, ranks_per_shard(cfg, dist_ctx), DTYPES[cfg.grad_comm])
     except ParamTableError as error:
         raise UserError(str(error)) from None
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(p.nbytes for p in raw_model.parameters())
-    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, n_seqs, cfg.seq_len, optimizer_bytes, graphs, dist_ctx)
+    memory = n_seqs, cfg.seq_len, optimizer_bytes, graphs, sharded
+    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, *memory, dist_ctx)
     if compiled or cfg.attn == "flex":
         torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if compiled:
@@ -232,9 +235,8 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         torch._functorch.config.activation_memory_budget = budget
         raw_model.apply_compile(cfg.compile)
     model = raw_model
-    if dist_ctx.world_size > 1 and not fsdp:
-        model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=cfg.bucket_cap_mb)
-        model.broadcast_buffers = False  # every rank computes the same ones; as an argument it warns from 2.13 on
+    if dist_ctx.world_size > 1 and not sharded:
+        model = apply_ddp(raw_model, cfg.bucket_cap_mb, DTYPES[cfg.grad_comm])
     if graphs:
         for p in raw_model.parameters():
             p.grad = torch.zeros_like(p)
@@ -382,14 +384,16 @@ def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int
 
 def launch(cfg: Config) -> DistContext:
     """Choose the device and join the other ranks, if torchrun started any. Raises UserError."""
-    fsdp = cfg.parallel == "fsdp"
-    return init_distributed(cfg.device, cfg.alloc_conf, cfg.deterministic, cfg.matmul_precision, cfg.attn, fsdp)
+    need_group, process = is_sharded(cfg), (cfg.device, cfg.alloc_conf, cfg.deterministic, cfg.matmul_precision)
+    return init_distributed(*process, cfg.attn, need_group)
 
 
 def check_hardware(cfg: Config, dist_ctx: DistContext) -> list[str]:
     """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect."""
     windows = GPTConfig(window=cfg.window, seq_len=cfg.seq_len, n_layer=cfg.n_layer).layer_windows()
     windowed = any(0 < window < cfg.seq_len for window in windows)
+    seqs_per_rank(cfg, dist_ctx.world_size)
+    ranks_per_shard(cfg, dist_ctx)
     return check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx.device, windowed, dist_ctx.world_size)
 
 
@@ -404,18 +408,14 @@ def run_folder(cfg: Config, dist_ctx: DistContext) -> Path:
 
 def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
     """The data folder, checked, the same on all ranks; makes the default corpus first. Raises UserError."""
-    error = ""
-    if not cfg.data and dist_ctx.local_rank == 0:  # each node has its own standard library
-        try:
-            prepare("python", out=data_folder(cfg))
-        except UserError as e:
-            error = str(e)
-    if dist_max(dist_ctx, bool(error)):
-        raise UserError(error or "another rank could not make the default corpus; see its message")
     folder = data_folder(cfg)
-    stream = TokenStream(folder, cfg.seq_len, cfg.batch_tokens, cfg.seed, cfg.vocab_size, cfg.doc_align)
+    if not cfg.data:  # each node has its own standard library
+        run_on_all(dist_ctx, lambda: dist_ctx.local_rank or prepare("python", out=folder))
+    stream = run_on_all(
+        dist_ctx, lambda: TokenStream(folder, cfg.seq_len, cfg.batch_tokens, cfg.seed, cfg.vocab_size, cfg.doc_align)
+    )
     if dist_max(dist_ctx, stream.fingerprint() != run_on_rank0(dist_ctx, stream.fingerprint)):
-        raise UserError(f"the ranks see different data in {folder}; give every node the same --data folder")
+        check_alike(dist_ctx, stream.shard_hashes(), f"give every node the same data in {folder}")
     return stream
 
 
@@ -498,12 +498,10 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
     Raises TrainerError.
     """
     cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
-    timer = TrainTimer(dist_ctx.device)
-    if dist_max(dist_ctx, cfg != run_on_rank0(dist_ctx, lambda: cfg)):
-        raise UserError("the ranks have other flags than rank 0, given or from a checkpoint; start all of them alike")
+    timer, sources = TrainTimer(dist_ctx.device), {name: HERE / name for name in SOURCE_FILES}
+    check_ranks(dist_ctx, dataclasses.asdict(cfg), sources)
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
-    notes = check_hardware(cfg, dist_ctx)
-    seqs_per_rank(cfg, dist_ctx.world_size)
+    notes = run_on_all(dist_ctx, lambda: check_hardware(cfg, dist_ctx))
     stream = open_stream(cfg, dist_ctx)
     logger = RunLogger(run_folder(cfg, dist_ctx), dist_ctx.rank == 0, made=not cfg.out_dir)
     with contextlib.closing(logger), catch_signals() as signals:
@@ -511,7 +509,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
         given = (logger.folder, cfg.resume, cfg.init_from, logger.info, restarted)
         path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*given))
-        checkpoint = read_checkpoint(path, verify=False) if path else None
+        checkpoint = run_on_all(dist_ctx, lambda: path and read_checkpoint(path, verify=False))
         if path:
             model_config(checkpoint, GPTConfig, path)
             check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
@@ -530,7 +528,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
             run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
-        rows = logger.open(flags, state.step, {name: HERE / name for name in SOURCE_FILES})
+        rows = logger.open(flags, state.step, sources)
         rates = learning_rates(cfg)
         for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE), *notes):
             logger.info(line)

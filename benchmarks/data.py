@@ -8,7 +8,7 @@ import time
 from benchmarks.harness import Bench, Worker, median_min_max, synchronize, table, timed
 from data.stream import TokenStream, prefetch
 from runtime.dtype import settle_dtype
-from runtime.launch import DistContext
+from runtime.ranks import DistContext
 from train_gpt import TrainState, build, check_hardware, get_batch, launch, make_config, open_stream, train_step
 
 

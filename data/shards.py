@@ -30,7 +30,12 @@ TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> 
 
 
 class TrainerError(Exception):
-    """The base of every error that is told in one sentence: what was found, what was expected, what to do."""
+    """The base of every error that is told in one sentence: what was found, what was expected, what to do.
+
+    said: another rank prints it.
+    """
+
+    said = False
 
 
 class UserError(TrainerError):

@@ -262,6 +262,11 @@ class TokenStream:
             for split in (self.train, self.val)
         ]
 
+    def shard_hashes(self) -> dict[str, str]:
+        """What fingerprint sums up: the hash of each shard and of what meta.json records of them, by name."""
+        found = {str(self.folder / name): f"{n} tokens, {h[:12]}" for name, n, h in sum(self.shard_samples, [])}
+        return found | {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
+
     def fingerprint(self) -> str:
         """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""
         return hashlib.sha256(json.dumps([self.shard_samples, self.meta["files"]], sort_keys=True).encode()).hexdigest()

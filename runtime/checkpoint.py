@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from data.shards import TOKENIZER_SIZES, UserError, atomic_write
 from ops import copy_from_full_tensor_, full_tensor, to_local
 from runtime.errors import RunError
-from runtime.launch import DistContext, dist_max
 from runtime.logger import RunLogger
+from runtime.ranks import DistContext, dist_max
 
 # What every checkpoint holds, as train_gpt.snapshot makes it; old ones have no "position".
 CHECKPOINT_SCHEMA = dict(step=int, clock=dict, config=dict, model_config=dict, tokenizer=str, data=str, scaler=dict,

@@ -15,6 +15,7 @@ from data.shards import UserError
 from runtime.dtype import hardware_dtype
 from runtime.flags import closest
 from runtime.launch import ALLOC_CONF_VARIABLES
+from runtime.ranks import DistContext
 
 AC_MODES = ("none", "selective", "full")
 
@@ -42,6 +43,11 @@ def uses_cudagraphs(f) -> bool:
     return f.compile in ("reduce-overhead", "max-autotune")
 
 
+def is_sharded(f) -> bool:
+    """Whether each rank holds a part of the weights only."""
+    return f.parallel in ("fsdp", "hsdp")
+
+
 def nearest_batch(f) -> int:
     return max(1, round(f.batch_tokens / f.seq_len)) * f.seq_len
 
@@ -63,7 +69,7 @@ FLAG_RULES = (
      "--checkpointing is {f.checkpointing!r}; expected none, selective, full or a number between 0 and 1"),
     (lambda f: activation_budget(f) < 1 and f.compile == "off",
      "--checkpointing {f.checkpointing} is a budget for the compiler; add --compile"),
-    (lambda f: uses_cudagraphs(f) and f.parallel == "fsdp",
+    (lambda f: uses_cudagraphs(f) and is_sharded(f),
      "--compile {f.compile} records CUDA graphs, which FSDP's moving weights break; use --compile "
      "max-autotune-no-cudagraphs or default"),
     (lambda f: f.deterministic and f.compile.startswith("max-autotune"),
@@ -104,10 +110,8 @@ DEVICE_RULES = (
      "--fp8 needs a CUDA device of compute capability 8.9 or newer (L4, RTX 40, H100); remove it"),
     (lambda f, hw: f.fp8 and (hw.dtype != "bf16" or f.n_embd % 16 or f.vocab_size % 16),
      "--fp8 needs bf16 and sizes that 16 divides, not {hw.dtype}, --n_embd {f.n_embd} and --vocab_size {f.vocab_size}"),
-    (lambda f, hw: f.parallel == "fsdp" and hw.type == "mps",
-     "--parallel fsdp does not run on MPS; remove it"),
-    (lambda f, hw: f.parallel == "fsdp" and hw.cuda and not f.micro_batch,
-     "--parallel fsdp cannot probe memory, as a rank that runs out would hang the others; give --micro_batch"),
+    (lambda f, hw: is_sharded(f) and hw.type == "mps",
+     "--parallel {f.parallel} does not run on MPS; remove it"),
     (lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn == "cudnn"),
      "--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn"),
     (lambda f, hw: f.attn == "flex" and f.checkpointing == "selective" and f.compile == "off",
@@ -125,10 +129,14 @@ NO_EFFECT = (
      "--alloc_conf gives way to PYTORCH_ALLOC_CONF, as the environment or an earlier run here set it"),
     (lambda f, hw: f.offload != "none" and not hw.cuda,
      "--offload {f.offload} has no effect on {hw.type}: everything is in host memory already"),
-    (lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or f.parallel == "fsdp"),
+    (lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or is_sharded(f)),
      "--bucket_cap_mb {f.bucket_cap_mb} has no effect: it is about the gradients that DDP's ranks exchange"),
     (lambda f, hw: f.parallel == "ddp" and hw.world_size == 1,
      "--parallel ddp has no effect on one process; start several with torchrun"),
+    (lambda f, hw: f.shard_size and f.parallel != "hsdp",
+     "--shard_size {f.shard_size} has no effect without --parallel hsdp"),
+    (lambda f, hw: f.grad_comm == "bf16" and hw.world_size == 1,
+     "--grad_comm bf16 has no effect on one process, which sends its gradients to nobody"),
     (lambda f, hw: f.ngram == 1,
      "--ngram 1 has no effect: every token has an embedding of its own already; 2 is the least that adds some"),
     (lambda f, hw: "S" in f.window and not hw.windowed,
@@ -219,19 +227,35 @@ def largest_divisor(n: int, most: int) -> int:
     return max(m for i in range(1, math.isqrt(n) + 1) if n % i == 0 for m in (i, n // i) if m <= max(1, most))
 
 
+def ranks_per_shard(f, dist_ctx: DistContext) -> int:
+    """The ranks that share one copy of the weights. Raises UserError when they do not divide the world."""
+    world_size = dist_ctx.world_size
+    if f.parallel != "hsdp":
+        return world_size if is_sharded(f) else 1
+    shard_size = f.shard_size or dist_ctx.local_world_size
+    if world_size % shard_size:
+        raise UserError(
+            f"--shard_size {shard_size}{'' if f.shard_size else ', the ranks of a node,'} does not divide the "
+            f"{world_size} ranks; use --shard_size {largest_divisor(world_size, shard_size)}, or --parallel fsdp"
+        )
+    return shard_size
+
+
 def seqs_per_rank(f, world_size: int) -> int:
     """Sequences that each rank takes per step. Raises UserError when the ranks cannot share the batch evenly."""
-    n_seqs = f.batch_tokens // f.seq_len
+    n_seqs, micro_batch = f.batch_tokens // f.seq_len, f.micro_batch or 1
+    can = [ranks for ranks in range(1, 2 * world_size) if n_seqs % (ranks * micro_batch) == 0]
+    or_ranks = f"or {' or '.join(map(str, can[-4:]))} ranks" if can else "or another --batch_tokens"
     if n_seqs % world_size:
         near = max(1, round(n_seqs / world_size)) * world_size * f.seq_len
         raise UserError(
             f"--batch_tokens {f.batch_tokens} is {n_seqs} sequences of {f.seq_len}, which {world_size} ranks cannot "
-            f"share evenly; use --batch_tokens {near}"
+            f"share evenly; use --batch_tokens {near}, {or_ranks}"
         )
     n_seqs //= world_size
-    if f.micro_batch and n_seqs % f.micro_batch:
+    if n_seqs % micro_batch:
         raise UserError(
-            f"--micro_batch {f.micro_batch} does not divide the {n_seqs} sequences that each rank takes per step; "
-            f"use --micro_batch {largest_divisor(n_seqs, f.micro_batch)}, or another --batch_tokens"
+            f"--micro_batch {micro_batch} does not divide the {n_seqs} sequences that each rank takes per step; "
+            f"use --micro_batch {largest_divisor(n_seqs, micro_batch)}, {or_ranks}"
         )
     return n_seqs

@@ -5,14 +5,18 @@ from pathlib import Path
 import torch
 
 from ops import attention_kernels
-from runtime.launch import DistContext, allocator_settings, device_summary, software_versions
+from runtime.checks import is_sharded, ranks_per_shard
+from runtime.launch import allocator_settings, device_summary, software_versions
+from runtime.ranks import DistContext
 
 
 def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
              learning_rates: tuple[float, float], repository: Path) -> list[str]:  # fmt: skip
     """f: the flags as attributes; stream: the run's TokenStream; model: its GPT; learning_rates: Muon's and Adam's."""
     device, meta, tokens = dist_ctx.device, stream.meta, f.batch_tokens * f.max_steps
-    parallel = "FSDP2" if f.parallel == "fsdp" else "DDP" if dist_ctx.world_size > 1 else "one process"
+    parallel = "DDP" if dist_ctx.world_size > 1 else "one process"
+    if is_sharded(f):
+        parallel = f"FSDP2 over {ranks_per_shard(f, dist_ctx)} ranks each"
     n_params = sum(p.numel() for p in model.parameters())
     grad_accum_steps = f.batch_tokens // f.seq_len // dist_ctx.world_size // micro_batch
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""

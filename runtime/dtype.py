@@ -6,7 +6,8 @@ import time
 import torch
 from torch import Tensor
 
-from runtime.launch import DTYPES, DistContext, run_on_rank0
+from runtime.launch import DTYPES
+from runtime.ranks import DistContext, run_on_rank0
 
 EMULATED = 0.5  # how many times as fast as fp32 a CPU that emulates bf16 is at most
 BF16_GAIN = 1.2  # how many times faster its matmuls must be: casts and norms in bf16 take a part of that

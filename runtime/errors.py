@@ -139,5 +139,6 @@ def report_error(error: Exception) -> int:
     if not sentence:
         raise error
     rank = os.environ.get("RANK")
-    print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
+    if not getattr(error, "said", False):
+        print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, (UserError, *FILE_MISTAKES)) else 1

@@ -12,28 +12,16 @@ import subprocess
 import sys
 import threading
 import unittest.mock
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from data.shards import TrainerError, UserError
+from data.shards import UserError
+from runtime.ranks import DistContext, meet
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-@dataclass
-class DistContext:
-    """Where this process runs. `cpu_group` is for decisions, so that asking the other ranks never waits for a GPU."""
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    cpu_group: dist.ProcessGroup | None = None
 
 
 def init_distributed(device: str = "auto", alloc_conf: str = "", deterministic: bool = False,
@@ -75,16 +63,14 @@ def init_distributed(device: str = "auto", alloc_conf: str = "", deterministic: 
     cpu_group = None
     if dist.is_initialized():
         cpu_group = dist.new_group(backend="gloo") if place.type == "cuda" else dist.group.WORLD
-    return DistContext(place, env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], cpu_group)
+    return DistContext(place, *env.values(), cpu_group)
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
-    """NCCL on CUDA, gloo elsewhere, by torchrun's store, or alone by one of this process."""
+    """NCCL on CUDA, gloo elsewhere, by torchrun's store, or alone by one of this process. Raises UserError."""
     store = dist.HashStore()
-    if "WORLD_SIZE" in os.environ:  # torchrun keeps its store over a restart, and the dead ranks' addresses in it
-        store = next(dist.rendezvous("env://"))[0]
-        life = store.add(f"lives of rank {rank}", 1)  # torchrun's own count differs between nodes
-        store = dist.PrefixStore(f"life {life}", store)
+    if "WORLD_SIZE" in os.environ:
+        store = meet(rank, world_size)
     on_cuda = device.type == "cuda"
     dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
                             rank=rank, world_size=world_size)  # fmt: skip
@@ -163,42 +149,6 @@ def select_device(name: str) -> torch.device:
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps was asked for, but PyTorch sees no Apple GPU here; use --device cpu")
     return torch.device(kind)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Between ranks
-
-
-def run_on_rank0(dist_ctx: DistContext, function):
-    """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
-    answer = [None, None]
-    if dist_ctx.rank == 0:
-        try:
-            answer[0] = function()
-        except TrainerError as error:
-            answer[1] = error
-    if dist_ctx.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
-
-
-def dist_max(dist_ctx: DistContext, value: float) -> float:
-    """The largest of all ranks' values, on every rank."""
-    if dist_ctx.world_size == 1:
-        return value
-    box = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
-    return box.item()
-
-
-def dist_mean(dist_ctx: DistContext, value: Tensor) -> float:
-    """The mean of a 0-d tensor over the ranks; waits for the device."""
-    box = value.detach().cpu().double()
-    if dist_ctx.world_size > 1:
-        dist.all_reduce(box, group=dist_ctx.cpu_group)
-    return box.item() / dist_ctx.world_size
 
 
 # ---------------------------------------------------------------------------------------------------------------------

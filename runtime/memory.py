@@ -7,28 +7,28 @@ import torch
 from data.shards import UserError
 from ops import dummy_micro_step
 from runtime.checks import largest_divisor
-from runtime.launch import DistContext, dist_max
+from runtime.ranks import DistContext, dist_max
 
 
 def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int, cudagraphs: bool,
-                    dist_ctx: DistContext) -> int:  # fmt: skip
+                    sharded: bool, dist_ctx: DistContext) -> int:  # fmt: skip
     """The sequences of a micro-step: on a GPU as many as fit; elsewhere those of 8,192 tokens, as more are no faster.
 
     n_seqs: those of a step, which the result divides. optimizer_bytes: what the optimizer will need on the device.
+    Raises UserError when not even one fits.
     """
     if dist_ctx.device.type != "cuda":
         return largest_divisor(n_seqs, 8192 // seq_len)
 
-    def peak(micro_batch: int) -> float:
-        """Bytes at the peak of a micro-step, the largest of the ranks; infinite when one ran out of memory."""
+    def probe(micro_batch: int) -> float:
         torch.cuda.reset_peak_memory_stats()
-        try:
-            dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
-            used = torch.cuda.max_memory_allocated()
-        except torch.OutOfMemoryError:
-            used = math.inf
+        dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
+        return torch.cuda.max_memory_allocated()
+
+    def peak(micro_batch: int) -> float:
+        used = agreed_peak(probe, micro_batch, sharded, dist_ctx)
         torch.cuda.empty_cache()
-        return dist_max(dist_ctx, used)
+        return used
 
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
@@ -37,6 +37,23 @@ def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer
     fits = find_max_micro_batch(n_seqs, peak, -dist_max(dist_ctx, optimizer_bytes - budget))
     model.zero_grad(set_to_none=True)
     return fits
+
+
+def agreed_peak(probe, micro_batch: int, sharded: bool, dist_ctx: DistContext) -> float:
+    """Bytes at the peak of probe(micro_batch), the largest of the ranks; infinite when one ran out of memory.
+
+    Raises UserError for that, on every rank, when `sharded`: the other GPUs then wait for the shards of that rank. The
+    ranks agree on the CPU, which waits for no GPU, so that none hangs.
+    """
+    try:
+        used = probe(micro_batch)
+    except torch.OutOfMemoryError:
+        used = math.inf
+    used = dist_max(dist_ctx, used)
+    if sharded and used == math.inf:
+        less = f"--micro_batch {max(1, micro_batch // 2)}" if micro_batch > 1 else "more ranks or --checkpointing full"
+        raise UserError(f"a rank ran out of memory in trying {micro_batch} sequences at once; give {less}")
+    return used
 
 
 def find_max_micro_batch(n_seqs: int, peak, budget: float) -> int:

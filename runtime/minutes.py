@@ -4,7 +4,7 @@ import statistics
 import time
 
 from data.shards import UserError
-from runtime.launch import DistContext, dist_max
+from runtime.ranks import DistContext, dist_max
 
 
 def steps_within(minutes: float, step, eval_batch, n_eval_batches: float, eval_every: int, elapsed_s: float,

@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
-from runtime.launch import DistContext
 from runtime.logger import RunLogger
+from runtime.ranks import DistContext
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ import train_gpt
 from conftest import TINY, final, flags_of, run_main, run_torchrun
 from runtime import dtype
 from runtime.checkpoint import content_hash
-from runtime.launch import DistContext
 from runtime.logger import SECTION
+from runtime.ranks import DistContext
 from train_gpt import PRESETS, Config, make_config, train
 
 AUTO = TINY | dict(dtype="auto", max_steps=2)

@@ -20,8 +20,8 @@ from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, 
 from data import prepare
 from data.shards import UserError
 from runtime import checks
-from runtime.launch import DistContext
 from runtime.memory import find_max_micro_batch
+from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -137,14 +137,15 @@ FLAG_CASES = (
 DEVICE_CASES = (
     ("cpu", dict(attn="flex")), ("cpu", dict(attn="varlen")), ("cuda", dict(attn="flash", doc_mask=True)),
     ("cuda", dict(attn="cudnn", dtype="fp32")), ("cpu", dict(fp8=True)), ("cuda", dict(fp8=True, dtype="fp16")),
-    ("mps", dict(parallel="fsdp")), ("cuda", dict(parallel="fsdp")), ("cuda", dict(deterministic=True)),
+    ("mps", dict(parallel="hsdp")), ("cuda", dict(deterministic=True)),
     ("cuda", dict(attn="flex", checkpointing="selective")),
     ("cuda", dict(compile="reduce-overhead", offload="activations")),
 )  # fmt: skip
 NO_EFFECT_CASES = (
     ("cpu", dict(alloc_conf="max_split_size_mb:64")), ("cuda", dict(alloc_conf="max_split_size_mb:64")),
     ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)), ("cpu", dict(parallel="ddp")),
-    ("cpu", dict(ngram=1)), ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99, ngram=0)),
+    ("cpu", dict(shard_size=2)), ("cpu", dict(grad_comm="bf16")), ("cpu", dict(ngram=1)),
+    ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99, ngram=0)),
     ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cuda", dict(doc_mask=True)),
 )  # fmt: skip
 

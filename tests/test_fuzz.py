@@ -20,7 +20,7 @@ from data.shards import UserError
 from data.stream import TokenStream
 from runtime import checks
 from runtime.checkpoint import content_hash, list_checkpoints, load_optimizer, load_weights, read_checkpoint
-from runtime.launch import DistContext
+from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
 

@@ -20,7 +20,7 @@ from generation import KVCache, compile_decode_step, generate, sample_token
 from int8 import quantize, round_to_int8
 from model import GPTConfig, Optimizer, even_rows, newton_schulz
 from ops import attention, attention_mask, norm, relu_squared
-from runtime.launch import DistContext
+from runtime.ranks import DistContext
 from train_gpt import make_config, select_attn_backend
 
 # ---------------------------------------------------------------------------------------------------------------------

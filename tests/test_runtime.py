@@ -46,8 +46,8 @@ from model import GPT, GPTConfig, Optimizer
 from runtime import checkpoint
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
 from runtime.errors import explain_oom
-from runtime.launch import DistContext
 from runtime.logger import SECTION, LineWriter, RunLogger, is_loss_spike
+from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
 # ---------------------------------------------------------------------------------------------------------------------

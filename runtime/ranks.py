@@ -1,0 +1,181 @@
+"""Ranks: how they meet, agree, and share what one of them found out."""
+
+import contextlib
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from data.shards import TrainerError, UserError, sha256_of_file
+
+PATIENCE_S = 600.0  # with ranks that come later, as torchrun has with nodes
+RENDEZVOUS_ADVICE = (
+    "start the same command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, HOST being "
+    "one of the nodes that all can reach"
+)
+
+
+@dataclass
+class DistContext:
+    """Where this process runs. `cpu_group` is for decisions, so that asking the other ranks never waits for a GPU."""
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    cpu_group: dist.ProcessGroup | None = None
+
+
+def meet(rank: int, world_size: int) -> dist.Store:
+    """A store for these ranks, started together, alone. Raises UserError when some of them do not come.
+
+    torchrun keeps its own store over restarts, with the addresses of ranks that have died in it, and counts restarts on
+    each node for itself. So rank 0 draws a name for this start, and tells it to whom says a word that is drawn now.
+    """
+    endpoint, began = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", time.monotonic()
+    try:
+        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
+    except RuntimeError as error:
+        raise UserError(f"rank {rank} reaches nobody at {endpoint} ({error}); {RENDEZVOUS_ADVICE}") from None
+    word, name, missing, told = os.urandom(8).hex(), os.urandom(8).hex(), list(range(1, world_size)), False
+    store.set(f"word of rank {rank}", word)
+    if rank:
+        missing = [0]
+        with contextlib.suppress(dist.DistStoreError):
+            name, missing = store.get(f"to rank {rank}, {word}").decode(), []
+            store.set(f"from rank {rank}, {name}", "")
+    elif store.add("starts", 1) > 1:  # torchrun itself does not count those for nodes that came or went
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(store.add("starts", 0) - 1)
+    while missing and rank == 0 and time.monotonic() < began + PATIENCE_S:
+        for other in missing:
+            if store.check([f"word of rank {other}"]):
+                store.set(f"to rank {other}, {store.get(f'word of rank {other}').decode()}", name)
+        time.sleep(0.01)
+        missing = [other for other in missing if not store.check([f"from rank {other}, {name}"])]
+        if missing and not told and time.monotonic() > began + 30:
+            told = True
+            print(f"waiting at {endpoint} for {ranks_named(missing, world_size)}", file=sys.stderr, flush=True)
+    if missing:
+        raise UserError(
+            f"{ranks_named(missing, world_size)} did not come to {endpoint} within {PATIENCE_S:.0f} s; "
+            f"{RENDEZVOUS_ADVICE}"
+        )
+    return dist.PrefixStore(name, store)
+
+
+def ranks_named(ranks: list[int], world_size: int) -> str:
+    """Ranks, or the first of many, for a sentence."""
+    first = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return f"rank{'s' * (len(ranks) > 1)} {first} of {world_size}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agreement
+
+
+def run_on_rank0(dist_ctx: DistContext, function):
+    """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
+    result, error = attempt(function) if dist_ctx.rank == 0 else (None, None)
+    answer = [result, error]
+    if dist_ctx.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
+    if answer[1] is not None:
+        answer[1].said = dist_ctx.rank > 0
+        raise answer[1]
+    return answer[0]
+
+
+def run_on_all(dist_ctx: DistContext, function):
+    """Call `function` on every rank; where one raises a TrainerError, so do all, and the first such rank says it."""
+    result, error = attempt(function)
+    errors = gather_objects(dist_ctx, error)
+    first = next((rank for rank, error in enumerate(errors) if error is not None), None)
+    if first is not None:
+        errors[first].said = dist_ctx.rank != first
+        raise errors[first]
+    return result
+
+
+def attempt(function) -> tuple:
+    """What a function returns, and None; or None, and the TrainerError that it raises."""
+    try:
+        return function(), None
+    except TrainerError as error:
+        return None, error
+
+
+def gather_objects(dist_ctx: DistContext, ours) -> list:
+    """Every rank's object, on every rank."""
+    everyones = [ours] * dist_ctx.world_size
+    if dist_ctx.world_size > 1:
+        dist.all_gather_object(everyones, ours, group=dist_ctx.cpu_group)
+    return everyones
+
+
+def dist_max(dist_ctx: DistContext, value: float) -> float:
+    """The largest of all ranks' values, on every rank."""
+    if dist_ctx.world_size == 1:
+        return value
+    box = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
+    return box.item()
+
+
+def dist_mean(dist_ctx: DistContext, value: Tensor) -> float:
+    """The mean of a 0-d tensor over the ranks; waits for the device."""
+    box = value.detach().cpu().double()
+    if dist_ctx.world_size > 1:
+        dist.all_reduce(box, group=dist_ctx.cpu_group)
+    return box.item() / dist_ctx.world_size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What has to be alike
+
+
+def check_alike(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
+    """Raises UserError, on every rank, when a rank has another value of one of these facts than rank 0 has."""
+    everyones = gather_objects(dist_ctx, (platform.node(), facts))
+
+    def compare() -> None:
+        (host, ours), missing = everyones[0], "none"
+        for rank, (there, theirs) in enumerate(everyones):
+            for name in dict.fromkeys((*ours, *theirs)):
+                a, b = ours.get(name, missing), theirs.get(name, missing)
+                if a != b:
+                    raise UserError(f"rank {rank} on {there} has {name} {b}, and rank 0 on {host} has {a}; {advice}")
+
+    run_on_rank0(dist_ctx, compare)
+
+
+def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) -> None:
+    """Raises UserError, on every rank, when one has other flags, code or PyTorch than rank 0, or another clock."""
+    facts = {f"--{name}": value for name, value in flags.items()} | {"PyTorch": torch.__version__}
+    facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
+    check_alike(dist_ctx, facts, "start all of them alike, and resume from a folder that all of them see")
+    check_clocks(dist_ctx)
+
+
+def check_clocks(dist_ctx: DistContext, most_s: float = 60.0) -> None:
+    """Raises UserError, on every rank, when the ranks' clocks are further apart than this."""
+    dist_max(dist_ctx, 0)  # all are here now
+    clocks = gather_objects(dist_ctx, time.time())
+
+    def compare() -> None:
+        apart = [clock - clocks[0] for clock in clocks]
+        worst = max(range(len(apart)), key=lambda rank: abs(apart[rank]))
+        if abs(apart[worst]) > most_s:
+            raise UserError(
+                f"the clock of rank {worst} is {apart[worst]:+.0f} s from that of rank 0, so that times in logs and of "
+                "files mislead; set the nodes' clocks (ntpd or chronyd)"
+            )
+
+    run_on_rank0(dist_ctx, compare)
