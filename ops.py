@@ -547,14 +547,29 @@ def copy_from_full_tensor_(param: Tensor, full: Tensor, part: Tensor | None = No
     part.copy_(full)
 
 
-def full_tensor(param: Tensor, part: Tensor) -> Tensor:
-    """The full tensor of which `part` is this rank's shard, cut as the parameter is."""
-    if hasattr(param, "to_local") and part.dim():
-        from torch.distributed.tensor import DTensor
+@torch.no_grad()
+def full_tensor_on_rank0(param: Tensor, part: Tensor) -> Tensor | None:
+    """A copy in host memory of the full tensor of which `part`, cut as the parameter is, is this rank's shard.
 
-        part = DTensor.from_local(part.to(param.device), param.device_mesh, param.placements, run_check=False,
-                                  shape=param.shape, stride=param.stride()).full_tensor()  # fmt: skip
-    return part.detach()
+    None but on rank 0, which receives a shard at a time; every rank of its shard group has to take part.
+    """
+    shards = rank_groups(param)[0] if part.dim() else None
+    members = dist.get_process_group_ranks(shards) if shards else [0]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    part = part.detach()
+    if rank in members[1:] and len(part):
+        dist.send(part.to(param.device).contiguous(), 0, group=shards)
+    if rank:
+        return None
+    full = torch.empty(param.shape if part.dim() else (), dtype=part.dtype, device="cpu")
+    for member, rows in zip(members, full.split(chunk_sizes(len(full), len(members))) if shards else [full]):
+        shard = part if member == 0 else rows
+        if member and len(rows):
+            shard = rows if param.device.type == "cpu" else rows.to(param.device)
+            dist.recv(shard, member, group=shards)
+        if shard is not rows:
+            rows.copy_(shard)
+    return full
 
 
 def gather_whole_matrices(shards: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:

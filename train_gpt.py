@@ -430,12 +430,16 @@ def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Opt
         "data": stream.fingerprint(),
         "position": stream.position(state.step),
         "scaler": state.scaler.state_dict(),
-        **collect_tensors(state.raw_model, optimizer, state.dist_ctx.rank == 0),
+        **collect_tensors(state.raw_model, optimizer),
     }
 
 
-def resume_flags(cfg: Config, checkpoint: dict, path: Path, stream: TokenStream) -> str:
-    """Settle the flags to continue a run with; returns what to say of those that have changed. Raises UserError."""
+def settle_flags(cfg: Config, checkpoint: dict, path: Path, stream: TokenStream, resumes: bool) -> list[str]:
+    """Settle the flags to continue from a checkpoint with; returns what to say of it. Raises UserError."""
+    model_config(checkpoint, GPTConfig, path)
+    check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
+    if not resumes:
+        return [f"weights from {path}"]
     step, known = checkpoint["step"], {f.name for f in dataclasses.fields(Config)}
     before = Config(**{name: value for name, value in checkpoint["config"].items() if name in known})
     if cfg.minutes and cfg.minutes == before.minutes:
@@ -455,11 +459,15 @@ def resume_flags(cfg: Config, checkpoint: dict, path: Path, stream: TokenStream)
     dropout = [get_ngram_dropout(c, stream) for c in (before, cfg)] if cfg.ngram > 1 else [0.0]
     if dropout[0] != dropout[-1]:
         note += f"; n-gram dropout goes from {dropout[0]:.2f} to {dropout[1]:.2f}"
-    return note
+    return [note]
 
 
-def resume(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path) -> None:
-    """Continue from a checkpoint whose weights are loaded. Raises UserError."""
+def load_checkpoint(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path,
+                    resumes: bool) -> None:  # fmt: skip
+    """Take a checkpoint's weights; to resume its run, the optimizer, step and clock too. Raises UserError."""
+    load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
+    if not resumes:
+        return
     step = checkpoint["step"]
     check_same_stream(checkpoint, stream.fingerprint(), stream.position(step), stream.folder, path)
     load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
@@ -511,20 +519,16 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*given))
         checkpoint = run_on_all(dist_ctx, lambda: path and read_checkpoint(path, verify=False))
         if path:
-            model_config(checkpoint, GPTConfig, path)
-            check_tokenizer(checkpoint, stream.meta["tokenizer"], stream.folder, path)
-            notes.append(resume_flags(cfg, checkpoint, path, stream) if resumes else f"weights from {path}")
+            notes += run_on_all(dist_ctx, lambda: settle_flags(cfg, checkpoint, path, stream, resumes))
         cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
         notes += settle_dtype(cfg, dist_ctx)
-        state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+        state = run_on_all(dist_ctx, lambda: build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"]))
         if cfg.minutes and not resumes:
             cfg.max_steps, note = choose_max_steps(state, stream, timer)
             notes.append(note)
         state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
         if path:
-            load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
-        if resumes:
-            resume(state, stream, timer, checkpoint, path)
+            run_on_all(dist_ctx, lambda: load_checkpoint(state, stream, timer, checkpoint, path, resumes))
         checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
             run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
@@ -576,9 +580,9 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
         done = any(row["step"] == state.step for row in progress.evaluations)
         return stop != "signal" and due(cfg.eval_every) and not dist_max(dist_ctx, done)  # rank 0 has the earlier rows
 
-    def save(best: bool = False) -> None:
+    def save(best: bool = False, must: bool = True) -> bool:
         clock, optimizer = timer.state(), None if best else state.optimizer
-        saver.save(lambda: snapshot(state, stream, clock, optimizer), BEST if best else "")
+        return saver.save(lambda: snapshot(state, stream, clock, optimizer), BEST if best else "", must)
 
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
     profiling = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
@@ -606,8 +610,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                         save()  # the guard has kept these weights whole
                         raise RunError(failure)
             only_eval = False
-            if saved := state.step > progress.first_step and due(cfg.save_every):
-                save()
+            saved = state.step > progress.first_step and due(cfg.save_every) and save(must=bool(stop))
             if eval_due():
                 reason = run_eval(state, stream, logger, timer, progress, signals)
                 stop = "signal" if reason == "signal" else stop or reason

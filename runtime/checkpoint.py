@@ -8,14 +8,14 @@ import hashlib
 import json
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from data.shards import TOKENIZER_SIZES, UserError, atomic_write
-from ops import copy_from_full_tensor_, full_tensor, to_local
+from ops import copy_from_full_tensor_, full_tensor_on_rank0, to_local
 from runtime.errors import RunError
 from runtime.logger import RunLogger
 from runtime.ranks import DistContext, dist_max
@@ -100,18 +100,18 @@ def strip_wrapper_prefixes(named: dict) -> dict:
     return {re.sub(r"(module|_orig_mod)\.", "", name): value for name, value in named.items()}
 
 
-def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, is_rank0: bool) -> dict:
+def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
     """Copies of weights and, if given, optimizer state in host memory, by parameter name; empty but on rank 0.
 
-    Every rank has to take part: one whole tensor at a time is gathered from their shards.
+    Every rank has to take part; none but rank 0 needs memory for it, and rank 0 none but that of the copies.
     """
     found = dict(model={}, optimizer={})
     for name, p in model.named_parameters():
         for slot, part in {"": to_local(p), **(optimizer.state[p] if optimizer else {})}.items():
-            full = full_tensor(p, part)
-            if is_rank0:
+            full = full_tensor_on_rank0(p, part)
+            if full is not None:
                 place = found["optimizer"].setdefault(name, {}) if slot else found["model"]
-                place[slot or name] = full.to("cpu", copy=True)
+                place[slot or name] = full
     return found
 
 
@@ -226,20 +226,26 @@ class CheckpointManager:
 
     def __init__(self, logger: RunLogger, dist_ctx: DistContext, keep: int):
         """keep: how many of the newest stay in the logger's folder; 0 = all."""
-        self.logger, self.dist_ctx, self.keep, self.writing, self.failed = logger, dist_ctx, keep, None, ""
+        self.logger, self.dist_ctx, self.keep, self.failed = logger, dist_ctx, keep, ""
+        self.writing: dict[str, Future] = {}  # the latest of each name, on rank 0
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, make_snapshot, name: str = "") -> None:
+    def save(self, make_snapshot, name: str = "", must: bool = True) -> bool:
         """Save what make_snapshot() returns on rank 0; every rank calls both. Returns when the copy is made.
 
-        name: of the file, for what is not the newest checkpoint.
+        name: of the file, for what is not the newest checkpoint. There is one copy of each name at a time: when the
+        last one is still being written, this one waits for it if it `must` be saved, and is else left out after two
+        seconds. Returns whether it was not.
         """
-        if self.writing:
-            self.writing.result()
-        dist_max(self.dist_ctx, 0)  # the others wait for it here, on the CPU, and not in a collective that times out
+        wait([*filter(None, [self.writing.get(name)])], timeout=None if must else 2)
+        busy = name in self.writing and not self.writing[name].done()
+        if dist_max(self.dist_ctx, busy):  # the others wait here, on the CPU, and not in a collective that times out
+            self.logger.info("WARNING: a checkpoint is left out, as the one before is still being written")
+            return False
         checkpoint = make_snapshot()
         if self.dist_ctx.rank == 0:
-            self.writing = self.thread.submit(self.write, checkpoint, name)
+            self.writing[name] = self.thread.submit(self.write, checkpoint, name)
+        return True
 
     def write(self, checkpoint: dict, name: str = "") -> None:
         """Write ckpt_<step>.pt, complete or not at all, then delete old ones; `failed` tells what failed."""
@@ -271,8 +277,8 @@ class CheckpointManager:
 
     def finish(self) -> None:
         """Wait for what is being written. Raises RunError when the newest checkpoint could not be."""
-        if self.writing:
-            self.writing.result()
+        for written in self.writing.values():
+            written.result()
         if self.failed:
             raise RunError(f"{self.failed}; make room and --resume")
 

@@ -1,37 +1,53 @@
-"""Several nodes on one machine: torchrun agents that meet by c10d, and the ranks that they start."""
+"""Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and their deaths."""
 
 import json
 import os
+import random
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from conftest import ROOT, TINY, assert_same_run, python_process, read_checkpoint, rows, tiny_run
-from test_train import COMPILED, plain_loop, worker
+import train_gpt
+from conftest import TINY, assert_same_run, flags_of, make_data, python_process, run_main, shorten_samples, tiny_run
+from data.shards import UserError, write_shard
+from runtime import ranks
+from runtime.memory import agreed_peak
+from test_train import COMPILED, CPU, compiler_works, plain_loop, worker
+from train_gpt import make_config
 
 NODE_CASES = {
-    "ddp": dict(micro_batch=4),
-    "ddp_bf16": dict(micro_batch=2, grad_comm="bf16", bucket_cap_mb=1),
-    "ddp_half": dict(micro_batch=4, save_every=10, keep=0),
-    "fsdp": dict(parallel="fsdp", micro_batch=4),
-    "fsdp_bf16": dict(parallel="fsdp", micro_batch=2, grad_comm="bf16"),
+    "ddp_half": dict(micro_batch=4, save_every=10, keep=0, max_steps=20),
+    "ddp_bf16": dict(micro_batch=2, grad_comm="bf16", bucket_cap_mb=1, max_steps=5),
     "hsdp": dict(parallel="hsdp", micro_batch=4, save_every=10, keep=0),
     "hsdp_accum": dict(parallel="hsdp", micro_batch=2, checkpointing="full"),
-    "hsdp_offload": dict(parallel="hsdp", micro_batch=4, offload="optimizer"),
-    "hsdp_one_group": dict(parallel="hsdp", micro_batch=4, shard_size=4),
     "hsdp_resumed": dict(parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt", init_from=""),
-    "ddp_resumed": dict(micro_batch=4, resume="hsdp/ckpt_10.pt", init_from=""),
     "hsdp_thin": dict(parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5,
                       vocab_size=257),
-    "hsdp_bf16": dict(parallel="hsdp", micro_batch=2, grad_comm="bf16"),
-    "hsdp_ngrams": dict(parallel="hsdp", micro_batch=4, ngram=3, ngram_rows=65, init_from="", max_steps=5),
+    "hsdp_bf16": dict(parallel="hsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
 }  # fmt: skip
-COMPILED_NODE_CASES = {"hsdp_compiled": COMPILED | dict(parallel="hsdp", micro_batch=4, max_steps=6)}
+MORE_NODE_CASES = {
+    "fsdp": dict(parallel="fsdp", micro_batch=4),
+    "fsdp_bf16": dict(parallel="fsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
+    "hsdp_offload": dict(parallel="hsdp", micro_batch=4, offload="optimizer"),
+    "hsdp_one_group": dict(parallel="hsdp", micro_batch=4, shard_size=4),
+    "hsdp_alone": dict(parallel="hsdp", micro_batch=4, shard_size=1),
+    "hsdp_selective": dict(parallel="hsdp", micro_batch=4, checkpointing="selective"),
+    "ddp_resumed": dict(micro_batch=4, resume="hsdp/ckpt_10.pt", init_from=""),
+    "fsdp_resumed": dict(parallel="fsdp", micro_batch=4, resume="hsdp/ckpt_10.pt", init_from=""),
+}
+COMPILED_NODE_CASES = {
+    "hsdp_compiled": COMPILED | dict(parallel="hsdp", micro_batch=4, checkpointing="full", max_steps=6)
+}
+RENDEZVOUS = ("--rdzv_backend=c10d", "--rdzv_id=test")
 
 
 def free_port() -> int:
@@ -39,42 +55,318 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def start_node(port: int, *argv, nnodes="2", ranks=2, options=(), env=os.environ, **streams) -> subprocess.Popen:
-    """One torchrun agent of several: `ARGV` as its ranks."""
-    rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=test")
-    torchrun = ("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={ranks}", *rendezvous)
-    return subprocess.Popen(**python_process(*torchrun, *options, *argv, env=env), **streams)
+def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), cwd=None):
+    """One torchrun agent of several (Popen), with `ARGV` as its ranks. host: whether it has the rendezvous."""
+    hosts = "" if host is None else f",is_host={int(host)}"
+    options = (*options, f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}")
+    torchrun = ("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={ranks}", *RENDEZVOUS)
+    process = python_process(*torchrun, f"--rdzv_endpoint=localhost:{port}", *options, __file__, *argv)
+    process |= dict(cwd=cwd) if cwd else {}
+    with open(output, "a") as file:
+        return subprocess.Popen(**process, stdout=file, stderr=file)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same run
+
+
+def run_two_nodes(folder: Path, data: Path, noisy: Path, which: str) -> Path:
+    (folder / "data").symlink_to(data)
+    (folder / "noisy.pt").symlink_to(noisy)
+    port, output = free_port(), folder / "output.txt"
+    nodes = [start_node(port, output, "cases", folder, which) for _ in range(2)]
+    assert [node.wait(600) for node in nodes] == [0, 0], output.read_text()
+    return folder
 
 
 @pytest.fixture(scope="module")
 def two_nodes(data, noisy, tmp_path_factory) -> Path:
     """The folder of what two nodes of two ranks each left behind."""
-    folder, port = tmp_path_factory.mktemp("nodes"), free_port()
-    (folder / "data").symlink_to(data)
-    (folder / "noisy.pt").symlink_to(noisy)
-    with open(folder / "output.txt", "w") as output:
-        nodes = [start_node(port, __file__, folder, stdout=output, stderr=output) for _ in range(2)]
-    assert [node.wait(300) for node in nodes] == [0, 0], (folder / "output.txt").read_text()
-    return folder
+    return run_two_nodes(tmp_path_factory.mktemp("nodes"), data, noisy, "few")
 
 
-EXACT = ["ddp", "fsdp", "hsdp", "hsdp_accum", "hsdp_offload", "hsdp_one_group"]
-
-
-@pytest.mark.parametrize("case", EXACT)
-def test_two_nodes_train_as_one_rank(case, two_nodes, plain, data, noisy):
-    assert_same_run(two_nodes / case, plain)
+def assert_equal_to_one_rank(folder, plain, data, noisy, cases) -> None:
     expected = plain_loop(data, noisy, steps=1)[1]
-    for rank in range(4):
-        grads = torch.load(two_nodes / f"{case}.grads{rank}.pt")
-        for name, grad in grads.items():
-            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
+    for case in cases:
+        assert_same_run(folder / case, plain)
+        for rank in range(4):
+            for name, grad in torch.load(folder / f"{case}.grads{rank}.pt").items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
 
 
-def test_ranks_of_two_nodes_agree_to_the_bit(two_nodes):
+def assert_rounded(folder, plain, case) -> None:
+    """Its losses are those of the plain run to bf16's rounding, and not to fp32's."""
+    ours, theirs = (torch.tensor([row["grad_norm"] for row in map(json.loads, open(run / "metrics.jsonl"))
+                                  if "grad_norm" in row][:5]) for run in (folder / case, plain))  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
+    assert (ours / theirs - 1).abs().max() > 1e-5
+
+
+def test_two_nodes_train_as_one_rank(two_nodes, plain, data, noisy, tmp_path):
     report = json.loads((two_nodes / "report.json").read_text())
-    assert set(report.values()) == {True} and set(report) >= set(NODE_CASES)
+    assert set(report.values()) == {True} and set(report) == set(NODE_CASES)  # ranks agree to the bit
+    assert_equal_to_one_rank(two_nodes, plain, data, noisy, ["ddp_half", "hsdp", "hsdp_accum"])
+    tiny_run(tmp_path / "thin", data=data, **NODE_CASES["hsdp_thin"] | dict(parallel="auto"))
+    assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
+    for case in ("ddp_bf16", "hsdp_bf16"):
+        assert_rounded(two_nodes, plain, case)
+    log = (two_nodes / "hsdp" / "log.txt").read_text()
+    assert "FSDP2 over 2 ranks each" in log and "4 ranks x 1 grad_accum_steps" in log
+
+
+def test_checkpoints_of_any_shape_go_on_in_any_other(two_nodes, plain, data, tmp_path):
+    tiny_run(tmp_path / "one", data=data, resume=two_nodes / "hsdp" / "ckpt_10.pt")
+    for run in (two_nodes / "hsdp_resumed", tmp_path / "one"):
+        assert_same_end(run, plain)
+
+
+def assert_same_end(run: Path, whole: Path) -> None:
+    """The run, which was resumed somewhere, has the losses of the whole one, and its last weights."""
+    losses = [{row["step"]: row["train_loss"] for row in map(json.loads, open(folder / "metrics.jsonl"))
+               if "train_loss" in row} for folder in (run, whole)]  # fmt: skip
+    assert losses[0] and max(losses[0]) == max(losses[1])
+    assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-5)
+
+
+@pytest.mark.soak
+def test_two_nodes_in_every_way(data, noisy, plain, tmp_path):
+    folder = run_two_nodes(tmp_path, data, noisy, "all")
+    exact = [case for case in MORE_NODE_CASES if "resumed" not in case and "bf16" not in case]
+    assert_equal_to_one_rank(folder, plain, data, noisy, exact)
+    for case in ("ddp_resumed", "fsdp_resumed"):
+        assert_same_end(folder / case, plain)
+    assert_rounded(folder, plain, "fsdp_bf16")
+    if compiler_works():
+        tiny_run(tmp_path / "one", data=data, init_from=noisy, max_steps=6)
+        assert_same_run(folder / "hsdp_compiled", tmp_path / "one")
+
+
+def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
+    made = []
+    monkeypatch.setattr(train_gpt, "prepare", lambda source, out: made.append(source))
+    monkeypatch.setattr(train_gpt, "data_folder", lambda cfg: data)
+    for local_rank in (0, 1, 2):
+        train_gpt.open_stream(make_config(**TINY), ranks.DistContext(CPU.device, local_rank=local_rank))
+    assert made == ["python"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that cannot work together: one sentence, exit code 2 on all
+
+MISTAKES = {  # case -> its sentence
+    "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all of them alike",
+    "code": "rank 1 on HOST has a model.py of hash 000000000000, and rank 0 on HOST has",
+    "torch": f"rank 1 on HOST has PyTorch 2.9.9, and rank 0 on HOST has {torch.__version__};",
+    "clock": "the clock of rank 1 is +3600 s from that of rank 0",
+    "shard_size": "--shard_size 3 does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
+    "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512, or 1 or 3 ranks",
+    "data": "rank 1 on HOST has other/a_train_1.bin",
+    "no_data": "there is no data folder nowhere",
+    "unseen": "there is no checkpoint run/ckpt_2.pt",
+    "memory": "a rank ran out of memory in trying 8 sequences at once; give --micro_batch 4",
+}
+
+
+def mistaken_rank(folder: Path) -> None:
+    """What each of two nodes does in the test below, in a working directory of its own: every mistake in turn."""
+    rank, flags, codes = int(os.environ["RANK"]), TINY | dict(data="data", max_steps=4), {}
+    sha256, real_time = ranks.sha256_of_file, time.time
+    changes = {
+        "code": lambda patch: patch.setattr(
+            ranks, "sha256_of_file", lambda path: "0" * 64 if path.name == "model.py" else sha256(path)
+        ),
+        "torch": lambda patch: patch.setattr(torch, "__version__", "2.9.9"),
+        "clock": lambda patch: patch.setattr(ranks, "time", SimpleNamespace(time=lambda: real_time() + 3600)),
+    }
+
+    def out_of_memory(micro_batch):
+        if rank:
+            raise torch.OutOfMemoryError("out of memory")
+        return 1.0
+
+    def probe(*_):
+        dist_ctx = train_gpt.launch(make_config(device="cpu"))
+        assert agreed_peak(lambda _: 5.0 + rank, 1, True, dist_ctx) == 6.0  # the largest
+        return agreed_peak(out_of_memory, 8, True, dist_ctx)
+
+    changes["memory"] = None
+    more = {
+        "flags": dict(max_steps=4 + rank), "shard_size": dict(parallel="hsdp", shard_size=3),
+        "batch": dict(batch_tokens=480, micro_batch=5), "data": dict(data="other"), "no_data": dict(data="nowhere"),
+        "unseen": dict(out_dir="run", resume="auto"),
+    }  # fmt: skip
+    for name in MISTAKES:
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "memory":
+                patch.setattr(train_gpt, "fit_micro_batch", probe)
+                more[name] = dict(micro_batch=0)
+            elif rank and name in changes:
+                changes[name](patch)
+            print(f"== {name}", file=sys.stderr, flush=True)
+            codes[name] = train_gpt.main(flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {})))
+    (folder / f"codes{rank}.json").write_text(json.dumps(codes))
+    dist.destroy_process_group()
+
+
+def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path):
+    port, nodes = free_port(), []
+    for node in range(2):
+        cwd = tmp_path / f"node{node}"
+        make_data(cwd / "data")
+        make_data(cwd / "other")
+        if node:
+            tokens = torch.arange(17889).numpy().astype("uint16") % 256
+            write_shard(cwd / "other" / "a_train_1.bin", tokens)
+        nodes.append((cwd, tmp_path / f"output{node}.txt"))
+    tiny_run(nodes[0][0] / "run", data=nodes[0][0] / "data", max_steps=2)
+    agents = [start_node(port, output, "mistakes", tmp_path, ranks=1, cwd=cwd) for cwd, output in nodes]
+    assert [agent.wait(300) for agent in agents] == [0, 0], [output.read_text() for _, output in nodes]
+    outputs = [output.read_text().replace(os.uname().nodename, "HOST") for _, output in nodes]
+    for rank in range(2):
+        assert set(json.loads((tmp_path / f"codes{rank}.json").read_text()).values()) == {2}
+    for name, sentence in MISTAKES.items():
+        said = [line for text in outputs for line in text.split(f"== {name}\n")[1].split("== ")[0].splitlines()]
+        errors = [line for line in said if line.startswith("error")]
+        assert len(errors) == 1 and sentence in errors[0], (name, said)
+        assert errors[0].startswith(f"error [rank {int(name == 'unseen')}]"), errors
+    assert not any((cwd / "out_flags").exists() for cwd, _ in nodes)
+
+
+@pytest.mark.parametrize("rank, hosted", [(0, True), (1, True), (0, False), (1, False)])
+def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monkeypatch, capsys):
+    """Each node then waits for the others alone, at its own agent's store, or at nobody's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port if hosted else free_port()
+    monkeypatch.setattr(ranks, "PATIENCE_S", 1.5)
+    place = dict(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=hosted)).items():
+        monkeypatch.setenv(name, str(value))
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
+    found = f"rank {1 - rank} of 2 did not come to" if hosted else f"rank {rank} reaches nobody at"
+    assert code == 2 and f"error [rank {rank}]: {found} 127.0.0.1:{port}" in err and err.count("error") == 1
+    assert "start the same command on every node, with torchrun" in err
+    assert not (tmp_path / "run").exists() and not dist.is_initialized()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nodes that die
+
+
+def mortal_rank(folder: Path, out: str) -> None:
+    """A run whose steps take a while, so that it can be killed in the middle of everything."""
+    step = train_gpt.train_step
+
+    def slow_step(*arguments):
+        time.sleep(0.1)
+        return step(*arguments)
+
+    train_gpt.train_step = slow_step
+    flags = TINY | dict(data=folder / "data", out_dir=folder / out, max_steps=120, save_every=2, eval_every=3)
+    sys.exit(train_gpt.main(flags_of(flags | dict(resume="auto", micro_batch=2))))
+
+
+def last_step(run: Path) -> int:
+    """The newest step in metrics.jsonl; 0 where there is none."""
+    found = (
+        re.findall(r'"step": (\d+)', (run / "metrics.jsonl").read_text()) if (run / "metrics.jsonl").exists() else []
+    )
+    return int(found[-1]) if found else 0
+
+
+def ranks_of(agent: subprocess.Popen) -> list[int]:
+    """The processes that an agent has started."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(agent.pid)], capture_output=True, text=True).stdout
+    return [int(pid) for pid in listed.split()]
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def killed_nodes(folder: Path, kills: int) -> dict:
+    """A job on one to two nodes (elastic) whose ranks and nodes are killed until there were `kills`; what happened.
+
+    The first node has the rendezvous, so that its agent stays. A killed second node comes back after a while.
+    """
+    rng, output, report = random.Random(0), folder / "output.txt", dict(rank=0, node=0, agent=0, worlds=set())
+    options, runs = ("--max-restarts=1000", "--monitor-interval=0.5"), []
+
+    def start(port, out, host):
+        argv = ("mortal", folder, out)
+        return start_node(port, output, *argv, host=host, nnodes="1:2", ranks=1, options=options)
+
+    def wait_for_progress(run, agents, patience=120):
+        since, deadline = last_step(run), time.monotonic() + patience
+        while last_step(run) <= since and all(agent.poll() is None for agent in agents):
+            assert time.monotonic() < deadline, output.read_text()[-5000:]
+            time.sleep(0.05)
+
+    while sum(report[kind] for kind in ("rank", "node", "agent")) < kills:
+        run, port = folder / f"run{len(runs)}", free_port()
+        runs.append(run)
+        nodes = [start(port, run.name, host) for host in (True, False)]
+        while True:
+            wait_for_progress(run, nodes)
+            if any(node.poll() is not None for node in nodes):
+                break
+            time.sleep(rng.random() * 0.5)
+            done = sum(report[kind] for kind in ("rank", "node", "agent"))
+            if done < kills:
+                kind = rng.choice(["rank", "rank", "node", "agent"])
+                hit = rng.choice(nodes) if kind == "rank" else nodes[1]
+                victims = ranks_of(hit)
+                if not victims:
+                    continue
+                report[kind] += 1
+                if kind != "rank":
+                    hit.kill()
+                for victim in victims if kind != "agent" else []:
+                    kill(victim)
+                if kind != "rank":
+                    hit.wait()
+                    time.sleep(rng.random() * 12)  # the other goes on alone, if it notices in time
+                    nodes[1] = start(port, run.name, False)
+        codes = [node.wait(180) for node in nodes]
+        assert codes[0] == 0, (codes, output.read_text()[-5000:])
+        log = (run / "log.txt").read_text()
+        report["worlds"] |= set(re.findall(r"= (\d) ranks x", log))
+        report["resumed"] = report.get("resumed", 0) + log.count("resumed from")
+    return report | dict(runs=[run.name for run in runs])
+
+
+@pytest.mark.soak
+def test_nodes_that_die_and_come_back(data, tmp_path):
+    (tmp_path / "data").symlink_to(data)
+    whole = tiny_run(tmp_path / "whole", data=data, max_steps=120, eval_every=3, micro_batch=2)
+    report = killed_nodes(tmp_path, 30)
+    print(report)
+    assert report["worlds"] == {"1", "2"} and report["node"] and report["agent"] and report["rank"]
+    for name in report["runs"]:
+        assert_same_end(tmp_path / name, tmp_path / "whole")
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["stopped_by"] == "max_steps" and summary["val_loss"] == pytest.approx(
+            whole["val_loss"], rel=1e-5
+        )
+
+
+def test_world_sizes_that_can_share_a_batch_are_named():
+    cfg = make_config(**TINY | dict(batch_tokens=12 * 32, micro_batch=2))
+    with pytest.raises(UserError, match="which 5 ranks cannot share evenly; use --batch_tokens 320, or 1 or 2 or 3 or"):
+        train_gpt.seqs_per_rank(cfg, 5)
+    with pytest.raises(UserError, match="does not divide the 3 sequences that each rank takes .* or 1 or 2 or 3 or 6"):
+        train_gpt.seqs_per_rank(cfg, 4)
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]), NODE_CASES | (COMPILED_NODE_CASES if "compiled" in sys.argv else {}))
+    what, folder, *rest = sys.argv[1:]
+    if what == "cases":
+        shorten_samples(pytest.MonkeyPatch())
+        more = MORE_NODE_CASES | (COMPILED_NODE_CASES if compiler_works() else {})
+        worker(Path(folder), NODE_CASES | (more if rest[0] == "all" else {}))
+    elif what == "mistakes":
+        mistaken_rank(Path(folder))
+    else:
+        mortal_rank(Path(folder), *rest)
