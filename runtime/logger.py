@@ -80,17 +80,27 @@ class RunLogger:
             raise UserError(
                 f"the run's folder {self.folder} cannot be written ({error}); give another --out_dir"
             ) from None
-        try:
-            if fcntl:
-                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it") from None
-        except OSError as error:  # some network file systems
-            self.info(f"{self.folder} is not locked against a second run ({error})")
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        deadline = time.monotonic() + 30 * restarted  # a rank whose torchrun was killed ends when it misses the others
+        while not self.take_lock():
+            if time.monotonic() >= deadline:
+                raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it")
+            time.sleep(0.2)
         self.made = self.made or not there  # known only now: another run may have been first
         for pattern in (".tmp-ckpt_*", ".tmp-metrics.jsonl", ".tmp-summary.json"):
             for partial in self.folder.glob(pattern):
                 partial.unlink()
+
+    def take_lock(self) -> bool:
+        """Whether no other process has the folder's lock; also where there are no locks."""
+        try:
+            if fcntl:
+                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # some network file systems
+            self.info(f"{self.folder} is not locked against a second run ({error})")
+        return True
 
     def open(self, config: dict, first_step: int, sources: dict[str, Path]) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.

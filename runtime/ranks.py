@@ -52,8 +52,6 @@ def meet(rank: int, world_size: int) -> dist.Store:
         with contextlib.suppress(dist.DistStoreError):
             name, missing = store.get(f"to rank {rank}, {word}").decode(), []
             store.set(f"from rank {rank}, {name}", "")
-    elif store.add("starts", 1) > 1:  # torchrun itself does not count those for nodes that came or went
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(store.add("starts", 0) - 1)
     while missing and rank == 0 and time.monotonic() < began + PATIENCE_S:
         for other in missing:
             if store.check([f"word of rank {other}"]):

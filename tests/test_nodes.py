@@ -60,7 +60,10 @@ def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, o
     hosts = "" if host is None else f",is_host={int(host)}"
     options = (*options, f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}")
     torchrun = ("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={ranks}", *RENDEZVOUS)
-    process = python_process(*torchrun, f"--rdzv_endpoint=localhost:{port}", *options, __file__, *argv)
+    env = os.environ | dict(
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )  # else a node that comes back never meets the others
+    process = python_process(*torchrun, f"--rdzv_endpoint=localhost:{port}", *options, __file__, *argv, env=env)
     process |= dict(cwd=cwd) if cwd else {}
     with open(output, "a") as file:
         return subprocess.Popen(**process, stdout=file, stderr=file)

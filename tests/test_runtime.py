@@ -39,6 +39,7 @@ from conftest import (
     run_main,
     run_python,
     run_torchrun,
+    tiny_run,
 )
 from data.shards import UserError, write_shard
 from data.stream import TokenStream
@@ -387,6 +388,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(data, tmp_path, monkeypa
     for number in (4, 8, 10):  # what was written is the state of its own step
         a, b = (read_checkpoint(tmp_path / name / f"ckpt_{number}.pt") for name in ("run", "whole"))
         assert all(torch.equal(a["model"][name], w) for name, w in b["model"].items()) and a["step"] == number
+
+
+def test_a_checkpoint_is_left_out_while_the_one_before_is_written(data, tmp_path, monkeypatch, capsys):
+    hashing, step, over, done = content_hash, train_gpt.train_step, threading.Event(), []
+
+    def held(content):
+        if threading.current_thread() is not threading.main_thread() and content.get("step") == 4:
+            over.wait(60)
+        return hashing(content)
+
+    def counted(*arguments):
+        done.append(1)
+        if len(done) == 10:
+            over.set()
+        return step(*arguments)
+
+    monkeypatch.setattr(checkpoint, "content_hash", held)
+    monkeypatch.setattr(train_gpt, "train_step", counted)
+    tiny_run(tmp_path / "run", data=data, save_every=4, max_steps=10, keep=0)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["ckpt_10.pt", "ckpt_4.pt"]  # the last waits
+    assert capsys.readouterr().out.count("WARNING: a checkpoint is left out") == 1
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(data, tmp_path, monkeypatch, capsys):
