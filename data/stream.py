@@ -31,14 +31,14 @@ class TokenShards:
     def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
         """sha256: the hashes of shards by name, where they are known. Raises UserError for shards that are wrong."""
         self.paths, self.vocab_size = find_shards(folder, split), vocab_size
-        shards = [read_shard(path) for path in self.paths]
-        self.lengths, self.dtypes = [len(shard) for shard in shards], [shard.dtype for shard in shards]
+        shards = map(read_shard, self.paths)  # one after the other: each that is mapped takes a file handle
+        self.lengths, self.dtypes = zip(*((len(shard), shard.dtype) for shard in shards))
         self.ends = np.cumsum(self.lengths)
         self.n_tokens = int(self.ends[-1])
         unchecked = self.CHECKED
         for i, path in enumerate(self.paths):
             expected = (sha256 or {}).get(path.name) if self.lengths[i] <= unchecked else None
-            digest = hashlib.sha256(self.read_bytes(i, 0, HEADER_BYTES))
+            digest = hashlib.sha256(self.read_bytes(i, [0], HEADER_BYTES))
             for begin in range(0, min(unchecked, self.lengths[i]), self.READ_CHUNK):
                 tokens = self.read_tokens(i, begin, self.READ_CHUNK)
                 self.check_vocab(tokens, path)
@@ -46,34 +46,40 @@ class TokenShards:
                     digest.update(tokens)
             if expected and digest.hexdigest() != expected:
                 raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
-            unchecked = max(0, unchecked - self.lengths[i])
+            unchecked -= self.lengths[i]
+            if unchecked <= 0:
+                break
 
-    def read_bytes(self, i: int, offset: int, size: int) -> bytes:
-        """Bytes of shard i. Raises UserError when they are gone."""
-        error = ""
+    def read_bytes(self, i: int, offsets: list[int], size: int) -> bytes:
+        """`size` bytes of shard i from each offset, joined. Raises UserError when they are gone."""
+        parts, error = [], ""
         try:
             with open(self.paths[i], "rb") as file:  # not kept open: a corpus may have more shards than a process files
-                file.seek(offset)
-                raw = file.read(size)
+                for offset in offsets:
+                    file.seek(offset)
+                    parts.append(file.read(size))
         except OSError as e:
-            raw, error = b"", f" ({e})"
-        if len(raw) < size:
-            raise UserError(
-                f"{self.paths[i]} ended at byte {offset + len(raw)} while it was in use{error}, where {offset + size} "
-                "or more are expected; put the whole shard back and --resume"
-            )
-        return raw
+            parts.append(b"")
+            error = f" ({e})"
+        for offset, part in zip(offsets, parts):
+            if len(part) < size:
+                raise UserError(
+                    f"{self.paths[i]} ended at byte {offset + len(part)} while it was in use{error}, where "
+                    f"{offset + size} or more are expected; put the whole shard back and --resume"
+                )
+        return b"".join(parts)
 
     def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
         size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
-        return np.frombuffer(self.read_bytes(i, HEADER_BYTES + begin * size, count * size), self.dtypes[i])
+        return np.frombuffer(self.read_bytes(i, [HEADER_BYTES + begin * size], count * size), self.dtypes[i])
 
     def sample_hash(self, i: int) -> str:
         """SHA-256 over 16 chunks of 2,048 tokens of shard i, evenly spread: all of a small shard."""
-        last = max(0, self.lengths[i] - 2048)
-        chunks = (self.read_tokens(i, last * k // 15, 2048) for k in range(16))
-        return hashlib.sha256(str(self.lengths[i]).encode() + b"".join(map(np.ndarray.tobytes, chunks))).hexdigest()
+        size, count = self.dtypes[i].itemsize, min(2048, self.lengths[i])
+        begins = [(self.lengths[i] - count) * k // 15 for k in range(16)]
+        chunks = self.read_bytes(i, [HEADER_BYTES + begin * size for begin in begins], count * size)
+        return hashlib.sha256(str(self.lengths[i]).encode() + chunks).hexdigest()
 
     def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
         if tokens.size and (worst := int(tokens.max())) >= self.vocab_size:

@@ -25,7 +25,7 @@ import pytest
 import train_gpt
 from conftest import ROOT, TINY, flags_of, in_val, make_data, quiet, run_main
 from data import prepare, text
-from data.shards import UserError, find_shards, load_meta, read_shard, write_shard
+from data.shards import UserError, find_shards, load_meta, read_shard, shard_header, write_shard
 from data.stream import TokenShards, TokenStream
 from data.tokenizers import get_tokenizer
 
@@ -1415,3 +1415,44 @@ def test_other_content_is_other_data_without_meta_json_too(tmp_path):
     content = (data / "a_train_1.bin").read_bytes()
     (data / "a_train_1.bin").write_bytes(content[:5000] + b"a\0" + content[5002:])
     assert fingerprint() != before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sparse files, and reads /proc")
+@pytest.mark.parametrize("checked, steps", [(1 << 24, 100), pytest.param(1 << 28, 1000, marks=pytest.mark.soak)])
+def test_two_thousand_shards_need_little_memory_and_few_open_files(checked, steps, tmp_path):
+    """20 billion tokens with and without meta.json; at most 32 open files where Linux allows 1,024."""
+    count, names = 10_000_000, [f"{'val' if i < 10 else 'train'}_{i:06d}.bin" for i in range(2000)]
+    files = {name: dict(tokens=count, sha256="") for name in names}
+    for i, name in enumerate(names):
+        (tmp_path / name).write_bytes(shard_header(np.uint16, count) + struct.pack("<2H", 50256, i))
+        os.truncate(tmp_path / name, 1024 + 2 * count)
+    files[names[10]]["sha256"] = hashlib.sha256((tmp_path / names[10]).read_bytes()).hexdigest()
+    splits = {split: dict(tokens=n * count, bytes=None, documents=n) for split, n in (("train", 1990), ("val", 10))}
+    meta = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, splits=splits, source="test", files=files)
+    script = f"""if True:
+        import resource
+        from pathlib import Path
+        from data.stream import TokenShards, TokenStream
+
+        def mb(name):
+            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            return int(status[name].split()[0]) / 1024
+
+        def after_batches(first, last):
+            for step in range(first, last):
+                assert stream.batch(step, rank=0, world_size=8).shape == (64, 1025)
+            return mb("VmRSS")
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+        TokenShards.CHECKED, before = {checked}, mb("VmRSS")
+        stream = TokenStream({str(tmp_path)!r}, seq_len=1024, batch_tokens=524288)
+        stream.fingerprint()
+        print(mb("VmHWM") - before, -after_batches(0, 10) + after_batches(10, {steps}))
+    """
+    for content in ("", json.dumps(meta)):
+        if content:
+            (tmp_path / "meta.json").write_text(content)
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        start, batches = map(float, done.stdout.split())  # MB more
+        assert start < 40 and batches < 4, done.stdout
