@@ -5,6 +5,7 @@ computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in 
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -393,6 +394,7 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Muon + Adam
 
+STACKED = 2**26  # numbers that a rank orthogonalizes at once: they need memory several times over
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
 # singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
 NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780, -1.9908, 0.4541))
@@ -481,9 +483,15 @@ class Optimizer(torch.optim.Optimizer):
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 by_shape.setdefault(p.shape, []).append(p)
-            for params in by_shape.values() if self.fused else ([p] for p in group["params"]):
-                with self.state_on_device(params, slots) as state:
-                    update(group, params, skip, *state)
+            for stack in by_shape.values() if self.fused else ([p] for p in group["params"]):
+                most = len(stack)
+                if group["kind"] == "muon":
+                    n_ranks = math.prod(ranks.size() for ranks in rank_groups(stack[0]) if ranks)
+                    most = n_ranks * max(1, STACKED // stack[0].numel())
+                for i in range(0, len(stack), most):
+                    params = stack[i : i + most]
+                    with self.state_on_device(params, slots) as state:
+                        update(group, params, skip, *state)
 
     @contextlib.contextmanager
     def state_on_device(self, params: list[Tensor], slots: tuple[str, ...]):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import model
 import train_gpt
 from conftest import (
     ROOT,
@@ -408,7 +409,9 @@ def run_case(folder: Path, flags: dict) -> bool:
 def worker(folder: Path, cases: dict) -> None:
     """What each rank does under torchrun: all cases, then the checks that need every rank."""
     refuse_what_nccl_refuses()
-    shorten_samples(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    shorten_samples(patch)
+    patch.setattr(model, "STACKED", 4096)  # one matrix of the MLP a rank, so that Muon takes several goes
     report = {}
     for name, case in cases.items():
         flags = dict(data=folder / "data", init_from=folder / "noisy.pt") | case

@@ -1,14 +1,29 @@
 """`bench.py memory`: weights, gradients, optimizer state and activations, by formula and measured."""
 
+import math
+from collections import deque
+
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Bench, CaseFailed, Worker, build_state, measure_memory, progress, table
+from benchmarks.harness import (
+    Bench,
+    CaseFailed,
+    Worker,
+    build_state,
+    measure_memory,
+    progress,
+    table,
+    tokenizer_size,
+)
 from data.shards import UserError
+from model import GPT, Optimizer, optimizer_groups
 from ops import query_blocks
 from runtime.checks import largest_divisor
-from runtime.launch import peak_memory_mb
-from train_gpt import TrainState, make_config, train_step
+from runtime.dtype import settle_dtype
+from runtime.launch import DTYPES, peak_memory_mb, select_device
+from runtime.ranks import DistContext
+from train_gpt import TrainState, gpt_config, learning_rates, make_config, select_attn_backend, train_step
 
 
 def block_tensors(state: TrainState) -> dict[str, int]:
@@ -83,7 +98,7 @@ def saved_tensors(state: TrainState) -> dict[str, int]:
 
 def logits_bytes(state: TrainState) -> int:
     """Bytes of the fp32 logits that exist at once."""
-    tokens = state.cfg.loss_chunk or state.micro_batch * state.cfg.seq_len
+    tokens = min(state.cfg.loss_chunk or math.inf, state.micro_batch * state.cfg.seq_len)
     return 4 * tokens * state.raw_model.cfg.vocab_size
 
 
@@ -107,6 +122,43 @@ def memory_formula(state: TrainState) -> dict[str, int]:
         weights=4 * weights, gradients=4 * weights, optimizer=4 * (weights + adam),
         activations=sum(saved_tensors(state).values()), transient=transient_bytes(state),
     )  # fmt: skip
+
+
+def fsdp_formula(state: TrainState, n_ranks: int) -> dict[str, int]:
+    """The same on each of so many ranks under FSDP, which keep embeddings and head whole from forward to backward."""
+    parts, model, size = memory_formula(state), state.raw_model, state.raw_model.compute_dtype.itemsize
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    rest = sum(p.numel() for p in model.parameters()) - block * len(model.blocks)
+    whole = {"whole weights": 0 if n_ranks == 1 else size * (rest + 2 * block)}  # a block at work, and the next one
+    sharded = {part: parts[part] // n_ranks for part in ("weights", "gradients", "optimizer")}
+    return parts | sharded | whole
+
+
+def planned_state(flags: dict) -> TrainState:
+    """A state without memory behind its tensors, for formulas."""
+    cfg = make_config(**flags)
+    dist_ctx = DistContext(select_device(cfg.device))
+    settle_dtype(cfg, dist_ctx)
+    with torch.device("meta"):
+        attn = select_attn_backend(cfg, dist_ctx.device)
+        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype], cfg.loss_chunk, attn=attn)
+    optimizer = Optimizer(optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay))
+    return TrainState(cfg, dist_ctx, model, model, optimizer, None, cfg.micro_batch or 1, deque())
+
+
+def plan_ranks(bench: Bench) -> dict:
+    """Bytes per rank of 1, 2, 4 and 8 ranks under FSDP, by formula."""
+    state, rows = planned_state(bench.flags), []
+    for ranks in (1, 2, 4, 8):
+        parts = fsdp_formula(state, ranks)
+        rows.append(dict(ranks=ranks, total=sum(parts.values()) / 2**30) | {k: v / 2**30 for k, v in parts.items()})
+    columns = {"ranks": ("ranks", "d")} | {part: (part, ".2f") for part in (*parts, "total")}
+    note = (
+        f"GiB per rank under FSDP by formula: {state.cfg.preset}, {state.cfg.dtype}, --checkpointing "
+        f"{state.cfg.checkpointing}, {state.micro_batch} sequences of {state.cfg.seq_len} at once."
+    )
+    print(table("Memory per rank", rows, columns, (note,)))
+    return dict(memory=rows)
 
 
 def memory_case(flags: dict):
@@ -156,7 +208,12 @@ def measure_mode(bench: Bench, mode: str, micro_batch: int) -> list[dict]:
 
 
 def bench_memory(bench: Bench) -> dict:
-    """Weights, gradients, optimizer state, activations: by formula and measured, per checkpointing mode."""
+    """Weights, gradients, optimizer state, activations: by formula and measured, per checkpointing mode.
+
+    With --parallel fsdp: by formula only, per rank.
+    """
+    if bench.flags.get("parallel") == "fsdp":
+        return plan_ranks(bench)
     bench.reject_flags("checkpointing", "compile", "offload", "parallel")
     if bench.device.type == "mps":
         raise UserError("memory cannot be read on MPS; use --device cpu or a CUDA device")

@@ -15,9 +15,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.run import get_args_parser
 
 import train_gpt
-from conftest import TINY, assert_same_run, flags_of, make_data, python_process, run_main, shorten_samples, tiny_run
+from conftest import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    flags_of,
+    make_data,
+    python_process,
+    run_main,
+    shorten_samples,
+    tiny_run,
+)
 from data.shards import UserError, write_shard
 from runtime import ranks
 from runtime.memory import agreed_peak
@@ -361,6 +372,48 @@ def test_world_sizes_that_can_share_a_batch_are_named():
         train_gpt.seqs_per_rank(cfg, 5)
     with pytest.raises(UserError, match="does not divide the 3 sequences that each rank takes .* or 1 or 2 or 3 or 6"):
         train_gpt.seqs_per_rank(cfg, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# docs/distributed.md
+
+PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(f"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def check_torchrun(words: list[str]) -> None:
+    """torchrun knows its options and the trainer its flags; what a shell would fill in stands for itself."""
+    options, _, flags = " ".join(words).partition(" train_gpt.py ")
+    launch = get_args_parser().parse_args([*options.split(), "train_gpt.py"])
+    assert launch.nproc_per_node == "8"
+    make_config(**train_gpt.parse_args(flags.replace("--resume auto", "").split()))
+
+
+def test_launch_scripts_are_right():
+    assert len(blocks("bash")) == 4 and "#SBATCH" in blocks("bash")[2]
+    for script in blocks("bash"):
+        checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+        assert checked.returncode == 0 and not checked.stderr, checked.stderr
+        whole = script.replace("\\\n", "").replace('"', "").replace("$SLURM_NNODES", "2")
+        for line in re.findall("torchrun (.*)", whole):
+            check_torchrun(line.split())
+
+
+def test_kubernetes_job_is_right():
+    yaml = pytest.importorskip("yaml")
+    (text,) = blocks("yaml")
+    service, job = yaml.safe_load_all(text)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    check_torchrun(container["command"][1:])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8 and job["spec"]["completions"] == 2
+    assert pod["subdomain"] == service["metadata"]["name"] and pod["restartPolicy"] in ("Never", "OnFailure")
+    assert f"{job['metadata']['name']}-0.{pod['subdomain']}:29500" in " ".join(container["command"])
+    assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
 if __name__ == "__main__":
