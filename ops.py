@@ -551,13 +551,13 @@ def copy_from_full_tensor_(param: Tensor, full: Tensor, part: Tensor | None = No
 def full_tensor_on_rank0(param: Tensor, part: Tensor) -> Tensor | None:
     """A copy in host memory of the full tensor of which `part`, cut as the parameter is, is this rank's shard.
 
-    None but on rank 0, which receives a shard at a time; every rank of its shard group has to take part.
+    None but on rank 0, which receives a shard at a time from its group; every rank has to call it.
     """
     shards = rank_groups(param)[0] if part.dim() else None
     members = dist.get_process_group_ranks(shards) if shards else [0]
     rank = dist.get_rank() if dist.is_initialized() else 0
     part = part.detach()
-    if rank in members[1:] and len(part):
+    if members[0] == 0 and rank in members[1:] and len(part):  # other groups hold the same
         dist.send(part.to(param.device).contiguous(), 0, group=shards)
     if rank:
         return None

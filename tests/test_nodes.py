@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.run import get_args_parser
 
 import train_gpt
+from benchmarks import network
 from conftest import (
     ROOT,
     TINY,
@@ -26,7 +28,6 @@ from conftest import (
     make_data,
     python_process,
     run_main,
-    shorten_samples,
     tiny_run,
 )
 from data.shards import UserError, write_shard
@@ -140,6 +141,25 @@ def assert_same_end(run: Path, whole: Path) -> None:
                if "train_loss" in row} for folder in (run, whole)]  # fmt: skip
     assert losses[0] and max(losses[0]) == max(losses[1])
     assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not shutil.which("ip") or os.geteuid(), reason="needs root and iproute2, for network namespaces")
+@pytest.mark.parametrize("n_nodes, n_ranks", [(3, 1), (2, 2)])
+def test_nodes_with_networks_of_their_own(n_nodes, n_ranks, data, noisy, tmp_path):
+    shape = dict(batch_tokens=384, micro_batch=1)
+    (tmp_path / "data").symlink_to(data)
+    (tmp_path / "noisy.pt").symlink_to(noisy)
+    with network.namespaces(n_nodes) as nodes, open(tmp_path / "output.txt", "w") as output:
+        env = os.environ | dict(PYTHONPATH=str(ROOT))
+        argv = (__file__, "cases", tmp_path, json.dumps(shape))
+        started = [network.start_agent(node, i, nodes, *map(str, argv), ranks=n_ranks, env=env, stdout=output,
+                                       stderr=output) for i, node in enumerate(nodes)]  # fmt: skip
+        assert [process.wait(300) for process in started] == [0] * n_nodes, (tmp_path / "output.txt").read_text()
+    tiny_run(tmp_path / "one", data=data, init_from=noisy, **shape)
+    for case in ("ddp", "fsdp", "hsdp"):
+        assert_same_run(tmp_path / case, tmp_path / "one")
+        assert f"= {n_nodes * n_ranks} ranks x" in (tmp_path / case / "log.txt").read_text()
 
 
 @pytest.mark.soak
@@ -419,9 +439,12 @@ def test_kubernetes_job_is_right():
 if __name__ == "__main__":
     what, folder, *rest = sys.argv[1:]
     if what == "cases":
-        shorten_samples(pytest.MonkeyPatch())
-        more = MORE_NODE_CASES | (COMPILED_NODE_CASES if compiler_works() else {})
-        worker(Path(folder), NODE_CASES | (more if rest[0] == "all" else {}))
+        shapes = NODE_CASES | (MORE_NODE_CASES if rest[0] == "all" else {})
+        if rest[0] == "all" and compiler_works():
+            shapes |= COMPILED_NODE_CASES
+        if rest[0].startswith("{"):
+            shapes = {kind: json.loads(rest[0]) | dict(parallel=kind) for kind in ("ddp", "fsdp", "hsdp")}
+        worker(Path(folder), shapes)
     elif what == "mistakes":
         mistaken_rank(Path(folder))
     else:
