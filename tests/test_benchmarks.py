@@ -456,7 +456,7 @@ def test_bench_data(data, tmp_path):
 
 
 def test_bench_profile(tmp_path):
-    report = measured(tmp_path, "profile", "--dtype fp32")
+    report = measured(tmp_path, "profile", SMALL + " --dtype fp32")
     spent = {row["kind"]: row["ms"] for row in report["profile"]}
     unattributed = "unattributed (CPU overhead, idle)"
     assert sorted(spent) == ["attention", "communication", "elementwise", "matmuls", "optimizer", unattributed]
