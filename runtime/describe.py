@@ -16,7 +16,7 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
     device, meta, tokens = dist_ctx.device, stream.meta, f.batch_tokens * f.max_steps
     parallel = "DDP" if dist_ctx.world_size > 1 else "one process"
     if is_sharded(f):
-        parallel = f"FSDP2 over {ranks_per_shard(f, dist_ctx)} ranks each"
+        parallel = f"FSDP2, 1/{ranks_per_shard(f, dist_ctx)} of the weights a rank"
     n_params = sum(p.numel() for p in model.parameters())
     grad_accum_steps = f.batch_tokens // f.seq_len // dist_ctx.world_size // micro_batch
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""

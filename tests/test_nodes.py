@@ -59,12 +59,24 @@ MORE_NODE_CASES = {
 COMPILED_NODE_CASES = {
     "hsdp_compiled": COMPILED | dict(parallel="hsdp", micro_batch=4, checkpointing="full", max_steps=6)
 }
+STARTED: list[subprocess.Popen] = []  # agents
 RENDEZVOUS = ("--rdzv_backend=c10d", "--rdzv_id=test")
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def no_agent_stays():
+    """What a failed test has started ends with it."""
+    yield
+    for agent in STARTED:
+        for pid in ranks_of(agent) if agent.poll() is None else []:
+            kill(pid)
+        agent.kill()
+    STARTED.clear()
 
 
 def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), cwd=None):
@@ -78,7 +90,8 @@ def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, o
     process = python_process(*torchrun, f"--rdzv_endpoint=localhost:{port}", *options, __file__, *argv, env=env)
     process |= dict(cwd=cwd) if cwd else {}
     with open(output, "a") as file:
-        return subprocess.Popen(**process, stdout=file, stderr=file)
+        STARTED.append(subprocess.Popen(**process, stdout=file, stderr=file))
+    return STARTED[-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,7 +139,7 @@ def test_two_nodes_train_as_one_rank(two_nodes, plain, data, noisy, tmp_path):
     for case in ("ddp_bf16", "hsdp_bf16"):
         assert_rounded(two_nodes, plain, case)
     log = (two_nodes / "hsdp" / "log.txt").read_text()
-    assert "FSDP2 over 2 ranks each" in log and "4 ranks x 1 grad_accum_steps" in log
+    assert "FSDP2, 1/2 of the weights a rank" in log and "4 ranks x 1 grad_accum_steps" in log
 
 
 def test_checkpoints_of_any_shape_go_on_in_any_other(two_nodes, plain, data, tmp_path):
@@ -407,8 +420,9 @@ def blocks(language: str) -> list[str]:
 def check_torchrun(words: list[str]) -> None:
     """torchrun knows its options and the trainer its flags; what a shell would fill in stands for itself."""
     options, _, flags = " ".join(words).partition(" train_gpt.py ")
-    launch = get_args_parser().parse_args([*options.split(), "train_gpt.py"])
-    assert launch.nproc_per_node == "8"
+    launch, unknown = get_args_parser().parse_known_args([*options.split(), "train_gpt.py"])
+    newer = set() if torch.__version__ >= "2.13" else {"--shutdown-timeout=240"}
+    assert launch.nproc_per_node == "8" and set(unknown) <= newer
     make_config(**train_gpt.parse_args(flags.replace("--resume auto", "").split()))
 
 
