@@ -322,13 +322,14 @@ def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: floa
         capped = softcap_logits(logits.float(), softcap)
         log_z = capped.logsumexp(-1, keepdim=True)
         slope = 1 - (capped / softcap).square() if softcap else 1.0
+    loss = torch.where(counted, log_z - at_target, 0).sum()
     grad = (capped - log_z).exp_()
     if torch.compiler.is_compiling():  # to be one pass with what stands around it
         grad -= torch.arange(logits.size(1), device=logits.device) == target
     else:
         grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     grad = grad.mul_(slope).mul_(torch.where(counted, grad_scale, 0.0))
-    return torch.where(counted, log_z - at_target, 0).sum(), grad.to(logits.dtype)
+    return loss, grad.to(logits.dtype)
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):

@@ -44,7 +44,7 @@ from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
 from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
                             new_run_folder, printable, step_line, trials_line)
-from runtime.memory import fit_micro_batch
+from runtime.memory import fit_loss_chunk, fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
 from runtime.ranks import DistContext, check_alike, check_ranks, dist_max, dist_mean, run_on_all, run_on_rank0
@@ -96,7 +96,7 @@ class Config:
     ngram_rows: int = flag(16384, "rows of the table that all n-grams share", min=1)
     ngram_dropout: float = flag(-1.0, "probability of dropping an n-gram in training; -1 is by epochs", min=-1)
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
-    loss_chunk: int = flag(2048, "tokens per chunk of lm_head + cross-entropy; 0 disables chunking")
+    loss_chunk: int = flag(-1, "tokens per chunk of lm_head + cross-entropy; 0 = all, -1 = 2,048 (CUDA: more)", min=-1)
     # optimizer
     optimizer: str = flag("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
     muon_lr: float = flag(0.02, "learning rate of Muon")
@@ -212,11 +212,12 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     dtype = DTYPES[cfg.dtype]
     if compiled and device.type == "cpu":
         precompile_header()
-    budget, graphs = activation_budget(cfg), uses_cudagraphs(cfg)
+    shape, budget, graphs = gpt_config(cfg, vocab_size), activation_budget(cfg), uses_cudagraphs(cfg)
     try:
         with torch.device("meta" if sharded else device):
-            raw_model = GPT(gpt_config(cfg, vocab_size), dtype, cfg.loss_chunk, attn=select_attn_backend(cfg, device),
-                            checkpointing=cfg.checkpointing if budget == 1 else "none", fp8=cfg.fp8,
+            raw_model = GPT(shape, dtype, fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, device),
+                            attn=select_attn_backend(cfg, device), fp8=cfg.fp8,
+                            checkpointing=cfg.checkpointing if budget == 1 else "none",
                             doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
                             offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
         if sharded:
@@ -225,8 +226,8 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         raise UserError(str(error)) from None
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(p.nbytes for p in raw_model.parameters())
-    memory = n_seqs, cfg.seq_len, optimizer_bytes, graphs, sharded
-    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, *memory, dist_ctx)
+    need = n_seqs, cfg.seq_len, optimizer_bytes, graphs, sharded
+    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, *need, dist_ctx)
     if compiled or cfg.attn == "flex":
         torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if compiled:

@@ -22,6 +22,7 @@ from ops import query_blocks
 from runtime.checks import largest_divisor
 from runtime.dtype import settle_dtype
 from runtime.launch import DTYPES, peak_memory_mb, select_device
+from runtime.memory import fit_loss_chunk
 from runtime.ranks import DistContext
 from train_gpt import TrainState, gpt_config, learning_rates, make_config, select_attn_backend, train_step
 
@@ -85,7 +86,7 @@ def saved_tensors(state: TrainState) -> dict[str, int]:
     saved = {f"blocks: {name}": model.n_layer * size for name, size in checkpointed_tensors(state).items()}
     first = cfg.checkpointing == "none" or not keeps_normalized(state)  # else it is the input of the first block
     saved["first and last norm"] = (1 + first) * numbers * size
-    if cfg.loss_chunk:
+    if state.raw_model.loss_chunk:
         saved["gradient of the head's input"] = numbers * size  # both of the head's gradients are made early
         saved["gradient of the head's weight"] = 4 * model.vocab_size * model.n_embd
     else:
@@ -98,7 +99,7 @@ def saved_tensors(state: TrainState) -> dict[str, int]:
 
 def logits_bytes(state: TrainState) -> int:
     """Bytes of the fp32 logits that exist at once."""
-    tokens = min(state.cfg.loss_chunk or math.inf, state.micro_batch * state.cfg.seq_len)
+    tokens = min(state.raw_model.loss_chunk or math.inf, state.micro_batch * state.cfg.seq_len)
     return 4 * tokens * state.raw_model.cfg.vocab_size
 
 
@@ -109,7 +110,7 @@ def transient_bytes(state: TrainState) -> int:
     recomputed = sum(block_tensors(state).values()) - sum(checkpointed_tensors(state).values())
     inside = recomputed + (5 if keeps_normalized(state) else 10) * numbers * size
     logits = logits_bytes(state)
-    if state.cfg.loss_chunk:
+    if state.raw_model.loss_chunk:
         return max(inside, logits * (size + 16) // 4)
     return max(inside - 2 * logits, 2 * logits)
 
@@ -141,7 +142,9 @@ def planned_state(flags: dict) -> TrainState:
     settle_dtype(cfg, dist_ctx)
     with torch.device("meta"):
         attn = select_attn_backend(cfg, dist_ctx.device)
-        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype], cfg.loss_chunk, attn=attn)
+        shape = gpt_config(cfg, tokenizer_size(cfg))
+        chunk = fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, dist_ctx.device)
+        model = GPT(shape, DTYPES[cfg.dtype], chunk, attn=attn)
     optimizer = Optimizer(optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay))
     return TrainState(cfg, dist_ctx, model, model, optimizer, None, cfg.micro_batch or 1, deque())
 

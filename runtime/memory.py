@@ -39,6 +39,26 @@ def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer
     return fits
 
 
+def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
+    """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 is replaced: 2,048, or on a GPU more, as fits.
+
+    There larger matmuls are faster, and the head's gradient is added up more rarely: up to 16,384 tokens, as long as
+    logits and their gradient, in 16 bits, take a seventh of the memory at most. Raises UserError for a chunk of more
+    numbers than a kernel's 32-bit index reaches.
+    """
+    if chunk * vocab_size >= 2**31:
+        raise UserError(
+            f"--loss_chunk {chunk} times a vocabulary of {vocab_size} is 2**31 or more; use {2**31 // vocab_size - 1} "
+            "or less, or -1"
+        )
+    if chunk >= 0:
+        return chunk
+    if device.type != "cuda":
+        return 2048
+    fits = torch.cuda.get_device_properties(device).total_memory / 7 / (4 * vocab_size)
+    return max(2048, min(16384, 2 ** int(math.log2(max(1, fits)))))
+
+
 def agreed_peak(probe, micro_batch: int, sharded: bool, dist_ctx: DistContext) -> float:
     """Bytes at the peak of probe(micro_batch), the largest of the ranks; infinite when one ran out of memory.
 

@@ -20,7 +20,7 @@ from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, 
 from data import prepare
 from data.shards import UserError
 from runtime import checks
-from runtime.memory import find_max_micro_batch
+from runtime.memory import find_max_micro_batch, fit_loss_chunk
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
@@ -268,6 +268,20 @@ def help_of(main, capsys) -> str:
         main(["--help"])
     assert not ended.value.code
     return capsys.readouterr().out
+
+
+def test_loss_chunk_by_device(monkeypatch):
+    cpu, cuda, gib = torch.device("cpu"), torch.device("cuda"), 10**9
+    for memory, vocab_size, chunk in ((8, 50304, 4096), (16, 50304, 8192), (24, 50304, 16384), (141, 50304, 16384),
+                                      (141, 320, 16384), (24, 2**20, 2048), (2, 50304, 2048)):  # fmt: skip
+        properties = SimpleNamespace(total_memory=memory * gib)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
+        assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, memory
+    assert [fit_loss_chunk(chunk, 50304, cuda) for chunk in (0, 100)] == [0, 100]
+    assert fit_loss_chunk(-1, 50304, cpu) == 2048
+    with pytest.raises(UserError, match="use 42689 or less, or -1"):
+        fit_loss_chunk(50000, 50304, cpu)
+    assert fit_loss_chunk(42689, 50304, cpu) * 50304 < 2**31
 
 
 def test_help_lists_every_flag_with_its_default(capsys):
