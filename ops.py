@@ -574,7 +574,7 @@ def full_tensor_on_rank0(param: Tensor, part: Tensor) -> Tensor | None:
     for member, rows in zip(members, full.split(chunk_sizes(len(full), len(members))) if shards else [full]):
         shard = part if member == 0 else rows
         if member and len(rows):
-            shard = rows if param.device.type == "cpu" else rows.to(param.device)
+            shard = rows if param.device.type == "cpu" else torch.empty_like(rows, device=param.device)
             dist.recv(shard, member, group=shards)
         if shard is not rows:
             rows.copy_(shard)

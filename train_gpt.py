@@ -26,7 +26,7 @@ from torch import Tensor, nn
 # fmt: off
 # isort: off
 from data.prepare import prepare
-from data.shards import TrainerError, UserError, recorded_hashes
+from data.shards import RunError, TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from generation import generate, on_host
@@ -39,7 +39,7 @@ from runtime.checks import (activation_budget, check_device, check_flags, is_sha
                             seqs_per_rank, uses_cudagraphs)
 from runtime.describe import describe
 from runtime.dtype import saved_dtype, settle_dtype
-from runtime.errors import RunError, catch_signals, report_error, report_skipped
+from runtime.errors import catch_signals, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
 from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
@@ -47,7 +47,8 @@ from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_
 from runtime.memory import fit_loss_chunk, fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.ranks import DistContext, check_alike, check_ranks, dist_max, dist_mean, run_on_all, run_on_rank0
+from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, run_on_all,
+                           run_on_rank0, said_once)
 from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
@@ -56,7 +57,7 @@ from runtime.resume import (changed_flags, check_minutes, check_same_stream, che
 HERE = Path(__file__).resolve().parent
 ROOMS = [path for room in ("data", "runtime") for path in sorted((HERE / room).glob("*.py"))]
 SOURCES = [*map(HERE.joinpath, ("train_gpt.py", "model.py", "generation.py", "ops.py")), *ROOMS]
-SOURCE_FILES = tuple(path.relative_to(HERE).as_posix() for path in SOURCES)
+SOURCE_FILES = {path.relative_to(HERE).as_posix(): path for path in SOURCES}
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -225,9 +226,8 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     except ParamTableError as error:
         raise UserError(str(error)) from None
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
-    optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(p.nbytes for p in raw_model.parameters())
-    need = n_seqs, cfg.seq_len, optimizer_bytes, graphs, sharded
-    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, *need, dist_ctx)
+    optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(to_local(p).nbytes for p in raw_model.parameters())
+    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, n_seqs, cfg.seq_len, optimizer_bytes, graphs, dist_ctx)
     if compiled or cfg.attn == "flex":
         torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if compiled:
@@ -303,9 +303,9 @@ def reseed_step(state: TrainState) -> None:
 
 
 def maybe_no_sync(state: TrainState, last: bool):
-    """The ranks' gradients meet on the last micro-step only; a context for its forward and backward pass."""
-    if hasattr(state.model, "set_requires_gradient_sync"):  # FSDP
-        state.model.set_requires_gradient_sync(last)
+    """Copies of the weights share gradients on the last micro-step only; a context for its forward and backward."""
+    if hasattr(state.model, "set_requires_all_reduce"):  # FSDP, whose shards of gradients meet in every micro-step
+        state.model.set_requires_all_reduce(last)
     elif state.dist_ctx.world_size > 1 and not last:
         return state.model.no_sync()
     return contextlib.nullcontext()
@@ -384,9 +384,11 @@ def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int
 
 
 def launch(cfg: Config) -> DistContext:
-    """Choose the device and join the other ranks, if torchrun started any. Raises UserError."""
+    """Choose the device and join the other ranks, if torchrun started any and they are alike. Raises UserError."""
     need_group, process = is_sharded(cfg), (cfg.device, cfg.alloc_conf, cfg.deterministic, cfg.matmul_precision)
-    return init_distributed(*process, cfg.attn, need_group)
+    dist_ctx = init_distributed(*process, cfg.attn, need_group)
+    check_ranks(dist_ctx, dataclasses.asdict(cfg), SOURCE_FILES)
+    return dist_ctx
 
 
 def check_hardware(cfg: Config, dist_ctx: DistContext) -> list[str]:
@@ -415,8 +417,7 @@ def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
     stream = run_on_all(
         dist_ctx, lambda: TokenStream(folder, cfg.seq_len, cfg.batch_tokens, cfg.seed, cfg.vocab_size, cfg.doc_align)
     )
-    if dist_max(dist_ctx, stream.fingerprint() != run_on_rank0(dist_ctx, stream.fingerprint)):
-        check_alike(dist_ctx, stream.shard_hashes(), f"give every node the same data in {folder}")
+    check_alike(dist_ctx, stream.facts(), f"give every node the same data in {folder}")
     return stream
 
 
@@ -469,10 +470,9 @@ def load_checkpoint(state: TrainState, stream: TokenStream, timer: TrainTimer, c
     load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
     if not resumes:
         return
-    step = checkpoint["step"]
-    check_same_stream(checkpoint, stream.fingerprint(), stream.position(step), stream.folder, path)
+    state.step = checkpoint["step"]
+    check_same_stream(checkpoint, stream.fingerprint(), stream.position(state.step), stream.folder, path)
     load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
-    state.step = step
     timer.train_time, timer.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
 
 
@@ -507,8 +507,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
     Raises TrainerError.
     """
     cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
-    timer, sources = TrainTimer(dist_ctx.device), {name: HERE / name for name in SOURCE_FILES}
-    check_ranks(dist_ctx, dataclasses.asdict(cfg), sources)
+    timer = TrainTimer(dist_ctx.device)
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
     notes = run_on_all(dist_ctx, lambda: check_hardware(cfg, dist_ctx))
     stream = open_stream(cfg, dist_ctx)
@@ -525,7 +524,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         notes += settle_dtype(cfg, dist_ctx)
         state = run_on_all(dist_ctx, lambda: build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"]))
         if cfg.minutes and not resumes:
-            cfg.max_steps, note = choose_max_steps(state, stream, timer)
+            cfg.max_steps, note = run_on_all(dist_ctx, lambda: choose_max_steps(state, stream, timer))
             notes.append(note)
         state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
         if path:
@@ -533,12 +532,13 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
             run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
-        rows = logger.open(flags, state.step, sources)
+        rows = logger.open(flags, state.step, SOURCE_FILES)
         rates = learning_rates(cfg)
         for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE), *notes):
             logger.info(line)
         try:
             summary = loop(state, stream, logger, timer, signals, rows)
+            check_stop(dist_ctx, signals, summary["stopped_by"])
         except TrainerError as error:
             if logger.log:  # the command line prints it on standard error, which may be lost
                 logger.log.write(f"ended: {error}")
@@ -609,7 +609,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                     )
                     if failure:
                         save()  # the guard has kept these weights whole
-                        raise RunError(failure)
+                        raise said_once(dist_ctx, RunError(failure))
             only_eval = False
             saved = state.step > progress.first_step and due(cfg.save_every) and save(must=bool(stop))
             if eval_due():

@@ -42,6 +42,10 @@ class UserError(TrainerError):
     """A user's mistake: exit code 2."""
 
 
+class RunError(TrainerError):
+    """What ends a run and is not the user's mistake: exit code 1."""
+
+
 # ---- Files ----------------------------------------------------------------------------------------------------------
 
 

@@ -268,10 +268,11 @@ class TokenStream:
             for split in (self.train, self.val)
         ]
 
-    def shard_hashes(self) -> dict[str, str]:
-        """What fingerprint sums up: the hash of each shard and of what meta.json records of them, by name."""
+    def facts(self) -> dict[str, str]:
+        """What fingerprint sums up, and the tokenizer: a hash of each shard and what meta.json says, by name."""
         found = {str(self.folder / name): f"{n} tokens, {h[:12]}" for name, n, h in sum(self.shard_samples, [])}
-        return found | {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
+        said = {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
+        return found | said | {f"meta.json's {key}": self.meta[key] for key in ("tokenizer", "vocab_size", "eot")}
 
     def fingerprint(self) -> str:
         """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""

@@ -14,9 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data.shards import TOKENIZER_SIZES, UserError, atomic_write
+from data.shards import TOKENIZER_SIZES, RunError, UserError, atomic_write
 from ops import copy_from_full_tensor_, full_tensor_on_rank0, to_local
-from runtime.errors import RunError
 from runtime.logger import RunLogger
 from runtime.ranks import DistContext, dist_max
 

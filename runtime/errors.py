@@ -18,10 +18,6 @@ from data.shards import TrainerError, UserError
 FILE_MISTAKES = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-class RunError(TrainerError):
-    """What ends a run and is not the user's mistake: exit code 1."""
-
-
 @contextlib.contextmanager
 def catch_signals():
     """Yields a list that SIGTERM, SIGINT, SIGUSR1 and SIGHUP land in by name; a second one ends the process at once.
@@ -122,7 +118,7 @@ def explain_peer_failure(error: Exception) -> str:
     network = (dist.DistNetworkError, dist.DistBackendError, dist.DistStoreError)
     if not (isinstance(error, network) or type(error) is RuntimeError and found):
         return ""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return ""
     return f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why"
 

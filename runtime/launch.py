@@ -70,7 +70,7 @@ def join_process_group(device: torch.device, rank: int, world_size: int) -> None
     """NCCL on CUDA, gloo elsewhere, by torchrun's store, or alone by one of this process. Raises UserError."""
     store = dist.HashStore()
     if "WORLD_SIZE" in os.environ:
-        store = meet(rank, world_size)
+        store = meet(rank, world_size, device.type)
     on_cuda = device.type == "cuda"
     dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
                             rank=rank, world_size=world_size)  # fmt: skip

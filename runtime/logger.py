@@ -80,8 +80,8 @@ class RunLogger:
             raise UserError(
                 f"the run's folder {self.folder} cannot be written ({error}); give another --out_dir"
             ) from None
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        deadline = time.monotonic() + 30 * restarted  # a rank whose torchrun was killed ends when it misses the others
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0  # not all of them are counted
+        deadline = time.monotonic() + 30 * restarts  # a rank whose torchrun was killed ends when it misses the others
         while not self.take_lock():
             if time.monotonic() >= deadline:
                 raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it")

@@ -11,7 +11,7 @@ from runtime.ranks import DistContext, dist_max
 
 
 def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int, cudagraphs: bool,
-                    sharded: bool, dist_ctx: DistContext) -> int:  # fmt: skip
+                    dist_ctx: DistContext) -> int:  # fmt: skip
     """The sequences of a micro-step: on a GPU as many as fit; elsewhere those of 8,192 tokens, as more are no faster.
 
     n_seqs: those of a step, which the result divides. optimizer_bytes: what the optimizer will need on the device.
@@ -26,7 +26,7 @@ def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer
         return torch.cuda.max_memory_allocated()
 
     def peak(micro_batch: int) -> float:
-        used = agreed_peak(probe, micro_batch, sharded, dist_ctx)
+        used = agreed_peak(probe, micro_batch, n_seqs if hasattr(model, "reshard") else 0, dist_ctx)  # FSDP
         torch.cuda.empty_cache()
         return used
 
@@ -59,19 +59,21 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     return max(2048, min(16384, 2 ** int(math.log2(max(1, fits)))))
 
 
-def agreed_peak(probe, micro_batch: int, sharded: bool, dist_ctx: DistContext) -> float:
+def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) -> float:
     """Bytes at the peak of probe(micro_batch), the largest of the ranks; infinite when one ran out of memory.
 
-    Raises UserError for that, on every rank, when `sharded`: the other GPUs then wait for the shards of that rank. The
-    ranks agree on the CPU, which waits for no GPU, so that none hangs.
+    Raises UserError for that, on every rank, when `n_sharded` sequences a step are trained on sharded weights: the
+    other GPUs then wait for the shards of that rank. The ranks agree on the CPU, which waits for no GPU.
     """
     try:
         used = probe(micro_batch)
     except torch.OutOfMemoryError:
         used = math.inf
     used = dist_max(dist_ctx, used)
-    if sharded and used == math.inf:
-        less = f"--micro_batch {max(1, micro_batch // 2)}" if micro_batch > 1 else "more ranks or --checkpointing full"
+    if n_sharded and used == math.inf:
+        less = "--checkpointing full, or shard over more ranks"
+        if micro_batch > 1:
+            less = f"--micro_batch {largest_divisor(n_sharded, micro_batch // 2)}"
         raise UserError(f"a rank ran out of memory in trying {micro_batch} sequences at once; give {less}")
     return used
 

@@ -1,9 +1,7 @@
 """Ranks: how they meet, agree, and share what one of them found out."""
 
-import contextlib
 import os
 import platform
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.shards import TrainerError, UserError, sha256_of_file
+from data.shards import RunError, TrainerError, UserError, sha256_of_file
 
 PATIENCE_S = 600.0  # with ranks that come later, as torchrun has with nodes
 RENDEZVOUS_ADVICE = (
@@ -34,38 +32,47 @@ class DistContext:
     cpu_group: dist.ProcessGroup | None = None
 
 
-def meet(rank: int, world_size: int) -> dist.Store:
-    """A store for these ranks, started together, alone. Raises UserError when some of them do not come.
+def meet(rank: int, world_size: int, device: str) -> dist.Store:
+    """A store for these ranks, started together, alone. Raises UserError when some do not come, or differ in `device`.
 
     torchrun keeps its own store over restarts, with the addresses of ranks that have died in it, and counts restarts on
     each node for itself. So rank 0 draws a name for this start, and tells it to whom says a word that is drawn now.
     """
-    endpoint, began = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", time.monotonic()
+    endpoint, deadline = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", time.monotonic() + PATIENCE_S
     try:
         store = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
     except RuntimeError as error:
         raise UserError(f"rank {rank} reaches nobody at {endpoint} ({error}); {RENDEZVOUS_ADVICE}") from None
-    word, name, missing, told = os.urandom(8).hex(), os.urandom(8).hex(), list(range(1, world_size)), False
-    store.set(f"word of rank {rank}", word)
+    word, name, missing, devices = os.urandom(8).hex(), os.urandom(8).hex(), list(range(1, world_size)), {0: device}
+    late = f"did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
     if rank:
-        missing = [0]
-        with contextlib.suppress(dist.DistStoreError):
-            name, missing = store.get(f"to rank {rank}, {word}").decode(), []
-            store.set(f"from rank {rank}, {name}", "")
-    while missing and rank == 0 and time.monotonic() < began + PATIENCE_S:
+        store.set(f"word of rank {rank}", word)
+        try:
+            name = store.get(f"to rank {rank}, {word}").decode()
+            store.set(f"from rank {rank}, {name}", device)
+            verdict = store.get(f"verdict, {name}").decode()
+        except dist.DistStoreError:
+            raise UserError(f"rank 0 of {world_size} {late}") from None
+        if verdict:
+            error = UserError(verdict)
+            error.said = True
+            raise error
+        return dist.PrefixStore(name, store)
+    while missing and time.monotonic() < deadline:
         for other in missing:
             if store.check([f"word of rank {other}"]):
                 store.set(f"to rank {other}, {store.get(f'word of rank {other}').decode()}", name)
+            if store.check([f"from rank {other}, {name}"]):
+                devices[other] = store.get(f"from rank {other}, {name}").decode()
+        missing = [other for other in missing if other not in devices]
         time.sleep(0.01)
-        missing = [other for other in missing if not store.check([f"from rank {other}, {name}"])]
-        if missing and not told and time.monotonic() > began + 30:
-            told = True
-            print(f"waiting at {endpoint} for {ranks_named(missing, world_size)}", file=sys.stderr, flush=True)
-    if missing:
-        raise UserError(
-            f"{ranks_named(missing, world_size)} did not come to {endpoint} within {PATIENCE_S:.0f} s; "
-            f"{RENDEZVOUS_ADVICE}"
-        )
+    verdict = f"{ranks_named(missing, world_size)} {late}" if missing else ""
+    for other in devices:
+        if devices[other] != device:
+            verdict = f"rank {other} runs on {devices[other]}, and rank 0 on {device}; give all the same --device"
+    store.set(f"verdict, {name}", verdict)
+    if verdict:
+        raise UserError(verdict)
     return dist.PrefixStore(name, store)
 
 
@@ -86,8 +93,7 @@ def run_on_rank0(dist_ctx: DistContext, function):
     if dist_ctx.world_size > 1:
         dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
     if answer[1] is not None:
-        answer[1].said = dist_ctx.rank > 0
-        raise answer[1]
+        raise said_once(dist_ctx, answer[1])
     return answer[0]
 
 
@@ -100,6 +106,12 @@ def run_on_all(dist_ctx: DistContext, function):
         errors[first].said = dist_ctx.rank != first
         raise errors[first]
     return result
+
+
+def said_once(dist_ctx: DistContext, error: TrainerError) -> TrainerError:
+    """An error that every rank raises, for rank 0 to say."""
+    error.said = dist_ctx.rank > 0
+    return error
 
 
 def attempt(function) -> tuple:
@@ -141,6 +153,8 @@ def dist_mean(dist_ctx: DistContext, value: Tensor) -> float:
 
 def check_alike(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
     """Raises UserError, on every rank, when a rank has another value of one of these facts than rank 0 has."""
+    if not dist_max(dist_ctx, facts != run_on_rank0(dist_ctx, lambda: facts)):
+        return
     everyones = gather_objects(dist_ctx, (platform.node(), facts))
 
     def compare() -> None:
@@ -157,6 +171,8 @@ def check_alike(dist_ctx: DistContext, facts: dict[str, object], advice: str) ->
 def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) -> None:
     """Raises UserError, on every rank, when one has other flags, code or PyTorch than rank 0, or another clock."""
     facts = {f"--{name}": value for name, value in flags.items()} | {"PyTorch": torch.__version__}
+    if flags.get("parallel") == "hsdp" and not flags["shard_size"]:
+        facts["so many ranks on its node:"] = dist_ctx.local_world_size
     facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
     check_alike(dist_ctx, facts, "start all of them alike, and resume from a folder that all of them see")
     check_clocks(dist_ctx)
@@ -177,3 +193,17 @@ def check_clocks(dist_ctx: DistContext, most_s: float = 60.0) -> None:
             )
 
     run_on_rank0(dist_ctx, compare)
+
+
+def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
+    """Raises RunError on nodes whose ranks got no signal when that of another node ended the run.
+
+    Their torchrun then starts them again, with the nodes that are left or when that one is back.
+    """
+    if stopped_by.lower().startswith("sig"):
+        node = os.environ.get("GROUP_RANK", "0")
+        told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
+        if node not in told:
+            error = RunError("another node was told to stop; all has been saved, and --resume continues")
+            error.said = dist_ctx.local_rank > 0
+            raise error

@@ -24,6 +24,7 @@ from conftest import (
     ROOT,
     TINY,
     assert_same_run,
+    final,
     flags_of,
     make_data,
     python_process,
@@ -154,6 +155,8 @@ def assert_same_end(run: Path, whole: Path) -> None:
                if "train_loss" in row} for folder in (run, whole)]  # fmt: skip
     assert losses[0] and max(losses[0]) == max(losses[1])
     assert losses[0] == pytest.approx({step: losses[1][step] for step in losses[0]}, rel=1e-5)
+    for name, w in final(run)["model"].items():
+        torch.testing.assert_close(w, final(whole)["model"][name], rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.soak
@@ -233,8 +236,8 @@ def mistaken_rank(folder: Path) -> None:
 
     def probe(*_):
         dist_ctx = train_gpt.launch(make_config(device="cpu"))
-        assert agreed_peak(lambda _: 5.0 + rank, 1, True, dist_ctx) == 6.0  # the largest
-        return agreed_peak(out_of_memory, 8, True, dist_ctx)
+        assert agreed_peak(lambda _: 5.0 + rank, 1, 8, dist_ctx) == 6.0  # the largest
+        return agreed_peak(out_of_memory, 8, 8, dist_ctx)
 
     changes["memory"] = None
     more = {
