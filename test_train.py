@@ -396,8 +396,18 @@ def run_case(folder: Path, flags: dict) -> bool:
             grads.update({name: full(p.grad) for name, p in used})
         step(self, skip)
 
+    no_sync, calls = train_gpt.maybe_no_sync, []
+
+    def checked(state, last):
+        """FSDP's gradients are there after every micro-step: in shards, as none are kept whole until the last."""
+        if flags.get("parallel") == "fsdp" and len(calls) % state.grad_accum_steps:
+            assert all(p.grad is not None for p in state.raw_model.parameters())
+        calls.append(last)
+        return no_sync(state, last)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Optimizer, "step", step_and_note)
+        patch.setattr(train_gpt, "maybe_no_sync", checked)
         tiny_run(folder, **flags)
     torch.save(grads, f"{folder}.grads{dist.get_rank()}.pt")
     weights = torch.cat([full(p).flatten() for _, p in used])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 import bench
 import export
@@ -298,7 +299,9 @@ def test_readme_names_real_commands_and_flags(capsys):
     known = {f.name for f in dataclasses.fields(train_gpt.Config)}
     for script in (sample, prepare, bench, export):
         known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
-    known |= {"nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "max", "standalone"}  # torchrun's and pip's
+    torchrun = [option for action in get_args_parser()._actions for option in action.option_strings]
+    known |= {re.match(r"-*(\w+)", option)[1] for option in torchrun} | {"shutdown"}
+    known |= {"nodes", "ntasks", "gpus", "cpus", "time", "signal", "kill", "pid"}  # of Slurm and py-spy
     readme = (ROOT / "README.md").read_text()
     for page in (readme, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))):
         assert set(re.findall(r"(?<![\w-])--(\w+)", page)) - known == set()

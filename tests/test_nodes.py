@@ -336,12 +336,15 @@ def kill(pid: int) -> None:
         pass
 
 
+DEATHS = ("rank", "node", "agent", "told")  # SIGKILL to a rank, to torchrun and its ranks, to it alone; SIGTERM to it
+
+
 def killed_nodes(folder: Path, kills: int) -> dict:
     """A job on one to two nodes (elastic) whose ranks and nodes are killed until there were `kills`; what happened.
 
     The first node has the rendezvous, so that its agent stays. A killed second node comes back after a while.
     """
-    rng, output, report = random.Random(0), folder / "output.txt", dict(rank=0, node=0, agent=0, worlds=set())
+    rng, output, report = random.Random(0), folder / "output.txt", dict.fromkeys(DEATHS, 0) | dict(worlds=set())
     options, runs = ("--max-restarts=1000", "--monitor-interval=0.5"), []
 
     def start(port, out, host):
@@ -354,7 +357,10 @@ def killed_nodes(folder: Path, kills: int) -> dict:
             assert time.monotonic() < deadline, output.read_text()[-5000:]
             time.sleep(0.05)
 
-    while sum(report[kind] for kind in ("rank", "node", "agent")) < kills:
+    def deaths():
+        return sum(report[kind] for kind in DEATHS)
+
+    while deaths() < kills:
         run, port = folder / f"run{len(runs)}", free_port()
         runs.append(run)
         nodes = [start(port, run.name, host) for host in (True, False)]
@@ -363,20 +369,19 @@ def killed_nodes(folder: Path, kills: int) -> dict:
             if any(node.poll() is not None for node in nodes):
                 break
             time.sleep(rng.random() * 0.5)
-            done = sum(report[kind] for kind in ("rank", "node", "agent"))
-            if done < kills:
-                kind = rng.choice(["rank", "rank", "node", "agent"])
+            if deaths() < kills:
+                kind = rng.choice(["rank", *DEATHS])
                 hit = rng.choice(nodes) if kind == "rank" else nodes[1]
                 victims = ranks_of(hit)
                 if not victims:
                     continue
                 report[kind] += 1
                 if kind != "rank":
-                    hit.kill()
-                for victim in victims if kind != "agent" else []:
+                    hit.terminate() if kind == "told" else hit.kill()
+                for victim in victims if kind in ("rank", "node") else []:
                     kill(victim)
                 if kind != "rank":
-                    hit.wait()
+                    hit.wait(60)
                     time.sleep(rng.random() * 12)  # the other goes on alone, if it notices in time
                     nodes[1] = start(port, run.name, False)
         codes = [node.wait(180) for node in nodes]
@@ -393,7 +398,7 @@ def test_nodes_that_die_and_come_back(data, tmp_path):
     whole = tiny_run(tmp_path / "whole", data=data, max_steps=120, eval_every=3, micro_batch=2)
     report = killed_nodes(tmp_path, 30)
     print(report)
-    assert report["worlds"] == {"1", "2"} and report["node"] and report["agent"] and report["rank"]
+    assert report["worlds"] == {"1", "2"} and all(report[kind] for kind in DEATHS)
     for name in report["runs"]:
         assert_same_end(tmp_path / name, tmp_path / "whole")
         summary = json.loads((tmp_path / name / "summary.json").read_text())
