@@ -21,9 +21,9 @@ from torch.optim.sgd import sgd
 # isort: off
 from generation import KVCache, LayerCache, at
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
-                 ce_fwd_bwd, chunk_sizes, gather_parts, gather_whole_matrices, hashed_uniform, matvec, module_made,
-                 ngram_hashes, ngram_rows, norm, normal, offload_activations, one_row, rank_groups, relu_squared,
-                 scatter_updates, softcap_logits, to_local, zeros)
+                 ce_fwd_bwd, chunk_sizes, cross_entropy, gather_parts, gather_whole_matrices, hashed_uniform, matvec,
+                 module_made, ngram_hashes, ngram_rows, norm, normal, offload_activations, one_row, rank_groups,
+                 relu_squared, scatter_updates, softcap_logits, to_local, zeros)
 # isort: on
 # fmt: on
 
@@ -202,7 +202,7 @@ class GPT(nn.Module):
         self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
-        self.ce_fn = ce_fwd_bwd
+        self.ce_fn, self.cross_entropy = ce_fwd_bwd, cross_entropy
         self.head.fp8 = fp8
         for block in self.blocks:
             block.checkpointing, block.offload, block.attn.backend = checkpointing, offload, attn
@@ -229,6 +229,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compiled = torch.compile(block.forward_with_ac, mode=mode, dynamic=False, fullgraph=True)
         self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=False, fullgraph=True)
+        if self.head.weight.is_cuda:  # of evaluation; a CPU saves less than it takes to compile
+            self.cross_entropy = torch.compile(cross_entropy, dynamic=False, fullgraph=True)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None,
                 last: bool = False) -> Tensor:  # fmt: skip
@@ -308,8 +310,8 @@ class GPT(nn.Module):
             return ChunkedLinearCrossEntropy.apply(x, self.head.weight, targets, *options)
         losses = []
         for part, target in zip(x.split(chunk), targets.split(chunk)):
-            logits = softcap_logits(self.head(part).float(), self.cfg.softcap)
-            losses.append(F.cross_entropy(logits, target, ignore_index=-1, reduction="sum"))
+            logits = self.head(part)
+            losses.append(self.cross_entropy(logits, target, self.cfg.softcap))
         return torch.stack(losses).sum()
 
 

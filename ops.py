@@ -309,6 +309,11 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
+def cross_entropy(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
+    """Summed cross entropy of soft-capped logits (N, V), fp32 (); a target of -1 is not counted."""
+    return F.cross_entropy(softcap_logits(logits.float(), softcap), targets, ignore_index=-1, reduction="sum")
+
+
 def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float) -> tuple[Tensor, Tensor]:
     """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype."""
     target, counted = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
