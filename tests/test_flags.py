@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -312,6 +313,29 @@ def test_readme_names_real_commands_and_flags(capsys):
             if script == "train_gpt.py":
                 make_config(**train_gpt.parse_args(flags.split("#")[0].split()))
     assert "python -m pytest" in readme
+
+
+def test_script_of_the_first_gpu_run_names_real_commands(tmp_path):
+    """It is run with programs that only note how they are called."""
+    page = (ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
+    (script,) = re.findall("^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert max(map(len, page.splitlines())) <= 120
+    for name in ("python", "torchrun", "nvidia-smi"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\n')
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | dict(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    command = ["bash", "-c", script, "first_run", tmp_path / "out"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.count("exit code 0") == 2 * len(calls) > 50  # as it goes, and all at the end
+    for program, *words in calls:
+        if "train_gpt.py" in words:
+            make_config(**train_gpt.parse_args(words[words.index("train_gpt.py") + 1 :]))
+        elif words[0] == "bench.py":
+            bench.parse(words[1:])
+        else:
+            assert program == "nvidia-smi" or words[0] in ("-c", "-m") or (ROOT / words[0]).exists(), words
 
 
 # ---------------------------------------------------------------------------------------------------------------------
