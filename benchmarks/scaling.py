@@ -1,56 +1,227 @@
 """`bench.py scaling`: weak and strong scaling over 1, 2, 4, ... ranks of this machine, or over torchrun's ranks."""
 
 import contextlib
+import functools
+import math
 import multiprocessing.connection
 import os
+import statistics
+import unittest.mock
+from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from benchmarks.harness import Bench, CaseFailed, Worker, build_state, median_min_max, progress, table, timed
-from runtime.checks import largest_divisor
-from runtime.launch import cpu_cores, peak_memory_mb
-from train_gpt import make_config, train_step
+from ops import cudagraph_mark_step, rank_groups
+from runtime.checks import largest_divisor, uses_cudagraphs
+from runtime.launch import DTYPES, cpu_cores, peak_memory_mb
+from train_gpt import TrainState, make_config, train_step
 
 COLUMNS = {
     "name": ("batch", ""), "ranks": ("ranks", "d"), "tokens": ("tokens/step", ",d"), "ms": ("ms/step", ",.1f"),
     "tokens_per_s": ("tokens/s", ",.0f"), "efficiency": ("efficiency", ".0%"),
-    "communication": ("exposed all-reduce", ".1%"), "peak_mb": ("peak MiB per rank", ",.0f"), "note": ("", ""),
+    "communication": ("exposed exchange", ".1%"), "predicted_ms": ("predicted ms", ",.1f"),
+    "sent_mb": ("MiB sent per step and rank", ",.1f"), "measured_mb": ("measured", ",.1f"),
+    "mbit": ("Mbit/s", ",.0f"), "peak_mb": ("peak MiB per rank", ",.0f"), "note": ("", ""),
 }  # fmt: skip
+COLLECTIVES = {"all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single",
+               "reduce_scatter_tensor", "reduce_scatter_single"} & set(dir(dist))  # fmt: skip
+NOTE = (
+    "Exposed exchange: the fraction of a step that is saved by sending neither gradients, weights nor Muon's updates. "
+    "Predicted: the time of a step that sends nothing, and the bytes at the speed of their collectives alone, Mbit/s. "
+    "Sent: counted for rings, as NCCL's and gloo's, whose reduce-scatter sends what an all-reduce does, twice NCCL's; "
+    "and measured, on Linux CPUs, at the network interfaces of rank 0's machine, headers and other programs included."
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step sends, and how long that takes
+
+KINDS = {  # of what is sent -> its collective; among the ranks that share one copy of the weights, or one part of it
+    "gradients, scattered": ("reduce-scatter", "shards"),
+    "gradients, averaged": ("all-reduce", "replicas"),
+    "weights": ("all-gather", "shards"),
+    "Muon, to the owner and back": ("all-to-all", "shards"),
+    "Muon, to all": ("all-gather", "replicas"),
+}
+
+
+def ring_factor(collective: str, group: dist.ProcessGroup | None) -> float:
+    """Bytes that a rank sends in a collective of this group, over those of the largest tensor that it is given or gets.
+
+    Of rings, as NCCL's and gloo's; but gloo's reduce-scatter is an all-reduce of which a part is kept.
+    """
+    n = group.size() if group else 1
+    twice = collective == "all-reduce" or collective == "reduce-scatter" and n > 1 and dist.get_backend(group) == "gloo"
+    return (1 + twice) * (n - 1) / n
+
+
+def bytes_per_step(state: TrainState) -> dict[str, float]:
+    """Bytes that the busiest rank sends in one optimizer step, of each of KINDS; it receives as many.
+
+    Under DDP the shards are whole. Norms and scalars are not counted.
+    """
+    cfg, params = state.cfg, dict(state.raw_model.named_parameters())
+    shards, replicas = rank_groups(params["wte.weight"])
+    n_shards, n_replicas = shards.size() if shards else 1, replicas.size() if replicas else 1
+    padded = {name: -(-len(p) // n_shards) * n_shards * p.shape[1:].numel() for name, p in params.items()}
+    total, blocks = sum(padded.values()), sum(n for name, n in padded.items() if name.startswith("blocks."))
+    grads = total * DTYPES[cfg.grad_comm].itemsize
+    # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and for
+    # the backward pass of each, but the root's stay in between.
+    weights = (total + blocks) * DTYPES[cfg.dtype].itemsize * state.grad_accum_steps
+    owned = updates = 0
+    for group in state.optimizer.param_groups:
+        for (rows, cols), count in Counter(p.shape for p in group["params"] if group["kind"] == "muon").items():
+            mine = -(-count // n_replicas)
+            owned += 2 * -(-mine // n_shards) * rows * cols
+            updates += mine * n_replicas * -(-rows // n_shards) * cols
+    owned, updates = (n * state.optimizer.ns_dtype.itemsize for n in (owned, updates))
+    sizes = (grads * state.grad_accum_steps, grads / n_shards, weights, owned, updates)
+    groups = dict(shards=shards, replicas=replicas)
+    factors = [ring_factor(collective, groups[place]) for collective, place in KINDS.values()]
+    return {kind: factor * size for kind, factor, size in zip(KINDS, factors, sizes)}
+
+
+def early_fraction(state: TrainState) -> float:
+    """The fraction of gradients that travel during the backward pass: DDP's buckets that are full before another is.
+
+    DDP fills them from the last parameter on; the embeddings' gradients are there when the backward pass ends. FSDP
+    waits for each exchange on a CPU. (On GPUs it does not: what is predicted there is the longest that a step takes.)
+    """
+    early = last = bucket = 0
+    for name, p in reversed(list(state.raw_model.named_parameters())):
+        if name in ("wte.weight", "ngrams.weight"):
+            break
+        bucket += p.nbytes
+        if bucket >= state.cfg.bucket_cap_mb * 2**20:
+            early, last, bucket = early + last, bucket, 0
+    return early / sum(p.nbytes for p in state.raw_model.parameters()) if hasattr(state.model, "no_sync") else 0.0
+
+
+def predicted_seconds(compute: float, sent: dict[str, float], speeds: dict[str, float], early: float = 0.0,
+                      backward: float = 0.0) -> float:  # fmt: skip
+    """Seconds of a step: those of one that sends nothing, and bytes over bytes/s of each kind, but what DDP hides.
+
+    early: the fraction of gradients whose all-reduce runs during the last backward pass, of `backward` seconds.
+    """
+    seconds = {kind: n / speeds[kind] for kind, n in sent.items() if n}
+    return compute + sum(seconds.values()) - min(early * seconds.get("gradients, averaged", 0.0), backward)
+
+
+def measure_speeds(state: TrainState, kinds) -> dict[str, float]:
+    """Bytes/s that a rank sends in each kind's collective alone, of 32 MiB (GPUs: 512), in all groups at once."""
+    groups, device = dict(zip(("shards", "replicas"), rank_groups(state.raw_model.head.weight))), state.dist_ctx.device
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
+    speeds = {}
+    for kind in kinds:
+        collective, group = KINDS[kind][0], groups[KINDS[kind][1]]
+        pieces = torch.zeros((group.size(), 2 ** (27 if device.type == "cuda" else 23) // group.size()), device=device)
+        piece, whole = pieces[0].clone(), pieces.flatten()
+        call = {
+            "all-reduce": functools.partial(dist.all_reduce, whole, group=group),
+            "reduce-scatter": functools.partial(reduce_scatter, piece, whole, group=group),
+            "all-gather": functools.partial(dist.all_gather, list(pieces), piece, group=group),
+            "all-to-all": functools.partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group),
+        }[collective]
+        seconds = [time_together(device, call) for _ in range(3)]
+        speeds[kind] = ring_factor(collective, group) * whole.nbytes / statistics.mean(seconds[1:])
+    return speeds
+
+
+def time_together(device: torch.device, function) -> float:
+    """Seconds that the slowest rank takes for function()."""
+
+    def call() -> None:
+        function()
+        if dist.is_initialized():
+            dist.barrier()
+
+    if dist.is_initialized():
+        dist.barrier()
+    return timed(device, call)
+
+
+def bytes_sent_here(device: torch.device) -> float:
+    """What the network interfaces of this machine, loopback included, have sent so far; nan where nobody counts it."""
+    path = Path("/proc/net/dev")
+    if device.type != "cpu" or not path.exists():  # GPUs have other ways
+        return math.nan
+    return sum(int(line.split(":")[1].split()[8]) for line in path.read_text().splitlines()[2:])
+
+
+@contextlib.contextmanager
+def nothing_sent(model: nn.Module):
+    """Steps of ranks that compute all and send nothing but norms: what they would receive is zeros."""
+
+    def receive_zeros(output: Tensor | list[Tensor], *_, **__) -> None:
+        for tensor in output if isinstance(output, list) else [output]:
+            tensor.zero_()
+
+    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():  # DDP
+        with unittest.mock.patch.multiple(dist, **dict.fromkeys(COLLECTIVES, receive_zeros)):
+            yield
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The program of a rank
 
 
 def measure_rank(flags: dict, repeats: int, threads: int = 0) -> dict:
-    """The figures of this rank: seconds of a step, and the fraction of it that is exposed gradient all-reduce.
+    """What measure_steps returns; leaves the process group.
 
-    The fraction is found by steps that do not exchange gradients, interleaved with the others (DDP only). threads: of
-    a CPU; 0 = the trainer's. Leaves the process group.
+    DDP is gone by then: if its end were the group's, it would wait for gloo's threads while they wait for the GIL.
+    """
+    row = measure_steps(flags, repeats, threads)
+    if dist.is_initialized():
+        dist.barrier()  # no rank leaves while another is at work
+        dist.destroy_process_group()
+    return row
+
+
+def measure_steps(flags: dict, repeats: int, threads: int = 0) -> dict:
+    """The figures of this rank: seconds of steps, interleaved with some that send nothing; what is sent; predictions.
+
+    threads: of a CPU; 0 = the trainer's.
     """
     state, batch = build_state(flags)
     device, world_size = state.dist_ctx.device, state.dist_ctx.world_size
     if threads and device.type == "cpu":
         torch.set_num_threads(threads)
-    cases = [contextlib.nullcontext]
-    if hasattr(state.model, "no_sync"):  # DDP
-        cases.append(state.model.no_sync)
-    times = [[] for _ in cases]
+    row = dict(ranks=world_size, tokens=state.cfg.batch_tokens, micro_batch=state.micro_batch)
+    row |= dict(threads=torch.get_num_threads(), seconds=[], compute=[], predicted=[], counted=[])
     for repeat in range(repeats + 2):
-        for case, kept in zip(cases, times):
-            if world_size > 1:
-                dist.barrier()
-            with case():
-                seconds = timed(device, lambda: train_step(state, batch, 1.0))
-            if repeat >= 2:
-                kept.append(seconds)
-    row = dict(ranks=world_size, tokens=state.cfg.batch_tokens, micro_batch=state.micro_batch, seconds=times[0])
-    row |= dict(threads=torch.get_num_threads(), peak_mb=peak_memory_mb(device))
-    row["exposed"] = [1 - without / step for step, without in zip(*times)] if len(times) == 2 else []
-    if dist.is_initialized():
-        dist.barrier()  # no rank leaves while another is at work
-        dist.destroy_process_group()
+        before = bytes_sent_here(device)
+        seconds = time_together(device, lambda: train_step(state, batch, 1.0))
+        if repeat >= 2:
+            row["seconds"].append(seconds)
+            row["counted"].append((bytes_sent_here(device) - before) / state.dist_ctx.local_world_size)
+        if world_size > 1:
+            with nothing_sent(state.model):
+                seconds = time_together(device, lambda: train_step(state, batch, 1.0))
+            row["compute"] += [seconds] if repeat >= 2 else []
+    row["peak_mb"] = peak_memory_mb(device)
+    if world_size > 1:
+        row["sent"] = {kind: n for kind, n in bytes_per_step(state).items() if n}
+        row["speeds"] = measure_speeds(state, row["sent"])
+        early = early_fraction(state)
+        row["overlap"] = (early, backward_seconds(state, batch) if early else 0.0)
+        row["predicted"] = [predicted_seconds(s, row["sent"], row["speeds"], *row["overlap"]) for s in row["compute"]]
     return row
+
+
+def backward_seconds(state: TrainState, batch: Tensor) -> float:
+    """Seconds of the backward pass of a micro-step that sends nothing. Drops its gradients."""
+    rows, graphs, seconds = batch[: state.micro_batch], uses_cudagraphs(state.cfg), []
+    with nothing_sent(state.model):
+        for _ in range(3):
+            cudagraph_mark_step(graphs)
+            loss = state.model(rows[:, :-1], rows[:, 1:]) / rows.numel()
+            seconds.append(time_together(state.dist_ctx.device, loss.backward))
+    state.optimizer.zero_grad(set_to_none=not graphs)
+    return statistics.median(seconds)
 
 
 def rank_case(flags: dict, repeats: int, threads: int, environment: dict):
@@ -67,7 +238,7 @@ def scale_torchrun(bench: Bench) -> dict | None:
         return None
     row["name"] = "as given"
     summarize_scaling(row)
-    print(table("Scaling: the ranks that torchrun started", [row], COLUMNS))
+    print(table("Scaling: the ranks that torchrun started", [row], COLUMNS, (NOTE,)))
     return dict(scaling=[row])
 
 
@@ -123,8 +294,14 @@ def summarize_scaling(row: dict) -> None:
     """Sum up what measure_rank measured, in one launch or more."""
     row |= median_min_max([1000 * s for s in row["seconds"]], "ms")
     row["tokens_per_s"] = 1000 * row["tokens"] / row["ms"]
-    if row["exposed"]:
-        row |= median_min_max(row["exposed"], "communication")
+    if row["ranks"] > 1:
+        exposed = [1 - alone / step for step, alone in zip(row["seconds"], row["compute"])]
+        row |= median_min_max(exposed, "communication")
+        row |= median_min_max([1000 * s for s in row["predicted"]], "predicted_ms")
+        if math.isfinite(sum(row["counted"])):
+            row |= median_min_max([n / 2**20 for n in row["counted"]], "measured_mb")
+        row["sent_mb"] = sum(row["sent"].values()) / 2**20
+        row["mbit"] = 8e-6 * sum(row["sent"].values()) / sum(n / row["speeds"][kind] for kind, n in row["sent"].items())
 
 
 def scale_machine(bench: Bench) -> dict:
@@ -147,9 +324,9 @@ def scale_machine(bench: Bench) -> dict:
         flags = {**bench.flags, "batch_tokens": row["tokens"], "micro_batch": micro_batch}
         try:
             found = run_ranks(bench, flags, row["ranks"], threads)
-            row["seconds"] = row.get("seconds", []) + found["seconds"]
-            row["exposed"] = row.get("exposed", []) + found["exposed"]
-            row |= {key: found[key] for key in ("micro_batch", "threads", "peak_mb")}
+            for name in ("seconds", "compute", "predicted", "counted"):
+                found[name] = row.get(name, []) + found[name]
+            row |= found
         except CaseFailed as error:
             row["note"] = str(error)
         progress(f"{row['ranks']} ranks, {row['name']}: " + row.get("note", "done"))
@@ -160,8 +337,8 @@ def scale_machine(bench: Bench) -> dict:
             row["efficiency"] = row["tokens_per_s"] / rows[0]["tokens_per_s"] / row["ranks"]
     note = (
         f"{micro_batch} sequences a micro-batch, {threads} threads a rank. Efficiency is tokens/s per rank against one "
-        f"rank; each row was started {rounds} times, interleaved. Exposed all-reduce: the fraction of a step that is "
-        "saved by exchanging no gradients. For several nodes, start this command with torchrun on each."
+        f"rank; each row was started {rounds} times, interleaved. {NOTE} For several nodes, start this command with "
+        "torchrun on each."
     )
     print(table("Scaling", rows, COLUMNS, (note,)))
     return dict(scaling=rows)

@@ -55,7 +55,7 @@ def failing_rank(flags, repeats, threads, environment):
     os.environ.update(environment)
     world_size = int(environment["WORLD_SIZE"])
     if world_size == 1:
-        yield dict(seconds=[0.01], exposed=[], micro_batch=1, threads=1, peak_mb=1.0)
+        yield dict(seconds=[0.01], compute=[], predicted=[], counted=[], micro_batch=1, threads=1, peak_mb=1.0)
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

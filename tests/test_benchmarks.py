@@ -15,11 +15,13 @@ from pathlib import Path
 import bench_cases
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench
 import train_gpt
 from benchmarks import attention, ladder, loss, scaling
-from benchmarks.harness import Bench, CaseFailed, Worker
+from benchmarks.harness import Bench, CaseFailed, Worker, build_state
 from conftest import ROOT, SIZES, SMALL, measured, run_python
 from ops import attention as attention_op
 from ops import attention_mask
@@ -481,7 +483,11 @@ def test_bench_scaling(tmp_path):
 def check_scaling(rows: list[dict]) -> None:
     numbers_are_finite(rows)
     assert all(row["tokens_per_s"] * row["ms"] / 1000 == pytest.approx(row["tokens"]) for row in rows)
-    assert all(row["communication"] < 1 for row in rows if row["ranks"] > 1)
+    for row in rows:
+        if row["ranks"] > 1:
+            assert row["communication"] < 1 and row["predicted_ms"] > 1000 * min(row["compute"]) > 0
+            measured_mb = row.get("measured_mb_max", math.inf)  # other tests send too
+            assert set(row["sent"]) == {"gradients, averaged", "Muon, to all"} and 0 < row["sent_mb"] < measured_mb
 
 
 @pytest.mark.parametrize("seed, reason", [(0, "FAILED: ZeroDivisionError: the last rank's own mistake"),
@@ -499,6 +505,86 @@ def test_bench_scaling_of_torchruns_ranks(side_jobs):
     report = measured_aside(side_jobs, "test_bench_scaling_of_torchruns_ranks")
     check_scaling(report["scaling"])
     assert [(row["name"], row["ranks"]) for row in report["scaling"]] == [("as given", 2)]
+
+
+@pytest.fixture
+def rank_of_four(monkeypatch):
+    """This process is rank 0 of four, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    for name, value in dict(RANK=0, WORLD_SIZE=4, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1).items():
+        monkeypatch.setenv(name, str(value))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class SentBytes(TorchDispatchMode):
+    """Adds up what rings would make rank 0 send or receive, whichever is more, by kind of what is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = dict.fromkeys(scaling.KINDS, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if name == "c10d::_allgather_base_":
+            self.sent["weights"] += args[0].nbytes - args[1].nbytes
+        elif name == "c10d::_reduce_scatter_base_":
+            self.sent["gradients, scattered"] += args[1].nbytes - args[0].nbytes
+        elif name == "c10d::allreduce_":
+            n = dist.ProcessGroup.unbox(args[1]).size()
+            self.sent["gradients, averaged"] += 2 * (n - 1) * sum(t.nbytes for t in args[0]) / n
+        elif name == "c10d::alltoall_base_":
+            most = max(sum(sizes[1:]) for sizes in args[3:5])
+            self.sent["Muon, to the owner and back"] += most * args[0].itemsize
+        elif name == "c10d::allgather_":
+            self.sent["Muon, to all"] += sum(t.nbytes for t in args[0][0][1:])
+        else:
+            assert func.namespace != "c10d", name
+        return func(*args, **(kwargs or {}))
+
+
+ODD = dict(n_layer=3, n_embd=32, n_head=2, seq_len=32, batch_tokens=512, micro_batch=2, ngram=3, ngram_rows=65,
+           vocab_size=257, device="cpu")  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [
+    dict(parallel="fsdp", dtype="fp32"),
+    dict(parallel="fsdp", dtype="bf16", grad_comm="bf16", micro_batch=4),
+    dict(parallel="hsdp", dtype="bf16", shard_size=2),
+    dict(parallel="hsdp", dtype="fp32", grad_comm="bf16", shard_size=1),
+], ids=["fsdp", "fsdp bf16", "hsdp", "hsdp of one"])  # fmt: skip
+def test_the_bytes_of_a_step_are_those_of_its_collectives(flags, rank_of_four):
+    state, batch = build_state(ODD | flags)
+    with SentBytes() as spy:
+        train_gpt.train_step(state, batch, 1.0)
+    assert scaling.bytes_per_step(state) == pytest.approx(spy.sent) and sum(spy.sent.values()) > 0
+    with scaling.nothing_sent(state.model), SentBytes() as spy:
+        train_gpt.train_step(state, batch, 1.0)
+    assert set(spy.sent.values()) == {0} and scaling.early_fraction(state) == 0
+
+
+def test_the_bytes_of_a_step_of_ddp(rank_of_four, monkeypatch):
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *inputs: None)  # DDP's all-reduce needs real ranks
+    state, batch = build_state(ODD | dict(dtype="fp32", grad_comm="bf16", n_embd=256, bucket_cap_mb=2))
+    with scaling.nothing_sent(state.model), SentBytes() as spy:
+        train_gpt.train_step(state, batch, 1.0)
+    assert set(spy.sent.values()) == {0}
+    block, rest = 12 * 256**2, (65 + 257 + 257) * 256
+    sent = {kind: n for kind, n in scaling.bytes_per_step(state).items() if n}
+    # a rank has one of three matrices of each kind, of the last rank zeros travel; gradients travel as bf16
+    assert sent == {"gradients, averaged": 2 * 3 / 4 * 2 * (3 * block + rest), "Muon, to all": 3 * 4 * block}
+    # buckets: the head and an MLP, an attention and half an MLP, as much; then an MLP, and the rest with the embeddings
+    assert scaling.early_fraction(state) == pytest.approx((257 * 256 + 2 * block) / (3 * block + rest))
+
+
+def test_the_predicted_step():
+    sent, speeds = {"gradients, averaged": 100.0, "Muon, to all": 10.0, "weights": 0.0}, {}
+    speeds = {"gradients, averaged": 50.0, "Muon, to all": 5.0}
+    assert scaling.predicted_seconds(1.0, sent, speeds) == 1 + 2 + 2
+    assert scaling.predicted_seconds(1.0, sent, speeds, early=0.5, backward=3.0) == 1 + 2 + 2 - 1
+    assert scaling.predicted_seconds(1.0, sent, speeds, early=0.5, backward=0.25) == 1 + 2 + 2 - 0.25
 
 
 # ---------------------------------------------------------------------------------------------------------------------
