@@ -58,31 +58,36 @@ def ring_factor(collective: str, group: dist.ProcessGroup | None) -> float:
     return (1 + twice) * (n - 1) / n
 
 
+def travelling_dtypes(state: TrainState) -> dict[str, torch.dtype]:
+    """In which dtype each of KINDS travels."""
+    grads, weights, updates = DTYPES[state.cfg.grad_comm], DTYPES[state.cfg.dtype], state.optimizer.ns_dtype
+    return dict(zip(KINDS, (grads, grads, weights, updates, updates)))
+
+
 def bytes_per_step(state: TrainState) -> dict[str, float]:
     """Bytes that the busiest rank sends in one optimizer step, of each of KINDS; it receives as many.
 
     Under DDP the shards are whole. Norms and scalars are not counted.
     """
-    cfg, params = state.cfg, dict(state.raw_model.named_parameters())
+    params = dict(state.raw_model.named_parameters())
     shards, replicas = rank_groups(params["wte.weight"])
     n_shards, n_replicas = shards.size() if shards else 1, replicas.size() if replicas else 1
     padded = {name: -(-len(p) // n_shards) * n_shards * p.shape[1:].numel() for name, p in params.items()}
     total, blocks = sum(padded.values()), sum(n for name, n in padded.items() if name.startswith("blocks."))
-    grads = total * DTYPES[cfg.grad_comm].itemsize
-    # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and for
-    # the backward pass of each, but the root's stay in between.
-    weights = (total + blocks) * DTYPES[cfg.dtype].itemsize * state.grad_accum_steps
     owned = updates = 0
     for group in state.optimizer.param_groups:
         for (rows, cols), count in Counter(p.shape for p in group["params"] if group["kind"] == "muon").items():
             mine = -(-count // n_replicas)
             owned += 2 * -(-mine // n_shards) * rows * cols
             updates += mine * n_replicas * -(-rows // n_shards) * cols
-    owned, updates = (n * state.optimizer.ns_dtype.itemsize for n in (owned, updates))
-    sizes = (grads * state.grad_accum_steps, grads / n_shards, weights, owned, updates)
-    groups = dict(shards=shards, replicas=replicas)
-    factors = [ring_factor(collective, groups[place]) for collective, place in KINDS.values()]
-    return {kind: factor * size for kind, factor, size in zip(KINDS, factors, sizes)}
+    # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and for
+    # the backward pass of each, but the root's stay in between.
+    steps, groups, dtypes = state.grad_accum_steps, dict(shards=shards, replicas=replicas), travelling_dtypes(state)
+    numels = dict(zip(KINDS, (steps * total, total / n_shards, steps * (total + blocks), owned, updates)))
+    return {
+        kind: ring_factor(collective, groups[place]) * numels[kind] * dtypes[kind].itemsize
+        for kind, (collective, place) in KINDS.items()
+    }
 
 
 def early_fraction(state: TrainState) -> float:
@@ -115,10 +120,11 @@ def measure_speeds(state: TrainState, kinds) -> dict[str, float]:
     """Bytes/s that a rank sends in each kind's collective alone, of 32 MiB (GPUs: 512), in all groups at once."""
     groups, device = dict(zip(("shards", "replicas"), rank_groups(state.raw_model.head.weight))), state.dist_ctx.device
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
-    speeds = {}
+    size, dtypes, speeds = 2 ** (29 if device.type == "cuda" else 25), travelling_dtypes(state), {}
     for kind in kinds:
         collective, group = KINDS[kind][0], groups[KINDS[kind][1]]
-        pieces = torch.zeros((group.size(), 2 ** (27 if device.type == "cuda" else 23) // group.size()), device=device)
+        numel = size // group.size() // dtypes[kind].itemsize
+        pieces = torch.zeros((group.size(), numel), dtype=dtypes[kind], device=device)
         piece, whole = pieces[0].clone(), pieces.flatten()
         call = {
             "all-reduce": functools.partial(dist.all_reduce, whole, group=group),

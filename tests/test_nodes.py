@@ -255,7 +255,8 @@ def mistaken_rank(folder: Path) -> None:
             print(f"== {name}", file=sys.stderr, flush=True)
             codes[name] = train_gpt.main(flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {})))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # how gloo's threads end is not what is tested
 
 
 def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path):
@@ -384,8 +385,8 @@ def killed_nodes(folder: Path, kills: int) -> dict:
                     hit.wait(60)
                     time.sleep(rng.random() * 12)  # the other goes on alone, if it notices in time
                     nodes[1] = start(port, run.name, False)
-        codes = [node.wait(180) for node in nodes]
-        assert codes[0] == 0, (codes, output.read_text()[-5000:])
+        # torchrun waits 300 s for one that has left; one that came too late waits for a rendezvous that is over
+        assert nodes[0].wait(400) == 0, output.read_text()[-5000:]
         log = (run / "log.txt").read_text()
         report["worlds"] |= set(re.findall(r"= (\d) ranks x", log))
         report["resumed"] = report.get("resumed", 0) + log.count("resumed from")
