@@ -1,5 +1,6 @@
 """Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and their deaths."""
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +33,7 @@ from conftest import (
     run_main,
     tiny_run,
 )
-from data.shards import UserError, write_shard
+from data.shards import RunError, UserError, write_shard
 from runtime import ranks
 from runtime.memory import agreed_peak
 from test_train import COMPILED, CPU, compiler_works, plain_loop, worker
@@ -299,6 +301,29 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_meet_in_a_store_that_dead_ones_have_used(device, monkeypatch):
+    """A rank that has died said its word there; those of now get a store of their own, or are told what differs."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("word of rank 1", "said before")
+    store.set("0//cpu//gloo", "an address of a rank that has died")
+    place = dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
+    for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=True)).items():
+        monkeypatch.setenv(name, str(value))
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(ranks.meet, 0, 2, "cpu")]
+        time.sleep(0.1)  # rank 0 answers the dead one first
+        met.append(pool.submit(ranks.meet, 1, 2, device))
+        if device == "cpu":
+            ours, theirs = (one.result(30) for one in met)
+            ours.set("key", "value")
+            assert theirs.get("key") == b"value" and not theirs.check(["0//cpu//gloo"])
+            return
+        errors = [one.exception(30) for one in met]
+    assert {str(error) for error in errors} == {"rank 1 runs on cuda, and rank 0 on cpu; give all the same --device"}
+    assert [error.said for error in errors] == [False, True]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Nodes that die
 
@@ -406,6 +431,16 @@ def test_nodes_that_die_and_come_back(data, tmp_path):
         assert summary["stopped_by"] == "max_steps" and summary["val_loss"] == pytest.approx(
             whole["val_loss"], rel=1e-5
         )
+
+
+@pytest.mark.parametrize("node, stopped_by, ends", [
+    ("0", "SIGTERM", False), ("1", "signal", True), ("1", "max_steps", False)
+])  # fmt: skip
+def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, stopped_by, ends, monkeypatch):
+    monkeypatch.setenv("GROUP_RANK", node)
+    monkeypatch.setattr(ranks, "gather_objects", lambda dist_ctx, ours: [("0", True), ("0", False), ours])
+    with pytest.raises(RunError, match="another node was told to stop") if ends else contextlib.nullcontext():
+        ranks.check_stop(CPU, ["SIGTERM"] * (node == "0"), stopped_by)
 
 
 def test_world_sizes_that_can_share_a_batch_are_named():
