@@ -47,7 +47,7 @@ from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_
 from runtime.memory import fit_loss_chunk, fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, run_on_all,
+from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, leave, run_on_all,
                            run_on_rank0, said_once)
 from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
@@ -757,4 +757,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -48,7 +48,7 @@ from runtime import checkpoint
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
 from runtime.errors import explain_oom
 from runtime.logger import SECTION, LineWriter, RunLogger, is_loss_spike
-from runtime.ranks import DistContext
+from runtime.ranks import DistContext, leave
 from train_gpt import make_config, train
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -658,7 +658,6 @@ def test_a_second_signal_ends_the_process_at_once():
 
 def ranks_script(folder: Path, case: str) -> None:
     """What each of two ranks does under torchrun in the tests below."""
-    import torch.distributed as dist
 
     rank, patch = os.environ["RANK"], pytest.MonkeyPatch()
     flags = TINY | dict(data=str(folder / "data"), micro_batch=8, max_steps=6)
@@ -674,7 +673,7 @@ def ranks_script(folder: Path, case: str) -> None:
             return step(*arguments)
 
         patch.setattr(train_gpt, "train_step", die)
-        sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=1))))
+        leave(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=1))))
     if case in ("whole", "restarts"):
         step, life = train_gpt.train_step, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         count = []
@@ -686,7 +685,7 @@ def ranks_script(folder: Path, case: str) -> None:
             return step(*arguments)
 
         patch.setattr(train_gpt, "train_step", die_once_a_life)
-        sys.exit(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=2, max_steps=20))))
+        leave(train_gpt.main(flags_of(flags | dict(out_dir=folder / case, save_every=2, max_steps=20))))
     for name, more in dict(ddp={}, fsdp=dict(parallel="fsdp"), adamw=dict(optimizer="adamw")).items():
         with pytest.MonkeyPatch.context() as patch:
             poison(patch, {4, 6}, math.nan if name == "ddp" else math.inf, rank="1")  # the first is DDP's warm-up
@@ -694,7 +693,7 @@ def ranks_script(folder: Path, case: str) -> None:
     poison(patch, set(range(5, 99)), rank="1")
     code = train_gpt.main(flags_of(flags | dict(out_dir=folder / "ended", max_bad_steps=2, save_every=1)))
     (folder / f"code{rank}").write_text(str(code))
-    dist.destroy_process_group()
+    leave(0)
 
 
 def run_ranks(folder, data, case, *options) -> subprocess.CompletedProcess:
