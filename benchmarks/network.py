@@ -7,6 +7,7 @@ runs SCRIPT as one torchrun rank in each of NODES namespaces, whose links carry 
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import NamedTuple
@@ -65,6 +66,7 @@ def start_agent(node: Node, rank: int, nodes: list[Node], *argv: str, ranks: int
 
 
 def main(n: int, mbit: float, argv: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up
     with namespaces(n, mbit) as nodes:
         started = [start_agent(node, i, nodes, *argv) for i, node in enumerate(nodes)]
         try:
