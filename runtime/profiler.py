@@ -32,7 +32,8 @@ def maybe_profiler(n_steps: int, steps_left: int, logger: RunLogger, dist_ctx: D
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
     try:
         schedule = torch.profiler.schedule(wait=2, warmup=1, active=n_steps, repeat=1)
-        with torch.profiler.profile(schedule=schedule, on_trace_ready=report) as profiler:
+        # there is one cycle: acc_events keeps 2.11 from warning of others
+        with torch.profiler.profile(schedule=schedule, on_trace_ready=report, acc_events=True) as profiler:
             yield profiler
     finally:
         if cuda:
