@@ -48,7 +48,7 @@ from runtime.memory import fit_loss_chunk, fit_micro_batch
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
 from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, leave, run_on_all,
-                           run_on_rank0, said_once)
+                           run_on_rank0, said_here)
 from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
@@ -385,8 +385,8 @@ def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int
 
 def launch(cfg: Config) -> DistContext:
     """Choose the device and join the other ranks, if torchrun started any and they are alike. Raises UserError."""
-    need_group, process = is_sharded(cfg), (cfg.device, cfg.alloc_conf, cfg.deterministic, cfg.matmul_precision)
-    dist_ctx = init_distributed(*process, cfg.attn, need_group)
+    dist_ctx = init_distributed(cfg.device, cfg.alloc_conf, cfg.deterministic, cfg.matmul_precision, cfg.attn,
+                                need_group=is_sharded(cfg))  # fmt: skip
     check_ranks(dist_ctx, dataclasses.asdict(cfg), SOURCE_FILES)
     return dist_ctx
 
@@ -609,7 +609,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                     )
                     if failure:
                         save()  # the guard has kept these weights whole
-                        raise said_once(dist_ctx, RunError(failure))
+                        raise said_here(RunError(failure), dist_ctx.rank == 0)
             only_eval = False
             saved = state.step > progress.first_step and due(cfg.save_every) and save(must=bool(stop))
             if eval_due():

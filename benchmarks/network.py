@@ -20,8 +20,8 @@ class Node(NamedTuple):
     address: str
 
 
-def ip(*argv: str) -> None:
-    subprocess.run(["ip", *argv], check=True, capture_output=True, text=True)
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
@@ -32,21 +32,20 @@ def namespaces(n: int, mbit: float = 0):
     made = []
     try:
         for name in (hub, *(node.name for node in nodes)):
-            ip("netns", "add", name)
+            run("ip", "netns", "add", name)
             made.append(name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", hub, "link", "add", "br0", "type", "bridge")
-        ip("-n", hub, "link", "set", "br0", "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        run("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", hub, "link", "set", "br0", "up")
         for i, node in enumerate(nodes):
-            ip("-n", node.name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{i}", "netns", hub)
-            ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", "eth0")
-            ip("-n", node.name, "link", "set", "eth0", "up")
-            ip("-n", hub, "link", "set", f"port{i}", "master", "br0", "up")
+            run("ip", "-n", node.name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{i}", "netns", hub)
+            run("ip", "-n", node.name, "addr", "add", f"{node.address}/24", "dev", "eth0")
+            run("ip", "-n", node.name, "link", "set", "eth0", "up")
+            run("ip", "-n", hub, "link", "set", f"port{i}", "master", "br0", "up")
             for space, device in ((node.name, "eth0"), (hub, f"port{i}")):
                 if mbit:
                     limit = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms"]
-                    subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *limit],
-                                   check=True, capture_output=True, text=True)  # fmt: skip
+                    run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *limit)
         yield nodes
     finally:
         for name in reversed(made):

@@ -55,9 +55,7 @@ def meet(rank: int, world_size: int, device: str) -> dist.Store:
         except dist.DistStoreError:
             raise UserError(f"rank 0 of {world_size} {late}") from None
         if verdict:
-            error = UserError(verdict)
-            error.said = True
-            raise error
+            raise said_here(UserError(verdict), False)
         return dist.PrefixStore(name, store)
     while missing and time.monotonic() < deadline:
         for other in missing:
@@ -89,12 +87,11 @@ def ranks_named(ranks: list[int], world_size: int) -> str:
 
 def run_on_rank0(dist_ctx: DistContext, function):
     """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
-    result, error = attempt(function) if dist_ctx.rank == 0 else (None, None)
-    answer = [result, error]
+    answer = [*attempt(function)] if dist_ctx.rank == 0 else [None, None]
     if dist_ctx.world_size > 1:
         dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
     if answer[1] is not None:
-        raise said_once(dist_ctx, answer[1])
+        raise said_here(answer[1], dist_ctx.rank == 0)
     return answer[0]
 
 
@@ -104,14 +101,13 @@ def run_on_all(dist_ctx: DistContext, function):
     errors = gather_objects(dist_ctx, error)
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
-        errors[first].said = dist_ctx.rank != first
-        raise errors[first]
+        raise said_here(errors[first], dist_ctx.rank == first)
     return result
 
 
-def said_once(dist_ctx: DistContext, error: TrainerError) -> TrainerError:
-    """An error that every rank raises, for rank 0 to say."""
-    error.said = dist_ctx.rank > 0
+def said_here(error: TrainerError, here: bool) -> TrainerError:
+    """An error that several ranks raise, and whether this one says it."""
+    error.said = not here
     return error
 
 
@@ -171,6 +167,8 @@ def check_alike(dist_ctx: DistContext, facts: dict[str, object], advice: str) ->
 
 def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) -> None:
     """Raises UserError, on every rank, when one has other flags, code or PyTorch than rank 0, or another clock."""
+    if dist_ctx.world_size == 1:
+        return
     facts = {f"--{name}": value for name, value in flags.items()} | {"PyTorch": torch.__version__}
     if flags.get("parallel") == "hsdp" and not flags["shard_size"]:
         facts["so many ranks on its node:"] = dist_ctx.local_world_size
@@ -206,8 +204,7 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
         told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
         if node not in told:
             error = RunError("another node was told to stop; all has been saved, and --resume continues")
-            error.said = dist_ctx.local_rank > 0
-            raise error
+            raise said_here(error, dist_ctx.local_rank == 0)
 
 
 def leave(code: int) -> None:

@@ -113,7 +113,6 @@ def fussy_compiler(folder):
     return path
 
 
-@pytest.mark.soak
 def test_compiler_that_fails_is_said(data, tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")

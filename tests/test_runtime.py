@@ -362,23 +362,28 @@ def test_resuming_goes_on_at_the_same_place_of_the_stream(data, plain, noisy, tm
         assert code == 2 and "continues at another place of the stream" in err and err.count("\n") == 1, err
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(data, tmp_path, monkeypatch):
-    hashing, step, stepped, at_once = content_hash, train_gpt.train_step, threading.Event(), []
-    done = []
+def hold_checkpoint(monkeypatch, steps: int) -> list[bool]:
+    """The writing of ckpt_4.pt waits for so many steps; the list gets whether they came within a minute."""
+    hashing, step, stepped, done, came = content_hash, train_gpt.train_step, threading.Event(), [], []
 
     def held(content):
         if threading.current_thread() is not threading.main_thread() and content.get("step") == 4:
-            at_once.append(stepped.wait(60))
+            came.append(stepped.wait(60))
         return hashing(content)
 
     def counted(*arguments):
         done.append(1)
-        if len(done) == 7:
+        if len(done) == steps:
             stepped.set()
         return step(*arguments)
 
     monkeypatch.setattr(checkpoint, "content_hash", held)
     monkeypatch.setattr(train_gpt, "train_step", counted)
+    return came
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(data, tmp_path, monkeypatch):
+    at_once = hold_checkpoint(monkeypatch, 7)
     train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), save_every=4, max_steps=10, keep=0)))
     assert at_once[0] is True  # step 7 was reached before ckpt_4.pt was written
     monkeypatch.undo()
@@ -391,21 +396,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(data, tmp_path, monkeypa
 
 
 def test_a_checkpoint_is_left_out_while_the_one_before_is_written(data, tmp_path, monkeypatch, capsys):
-    hashing, step, over, done = content_hash, train_gpt.train_step, threading.Event(), []
-
-    def held(content):
-        if threading.current_thread() is not threading.main_thread() and content.get("step") == 4:
-            over.wait(60)
-        return hashing(content)
-
-    def counted(*arguments):
-        done.append(1)
-        if len(done) == 10:
-            over.set()
-        return step(*arguments)
-
-    monkeypatch.setattr(checkpoint, "content_hash", held)
-    monkeypatch.setattr(train_gpt, "train_step", counted)
+    hold_checkpoint(monkeypatch, 10)
     tiny_run(tmp_path / "run", data=data, save_every=4, max_steps=10, keep=0)
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["ckpt_10.pt", "ckpt_4.pt"]  # the last waits
     assert capsys.readouterr().out.count("WARNING: a checkpoint is left out") == 1
@@ -658,7 +649,6 @@ def test_a_second_signal_ends_the_process_at_once():
 
 def ranks_script(folder: Path, case: str) -> None:
     """What each of two ranks does under torchrun in the tests below."""
-
     rank, patch = os.environ["RANK"], pytest.MonkeyPatch()
     flags = TINY | dict(data=str(folder / "data"), micro_batch=8, max_steps=6)
     if case in ("raise", "kill"):
