@@ -595,7 +595,9 @@ def test_fp16_skips_bad_steps_and_goes_on(data, noisy, tmp_path, monkeypatch):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_freed_memory_is_kept_for_the_next_step():
     code = """if True:
-        import os, resource, torch
+        import ctypes, os, resource
+        ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with large pages a fault may be 4 KiB or 2 MiB
+        import torch
         from runtime.launch import tune_glibc_malloc
 
         def faults():  # of big allocations, when they come again and again
