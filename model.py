@@ -182,17 +182,17 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
-    How it is computed, the result differing by rounding: `attn` is the attention backend, `checkpointing` none,
-    selective or full, `loss_chunk` the tokens whose logits exist at once (0 = all), `offload` sends activations to the
-    host; `fp8` (head and MLP) rounds more than the others.
+    How it is computed, the result differing by rounding: `attn` is the attention backend, `loss_chunk` the tokens
+    whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (head and MLP) rounds more than
+    the others. Each block's `checkpointing` is none, selective or full.
     What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. `ngram_dropout`
     is the probability of dropping an n-gram wherever gradients are made; which ones follows from the n-gram, its place
     in the sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
     """
 
     def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
-                 attn: str = "sdpa", checkpointing: str = "none", doc_eot: int | None = None,
-                 fp8: bool = False, offload: bool = False, ngram_dropout: float = 0.0):  # fmt: skip
+                 attn: str = "sdpa", doc_eot: int | None = None, fp8: bool = False, offload: bool = False,
+                 ngram_dropout: float = 0.0):  # fmt: skip
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
         self.ngram_dropout, self.step_seed = ngram_dropout, 0
@@ -205,7 +205,7 @@ class GPT(nn.Module):
         self.ce_fn, self.cross_entropy = ce_fwd_bwd, cross_entropy
         self.head.fp8 = fp8
         for block in self.blocks:
-            block.checkpointing, block.offload, block.attn.backend = checkpointing, offload, attn
+            block.offload, block.attn.backend = offload, attn
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
         self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
@@ -224,11 +224,15 @@ class GPT(nn.Module):
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
 
-    def apply_compile(self, mode: str) -> None:
-        """Compile each block and the loss in place: blocks share one compilation, and parameter names stay."""
+    def apply_compile(self, mode: str, probing: bool = False) -> None:
+        """Compile each block and the loss in place: blocks share one compilation, and parameter names stay.
+
+        probing: for many sizes in little time; blocks keep the same for backward, but their operations are not fused.
+        """
+        how = dict(backend="aot_eager_decomp_partition") if probing else dict(mode=mode)
         for block in self.blocks:
-            block.compiled = torch.compile(block.forward_with_ac, mode=mode, dynamic=False, fullgraph=True)
-        self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=False, fullgraph=True)
+            block.compiled = torch.compile(block.forward_with_ac, dynamic=False, fullgraph=True, **how)
+        self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=probing, fullgraph=True)
         if self.head.weight.is_cuda:  # of evaluation; a CPU saves less than it takes to compile
             self.cross_entropy = torch.compile(cross_entropy, dynamic=False, fullgraph=True)
 

@@ -44,7 +44,7 @@ from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
 from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
                             new_run_folder, printable, step_line, trials_line)
-from runtime.memory import fit_loss_chunk, fit_micro_batch
+from runtime.memory import fit_loss_chunk, fit_memory
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
 from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, leave, run_on_all,
@@ -120,7 +120,8 @@ class Config:
     fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium"))
     attn: str = flag("auto", "backend; auto is PyTorch's, or blocked on CPUs where faster", ATTENTION_BACKENDS)
-    checkpointing: str = flag("none", "activation checkpointing: none, selective, full, or a compiler budget in (0, 1)")
+    checkpointing: str = flag("auto", "of activations: none, selective, full, or a compiler budget in (0, 1); auto is "
+                              "the least that lets 4,096 tokens fit into a GPU")  # fmt: skip
     offload: str = flag("none", "what lives in host memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state over "
                          "all, hsdp within groups of --shard_size", ("auto", "ddp", "fsdp", "hsdp"))  # fmt: skip
@@ -196,7 +197,9 @@ class TrainState:
 
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
     """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
-    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and cfg.checkpointing == "none" else 0
+    longest = (
+        1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and cfg.checkpointing in ("auto", "none") else 0
+    )
     return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
 
 
@@ -210,30 +213,28 @@ def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
 def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None) -> TrainState:
     """The model and its optimizer, ready to step: weights are drawn from the seed, after the compiler is warm."""
     device, sharded, compiled = dist_ctx.device, is_sharded(cfg), cfg.compile != "off"
-    dtype = DTYPES[cfg.dtype]
+    dtype, graphs, shape = DTYPES[cfg.dtype], uses_cudagraphs(cfg), gpt_config(cfg, vocab_size)
     if compiled and device.type == "cpu":
         precompile_header()
-    shape, budget, graphs = gpt_config(cfg, vocab_size), activation_budget(cfg), uses_cudagraphs(cfg)
     try:
         with torch.device("meta" if sharded else device):
             raw_model = GPT(shape, dtype, fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, device),
                             attn=select_attn_backend(cfg, device), fp8=cfg.fp8,
-                            checkpointing=cfg.checkpointing if budget == 1 else "none",
                             doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
                             offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
         if sharded:
             apply_fsdp(raw_model, device, dtype, ranks_per_shard(cfg, dist_ctx), DTYPES[cfg.grad_comm])
     except ParamTableError as error:
         raise UserError(str(error)) from None
-    n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
-    optimizer_bytes = 0 if cfg.offload == "optimizer" else 2 * sum(to_local(p).nbytes for p in raw_model.parameters())
-    micro_batch = cfg.micro_batch or fit_micro_batch(raw_model, n_seqs, cfg.seq_len, optimizer_bytes, graphs, dist_ctx)
-    if compiled or cfg.attn == "flex":
-        torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if compiled:
         # DDPOptimizer would split each block's graph at bucket boundaries; blocks overlap with all-reduce as they are.
         torch._dynamo.config.optimize_ddp = False
-        torch._functorch.config.activation_memory_budget = budget
+        torch._functorch.config.activation_memory_budget = activation_budget(cfg)
+    groups = optimizer_groups(raw_model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
+    micro_batch = fit_memory(cfg, raw_model, groups, dist_ctx)
+    if compiled or cfg.attn == "flex":
+        torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
+    if compiled:
         raw_model.apply_compile(cfg.compile)
     model = raw_model
     if dist_ctx.world_size > 1 and not sharded:
@@ -244,7 +245,6 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     if compiled or device.type == "cuda" or dist_ctx.world_size > 1:  # DDP sorts its buckets in step 1
         warm_up(model, micro_batch, cfg.seq_len, graphs)
     init_weights(raw_model, cfg.seed)
-    groups = optimizer_groups(raw_model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
     optimizer = Optimizer(groups, ns_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
                           offload=cfg.offload == "optimizer")  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

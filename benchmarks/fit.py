@@ -47,7 +47,8 @@ def measure_micro_batch(bench: Bench, micro_batch: int) -> dict:
 def bench_fit(bench: Bench) -> dict:
     """The largest micro-batch by bisection, and throughput over micro-batches."""
     bench.reject_flags("micro_batch", "batch_tokens", "parallel")
-    bench = dataclasses.replace(bench, limit_mb=memory_limit_mb(bench))
+    flags = dict(checkpointing="none") | bench.flags  # auto would change in between
+    bench = dataclasses.replace(bench, limit_mb=memory_limit_mb(bench), flags=flags)
     rows = {}
 
     def fits(micro_batch: int) -> bool:

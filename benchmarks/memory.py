@@ -1,7 +1,6 @@
 """`bench.py memory`: weights, gradients, optimizer state and activations, by formula and measured."""
 
-import math
-from collections import deque
+import itertools
 
 import torch
 from torch import Tensor
@@ -17,148 +16,71 @@ from benchmarks.harness import (
     tokenizer_size,
 )
 from data.shards import UserError
-from model import GPT, Optimizer, optimizer_groups
-from ops import query_blocks
-from runtime.checks import largest_divisor
+from model import GPT, optimizer_groups
+from runtime.checks import AC_MODES, largest_divisor
 from runtime.dtype import settle_dtype
+from runtime.footprint import least_checkpointing, memory_formula
 from runtime.launch import DTYPES, peak_memory_mb, select_device
-from runtime.memory import fit_loss_chunk
+from runtime.memory import ENOUGH_TOKENS, USABLE, fit_loss_chunk, largest_loss_chunk, state_bytes
 from runtime.ranks import DistContext
-from train_gpt import TrainState, gpt_config, learning_rates, make_config, select_attn_backend, train_step
+from train_gpt import PRESETS, Config, gpt_config, learning_rates, make_config, select_attn_backend, train_step
+
+GB = (8, 16, 24, 40, 80, 141)  # of memory, of the cards in the plan
 
 
-def block_tensors(state: TrainState) -> dict[str, int]:
-    """Bytes that one block's forward pass saves for backward without checkpointing, of each kind of tensor.
-
-    For an eager step without windows or documents.
-    """
-    model, size = state.raw_model.cfg, state.raw_model.compute_dtype.itemsize
-    tokens = state.micro_batch * state.cfg.seq_len
-    numbers = tokens * model.n_embd
-    kept = {
-        "outputs of the two norms": 2 * numbers * size,
-        "rotated queries and keys": 2 * numbers * size,
-        "output of attention": numbers * size,
-        "inside of the MLP": 4 * numbers * size,
-        "its squared ReLU": 4 * numbers * size,
-    }
-    if keeps_normalized(state):
-        kept["normalized queries and keys"] = 2 * numbers * size
-        kept["scales of the norms"] = 4 * tokens * (2 + 2 * model.n_head)
-    else:
-        kept["inputs of the two norms"] = 2 * numbers * size
-    if state.raw_model.attn == "blocked":
-        kept["values"] = numbers * size
-        scores = sum((end - start) * end for start, end in query_blocks(state.cfg.seq_len))
-        kept["probabilities of attention"] = state.micro_batch * model.n_head * scores * size
-    else:
-        kept["queries, keys and values"] = 3 * numbers * size
-    return kept
-
-
-def keeps_normalized(state: TrainState) -> bool:
-    """Whether norms keep what they put out, as ours does on a CPU, and not what they got."""
-    return state.dist_ctx.device.type == "cpu"
-
-
-def checkpointed_tensors(state: TrainState) -> dict[str, int]:
-    """The same, with --checkpointing."""
-    numbers = state.micro_batch * state.cfg.seq_len * state.raw_model.cfg.n_embd
-    size = state.raw_model.compute_dtype.itemsize
-    if state.cfg.checkpointing == "none":
-        return block_tensors(state)
-    kept = {"input of the block": numbers * size}
-    if state.cfg.checkpointing == "selective":  # what matmuls and attention put out
-        kept |= {
-            "queries, keys and values": 3 * numbers * size,
-            "output of attention": numbers * size,
-            "its projection": numbers * size,
-            "inside of the MLP": 4 * numbers * size,
-            "output of the MLP": numbers * size,
-        }
-    return kept
-
-
-def saved_tensors(state: TrainState) -> dict[str, int]:
-    """Bytes that a micro-step's forward pass keeps for backward, of each kind of tensor."""
-    cfg, model, size = state.cfg, state.raw_model.cfg, state.raw_model.compute_dtype.itemsize
-    numbers = state.micro_batch * cfg.seq_len * model.n_embd
-    saved = {f"blocks: {name}": model.n_layer * size for name, size in checkpointed_tensors(state).items()}
-    first = cfg.checkpointing == "none" or not keeps_normalized(state)  # else it is the input of the first block
-    saved["first and last norm"] = (1 + first) * numbers * size
-    if state.raw_model.loss_chunk:
-        saved["gradient of the head's input"] = numbers * size  # both of the head's gradients are made early
-        saved["gradient of the head's weight"] = 4 * model.vocab_size * model.n_embd
-    else:
-        saved["input of the head"] = 0 if keeps_normalized(state) else numbers * size
-        saved["soft-capped logits and log-probabilities"] = 2 * logits_bytes(state)
-    if size < 4 and cfg.checkpointing == "none":
-        saved["blocks' weights, cast"] = size * sum(p.numel() for p in state.raw_model.blocks.parameters())
-    return saved
-
-
-def logits_bytes(state: TrainState) -> int:
-    """Bytes of the fp32 logits that exist at once."""
-    tokens = min(state.raw_model.loss_chunk or math.inf, state.micro_batch * state.cfg.seq_len)
-    return 4 * tokens * state.raw_model.cfg.vocab_size
-
-
-def transient_bytes(state: TrainState) -> int:
-    """Bytes at the peak beyond what is kept: the loss at work, or a block recomputed, with the gradients inside it."""
-    size = state.raw_model.compute_dtype.itemsize
-    numbers = state.micro_batch * state.cfg.seq_len * state.raw_model.cfg.n_embd
-    recomputed = sum(block_tensors(state).values()) - sum(checkpointed_tensors(state).values())
-    inside = recomputed + (5 if keeps_normalized(state) else 10) * numbers * size
-    logits = logits_bytes(state)
-    if state.raw_model.loss_chunk:
-        return max(inside, logits * (size + 16) // 4)
-    return max(inside - 2 * logits, 2 * logits)
-
-
-def memory_formula(state: TrainState) -> dict[str, int]:
-    """Bytes of a step by counting: weights, gradients, optimizer state, activations kept for backward, transient."""
-    weights = sum(p.numel() for p in state.raw_model.parameters())
-    adam = sum(p.numel() for g in state.optimizer.param_groups if g["kind"] == "adam" for p in g["params"])
-    return dict(
-        weights=4 * weights, gradients=4 * weights, optimizer=4 * (weights + adam),
-        activations=sum(saved_tensors(state).values()), transient=transient_bytes(state),
-    )  # fmt: skip
-
-
-def fsdp_formula(state: TrainState, n_ranks: int) -> dict[str, int]:
-    """The same on each of so many ranks under FSDP, which keep embeddings and head whole from forward to backward."""
-    parts, model, size = memory_formula(state), state.raw_model, state.raw_model.compute_dtype.itemsize
-    block = sum(p.numel() for p in model.blocks[0].parameters())
-    rest = sum(p.numel() for p in model.parameters()) - block * len(model.blocks)
-    whole = {"whole weights": 0 if n_ranks == 1 else size * (rest + 2 * block)}  # a block at work, and the next one
-    sharded = {part: parts[part] // n_ranks for part in ("weights", "gradients", "optimizer")}
-    return parts | sharded | whole
-
-
-def planned_state(flags: dict) -> TrainState:
-    """A state without memory behind its tensors, for formulas."""
-    cfg = make_config(**flags)
-    dist_ctx = DistContext(select_device(cfg.device))
-    settle_dtype(cfg, dist_ctx)
+def planned_model(cfg: Config) -> tuple[GPT, int]:
+    """A GPT without memory behind its tensors, and the bytes of its optimizer's state."""
     with torch.device("meta"):
-        attn = select_attn_backend(cfg, dist_ctx.device)
-        shape = gpt_config(cfg, tokenizer_size(cfg))
-        chunk = fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, dist_ctx.device)
-        model = GPT(shape, DTYPES[cfg.dtype], chunk, attn=attn)
-    optimizer = Optimizer(optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay))
-    return TrainState(cfg, dist_ctx, model, model, optimizer, None, cfg.micro_batch or 1, deque())
+        attn = select_attn_backend(cfg, torch.device(cfg.device))
+        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype], max(0, cfg.loss_chunk), attn=attn)
+    groups = optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
+    return model, sum(map(state_bytes, groups))
+
+
+def plan_cards() -> list[dict]:
+    """What presets of GPT-2's sizes train with on a GPU of each size, compiled, by formula: a row a preset and card.
+
+    `auto`'s checkpointing, loss chunk and micro-batch; where only that fits, with the optimizer's state in host memory.
+    """
+    rows = []
+    for preset, gb in itertools.product([name for name in PRESETS if name.startswith("gpt2-")], GB):
+        cfg = make_config(preset=preset, dtype="bf16", device="cuda", compile="default", vocab_size=50304)
+        model, optimizer_bytes = planned_model(cfg)
+        model.loss_chunk, available = largest_loss_chunk(50304, gb * 10**9), USABLE * gb * 10**9
+        least, n_seqs, row = (
+            -(-ENOUGH_TOKENS // cfg.seq_len),
+            cfg.batch_tokens // cfg.seq_len,
+            dict(preset=preset, gb=gb),
+        )
+        rows.append(row)
+        for offload, kept in (("none", optimizer_bytes), ("optimizer", 0)):
+            mode = least_checkpointing(model, least, cfg.seq_len, kept, True, 1, available)
+            peaks = {n: sum(memory_formula(model, mode, n, cfg.seq_len, kept, on_cpu=False, compiled=True).values())
+                     for n in range(1, n_seqs + 1) if n_seqs % n == 0}  # fmt: skip
+            fits = [n for n, peak in peaks.items() if peak <= available]
+            if fits:
+                row |= dict(offload=offload, checkpointing=mode, loss_chunk=model.loss_chunk, micro_batch=max(fits),
+                            gib=peaks[max(fits)] / 2**30)  # fmt: skip
+                break
+    return rows
 
 
 def plan_ranks(bench: Bench) -> dict:
     """Bytes per rank of 1, 2, 4 and 8 ranks under FSDP, by formula."""
-    state, rows = planned_state(bench.flags), []
+    cfg, rows = make_config(**bench.flags), []
+    device, micro_batch = select_device(cfg.device), cfg.micro_batch or 1
+    cfg.device = device.type
+    settle_dtype(cfg, DistContext(device))
+    (model, optimizer_bytes), mode = planned_model(cfg), cfg.checkpointing if cfg.checkpointing in AC_MODES else "none"
+    model.loss_chunk = fit_loss_chunk(cfg.loss_chunk, model.cfg.vocab_size, device)
     for ranks in (1, 2, 4, 8):
-        parts = fsdp_formula(state, ranks)
+        parts = memory_formula(model, mode, micro_batch, cfg.seq_len, optimizer_bytes, on_cpu=device.type == "cpu",
+                               compiled=cfg.compile != "off", n_ranks=ranks)  # fmt: skip
         rows.append(dict(ranks=ranks, total=sum(parts.values()) / 2**30) | {k: v / 2**30 for k, v in parts.items()})
     columns = {"ranks": ("ranks", "d")} | {part: (part, ".2f") for part in (*parts, "total")}
     note = (
-        f"GiB per rank under FSDP by formula: {state.cfg.preset}, {state.cfg.dtype}, --checkpointing "
-        f"{state.cfg.checkpointing}, {state.micro_batch} sequences of {state.cfg.seq_len} at once."
+        f"GiB per rank under FSDP by formula: {cfg.preset}, {cfg.dtype}, --checkpointing {mode}, {micro_batch} "
+        f"sequences of {cfg.seq_len} at once."
     )
     print(table("Memory per rank", rows, columns, (note,)))
     return dict(memory=rows)
@@ -187,7 +109,11 @@ def memory_case(flags: dict):
     )
     total = sum(parts.values()) + peak
     parts |= dict(activations=activations, transient=peak - activations)
-    yield dict(formula=memory_formula(state), measured=parts, peak=total,
+    formula = memory_formula(
+        state.raw_model, state.cfg.checkpointing, state.micro_batch, state.cfg.seq_len, parts["optimizer"],
+        on_cpu=device.type == "cpu",
+    )  # fmt: skip
+    yield dict(formula=formula, measured=parts, peak=total,
                resident_mb=peak_memory_mb(torch.device("cpu")))  # fmt: skip
 
 
@@ -234,3 +160,18 @@ def bench_memory(bench: Bench) -> dict:
     )
     print(table("Memory", rows, columns, (note,)))
     return dict(memory=rows)
+
+
+def card_table(rows: list[dict]) -> str:
+    """The plan as a Markdown table: a row a preset, a column a card."""
+    lines = ["| Preset | " + " | ".join(f"{gb} GB" for gb in GB) + " |", "| --- |" + " --- |" * len(GB)]
+    for preset, found in itertools.groupby(rows, lambda row: row["preset"]):
+        cells = [f"{row['micro_batch']}, {row['checkpointing']}, {row['loss_chunk']:,}"
+                 + (", offload" if row["offload"] == "optimizer" else "") if "gib" in row else "-"
+                 for row in found]  # fmt: skip
+        lines.append(f"| `{preset}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(card_table(plan_cards()))

@@ -22,7 +22,7 @@ AC_MODES = ("none", "selective", "full")
 
 def activation_budget(f) -> float:
     """The fraction of activation memory that --checkpointing leaves the compiler; 1 for its modes, nan for nonsense."""
-    if f.checkpointing in AC_MODES:
+    if f.checkpointing in ("auto", *AC_MODES):
         return 1.0
     try:
         return float(f.checkpointing)
@@ -65,8 +65,8 @@ FLAG_RULES = (
     (lambda f: f.ngram_dropout > 0 and f.ngram < 2 or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
      "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
      "n-grams to drop, as with --ngram 4"),
-    (lambda f: f.checkpointing not in AC_MODES and not 0 < activation_budget(f) < 1,
-     "--checkpointing is {f.checkpointing!r}; expected none, selective, full or a number between 0 and 1"),
+    (lambda f: f.checkpointing not in ("auto", *AC_MODES) and not 0 < activation_budget(f) < 1,
+     "--checkpointing is {f.checkpointing!r}; expected auto, none, selective, full or a number between 0 and 1"),
     (lambda f: activation_budget(f) < 1 and f.compile == "off",
      "--checkpointing {f.checkpointing} is a budget for the compiler; add --compile"),
     (lambda f: uses_cudagraphs(f) and is_sharded(f),

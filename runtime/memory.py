@@ -1,4 +1,4 @@
-"""How many sequences fit: the micro-batch that a device's memory allows, found by measuring."""
+"""What fits into a device's memory: activation checkpointing by formula, the micro-batch by measuring."""
 
 import math
 
@@ -6,23 +6,55 @@ import torch
 
 from data.shards import UserError
 from ops import dummy_micro_step
-from runtime.checks import largest_divisor
+from runtime.checks import AC_MODES, largest_divisor, ranks_per_shard, seqs_per_rank
+from runtime.footprint import least_checkpointing
 from runtime.ranks import DistContext, dist_max
 
+USABLE = 0.92  # of the memory: the rest is lost between blocks, or CUDA's own
+ENOUGH_TOKENS = 4096  # of a micro-step: they keep a GPU busy, so nothing is recomputed to make room for more
 
-def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int, cudagraphs: bool,
+
+def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistContext) -> int:
+    """Set the model's activation checkpointing as the flags `f` say; returns the sequences of a micro-step.
+
+    groups: the optimizer's. `auto` recomputes nothing but what a GPU's memory makes necessary: so that a micro-step of
+    --micro_batch sequences, or of ENOUGH_TOKENS, fits by formula. The same on every rank. Raises UserError.
+    """
+    n_seqs, cuda = seqs_per_rank(f, dist_ctx.world_size), dist_ctx.device.type == "cuda"
+    optimizer_bytes = 0 if f.offload == "optimizer" else sum(map(state_bytes, groups))
+    mode = f.checkpointing if f.checkpointing in AC_MODES else "none"
+    if f.checkpointing == "auto" and cuda:
+        least = f.micro_batch or min(n_seqs, -(-ENOUGH_TOKENS // f.seq_len))
+        most_bytes = -dist_max(dist_ctx, -available_memory())
+        mode = least_checkpointing(model, least, f.seq_len, optimizer_bytes, f.compile != "off",
+                                   ranks_per_shard(f, dist_ctx), most_bytes)  # fmt: skip
+        if mode == "selective" and f.attn == "flex" and f.compile == "off":
+            mode = "full"  # selective cannot see into uncompiled FlexAttention
+    for block in model.blocks:
+        block.checkpointing = mode
+    if f.micro_batch or not cuda:
+        return f.micro_batch or largest_divisor(n_seqs, 8192 // f.seq_len)  # there, more are no faster
+    if f.compile != "off":
+        model.apply_compile("default", probing=True)
+    return fit_micro_batch(model, n_seqs, f.seq_len, optimizer_bytes // ranks_per_shard(f, dist_ctx), dist_ctx)
+
+
+def state_bytes(group: dict) -> int:
+    """What the optimizer keeps of a group's parameters, unsharded: Muon a number of each, Adam two; all fp32."""
+    return (4 if group["kind"] == "muon" else 8) * sum(p.numel() for p in group["params"])
+
+
+def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int,
                     dist_ctx: DistContext) -> int:  # fmt: skip
-    """The sequences of a micro-step: on a GPU as many as fit; elsewhere those of 8,192 tokens, as more are no faster.
+    """As many sequences as fit into a GPU.
 
     n_seqs: those of a step, which the result divides. optimizer_bytes: what the optimizer will need on the device.
     Raises UserError when not even one fits.
     """
-    if dist_ctx.device.type != "cuda":
-        return largest_divisor(n_seqs, 8192 // seq_len)
 
     def probe(micro_batch: int) -> float:
         torch.cuda.reset_peak_memory_stats()
-        dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
+        dummy_micro_step(model, micro_batch, seq_len, cudagraphs=False)
         return torch.cuda.max_memory_allocated()
 
     def peak(micro_batch: int) -> float:
@@ -32,31 +64,38 @@ def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer
 
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
-    free, total = torch.cuda.mem_get_info()
-    budget = 0.92 * min(free + torch.cuda.memory_reserved(), total * torch.cuda.get_per_process_memory_fraction())
-    fits = find_max_micro_batch(n_seqs, peak, -dist_max(dist_ctx, optimizer_bytes - budget))
+    fits = find_max_micro_batch(n_seqs, peak, -dist_max(dist_ctx, optimizer_bytes - available_memory()))
     model.zero_grad(set_to_none=True)
     return fits
+
+
+def available_memory() -> float:
+    """Bytes of the GPU's memory that this process may count on."""
+    free, total = torch.cuda.mem_get_info()
+    return USABLE * min(free + torch.cuda.memory_reserved(), total * torch.cuda.get_per_process_memory_fraction())
 
 
 def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 is replaced: 2,048, or on a GPU more, as fits.
 
-    There larger matmuls are faster, and the head's gradient is added up more rarely: up to 16,384 tokens, as long as
-    logits and their gradient, in 16 bits, take a seventh of the memory at most. Raises UserError for a chunk of more
-    numbers than a kernel's 32-bit index reaches.
+    Raises UserError for a chunk of more numbers than a kernel's 32-bit index reaches.
     """
     if chunk * vocab_size >= 2**31:
         raise UserError(
             f"--loss_chunk {chunk} times a vocabulary of {vocab_size} is 2**31 or more; use {2**31 // vocab_size - 1} "
             "or less, or -1"
         )
-    if chunk >= 0:
-        return chunk
-    if device.type != "cuda":
-        return 2048
-    fits = torch.cuda.get_device_properties(device).total_memory / 7 / (4 * vocab_size)
-    return max(2048, min(16384, 2 ** int(math.log2(max(1, fits)))))
+    if chunk >= 0 or device.type != "cuda":
+        return chunk if chunk >= 0 else 2048
+    return largest_loss_chunk(vocab_size, torch.cuda.get_device_properties(device).total_memory)
+
+
+def largest_loss_chunk(vocab_size: int, memory: int) -> int:
+    """For a GPU of so many bytes, where larger matmuls are faster and the head's gradient is added up more rarely.
+
+    2,048 to 16,384 tokens, as long as logits and their gradient, in 16 bits, take a seventh of the memory at most.
+    """
+    return max(2048, min(16384, 2 ** int(math.log2(max(1, memory / 7 / (4 * vocab_size))))))
 
 
 def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) -> float:
@@ -88,7 +127,7 @@ def find_max_micro_batch(n_seqs: int, peak, budget: float) -> int:
     if one > budget:
         raise UserError(
             f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB available on this device; "
-            "use a smaller --seq_len or a smaller model"
+            "add --checkpointing full or --offload optimizer, or use a smaller --seq_len or a smaller model"
         )
     (low, at_low), (high, at_high), most = (1, one), (min(2, n_seqs), peak(min(2, n_seqs))), n_seqs
     fits = high if n_seqs % high == 0 and at_high <= budget else 1

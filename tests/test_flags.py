@@ -18,11 +18,13 @@ import bench
 import export
 import sample
 import train_gpt
+from benchmarks.memory import card_table, plan_cards, planned_model
 from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, run_python
 from data import prepare
 from data.shards import UserError
-from runtime import checks
-from runtime.memory import find_max_micro_batch, fit_loss_chunk
+from model import optimizer_groups
+from runtime import checks, memory
+from runtime.memory import find_max_micro_batch, fit_loss_chunk, fit_memory, largest_loss_chunk
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
@@ -53,8 +55,8 @@ from train_gpt import make_config, train
     (["--attn", "cudnn"], "--attn cudnn runs on CUDA only"),
     (["--attn", "fa3"], "--attn fa3 runs on CUDA only"),
     (["--fp8"], "--fp8 needs a CUDA device of compute capability 8.9 or newer"),
-    (["--checkpointing", "some"], "expected none, selective, full or a number between 0 and 1"),
-    (["--checkpointing", "1.5"], "expected none, selective, full or a number between 0 and 1"),
+    (["--checkpointing", "some"], "expected auto, none, selective, full or a number between 0 and 1"),
+    (["--checkpointing", "1.5"], "expected auto, none, selective, full or a number between 0 and 1"),
     (["--checkpointing", "0.5"], "is a budget for the compiler; add --compile"),
     (["--alloc_conf", "expandable_segment:True"], "no setting .*; did you mean expandable_segments"),
     (["--alloc_conf", "backend:cudaMallocAsync"], "cannot set backend, which is fixed when torch is imported"),
@@ -271,13 +273,41 @@ def help_of(main, capsys) -> str:
     return capsys.readouterr().out
 
 
+def test_checkpointing_is_what_memory_makes_necessary(monkeypatch):
+    ctx = DistContext(torch.device("cuda"))
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda model, n_seqs, *_: n_seqs)
+
+    def chosen(gb: float, ctx=ctx, **flags) -> tuple[str, int]:
+        monkeypatch.setattr(memory, "available_memory", lambda: memory.USABLE * gb * 10**9)
+        cfg = make_config(preset="gpt2-medium", dtype="bf16", vocab_size=50304, device="cuda", **flags)
+        gpt, _ = planned_model(cfg)
+        gpt.loss_chunk, gpt.apply_compile = largest_loss_chunk(50304, int(gb * 10**9)), lambda *_, **__: None
+        groups = optimizer_groups(gpt, cfg.optimizer, 0.02, 0.006, 0.05)
+        n_seqs = fit_memory(cfg, gpt, groups, ctx)
+        assert len({block.checkpointing for block in gpt.blocks}) == 1
+        return gpt.blocks[0].checkpointing, n_seqs
+
+    assert chosen(16, compile="default") == ("none", 512)
+    assert chosen(8, compile="default") == ("full", 512)
+    assert chosen(10, compile="default") == ("selective", 512)
+    assert chosen(8, compile="default", offload="optimizer")[0] == "selective"
+    assert chosen(16, micro_batch=4) == ("none", 4) and chosen(16, micro_batch=8) == ("full", 8)
+    assert chosen(8, checkpointing="selective")[0] == "selective"
+    assert chosen(8, checkpointing="0.5", compile="default")[0] == "none"
+    assert chosen(8, DistContext(torch.device("cpu"))) == ("none", 8)
+
+
+def test_docs_say_what_presets_train_with():
+    assert card_table(plan_cards()) in (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+
+
 def test_loss_chunk_by_device(monkeypatch):
     cpu, cuda, gib = torch.device("cpu"), torch.device("cuda"), 10**9
-    for memory, vocab_size, chunk in ((8, 50304, 4096), (16, 50304, 8192), (24, 50304, 16384), (141, 50304, 16384),
+    for total, vocab_size, chunk in ((8, 50304, 4096), (16, 50304, 8192), (24, 50304, 16384), (141, 50304, 16384),
                                       (141, 320, 16384), (24, 2**20, 2048), (2, 50304, 2048)):  # fmt: skip
-        properties = SimpleNamespace(total_memory=memory * gib)
+        properties = SimpleNamespace(total_memory=total * gib)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
-        assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, memory
+        assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, total
     assert [fit_loss_chunk(chunk, 50304, cuda) for chunk in (0, 100)] == [0, 100]
     assert fit_loss_chunk(-1, 50304, cpu) == 2048
     with pytest.raises(UserError, match="use 42689 or less, or -1"):

@@ -20,6 +20,7 @@ from generation import KVCache, compile_decode_step, generate, sample_token
 from int8 import quantize, round_to_int8
 from model import GPTConfig, Optimizer, even_rows, newton_schulz
 from ops import attention, attention_mask, norm, relu_squared
+from runtime.footprint import checkpointed_tensors
 from runtime.ranks import DistContext
 from train_gpt import make_config, select_attn_backend
 
@@ -527,10 +528,33 @@ def test_budget_of_the_compiler_acts(monkeypatch):
     for mode in ("0.1", "0.3"):
         cfg = make_config(**TINY | dict(compile="default", checkpointing=mode, loss_chunk=0))
         state = train_gpt.build(cfg, DistContext(idx.device), 257)
-        with saved_for_backward() as (storages, _):
-            state.raw_model(idx, idx).backward()
-        kept[mode] = sum(storages.values())
+        kept[mode] = bytes_kept(state.raw_model, idx)
+        state.raw_model.apply_compile("default", probing=True)  # to see how much memory a compiled step needs
+        assert bytes_kept(state.raw_model, idx) == kept[mode]
     assert kept["0.1"] < 0.9 * kept["0.3"], kept
+
+
+def bytes_kept(gpt, idx) -> int:
+    with saved_for_backward() as (storages, _):
+        gpt(idx, idx).backward()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@torch._functorch.config.patch(activation_memory_budget=1.0)
+def test_memory_model_knows_what_a_compiled_block_keeps(mode):
+    gpt = random_gpt(n_layer=1, seq_len=64, n_embd=64, compute_dtype=torch.bfloat16)
+    (block,), x = gpt.blocks, torch.randn(32, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = gpt.cos.bfloat16(), gpt.sin.bfloat16()
+    block.checkpointing = mode
+    torch._dynamo.reset()
+    gpt.apply_compile("default", probing=True)
+    with saved_for_backward() as (storages, _):
+        block(x, cos, sin, None, None, None).sum().backward()
+    kept = sum(size for pointer, size in storages.items() if pointer not in {p.data_ptr() for p in block.parameters()})
+    kept -= sum(p.numel() * 2 for p in block.parameters()) if mode == "none" else 0  # cast
+    formula = sum(checkpointed_tensors(gpt, mode, 32, 64, lean=True).values())
+    assert kept == pytest.approx(formula, rel=0.1), (kept, formula)
 
 
 def test_evaluation_compiles_nothing_of_its_own():

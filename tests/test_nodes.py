@@ -248,7 +248,7 @@ def mistaken_rank(folder: Path) -> None:
     for name in MISTAKES:
         with pytest.MonkeyPatch.context() as patch:
             if name == "memory":
-                patch.setattr(train_gpt, "fit_micro_batch", probe)
+                patch.setattr(train_gpt, "fit_memory", probe)
                 more[name] = dict(micro_batch=0)
             elif rank and name in changes:
                 changes[name](patch)
