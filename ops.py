@@ -684,11 +684,18 @@ def dummy_micro_step(model: nn.Module, micro_batch: int, seq_len: int, cudagraph
             loss.backward()
 
 
-def warm_up(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
-    """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring."""
+def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
+    """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring.
+
+    The optimizer takes a step that it skips, which leaves its state as it is.
+    """
     calls = 3 if cudagraphs else 1  # a graph is recorded at the second call
     for _ in range(calls):
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
+    grads = [p.grad for p in model.parameters()]
+    norm = nn.utils.get_total_norm(grads)
+    if optimizer.fused:  # else it cannot skip
+        optimizer.step(torch.ones_like(to_local(norm), dtype=torch.bool))
     model.zero_grad(set_to_none=not cudagraphs)
     for _ in range(calls):
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)

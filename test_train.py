@@ -392,7 +392,7 @@ def run_case(folder: Path, flags: dict) -> bool:
 
     def step_and_note(self, skip):
         used[:] = [(name, p) for group in self.param_groups for name, p in zip(group["names"], group["params"])]
-        if not grads:
+        if not grads and not skip:  # the warm-up skips
             grads.update({name: full(p.grad) for name, p in used})
         step(self, skip)
 

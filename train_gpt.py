@@ -47,8 +47,8 @@ from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_
 from runtime.memory import fit_loss_chunk, fit_memory
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, leave, run_on_all,
-                           run_on_rank0, said_here)
+from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, late_max, leave,
+                           run_on_all, run_on_rank0, said_here)
 from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
@@ -242,11 +242,11 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     if graphs:
         for p in raw_model.parameters():
             p.grad = torch.zeros_like(p)
-    if compiled or device.type == "cuda" or dist_ctx.world_size > 1:  # DDP sorts its buckets in step 1
-        warm_up(model, micro_batch, cfg.seq_len, graphs)
-    init_weights(raw_model, cfg.seed)
     optimizer = Optimizer(groups, ns_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
                           offload=cfg.offload == "optimizer")  # fmt: skip
+    if compiled or device.type == "cuda" or dist_ctx.world_size > 1:  # DDP sorts its buckets in step 1
+        warm_up(model, optimizer, micro_batch, cfg.seq_len, graphs)
+    init_weights(raw_model, cfg.seed)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -587,7 +587,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
 
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
     profiling = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
-    saver = CheckpointManager(logger, dist_ctx, cfg.keep)
+    saver, wishes = CheckpointManager(logger, dist_ctx, cfg.keep), late_max(dist_ctx)
     only_eval = state.step > 0 and eval_due()  # the run was stopped before this evaluation
     with contextlib.closing(saver), contextlib.closing(batches), profiling as profiler:
         while True:
@@ -601,7 +601,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 state.step += 1
                 if profiler:
                     profiler.step()
-                stop = stop_reason(state, timer, signals)
+                stop = stop_reason(state, timer, signals, wishes)
                 if due(cfg.log_every) or state.step == 1:
                     log_step(state, logger, timer, progress, loss, norm)
                     state.bad_steps, failure = report_skipped(
@@ -624,6 +624,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
             if stop:
                 break
+        wishes(None)
         run_on_rank0(dist_ctx, saver.finish)
     return write_summary(state, stream, logger, timer, progress, signals[0] if stop == "signal" and signals else stop)
 
@@ -641,13 +642,12 @@ def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
     return tokenizer
 
 
-def stop_reason(state: TrainState, timer: TrainTimer, signals: list) -> str:
-    """Why to stop after this step, the same on every rank; "" to continue."""
+def stop_reason(state: TrainState, timer: TrainTimer, signals: list, wishes) -> str:
+    """Why to stop after this step, the same on every rank; "" to continue. wishes: late_max's, of the ranks."""
     cfg = state.cfg
     timed_out = cfg.max_minutes and timer.wall_time_here >= 60 * cfg.max_minutes
-    stop_code = dist_max(state.dist_ctx, 2 if signals else 1 if timed_out else 0)
-    reasons = {2: "signal", 1: "max_minutes", 0: "max_steps" if state.step == cfg.max_steps else ""}
-    return reasons[int(stop_code)]
+    reasons = ("max_steps" if state.step == cfg.max_steps else "", "max_minutes", "signal")
+    return reasons[int(wishes(2 if signals else 1 if timed_out else 0))]
 
 
 def log_step(state: TrainState, logger: RunLogger, timer: TrainTimer, progress: Progress, loss: Tensor,

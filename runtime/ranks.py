@@ -136,6 +136,30 @@ def dist_max(dist_ctx: DistContext, value: float) -> float:
     return box.item()
 
 
+def late_max(dist_ctx: DistContext):
+    """A function of a value, for every step: the largest that the ranks gave the call before, as nobody waits for it.
+
+    On one rank it returns the value itself. At the end, None starts nothing and takes what is under way.
+    """
+    under_way = []
+
+    def largest(value: float | None) -> float:
+        if dist_ctx.world_size == 1:
+            return value
+        earlier = 0.0
+        for work, box in under_way:
+            work.wait()
+            earlier = box.item()
+        under_way.clear()
+        if value is not None:
+            box = torch.tensor(float(value), dtype=torch.float64)
+            work = dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group, async_op=True)
+            under_way.append((work, box))
+        return earlier
+
+    return largest
+
+
 def dist_mean(dist_ctx: DistContext, value: Tensor) -> float:
     """The mean of a 0-d tensor over the ranks; waits for the device."""
     box = value.detach().cpu().double()

@@ -557,6 +557,16 @@ def test_memory_model_knows_what_a_compiled_block_keeps(mode):
     assert kept == pytest.approx(formula, rel=0.1), (kept, formula)
 
 
+def test_warm_up_leaves_nothing_behind():
+    cfg = make_config(**TINY)
+    state = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    before = copy.deepcopy(state.raw_model.state_dict())
+    ops.warm_up(state.raw_model, state.optimizer, 2, cfg.seq_len, False)
+    assert all(torch.equal(before[name], value) for name, value in state.raw_model.state_dict().items())
+    assert not any(tensor.any() for slots in state.optimizer.state.values() for tensor in slots.values())
+    assert all(p.grad is None for p in state.raw_model.parameters())
+
+
 def test_evaluation_compiles_nothing_of_its_own():
     gpt, idx = random_gpt(), torch.arange(48).view(2, 24)
     expected, counter = gpt(idx, idx), CompileCounterWithBackend("aot_eager")

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_gpt
 from conftest import (
@@ -48,7 +49,7 @@ from runtime import checkpoint
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
 from runtime.errors import explain_oom
 from runtime.logger import SECTION, LineWriter, RunLogger, is_loss_spike
-from runtime.ranks import DistContext, leave
+from runtime.ranks import DistContext, late_max, leave
 from train_gpt import make_config, train
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -690,6 +691,17 @@ def run_ranks(folder, data, case, *options) -> subprocess.CompletedProcess:
     with contextlib.suppress(FileExistsError):
         (folder / "data").symlink_to(data)
     return run_torchrun(__file__, folder, case, options=options)
+
+
+def test_wishes_are_known_a_call_later_among_ranks(tmp_path):
+    alone, two = DistContext(torch.device("cpu")), DistContext(torch.device("cpu"), world_size=2)
+    assert [late_max(alone)(wish) for wish in (0, 2)] == [0, 2]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wishes = late_max(two)
+        assert [wishes(wish) for wish in (0, 2, 1, None, None)] == [0, 0, 2, 1, 0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nan_in_one_rank_is_skipped_on_all(data, tmp_path):
