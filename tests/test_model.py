@@ -564,7 +564,7 @@ def test_fp8_loss_is_near_bf16():
     idx, values = torch.randint(80, (2, 24), generator=torch.Generator().manual_seed(0)), []
     for fp8 in (False, True):
         gpt = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80, loss_chunk=16)
-        gpt.head.fp8 = fp8
+        gpt.fp8 = fp8
         for block in gpt.blocks:
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
         try:
