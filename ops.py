@@ -271,7 +271,7 @@ def matvec(x: Tensor, w: Tensor) -> Tensor:
 
 def quantize_fp8(x: Tensor, dim=-1) -> tuple[Tensor, Tensor]:
     """x (M, K) in e4m3, scaled to its range, and the fp32 scales that undo it: (M, 1) a row, or (1, 1) with dim=()."""
-    scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale  # divided in fp32, the scale's dtype
 
 
