@@ -552,6 +552,7 @@ def rowwise_scales(monkeypatch):
 
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum=False):
         assert a.is_contiguous() and b.t().is_contiguous() and not a.size(1) % 16 and not b.size(1) % 16
+        assert (scale_a.shape, scale_b.shape) in (((1, 1), (1, 1)), ((a.size(0), 1), (1, b.size(1))))
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
     a, scale = torch.zeros((32, 16), dtype=torch.float8_e4m3fn), torch.ones((32, 1))
@@ -622,6 +623,13 @@ def test_fp8_head_is_close(size, softcap):
     assert got.item() == pytest.approx(want.item(), rel=0.05 if size > 1 else 0.01)
     for a, b in zip(grads, want_grads):
         assert a.isfinite().all() and (size > 1 or (a - b).norm() <= 0.08 * b.norm()), (a - b).norm() / b.norm()
+
+
+def test_fp8_head_adds_small_probabilities_up():
+    x, w = torch.ones((16, 16), dtype=torch.bfloat16, requires_grad=True), torch.full((1 << 17, 16), 1e-3)
+    w[0] = 0
+    loss = ops.ChunkedLinearCrossEntropy.apply(x, w, torch.zeros(16).long(), 15.0, 16, ops.ce_fwd_bwd, True)
+    assert_rows_close(torch.autograd.grad(loss, x)[0], torch.full((16, 16), 1e-3), 2**-3)
 
 
 def test_fp8_loss_is_near_bf16(rowwise_scales):
