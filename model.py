@@ -183,8 +183,8 @@ class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
     How it is computed, the result differing by rounding: `attn` is the attention backend, `loss_chunk` the tokens
-    whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (head and MLP) rounds more than
-    the others. Each block's `checkpointing` is none, selective or full.
+    whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (MLP, and the head where chunks
+    have gradients) rounds more than the others. Each block's `checkpointing` is none, selective or full.
     What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. `ngram_dropout`
     is the probability of dropping an n-gram wherever gradients are made; which ones follows from the n-gram, its place
     in the sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
@@ -196,14 +196,13 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
         self.ngram_dropout, self.step_seed = ngram_dropout, 0
-        self.attn, self.doc_eot = attn, doc_eot
+        self.attn, self.doc_eot, self.fp8 = attn, doc_eot, fp8
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.ce_fn, self.cross_entropy = ce_fwd_bwd, cross_entropy
-        self.head.fp8 = fp8
         for block in self.blocks:
             block.offload, block.attn.backend = offload, attn
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
@@ -310,7 +309,7 @@ class GPT(nn.Module):
         """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
         chunk = self.loss_chunk or len(x)
         if self.loss_chunk and torch.is_grad_enabled():
-            options = (self.cfg.softcap, chunk, self.ce_fn, self.head.fp8)
+            options = (self.cfg.softcap, chunk, self.ce_fn, self.fp8)
             return ChunkedLinearCrossEntropy.apply(x, self.head.weight, targets, *options)
         losses = []
         for part, target in zip(x.split(chunk), targets.split(chunk)):

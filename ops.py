@@ -269,35 +269,38 @@ def matvec(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([(row * part.float()).sum(-1) for part in parts]).view(*x.shape[:-1], len(w))
 
 
-def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """x in float8, scaled as a whole to its range, and the fp32 scale () that undoes it."""
-    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
-    return (x.float() / scale).to(dtype), scale
+def quantize_fp8(x: Tensor, dim=-1) -> tuple[Tensor, Tensor]:
+    """x (M, K) in e4m3, scaled to its range, and the fp32 scales that undo it: (M, 1) a row, or (1, 1) with dim=()."""
+    scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn), scale  # divided in fp32, the scale's dtype
 
 
-def fp8_matmul(a: Tensor, b: tuple[Tensor, Tensor], a_dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
-    """a (M, K) @ b (N, K).T in float8 with fp32 sums, in a's dtype; b is what quantize_fp8 returned."""
-    a8, a_scale = quantize_fp8(a, a_dtype)
-    return torch._scaled_mm(a8, b[0].t(), scale_a=a_scale, scale_b=b[1], out_dtype=a.dtype)
+def fp8_matmul(a: Tensor, b: Tensor, fast: bool) -> Tensor:
+    """a (M, K) @ b (N, K).T in e4m3, with a scale for each row of both, in a's dtype, which is bf16; both contiguous.
+
+    fast: sums as the tensor cores make them, with fewer bits than fp32. K and N must be multiples of 16.
+    """
+    (a8, a_scale), (b8, b_scale) = quantize_fp8(a), quantize_fp8(b)
+    return torch._scaled_mm(a8, b8.t(), a_scale, b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
 class Fp8Linear(torch.autograd.Function):
-    """x (..., K) @ w (N, K).T in float8 forward (e4m3) and for the gradient by x (e5m2); that by w stays in x's dtype.
+    """x (..., K) @ w (N, K).T in float8, and the gradient by x; that by w stays in x's dtype, which is bf16.
 
-    Dynamic scales for whole tensors, as in Micikevicius et al. 2022. M, K and N must be multiples of 16.
+    A scale for each token and for each row of w, as in torchao's rowwise_with_gw_hp: there is no state, and each scale
+    can be made where its row is made.
     """
 
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        return fp8_matmul(x.flatten(0, -2), quantize_fp8(w)).view(*x.shape[:-1], w.size(0))
+        return fp8_matmul(x.flatten(0, -2), w, fast=True).view(*x.shape[:-1], w.size(0))
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         flat = grad.flatten(0, -2)
-        dx = fp8_matmul(flat, quantize_fp8(w.t().contiguous()), torch.float8_e5m2)
-        return dx.view_as(x), flat.T @ x.flatten(0, -2)
+        return fp8_matmul(flat, w.t().contiguous(), fast=False).view_as(x), flat.T @ x.flatten(0, -2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -314,8 +317,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
     return F.cross_entropy(softcap_logits(logits.float(), softcap), targets, ignore_index=-1, reduction="sum")
 
 
-def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype."""
+def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float,
+               fp8: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype.
+
+    Each number of the gradient is within 1 before it is scaled. With fp8 it comes in e5m2 as well, else None does.
+    """
     target, counted = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
     at_target = softcap_logits(logits.gather(1, target).float(), softcap)
     if 0 < softcap < 70:  # then no exponential overflows without the maximum, and tanh(x) = 2 sigmoid(2 x) - 1
@@ -334,7 +341,7 @@ def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: floa
     else:
         grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     grad = grad.mul_(slope).mul_(torch.where(counted, grad_scale, 0.0))
-    return loss, grad.to(logits.dtype)
+    return loss, grad.to(logits.dtype), grad.to(torch.float8_e5m2) if fp8 else None
 
 
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
@@ -343,19 +350,30 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
     The gradients are made in the forward pass while each chunk's logits are there, as in Liger Kernel (Hsu et al.
     2024), so nothing is computed twice. Until backward it keeps the gradient by x, in x's dtype, and that by the
     weight, in fp32; the caller's graph keeps x and the weight besides.
+
+    fp8: logits and dx are float8 matmuls, whose sizes must be multiples of 16; the weight's gradient sums over tokens
+    and stays in x's dtype. Scales are known before, as in modded-nanogpt, but the weight's, which is made once: x is
+    RMS-normalized, so it is within sqrt(n_embd) and e4m3 holds it as it is.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False):
         w = weight.to(x.dtype)
         ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
+        if fp8:
+            ctx.grad_scale = 2.0**15  # the power of two below e5m2's largest number
+            w8, w_scale = quantize_fp8(w, dim=())
+            wt8, one = w8.t().contiguous(), torch.ones_like(w_scale)
         dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        w8, wt8 = (quantize_fp8(w), quantize_fp8(w.t().contiguous())) if fp8 else (None, None)
         for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
-            logits = fp8_matmul(x[rows], w8) if fp8 else x[rows] @ w.T
-            loss, dlogits = ce_fn(logits, targets[rows], softcap, ctx.grad_scale)
-            dx[rows] = fp8_matmul(dlogits, wt8, torch.float8_e5m2) if fp8 else dlogits @ w
+            if fp8:
+                x8 = x[rows].to(torch.float8_e4m3fn)
+                logits = torch._scaled_mm(x8, w8.t(), one, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+            else:
+                logits = x[rows] @ w.T
+            loss, dlogits, dlogits8 = ce_fn(logits, targets[rows], softcap, ctx.grad_scale, fp8)
+            dx[rows] = torch._scaled_mm(dlogits8, wt8.t(), one, w_scale, out_dtype=x.dtype) if fp8 else dlogits @ w
             dw += dlogits.T @ x[rows]
             total += loss
         ctx.save_for_backward(dx, dw)

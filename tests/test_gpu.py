@@ -96,6 +96,30 @@ def test_gpu_trains_in_bf16_fp16_and_fp8(data, tmp_path):
     assert max(losses.values()) - min(losses.values()) < 0.05 and losses["bf16"] < 3.0, losses
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gpu_fp8_matmuls_are_close(compiled):
+    torch.manual_seed(0)
+    wrap = torch.compile if compiled else lambda function: function
+    x, w = torch.randn(3, 100, 256, device="cuda").bfloat16(), torch.randn(80, 256, device="cuda")
+    x[0, :9] *= 1e6  # a scale a token keeps the others
+    x[0, 9], w[3] = 0, 0
+    x.requires_grad_(), w.requires_grad_()
+    got, want = wrap(ops.Fp8Linear.apply)(x, w.bfloat16()), x.float() @ w.T
+    grad = torch.randn_like(want).bfloat16()
+    pairs = [(got, want)]
+    pairs += zip(torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad.float()))
+    for a, b in pairs:
+        assert ((a - b).norm(dim=-1) <= 0.06 * b.norm(dim=-1)).all()
+
+    flat, targets, heads = ops.norm(x.detach()).flatten(0, 1), torch.randint(-1, 80, (300,), device="cuda"), []
+    flat, head = flat.requires_grad_(), (0.05 * w.detach()).requires_grad_()
+    for fp8 in (False, True):
+        loss = ops.ChunkedLinearCrossEntropy.apply(flat, head, targets, 15.0, 128, wrap(ops.ce_fwd_bwd), fp8)
+        heads.append((loss, *torch.autograd.grad(loss, (flat, head))))
+    for a, b in zip(*heads):
+        assert (a - b).norm() <= 0.08 * b.norm() and a.isfinite().all()
+
+
 def test_gpu_allocator_settings_are_in_force(data, tmp_path):
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", device="cuda", max_steps=1)
     done = run_python("train_gpt.py", *flags_of(flags), "--alloc_conf", "max_split_size_mb:77")
