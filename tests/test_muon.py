@@ -12,15 +12,14 @@ from conftest import random_gpt, run_torchrun
 from model import GPT, PARAM_TABLE, GPTConfig, Optimizer, even_rows, newton_schulz, optimizer_groups
 from runtime.ranks import leave
 
-OTHER_ROW = {
-    "proj": PARAM_TABLE["proj"]._replace(pattern=r"blocks\.\d+\.mlp\.proj\.weight"),
-    "attn_proj": PARAM_TABLE["proj"]._replace(
-        pattern=r"blocks\.\d+\.attn\.proj\.weight", lr_mul=0.5, betas=(0.7, 0.0), wd_mul=3.0, split=2
-    ),
-}
+MLP_PROJ = PARAM_TABLE["proj"]._replace(pattern=r"blocks\.\d+\.mlp\.proj\.weight", lr_mul=2.0)
+ATTN_PROJ = PARAM_TABLE["proj"]._replace(
+    pattern=r"blocks\.\d+\.attn\.proj\.weight", lr_mul=0.5, betas=(0.7, 0.0), wd_mul=3.0
+)
 CASES = {  # rows of PARAM_TABLE that a user changed, and the shape of the model
     "as it is": ({}, {}),
-    "another row": (OTHER_ROW, {}),
+    "another row": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ), {}),
+    "other splits": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ._replace(split=2)), {}),
     "more ranks than matrices": (dict(qkv=PARAM_TABLE["qkv"]._replace(split=1)), dict(n_layer=1)),
 }
 
