@@ -5,13 +5,14 @@ computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in 
 """
 
 import contextlib
-import math
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -20,10 +21,11 @@ from torch.optim.sgd import sgd
 # fmt: off
 # isort: off
 from generation import KVCache, LayerCache, at
-from ops import (ChunkedLinearCrossEntropy, Fp8Linear, ParamTableError, apply_ac, attention, attention_mask,
-                 ce_fwd_bwd, chunk_sizes, cross_entropy, gather_parts, gather_whole_matrices, hashed_uniform, matvec,
+from ops import (ChunkedLinearCrossEntropy, Fp8Linear, Matrix, ParamTableError, apply_ac, attention, attention_mask,
+                 ce_fwd_bwd, chunk_sizes, cross_entropy, gather_whole_matrices, hashed_uniform, matrix_stacks, matvec,
                  module_made, ngram_hashes, ngram_rows, norm, normal, offload_activations, one_row, rank_groups,
-                 relu_squared, scatter_updates, softcap_logits, to_local, zeros)
+                 relu_squared, scatter_updates, softcap_logits, start_gather, state_on_device,
+                 to_local, zeros)
 # isort: on
 # fmt: on
 
@@ -447,12 +449,13 @@ class Optimizer(torch.optim.Optimizer):
     """Muon for the matrices inside the blocks, Adam (decoupled weight decay) for all else; for 1..N ranks.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): Nesterov momentum, then each matrix's update
-    is replaced by its orthogonal factor with even rows. Matrices of one shape within a group are stacked and
-    orthogonalized in one batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or not, and
-    exchange the results, in `ns_dtype` too.
+    is replaced by its orthogonal factor with even rows. Matrices of one shape, or of it transposed, are stacked over
+    all groups and orthogonalized in one batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or
+    not, and exchange the results, in `ns_dtype` too, while the next stack or Adam is at work.
     Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
-    a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards. With
-    hybrid sharding both hold: shards meet within their group, and the groups divide the matrices.
+    a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards;
+    stacks are of one group and shape there. With hybrid sharding both hold: shards meet within their group, and the
+    groups divide the matrices.
     `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
     """
 
@@ -460,7 +463,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
         super().__init__(groups, dict(lr=0.0))
-        self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
+        self.ns_dtype, self.eps = ns_dtype, eps
         for group in self.param_groups:
             group.setdefault("momentum", group["betas"][0])
             slots = ("momentum",) if group["kind"] == "muon" else ("exp_avg", "exp_avg_sq")
@@ -481,74 +484,73 @@ class Optimizer(torch.optim.Optimizer):
         skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
         if device.type == "mps" and skip.item():  # the fused kernels of MPS do not look at found_inf
             return
+        arriving: list[tuple] = []
+        for stack in matrix_stacks(self.param_groups, self.state, STACKED, self.fused):
+            arriving.append((stack, *self.muon_updates(stack, skip)))
+            if len(arriving) > 1 or arriving[0][-1] is None:  # one stack travels while the next is worked on
+                self.apply_updates(*arriving.pop(0), skip)
         for group in self.param_groups:
-            update, slots = self.adam_update, ("exp_avg", "exp_avg_sq")
-            if group["kind"] == "muon":
-                update, slots = self.muon_update, ("momentum",)
-            by_shape: dict[torch.Size, list[Tensor]] = {}
-            for p in group["params"]:
-                by_shape.setdefault(p.shape, []).append(p)
-            for stack in by_shape.values() if self.fused else ([p] for p in group["params"]):
-                most = len(stack)
-                if group["kind"] == "muon":
-                    n_ranks = math.prod(ranks.size() for ranks in rank_groups(stack[0]) if ranks)
-                    most = n_ranks * max(1, STACKED // stack[0].numel())
-                for i in range(0, len(stack), most):
-                    params = stack[i : i + most]
-                    with self.state_on_device(params, slots) as state:
-                        update(group, params, skip, *state)
+            by_shape: dict[object, list[Tensor]] = {}
+            for p in group["params"] if group["kind"] == "adam" else ():
+                by_shape.setdefault(p.shape if self.fused else p, []).append(p)
+            for params in by_shape.values():
+                self.adam_update(group, params, skip)
+        for last in arriving:
+            self.apply_updates(*last, skip)
 
-    @contextlib.contextmanager
-    def state_on_device(self, params: list[Tensor], slots: tuple[str, ...]):
-        """Yields a list of the parameters' state for each slot; with `offload`, device copies that are written back."""
-        kept = used = [[self.state[p][slot] for p in params] for slot in slots]
-        if self.offload:
-            used = [[t.to(params[0].device, non_blocking=True) for t in tensors] for tensors in kept]
-        yield used
-        if self.offload:
-            for host, ours in zip(sum(kept, []), sum(used, [])):
-                host.copy_(ours, non_blocking=True)
+    def adam_update(self, group: dict, params: list[Tensor], skip: Tensor) -> None:
+        slots = [[self.state[p][slot] for p in params] for slot in ("exp_avg", "exp_avg_sq", "step")]
+        with state_on_device(skip.device, *slots[:2]) as (exp_avgs, exp_avg_sqs):
+            adamw(
+                [to_local(p) for p in params], [to_local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], slots[2],
+                fused=self.fused, foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
+                found_inf=skip.float() if self.fused else None,
+            )  # fmt: skip
 
-    def adam_update(self, group: dict, params: list[Tensor], skip: Tensor, exp_avgs: list[Tensor],
-                    exp_avg_sqs: list[Tensor]) -> None:  # fmt: skip
-        steps = [self.state[p]["step"] for p in params]
-        adamw(
-            [to_local(p) for p in params], [to_local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], steps,
-            fused=self.fused, foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
-            found_inf=skip.float() if self.fused else None,
-        )  # fmt: skip
-
-    def muon_update(self, group: dict, params: list[Tensor], skip: Tensor, momenta: list[Tensor]) -> None:
-        weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
-        count, (rows, cols), beta, split = len(params), params[0].shape, group["momentum"], group["split"]
-        shards, replicas = rank_groups(params[0])
-        for grad, momentum in zip(grads, momenta):
-            # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
-            torch.where(skip, momentum, grad, out=grad)
-        torch._foreach_lerp_(momenta, grads, 1 - beta)
-
+    def muon_updates(self, stack: list[Matrix], skip: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """The updates of a stack, each in a row of its own, and whether other ranks' are still to arrive."""
+        shards, replicas = rank_groups(stack[0].param)
+        grads, betas, shape = [m.grad for m in stack], [m.group["momentum"] for m in stack], stack[0].weight.shape
         # The ranks that hold the same part divide the stack, and within each part those that share its shards: every
         # matrix is made whole on one rank.
         n_parts, part = (replicas.size(), replicas.rank()) if replicas else (1, 0)
-        sizes = chunk_sizes(count, n_parts)
-        mine = slice(sum(sizes[:part]), sum(sizes[: part + 1]))
-        updates = weights[0].new_empty((sizes[part], *weights[0].shape), dtype=self.ns_dtype)
-        if len(updates):
-            torch._foreach_copy_(list(updates.unbind()), torch._foreach_lerp(grads[mine], momenta[mine], beta))
+        most = chunk_sizes(len(stack), n_parts)[0]
+        mine = slice(part * most, (part + 1) * most)
+        updates = grads[0].new_empty((n_parts * most, shape.numel()), dtype=self.ns_dtype)
+        turned = [m.weight.shape != shape for m in stack[mine]]
+        n, straight = len(turned), turned.count(False)
+        ours = updates[mine][:n]
+        x = ours.view(n, *shape)
+        with state_on_device(skip.device, [m.momentum for m in stack]) as (momenta,):
+            for grad, momentum in zip(grads, momenta):
+                # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
+                torch.where(skip, momentum, grad, out=grad)
+            torch._foreach_lerp_(momenta, grads, [1 - beta for beta in betas])
+            if n:  # there may be more ranks than matrices
+                nesterov = torch._foreach_lerp(grads[mine], momenta[mine], betas[mine])
+                torch._foreach_copy_([t.mT if turn else t for t, turn in zip(x, turned)], nesterov)
         if shards:
-            updates = gather_whole_matrices(updates, rows, shards)
-        if len(updates):  # there may be more ranks than matrices
-            updates = even_rows(newton_schulz(updates.view(-1, rows // split, cols)))
-            updates = updates.reshape(-1, rows, cols).contiguous()
-        if shards:
-            updates = scatter_updates(updates, sizes[part], shards)
-        if replicas:
-            updates = gather_parts(updates, count, replicas)
-        scale = max(1.0, rows / split / cols) ** 0.5
-        updates = updates.to(weights[0].dtype)
-        sgd(
-            weights, list(updates.unbind()), [None] * count, fused=True, found_inf=skip.float(),
-            lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,
-            nesterov=False, maximize=False,
-        )  # fmt: skip
+            (rows, cols), split = stack[0].param.shape, stack[0].group["split"]
+            x = even_rows(newton_schulz(gather_whole_matrices(x, rows, shards).view(-1, rows // split, cols)))
+            ours.copy_(scatter_updates(x.reshape(-1, rows, cols), n, shards).view_as(ours))
+        else:
+            x = newton_schulz(x)
+            for made, kept in ((x[:straight], ours[:straight]), (x[straight:].mT, ours[straight:])):
+                if len(made):
+                    kept.view(made.shape).copy_(even_rows(made))
+        return updates, start_gather(updates, replicas) if replicas else None
+
+    def apply_updates(self, stack: list[Matrix], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
+        if arrival:
+            arrival.wait()
+        updates = updates[: len(stack)].to(stack[0].weight.dtype)
+        for _, pairs in itertools.groupby(zip(stack, updates), lambda pair: (id(pair[0].group), pair[0].weight.shape)):
+            matrices, rows = zip(*pairs)
+            group, param, weight = matrices[0][:3]
+            scale = max(1.0, len(param) / group["split"] / param.size(1)) ** 0.5
+            sgd(
+                [m.weight for m in matrices], [row.view_as(weight) for row in rows], [None] * len(rows), fused=True,
+                lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,
+                nesterov=False, maximize=False, found_inf=skip.float(),
+            )  # fmt: skip

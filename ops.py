@@ -633,12 +633,63 @@ def scatter_updates(updates: Tensor, count: int, group: dist.ProcessGroup) -> Te
     return flat.view(count, heights[rank], cols)
 
 
-def gather_parts(part: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """All `count` updates (count, rows, cols), of which each rank has those that chunk_sizes gives it."""
-    per_rank = chunk_sizes(count, group.size())[0]
-    gathered = part.new_zeros((group.size(), per_rank, *part.shape[1:]))
-    dist.all_gather(list(gathered.unbind()), F.pad(part, (0, 0, 0, 0, 0, per_rank - len(part))), group=group)
-    return gathered.flatten(0, 1)[:count]
+def start_gather(parts: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begins to fill in the other ranks' parts of `parts` (n, ...), n / world_size rows a rank, in the ranks' order.
+
+    They are there after wait(); until then nobody may touch `parts`.
+    """
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+    return all_gather(parts, parts.chunk(group.size())[group.rank()], group=group, async_op=True)
+
+
+@contextlib.contextmanager
+def state_on_device(device: torch.device, *kept: list[Tensor]):
+    """Yields these lists of tensors; of those that are kept elsewhere, copies on the device that are written back."""
+    used = [[t.to(device, non_blocking=True) for t in tensors] for tensors in kept]
+    yield used
+    for ours, theirs in zip(sum(kept, []), sum(used, [])):
+        if theirs is not ours:
+            ours.copy_(theirs, non_blocking=True)
+
+
+class Matrix(NamedTuple):
+    """What Muon updates at once: one of a parameter's `split` matrices, or under FSDP this rank's rows of all of them.
+
+    weight, grad and momentum are views of one shape, of the parameter, its gradient and its state.
+    """
+
+    group: dict
+    param: Tensor
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+def matrix_stacks(groups: list[dict], state: dict, numel: int, batched: bool) -> list[list[Matrix]]:
+    """Muon's matrices of all groups, in stacks to be orthogonalized in one call.
+
+    A stack has whole matrices of one shape first, then those of it transposed; or, under FSDP, shards of one group's
+    parameters of one shape. numel: the most numbers of a stack for each rank, unless a matrix has more. Not `batched`:
+    the matrices of one parameter.
+    """
+    alike: dict[object, list[Matrix]] = {}
+    for group in groups:
+        for p in group["params"] if group["kind"] == "muon" else ():
+            shards, replicas = rank_groups(p)
+            n = 1 if shards else group["split"]
+            shape = (len(p) // n, p.size(1))
+            key = (shape, id(group)) if shards else frozenset(shape) if replicas else shape
+            views = (t.chunk(n) for t in (to_local(p), to_local(p.grad), state[p]["momentum"]))
+            alike.setdefault(key if batched else p, []).extend(Matrix(group, p, *same) for same in zip(*views))
+    stacks = []
+    for stack in alike.values():
+        _, param, weight, *_ = stack[0]
+        shards, replicas = rank_groups(param)
+        n_ranks = math.prod(ranks.size() for ranks in (shards, replicas) if ranks)
+        most = n_ranks * max(1, numel // (param if shards else weight).numel())
+        stack = sorted(stack, key=lambda matrix: matrix.weight.shape != weight.shape)
+        stacks += [stack[i : i + most] for i in range(0, len(stack), most)]
+    return stacks
 
 
 def apply_ddp(model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype) -> DistributedDataParallel:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.harness import Bench, CaseFailed, Worker, build_state, median_min_max, progress, table, timed
-from ops import cudagraph_mark_step, rank_groups
+from ops import cudagraph_mark_step, rank_groups, start_gather
 from runtime.checks import largest_divisor, uses_cudagraphs
 from runtime.launch import DTYPES, cpu_cores, peak_memory_mb
 from train_gpt import TrainState, make_config, train_step
@@ -74,12 +74,16 @@ def bytes_per_step(state: TrainState) -> dict[str, float]:
     n_shards, n_replicas = shards.size() if shards else 1, replicas.size() if replicas else 1
     padded = {name: -(-len(p) // n_shards) * n_shards * p.shape[1:].numel() for name, p in params.items()}
     total, blocks = sum(padded.values()), sum(n for name, n in padded.items() if name.startswith("blocks."))
-    owned = updates = 0
+    matrices: Counter = Counter()  # that Muon divides together
     for group in state.optimizer.param_groups:
-        for (rows, cols), count in Counter(p.shape for p in group["params"] if group["kind"] == "muon").items():
-            mine = -(-count // n_replicas)
-            owned += 2 * -(-mine // n_shards) * rows * cols
-            updates += mine * n_replicas * -(-rows // n_shards) * cols
+        for p in group["params"] if group["kind"] == "muon" else ():
+            rows, cols = (len(p), p.size(1)) if shards else sorted((len(p) // group["split"], p.size(1)))
+            matrices[group["role"] if shards else "", rows, cols] += 1 if shards else group["split"]
+    owned = updates = 0
+    for (_, rows, cols), count in matrices.items():
+        mine = -(-count // n_replicas)
+        owned += 2 * -(-mine // n_shards) * rows * cols
+        updates += mine * n_replicas * -(-rows // n_shards) * cols
     # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and for
     # the backward pass of each, but the root's stay in between.
     steps, groups, dtypes = state.grad_accum_steps, dict(shards=shards, replicas=replicas), travelling_dtypes(state)
@@ -129,7 +133,7 @@ def measure_speeds(state: TrainState, kinds) -> dict[str, float]:
         call = {
             "all-reduce": functools.partial(dist.all_reduce, whole, group=group),
             "reduce-scatter": functools.partial(reduce_scatter, piece, whole, group=group),
-            "all-gather": functools.partial(dist.all_gather, list(pieces), piece, group=group),
+            "all-gather": lambda pieces=pieces, group=group: start_gather(pieces, group).wait(),
             "all-to-all": functools.partial(dist.all_to_all_single, torch.empty_like(whole), whole, group=group),
         }[collective]
         seconds = [time_together(device, call) for _ in range(3)]
@@ -162,9 +166,10 @@ def bytes_sent_here(device: torch.device) -> float:
 def nothing_sent(model: nn.Module):
     """Steps of ranks that compute all and send nothing but norms: what they would receive is zeros."""
 
-    def receive_zeros(output: Tensor | list[Tensor], *_, **__) -> None:
+    def receive_zeros(output: Tensor | list[Tensor], *_, **__) -> unittest.mock.Mock:
         for tensor in output if isinstance(output, list) else [output]:
             tensor.zero_()
+        return unittest.mock.Mock()  # to be waited for
 
     with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():  # DDP
         with unittest.mock.patch.multiple(dist, **dict.fromkeys(COLLECTIVES, receive_zeros)):

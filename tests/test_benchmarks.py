@@ -24,7 +24,7 @@ from benchmarks import attention, ladder, loss, scaling
 from benchmarks.harness import Bench, CaseFailed, Worker, build_state
 from conftest import ROOT, SIZES, SMALL, measured, run_python
 from ops import attention as attention_op
-from ops import attention_mask
+from ops import attention_mask, rank_groups
 from records.check import t_test
 
 COMPILED = "blocked, compiled"
@@ -522,14 +522,16 @@ def rank_of_four(monkeypatch):
 class SentBytes(TorchDispatchMode):
     """Adds up what rings would make rank 0 send or receive, whichever is more, by kind of what is sent."""
 
-    def __init__(self):
+    def __init__(self, state):
         super().__init__()
-        self.sent = dict.fromkeys(scaling.KINDS, 0)
+        self.sent, self.replicas = dict.fromkeys(scaling.KINDS, 0), rank_groups(state.raw_model.head.weight)[1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         if name == "c10d::_allgather_base_":
-            self.sent["weights"] += args[0].nbytes - args[1].nbytes
+            group = dist.ProcessGroup.unbox(args[2])
+            kind = "Muon, to all" if self.replicas and group.group_name == self.replicas.group_name else "weights"
+            self.sent[kind] += args[0].nbytes - args[1].nbytes
         elif name == "c10d::_reduce_scatter_base_":
             self.sent["gradients, scattered"] += args[1].nbytes - args[0].nbytes
         elif name == "c10d::allreduce_":
@@ -538,8 +540,6 @@ class SentBytes(TorchDispatchMode):
         elif name == "c10d::alltoall_base_":
             most = max(sum(sizes[1:]) for sizes in args[3:5])
             self.sent["Muon, to the owner and back"] += most * args[0].itemsize
-        elif name == "c10d::allgather_":
-            self.sent["Muon, to all"] += sum(t.nbytes for t in args[0][0][1:])
         else:
             assert func.namespace != "c10d", name
         return func(*args, **(kwargs or {}))
@@ -557,10 +557,10 @@ ODD = dict(n_layer=3, n_embd=32, n_head=2, seq_len=32, batch_tokens=512, micro_b
 ], ids=["fsdp", "fsdp bf16", "hsdp", "hsdp of one"])  # fmt: skip
 def test_the_bytes_of_a_step_are_those_of_its_collectives(flags, rank_of_four):
     state, batch = build_state(ODD | flags)
-    with SentBytes() as spy:
+    with SentBytes(state) as spy:
         train_gpt.train_step(state, batch, 1.0)
     assert scaling.bytes_per_step(state) == pytest.approx(spy.sent) and sum(spy.sent.values()) > 0
-    with scaling.nothing_sent(state.model), SentBytes() as spy:
+    with scaling.nothing_sent(state.model), SentBytes(state) as spy:
         train_gpt.train_step(state, batch, 1.0)
     assert set(spy.sent.values()) == {0} and scaling.early_fraction(state) == 0
 
@@ -568,13 +568,19 @@ def test_the_bytes_of_a_step_are_those_of_its_collectives(flags, rank_of_four):
 def test_the_bytes_of_a_step_of_ddp(rank_of_four, monkeypatch):
     monkeypatch.setattr(train_gpt, "warm_up", lambda *inputs: None)  # DDP's all-reduce needs real ranks
     state, batch = build_state(ODD | dict(dtype="fp32", grad_comm="bf16", n_embd=256, bucket_cap_mb=2))
-    with scaling.nothing_sent(state.model), SentBytes() as spy:
+    with scaling.nothing_sent(state.model), SentBytes(state) as spy:
         train_gpt.train_step(state, batch, 1.0)
     assert set(spy.sent.values()) == {0}
     block, rest = 12 * 256**2, (65 + 257 + 257) * 256
     sent = {kind: n for kind, n in scaling.bytes_per_step(state).items() if n}
-    # a rank has one of three matrices of each kind, of the last rank zeros travel; gradients travel as bf16
-    assert sent == {"gradients, averaged": 2 * 3 / 4 * 2 * (3 * block + rest), "Muon, to all": 3 * 4 * block}
+    # a rank has three of 12 squares and two of the MLPs' six matrices, the last one none; gradients travel as bf16
+    muon = 3 / 4 * 4 * (12 + 8 * 4) * 256**2
+    assert sent == {"gradients, averaged": 2 * 3 / 4 * 2 * (3 * block + rest), "Muon, to all": muon}
+    for p in state.raw_model.parameters():
+        p.grad = torch.zeros_like(p)
+    with SentBytes(state) as spy:
+        state.optimizer.step()
+    assert spy.sent["Muon, to all"] == muon == sum(spy.sent.values())
     # buckets: the head and an MLP, an attention and half an MLP, as much; then an MLP, and the rest with the embeddings
     assert scaling.early_fraction(state) == pytest.approx((257 * 256 + 2 * block) / (3 * block + rest))
 
