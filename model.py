@@ -22,9 +22,9 @@ from torch.optim.sgd import sgd
 # isort: off
 from generation import KVCache, LayerCache, at
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, Matrix, ParamTableError, apply_ac, attention, attention_mask,
-                 ce_fwd_bwd, chunk_sizes, cross_entropy, gather_whole_matrices, hashed_uniform, matrix_stacks, matvec,
-                 module_made, ngram_hashes, ngram_rows, norm, normal, offload_activations, one_row, rank_groups,
-                 relu_squared, scatter_updates, softcap_logits, start_gather, state_on_device,
+                 cached_attention, ce_fwd_bwd, chunk_sizes, cross_entropy, gather_whole_matrices, hashed_uniform,
+                 matrix_stacks, matvec, module_made, ngram_hashes, ngram_rows, norm, normal, offload_activations,
+                 one_row, rank_groups, relu_squared, scatter_updates, softcap_logits, start_gather, state_on_device,
                  to_local, zeros)
 # isort: on
 # fmt: on
@@ -133,7 +133,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = past.append(k, v)
-        y = attention(q, k, v, mask, self.backend if past is None else "sdpa")
+        y = attention(q, k, v, mask, self.backend) if past is None else cached_attention(q, k, v, mask)
         return self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
 
 

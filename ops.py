@@ -82,10 +82,16 @@ def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor |
 causal_block_mask = functools.cache(block_mask)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend | None = None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, by one kernel or by PyTorch's choice."""
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel=None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, by one kernel, the best of several or PyTorch's choice."""
     with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention to a KV cache. Not by cuDNN, which makes a plan for each number of keys, and prompts have any."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_attention(q, k, v, mask, kernels if q.is_cuda else None)
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -344,6 +350,14 @@ def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: floa
     return loss, grad.to(logits.dtype), grad.to(torch.float8_e5m2) if fp8 else None
 
 
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (M, N), fp32, += a (M, K) @ b (K, N). CUDA adds 16-bit matrices up in fp32, unrounded, as in Liger."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """lm_head and cross entropy, `chunk` tokens at a time: the logits of the whole batch never exist.
 
@@ -374,7 +388,7 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
                 logits = x[rows] @ w.T
             loss, dlogits, dlogits8 = ce_fn(logits, targets[rows], softcap, ctx.grad_scale, fp8)
             dx[rows] = torch._scaled_mm(dlogits8, wt8.t(), one, w_scale, out_dtype=x.dtype) if fp8 else dlogits @ w
-            dw += dlogits.T @ x[rows]
+            add_matmul_(dw, dlogits.T, x[rows])
             total += loss
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype

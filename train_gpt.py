@@ -39,7 +39,7 @@ from runtime.checks import (activation_budget, check_device, check_flags, is_sha
                             seqs_per_rank, uses_cudagraphs)
 from runtime.describe import describe
 from runtime.dtype import saved_dtype, settle_dtype
-from runtime.errors import catch_signals, report_error, report_skipped
+from runtime.errors import catch_signals, or_reason, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
 from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
@@ -368,6 +368,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     return total.item() / (stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len)
 
 
+@or_reason
 def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
     """The end of what is evaluated, ">>>", and how the model goes on; the same every time for the same weights."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))[0]
@@ -644,9 +645,8 @@ def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
 
 def stop_reason(state: TrainState, timer: TrainTimer, signals: list, wishes) -> str:
     """Why to stop after this step, the same on every rank; "" to continue. wishes: late_max's, of the ranks."""
-    cfg = state.cfg
-    timed_out = cfg.max_minutes and timer.wall_time_here >= 60 * cfg.max_minutes
-    reasons = ("max_steps" if state.step == cfg.max_steps else "", "max_minutes", "signal")
+    timed_out = state.cfg.max_minutes and timer.wall_time_here >= 60 * state.cfg.max_minutes
+    reasons = ("max_steps" if state.step == state.cfg.max_steps else "", "max_minutes", "signal")
     return reasons[int(wishes(2 if signals else 1 if timed_out else 0))]
 
 

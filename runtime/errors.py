@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import signal
@@ -121,6 +122,19 @@ def explain_peer_failure(error: Exception) -> str:
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return ""
     return f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why"
+
+
+def or_reason(function):
+    """A decorator for what is nice to have, and must not end a run: the text that it makes, or why it failed."""
+
+    @functools.wraps(function)
+    def wrapped(*args) -> str:
+        try:
+            return function(*args)
+        except Exception as error:
+            return f"(failed: {type(error).__name__}: {error})"
+
+    return wrapped
 
 
 def report_error(error: Exception) -> int:

@@ -88,6 +88,16 @@ def test_gpu_attention_means_the_same(backend, window, docs):
         assert (a - b).norm() / b.norm().clamp(min=1e-3) < 0.03
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gpu_gradient_of_the_head_is_not_rounded_in_between(dtype):
+    a, b = torch.randn(300, 512, device="cuda").to(dtype), torch.randn(512, 128, device="cuda").to(dtype)
+    total = torch.randn(300, 128, device="cuda")
+    want, address = total.double() + a.double() @ b.double(), total.data_ptr()
+    ops.add_matmul_(total, a, b)
+    assert total.data_ptr() == address
+    torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-4)  # bf16 would be off by 0.1
+
+
 def test_gpu_trains_in_bf16_fp16_and_fp8(data, tmp_path):
     losses = {}
     for name, more in dict(bf16=dict(dtype="bf16"), fp16=dict(dtype="fp16"), fp8=dict(dtype="bf16", fp8=True)).items():

@@ -693,6 +693,16 @@ def run_ranks(folder, data, case, *options) -> subprocess.CompletedProcess:
     return run_torchrun(__file__, folder, case, options=options)
 
 
+def test_a_failing_sample_ends_no_run(data, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no text today")
+
+    monkeypatch.setattr(train_gpt, "generate", fail)
+    summary = tiny_run(tmp_path / "run", data=data, max_steps=2, sample_every=1)
+    assert summary["stopped_by"] == "max_steps" and (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "log.txt").read_text().count("(failed: RuntimeError: no text today)") == 2
+
+
 def test_wishes_are_known_a_call_later_among_ranks(tmp_path):
     alone, two = DistContext(torch.device("cpu")), DistContext(torch.device("cpu"), world_size=2)
     assert [late_max(alone)(wish) for wish in (0, 2)] == [0, 2]
