@@ -121,7 +121,7 @@ DEVICE_RULES = (
      "time; use --compile max-autotune-no-cudagraphs or default"),
 )  # fmt: skip
 
-# What is accepted, and said once: it changes nothing here.
+# What is accepted, and said once: it changes nothing here, or not what one may think.
 NO_EFFECT = (
     (lambda f, hw: f.alloc_conf and not hw.cuda,
      "--alloc_conf has no effect on {hw.type}: it is about CUDA memory"),
@@ -145,6 +145,9 @@ NO_EFFECT = (
      "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds"),
     (lambda f, hw: f.optimizer == "adamw" and f.muon_lr != hw.preset.muon_lr,
      "--muon_lr {f.muon_lr:g} has no effect with --optimizer adamw"),
+    (lambda f, hw: f.preset.startswith("gpt2") and not f.data,
+     "--preset {f.preset} without --data trains on Python's source as bytes; for GPT-2's tokens run `python "
+     "data/prepare.py fineweb10B` and add --data data/fineweb10B"),
     (lambda f, hw: hw.masked and f.attn in ("auto", "sdpa") and hw.cuda,
      "a window or document mask keeps SDPA from its flash kernel; --attn flex or varlen takes them"),
 )  # fmt: skip

@@ -150,7 +150,8 @@ NO_EFFECT_CASES = (
     ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)), ("cpu", dict(parallel="ddp")),
     ("cpu", dict(shard_size=2)), ("cpu", dict(grad_comm="bf16")), ("cpu", dict(ngram=1)),
     ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99, ngram=0)),
-    ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cuda", dict(doc_mask=True)),
+    ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cpu", dict(preset="gpt2-small")),
+    ("cuda", dict(doc_mask=True)),
 )  # fmt: skip
 
 

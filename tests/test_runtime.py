@@ -779,7 +779,7 @@ def forked_ranks(argv: list[str], world: int, log: Path, port: int) -> list[int]
     return pids
 
 
-def killed_runs(folder: Path, kills: int, world: int) -> None:
+def killed_runs(folder: Path, kills: int, world: int, device: str) -> None:
     """Runs that are killed at random moments and resumed until they end, till `kills` are reached; writes kills.json.
 
     Half of the kills come after a random time, half when a checkpoint is being written; with two ranks, a third hit
@@ -788,7 +788,8 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
     importlib.import_module("torch._dynamo")  # a second of what every fork would import late
     rng, port = random.Random(0), 20000 + os.getpid() % 20000
     flags = TINY | dict(n_layer=1, batch_tokens=256, micro_batch=4, max_steps=12, save_every=1, eval_every=5)
-    flags |= dict(data=make_data(folder / "data"), eval_tokens=1024, prefetch=1, resume="auto")
+    flags |= dict(data=make_data(folder / "data"), eval_tokens=1024, prefetch=1, resume="auto", device=device)
+    flags |= dict(deterministic=True) if device == "cuda" else {}
     report = dict(kills=0, while_saving=0, runs=0, waiting=0, codes=[])
 
     def start(out):
@@ -849,8 +850,8 @@ def killed_runs(folder: Path, kills: int, world: int) -> None:
     (folder / "kills.json").write_text(json.dumps(report))
 
 
-def check_killed_runs(folder: Path, kills: int, world: int) -> None:
-    command = [sys.executable, __file__, folder, "kills", str(kills), str(world)]
+def check_killed_runs(folder: Path, kills: int, world: int, device: str = "cpu") -> None:
+    command = [sys.executable, __file__, folder, "kills", str(kills), str(world), device]
     env = os.environ | dict(PYTHONPATH=str(ROOT))
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -879,9 +880,16 @@ def test_a_hundred_kills(world, tmp_path):
     check_killed_runs(tmp_path, 100, world)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@forks
+def test_gpu_thirty_kills(tmp_path):
+    check_killed_runs(tmp_path, 30, 1, "cuda")
+
+
 if __name__ == "__main__":
     folder, *case = sys.argv[1:]
     if case[0] == "kills":
-        killed_runs(Path(folder), *map(int, case[1:]))
+        killed_runs(Path(folder), int(case[1]), int(case[2]), case[3])
     else:
         ranks_script(Path(folder), *case)
