@@ -53,6 +53,8 @@ def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer
     """
 
     def probe(micro_batch: int) -> float:
+        if model.blocks[0].compiled:
+            torch._dynamo.reset()  # each size is a compilation, and their number is limited
         torch.cuda.reset_peak_memory_stats()
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs=False)
         return torch.cuda.max_memory_allocated()
