@@ -230,7 +230,8 @@ class GPT(nn.Module):
 
         probing: for many sizes in little time; blocks keep the same for backward, but their operations are not fused.
         """
-        how = dict(backend="aot_eager_decomp_partition") if probing else dict(mode=mode)
+        unfused = probing and self.attn != "flex"  # which makes all scores unless it is fused
+        how = dict(backend="aot_eager_decomp_partition") if unfused else dict(mode=mode)
         for block in self.blocks:
             block.compiled = torch.compile(block.forward_with_ac, dynamic=False, fullgraph=True, **how)
         self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=probing, fullgraph=True)
@@ -544,13 +545,14 @@ class Optimizer(torch.optim.Optimizer):
     def apply_updates(self, stack: list[Matrix], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
         if arrival:
             arrival.wait()
-        updates = updates[: len(stack)].to(stack[0].weight.dtype)
-        for _, pairs in itertools.groupby(zip(stack, updates), lambda pair: (id(pair[0].group), pair[0].weight.shape)):
-            matrices, rows = zip(*pairs)
+        for _, alike in itertools.groupby(stack, lambda matrix: (id(matrix.group), matrix.weight.shape)):
+            matrices = list(alike)
             group, param, weight = matrices[0][:3]
+            n = len(matrices)
+            ours, updates = updates[:n].view(n, *weight.shape).to(weight.dtype), updates[n:]
             scale = max(1.0, len(param) / group["split"] / param.size(1)) ** 0.5
             sgd(
-                [m.weight for m in matrices], [row.view_as(weight) for row in rows], [None] * len(rows), fused=True,
+                [m.weight for m in matrices], list(ours.unbind()), [None] * n, fused=True,
                 lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,
                 nesterov=False, maximize=False, found_inf=skip.float(),
             )  # fmt: skip

@@ -777,8 +777,7 @@ def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagra
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
     grads = [p.grad for p in model.parameters()]
     norm = nn.utils.get_total_norm(grads)
-    if optimizer.fused:  # else it cannot skip
-        optimizer.step(torch.ones_like(to_local(norm), dtype=torch.bool))
+    optimizer.step(torch.ones_like(to_local(norm), dtype=torch.bool))
     model.zero_grad(set_to_none=not cudagraphs)
     for _ in range(calls):
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)

@@ -46,15 +46,12 @@ def plan_cards() -> list[dict]:
     for preset, gb in itertools.product([name for name in PRESETS if name.startswith("gpt2-")], GB):
         cfg = make_config(preset=preset, dtype="bf16", device="cuda", compile="default", vocab_size=50304)
         model, optimizer_bytes = planned_model(cfg)
-        model.loss_chunk, available = largest_loss_chunk(50304, gb * 10**9), USABLE * gb * 10**9
-        least, n_seqs, row = (
-            -(-ENOUGH_TOKENS // cfg.seq_len),
-            cfg.batch_tokens // cfg.seq_len,
-            dict(preset=preset, gb=gb),
-        )
-        rows.append(row)
+        model.loss_chunk = largest_loss_chunk(50304, gb * 10**9)
+        available, n_seqs = USABLE * gb * 10**9, cfg.batch_tokens // cfg.seq_len
+        rows.append(row := dict(preset=preset, gb=gb))
         for offload, kept in (("none", optimizer_bytes), ("optimizer", 0)):
-            mode = least_checkpointing(model, least, cfg.seq_len, kept, True, 1, available)
+            least = -(-ENOUGH_TOKENS // cfg.seq_len)
+            mode = least_checkpointing(AC_MODES, model, least, cfg.seq_len, kept, True, 1, available)
             peaks = {n: sum(memory_formula(model, mode, n, cfg.seq_len, kept, on_cpu=False, compiled=True).values())
                      for n in range(1, n_seqs + 1) if n_seqs % n == 0}  # fmt: skip
             fits = [n for n, peak in peaks.items() if peak <= available]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from data.shards import TrainerError, UserError
+from runtime.checks import is_sharded
 
 FILE_MISTAKES = (PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -125,13 +126,18 @@ def explain_peer_failure(error: Exception) -> str:
 
 
 def or_reason(function):
-    """A decorator for what is nice to have, and must not end a run: the text that it makes, or why it failed."""
+    """A decorator for what is nice to have, and must not end a run: the text that it makes, or why it failed.
+
+    Its first argument is the TrainState. Where ranks hold shards it fails, as the others would wait for this one.
+    """
 
     @functools.wraps(function)
-    def wrapped(*args) -> str:
+    def wrapped(state, *args) -> str:
         try:
-            return function(*args)
+            return function(state, *args)
         except Exception as error:
+            if is_sharded(state.cfg):
+                raise
             return f"(failed: {type(error).__name__}: {error})"
 
     return wrapped

@@ -1,7 +1,6 @@
 """The memory model: bytes of a training step by counting, and the activation checkpointing that fits by it."""
 
 from ops import query_blocks
-from runtime.checks import AC_MODES
 
 
 def block_tensors(model, micro_batch: int, seq_len: int, lean: bool) -> dict[str, int]:
@@ -30,6 +29,8 @@ def block_tensors(model, micro_batch: int, seq_len: int, lean: bool) -> dict[str
         kept["probabilities of attention"] = micro_batch * cfg.n_head * scores * size
     else:
         kept["queries, keys and values"] = 3 * numbers * size
+    if model.attn == "math":
+        kept["probabilities of attention"] = micro_batch * cfg.n_head * seq_len**2 * size
     return kept
 
 
@@ -93,9 +94,12 @@ def memory_formula(model, mode: str, micro_batch: int, seq_len: int, optimizer_b
     """
     weights, size, lean = sum(p.numel() for p in model.parameters()), model.compute_dtype.itemsize, on_cpu or compiled
     block = sum(p.numel() for p in model.blocks[0].parameters())
+    saved = saved_tensors(model, mode, micro_batch, seq_len, lean)
+    if n_ranks > 1:
+        saved.pop("blocks' weights, cast", None)  # they are gathered as such, and again for backward
     parts = dict(
         weights=4 * weights // n_ranks, gradients=4 * weights // n_ranks, optimizer=optimizer_bytes // n_ranks,
-        activations=sum(saved_tensors(model, mode, micro_batch, seq_len, lean).values()),
+        activations=sum(saved.values()),
         transient=transient_bytes(model, mode, micro_batch, seq_len, lean, compiled),
     )  # fmt: skip
     if n_ranks > 1:
@@ -103,10 +107,10 @@ def memory_formula(model, mode: str, micro_batch: int, seq_len: int, optimizer_b
     return parts
 
 
-def least_checkpointing(model, micro_batch: int, seq_len: int, optimizer_bytes: int, compiled: bool, n_ranks: int,
-                        available: float) -> str:  # fmt: skip
-    """The mode that recomputes least of those whose formula is at most `available` bytes; else `full`."""
-    for mode in AC_MODES:
+def least_checkpointing(modes: list[str], model, micro_batch: int, seq_len: int, optimizer_bytes: int, compiled: bool,
+                        n_ranks: int, available: float) -> str:  # fmt: skip
+    """The first of the modes of --checkpointing whose formula is at most `available` bytes; else the last one."""
+    for mode in modes:
         parts = memory_formula(model, mode, micro_batch, seq_len, optimizer_bytes, on_cpu=False, compiled=compiled,
                                n_ranks=n_ranks)  # fmt: skip
         if sum(parts.values()) <= available:

@@ -14,29 +14,40 @@ USABLE = 0.92  # of the memory: the rest is lost between blocks, or CUDA's own
 ENOUGH_TOKENS = 4096  # of a micro-step: they keep a GPU busy, so nothing is recomputed to make room for more
 
 
+class DoesNotFit(UserError):
+    """Not even one sequence fits."""
+
+
 def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistContext) -> int:
     """Set the model's activation checkpointing as the flags `f` say; returns the sequences of a micro-step.
 
     groups: the optimizer's. `auto` recomputes nothing but what a GPU's memory makes necessary: so that a micro-step of
-    --micro_batch sequences, or of ENOUGH_TOKENS, fits by formula. The same on every rank. Raises UserError.
+    --micro_batch sequences, or of ENOUGH_TOKENS, fits by formula, and one sequence when measured. The same on every
+    rank. Raises UserError.
     """
     n_seqs, cuda = seqs_per_rank(f, dist_ctx.world_size), dist_ctx.device.type == "cuda"
+    n_shards = ranks_per_shard(f, dist_ctx)
     optimizer_bytes = 0 if f.offload == "optimizer" else sum(map(state_bytes, groups))
-    mode = f.checkpointing if f.checkpointing in AC_MODES else "none"
-    if f.checkpointing == "auto" and cuda:
-        least = f.micro_batch or min(n_seqs, -(-ENOUGH_TOKENS // f.seq_len))
-        most_bytes = -dist_max(dist_ctx, -available_memory())
-        mode = least_checkpointing(model, least, f.seq_len, optimizer_bytes, f.compile != "off",
-                                   ranks_per_shard(f, dist_ctx), most_bytes)  # fmt: skip
-        if mode == "selective" and f.attn == "flex" and f.compile == "off":
-            mode = "full"  # selective cannot see into uncompiled FlexAttention
-    for block in model.blocks:
-        block.checkpointing = mode
-    if f.micro_batch or not cuda:
-        return f.micro_batch or largest_divisor(n_seqs, 8192 // f.seq_len)  # there, more are no faster
-    if f.compile != "off":
+    modes = [f.checkpointing if f.checkpointing in AC_MODES else "none"]
+    if f.checkpointing == "auto" and cuda and f.offload != "activations":
+        # selective cannot see into uncompiled FlexAttention
+        modes = [mode for mode in AC_MODES if mode != "selective" or f.attn != "flex" or f.compile != "off"]
+        least, most_bytes = f.micro_batch or min(n_seqs, -(-ENOUGH_TOKENS // f.seq_len)), available_memory()
+        by_formula = least_checkpointing(modes, model, least, f.seq_len, optimizer_bytes, f.compile != "off", n_shards,
+                                         -dist_max(dist_ctx, -most_bytes))  # fmt: skip
+        modes = modes[modes.index(by_formula) :]
+    if f.compile != "off" and cuda and not f.micro_batch:
         model.apply_compile("default", probing=True)
-    return fit_micro_batch(model, n_seqs, f.seq_len, optimizer_bytes // ranks_per_shard(f, dist_ctx), dist_ctx)
+    for mode in modes:
+        for block in model.blocks:
+            block.checkpointing = mode
+        if f.micro_batch or not cuda:
+            return f.micro_batch or largest_divisor(n_seqs, 8192 // f.seq_len)  # there, more are no faster
+        try:
+            return fit_micro_batch(model, n_seqs, f.seq_len, optimizer_bytes // n_shards, dist_ctx)
+        except DoesNotFit:
+            if mode == modes[-1]:
+                raise
 
 
 def state_bytes(group: dict) -> int:
@@ -89,10 +100,11 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
         )
     if chunk >= 0 or device.type != "cuda":
         return chunk if chunk >= 0 else 2048
-    return largest_loss_chunk(vocab_size, torch.cuda.get_device_properties(device).total_memory)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return largest_loss_chunk(vocab_size, total * torch.cuda.get_per_process_memory_fraction())
 
 
-def largest_loss_chunk(vocab_size: int, memory: int) -> int:
+def largest_loss_chunk(vocab_size: int, memory: float) -> int:
     """For a GPU of so many bytes, where larger matmuls are faster and the head's gradient is added up more rarely.
 
     2,048 to 16,384 tokens, as long as logits and their gradient, in 16 bits, take a seventh of the memory at most.
@@ -122,14 +134,14 @@ def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) 
 def find_max_micro_batch(n_seqs: int, peak, budget: float) -> int:
     """A large divisor of n_seqs whose peak(micro_batch) is within budget, by measuring what is predicted to fit.
 
-    Each prediction is a line through the last two measurements; what does not fit after all is halved. Raises UserError
-    when not even one sequence fits.
+    Each prediction is a line through the last two measurements; what does not fit after all is halved. Raises
+    DoesNotFit when not even one sequence fits.
     """
     one = peak(1)
     if one > budget:
-        raise UserError(
+        raise DoesNotFit(
             f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB available on this device; "
-            "add --checkpointing full or --offload optimizer, or use a smaller --seq_len or a smaller model"
+            "leave --checkpointing to itself, add --offload optimizer, or use a smaller --seq_len or model"
         )
     (low, at_low), (high, at_high), most = (1, one), (min(2, n_seqs), peak(min(2, n_seqs))), n_seqs
     fits = high if n_seqs % high == 0 and at_high <= budget else 1

@@ -141,20 +141,18 @@ def late_max(dist_ctx: DistContext):
 
     On one rank it returns the value itself. At the end, None starts nothing and takes what is under way.
     """
-    under_way = []
+    box, work = torch.zeros((), dtype=torch.float64), None
 
     def largest(value: float | None) -> float:
+        nonlocal work
         if dist_ctx.world_size == 1:
             return value
-        earlier = 0.0
-        for work, box in under_way:
+        if work:
             work.wait()
-            earlier = box.item()
-        under_way.clear()
+        earlier, work = box.item(), None
+        box.fill_(value or 0.0)
         if value is not None:
-            box = torch.tensor(float(value), dtype=torch.float64)
             work = dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group, async_op=True)
-            under_way.append((work, box))
         return earlier
 
     return largest

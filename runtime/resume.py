@@ -98,7 +98,8 @@ def changed_flags(flags: dict, before: dict, path: Path) -> str:
     Raises UserError under --trials if one of them matters.
     """
     changed = sorted(k for k, v in flags.items() if before.get(k, v) != v and k not in (*RUN_FLAGS, "data"))
-    harmless = {"eval_every", "save_every", "sample_every", "log_every", "keep", "prefetch", "max_minutes", "wandb"}
+    harmless = {"checkpointing", "eval_every", "save_every", "sample_every", "log_every", "keep", "prefetch",
+                "max_minutes", "wandb"}  # fmt: skip
     if flags["trials"] > 1 and set(changed) - harmless:
         raise UserError(
             f"{path} was made with other values of {', '.join(k for k in changed if k not in harmless)}, and --trials "

@@ -294,8 +294,30 @@ def test_checkpointing_is_what_memory_makes_necessary(monkeypatch):
     assert chosen(8, compile="default", offload="optimizer")[0] == "selective"
     assert chosen(16, micro_batch=4) == ("none", 4) and chosen(16, micro_batch=8) == ("full", 8)
     assert chosen(8, checkpointing="selective")[0] == "selective"
+    assert chosen(8, offload="activations")[0] == "none"
+    assert chosen(10, compile="default", parallel="fsdp")[0] == "selective"
     assert chosen(8, checkpointing="0.5", compile="default")[0] == "none"
     assert chosen(8, DistContext(torch.device("cpu"))) == ("none", 8)
+
+
+def test_checkpointing_goes_on_where_measuring_finds_no_room(monkeypatch):
+    tried, cuda = [], DistContext(torch.device("cuda"))
+
+    def fit(model, *_):
+        tried.append(model.blocks[0].checkpointing)
+        if tried[-1] != "full":
+            raise memory.DoesNotFit("one sequence needs more")
+        return 2
+
+    monkeypatch.setattr(memory, "fit_micro_batch", fit)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1e12)
+    cfg = make_config(preset="gpt2-small", dtype="bf16", device="cuda", vocab_size=50304)
+    gpt, _ = planned_model(cfg)
+    assert fit_memory(cfg, gpt, [], cuda) == 2 and tried == ["none", "selective", "full"]
+    tried.clear()
+    with pytest.raises(UserError, match="one sequence"):
+        fit_memory(dataclasses.replace(cfg, checkpointing="selective"), gpt, [], cuda)
+    assert tried == ["selective"]
 
 
 def test_docs_say_what_presets_train_with():
@@ -307,6 +329,7 @@ def test_loss_chunk_by_device(monkeypatch):
     for total, vocab_size, chunk in ((8, 50304, 4096), (16, 50304, 8192), (24, 50304, 16384), (141, 50304, 16384),
                                       (141, 320, 16384), (24, 2**20, 2048), (2, 50304, 2048)):  # fmt: skip
         properties = SimpleNamespace(total_memory=total * gib)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
         assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, total
     assert [fit_loss_chunk(chunk, 50304, cuda) for chunk in (0, 100)] == [0, 100]

@@ -557,9 +557,23 @@ def test_memory_model_knows_what_a_compiled_block_keeps(mode):
     assert kept == pytest.approx(formula, rel=0.1), (kept, formula)
 
 
+def test_flex_attention_is_fused_in_probing_too(monkeypatch):
+    """Alone it would make all scores, and far fewer sequences would seem to fit."""
+    how = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: how.append(options) or function)
+    for attn in ("sdpa", "flex"):
+        model.GPT(GPTConfig(vocab_size=70, n_layer=1, n_head=2, n_embd=32), attn=attn).apply_compile("default", True)
+    assert [options.get("backend") for options in how] == ["aot_eager_decomp_partition", None, None, None]
+
+
 def test_warm_up_leaves_nothing_behind():
     cfg = make_config(**TINY)
     state = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    with torch.no_grad():
+        for group in state.optimizer.param_groups:
+            group["lr"] = 1.0
+            for p in group["params"]:
+                p.normal_(0, 0.1)
     before = copy.deepcopy(state.raw_model.state_dict())
     ops.warm_up(state.raw_model, state.optimizer, 2, cfg.seq_len, False)
     assert all(torch.equal(before[name], value) for name, value in state.raw_model.state_dict().items())

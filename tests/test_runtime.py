@@ -47,7 +47,7 @@ from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer
 from runtime import checkpoint
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
-from runtime.errors import explain_oom
+from runtime.errors import explain_oom, or_reason
 from runtime.logger import SECTION, LineWriter, RunLogger, is_loss_spike
 from runtime.ranks import DistContext, late_max, leave
 from train_gpt import make_config, train
@@ -701,6 +701,8 @@ def test_a_failing_sample_ends_no_run(data, tmp_path, monkeypatch):
     summary = tiny_run(tmp_path / "run", data=data, max_steps=2, sample_every=1)
     assert summary["stopped_by"] == "max_steps" and (tmp_path / "run" / "summary.json").exists()
     assert (tmp_path / "run" / "log.txt").read_text().count("(failed: RuntimeError: no text today)") == 2
+    with pytest.raises(RuntimeError, match="no text today"):  # the other ranks would wait for this one's shards
+        or_reason(fail)(SimpleNamespace(cfg=make_config(parallel="fsdp")))
 
 
 def test_wishes_are_known_a_call_later_among_ranks(tmp_path):
@@ -852,7 +854,7 @@ def killed_runs(folder: Path, kills: int, world: int, device: str) -> None:
 
 def check_killed_runs(folder: Path, kills: int, world: int, device: str = "cpu") -> None:
     command = [sys.executable, __file__, folder, "kills", str(kills), str(world), device]
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    env = os.environ | dict(PYTHONPATH=str(ROOT), PYTORCH_NVML_BASED_CUDA_CHECK="1")  # looking keeps CUDA from forks
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "kills.json").read_text())
