@@ -708,11 +708,12 @@ def test_a_failing_sample_ends_no_run(data, tmp_path, monkeypatch):
 def test_wishes_are_known_a_call_later_among_ranks(tmp_path):
     alone, two = DistContext(torch.device("cpu")), DistContext(torch.device("cpu"), world_size=2)
     assert [late_max(alone)(wish) for wish in (0, 2)] == [0, 2]
-    if not dist.is_initialized():  # an earlier run on one rank of FSDP leaves its group
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    wishes = late_max(two)
-    assert [wishes(wish) for wish in (0, 2, 1, None, None)] == [0, 0, 2, 1, 0]
-    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        wishes = late_max(two)
+        assert [wishes(wish) for wish in (0, 2, 1, None, None)] == [0, 0, 2, 1, 0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_nan_in_one_rank_is_skipped_on_all(data, tmp_path):
