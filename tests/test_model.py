@@ -733,10 +733,13 @@ def test_freed_memory_is_kept_for_the_next_step():
         print(faults())
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    done = run_python("-c", code, env=clean)
-    assert done.returncode == 0, done.stderr
-    plain, users, kept = map(int, done.stdout.split())
-    assert kept < plain / 4 and kept < users / 4  # the user's settings win
+    for _ in range(3):  # one process in about a hundred gets its blocks from mmap all the same
+        done = run_python("-c", code, env=clean)
+        assert done.returncode == 0, done.stderr
+        plain, users, kept = map(int, done.stdout.split())
+        if kept < plain / 4 and kept < users / 4:  # the user's settings win
+            return
+    raise AssertionError((plain, users, kept))
 
 
 @pytest.mark.soak
