@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import time
 import zipfile
 from pathlib import Path
 
@@ -916,6 +917,7 @@ sys.exit(prepare.main({list(map(str, command[2:]))!r}))
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert stopped.stdout.readline() == "working\n" and (tmp_path / "out").exists()
+    time.sleep(0.5)  # until it waits: a signal just before is seen by Python only after
     stopped.send_signal(signal.SIGINT)
     said, err = stopped.communicate(timeout=60)
     assert (
