@@ -16,7 +16,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import time
 import zipfile
 from pathlib import Path
 
@@ -914,10 +913,10 @@ prepare._batches = wait
 sys.exit(prepare.main({list(map(str, command[2:]))!r}))
 """
     stopped = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background shells have it ignored
+    )  # fmt: skip
     assert stopped.stdout.readline() == "working\n" and (tmp_path / "out").exists()
-    time.sleep(0.5)  # until it waits: a signal just before is seen by Python only after
     stopped.send_signal(signal.SIGINT)
     said, err = stopped.communicate(timeout=60)
     assert (
