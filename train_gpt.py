@@ -197,9 +197,8 @@ class TrainState:
 
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
     """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
-    longest = (
-        1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and cfg.checkpointing in ("auto", "none") else 0
-    )
+    recomputes = cfg.checkpointing not in ("auto", "none")
+    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and not recomputes else 0
     return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
 
 
@@ -625,7 +624,7 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
             if stop:
                 break
-        wishes(None)
+        wishes(None)  # the last one is under way
         run_on_rank0(dist_ctx, saver.finish)
     return write_summary(state, stream, logger, timer, progress, signals[0] if stop == "signal" and signals else stop)
 

@@ -1,5 +1,6 @@
 """`bench.py memory`: weights, gradients, optimizer state and activations, by formula and measured."""
 
+import contextlib
 import itertools
 
 import torch
@@ -21,7 +22,15 @@ from runtime.checks import AC_MODES, largest_divisor
 from runtime.dtype import settle_dtype
 from runtime.footprint import least_checkpointing, memory_formula
 from runtime.launch import DTYPES, peak_memory_mb, select_device
-from runtime.memory import ENOUGH_TOKENS, USABLE, fit_loss_chunk, largest_loss_chunk, state_bytes
+from runtime.memory import (
+    ENOUGH_TOKENS,
+    USABLE,
+    DoesNotFit,
+    find_max_micro_batch,
+    fit_loss_chunk,
+    largest_loss_chunk,
+    state_bytes,
+)
 from runtime.ranks import DistContext
 from train_gpt import PRESETS, Config, gpt_config, learning_rates, make_config, select_attn_backend, train_step
 
@@ -29,10 +38,10 @@ GB = (8, 16, 24, 40, 80, 141)  # of memory, of the cards in the plan
 
 
 def planned_model(cfg: Config) -> tuple[GPT, int]:
-    """A GPT without memory behind its tensors, and the bytes of its optimizer's state."""
+    """A GPT without memory behind its tensors, still without its loss_chunk, and the bytes of its optimizer's state."""
     with torch.device("meta"):
         attn = select_attn_backend(cfg, torch.device(cfg.device))
-        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype], max(0, cfg.loss_chunk), attn=attn)
+        model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype], attn=attn)
     groups = optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
     return model, sum(map(state_bytes, groups))
 
@@ -43,23 +52,28 @@ def plan_cards() -> list[dict]:
     `auto`'s checkpointing, loss chunk and micro-batch; where only that fits, with the optimizer's state in host memory.
     """
     rows = []
-    for preset, gb in itertools.product([name for name in PRESETS if name.startswith("gpt2-")], GB):
+    for preset in (name for name in PRESETS if name.startswith("gpt2-")):
         cfg = make_config(preset=preset, dtype="bf16", device="cuda", compile="default", vocab_size=50304)
-        model, optimizer_bytes = planned_model(cfg)
-        model.loss_chunk = largest_loss_chunk(50304, gb * 10**9)
-        available, n_seqs = USABLE * gb * 10**9, cfg.batch_tokens // cfg.seq_len
-        rows.append(row := dict(preset=preset, gb=gb))
-        for offload, kept in (("none", optimizer_bytes), ("optimizer", 0)):
-            least = -(-ENOUGH_TOKENS // cfg.seq_len)
-            mode = least_checkpointing(AC_MODES, model, least, cfg.seq_len, kept, True, 1, available)
-            peaks = {n: sum(memory_formula(model, mode, n, cfg.seq_len, kept, on_cpu=False, compiled=True).values())
-                     for n in range(1, n_seqs + 1) if n_seqs % n == 0}  # fmt: skip
-            fits = [n for n, peak in peaks.items() if peak <= available]
-            if fits:
-                row |= dict(offload=offload, checkpointing=mode, loss_chunk=model.loss_chunk, micro_batch=max(fits),
-                            gib=peaks[max(fits)] / 2**30)  # fmt: skip
-                break
+        (model, optimizer_bytes), n_seqs = planned_model(cfg), cfg.batch_tokens // cfg.seq_len
+        rows += [plan_card(preset, gb, cfg, model, optimizer_bytes, n_seqs) for gb in GB]
     return rows
+
+
+def plan_card(preset: str, gb: int, cfg: Config, model: GPT, optimizer_bytes: int, n_seqs: int) -> dict:
+    """A row of plan_cards; without `gib` where nothing fits."""
+    model.loss_chunk, available = largest_loss_chunk(model.cfg.vocab_size, gb * 10**9), USABLE * gb * 10**9
+    least = -(-ENOUGH_TOKENS // cfg.seq_len)
+    for offload, kept in (("none", optimizer_bytes), ("optimizer", 0)):
+        mode = least_checkpointing(AC_MODES, model, least, cfg.seq_len, kept, True, 1, available)
+
+        def peak(n: int, mode=mode, kept=kept) -> int:
+            return sum(memory_formula(model, mode, n, cfg.seq_len, kept, on_cpu=False, compiled=True).values())
+
+        with contextlib.suppress(DoesNotFit):
+            fits = find_max_micro_batch(n_seqs, peak, available)
+            return dict(preset=preset, gb=gb, offload=offload, checkpointing=mode, loss_chunk=model.loss_chunk,
+                        micro_batch=fits, gib=peak(fits) / 2**30)  # fmt: skip
+    return dict(preset=preset, gb=gb)
 
 
 def plan_ranks(bench: Bench) -> dict:

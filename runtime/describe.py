@@ -22,7 +22,6 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
     muon = f"muon_lr {learning_rates[0]:.4g}, " if f.optimizer == "muon" else ""
     dropout = f", ngram_dropout {model.ngram_dropout:.2g}" if model.ngrams is not None else ""
-    recomputed = model.blocks[0].checkpointing if f.checkpointing == "auto" else f.checkpointing
     lines = [
         software_versions(device, repository),
         f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, "
@@ -36,6 +35,7 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
         f"{tokens / stream.train.n_tokens:.2f} epochs",
     ]
     if device.type == "cuda":
+        recomputed = model.blocks[0].checkpointing if f.checkpointing == "auto" else f.checkpointing
         memory = f"checkpointing {recomputed}, loss_chunk {model.loss_chunk:,}, allocator {allocator_settings()}"
         lines.insert(2, f"memory: {memory}")
     return lines

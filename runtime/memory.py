@@ -98,8 +98,10 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
             f"--loss_chunk {chunk} times a vocabulary of {vocab_size} is 2**31 or more; use {2**31 // vocab_size - 1} "
             "or less, or -1"
         )
-    if chunk >= 0 or device.type != "cuda":
-        return chunk if chunk >= 0 else 2048
+    if chunk >= 0:
+        return chunk
+    if device.type != "cuda":
+        return 2048
     total = torch.cuda.get_device_properties(device).total_memory
     return largest_loss_chunk(vocab_size, total * torch.cuda.get_per_process_memory_fraction())
 
