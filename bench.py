@@ -49,6 +49,7 @@ from benchmarks.tour import bench_tour
 from data.shards import UserError
 from records.check import COLUMNS, TRACKS, check_record, t_test
 from runtime.logger import nan_to_none
+from runtime.ranks import leave
 from train_gpt import make_config, parse_args
 
 BENCHMARKS = {
@@ -148,4 +149,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

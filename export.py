@@ -24,7 +24,7 @@ from torch import Tensor
 from data.shards import UserError, atomic_write
 from int8 import quantize
 from model import GPT, GPTConfig, NgramEmbedding
-from runtime.checkpoint import content_hash, load_weights, model_config, read_checkpoint
+from runtime.checkpoint import as_evaluated, content_hash, load_weights, model_config, read_checkpoint
 from runtime.errors import report_error
 from sample import find_file
 
@@ -37,7 +37,9 @@ def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
 
     config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
     with atomic_write(out) as file:
-        file.write(save(model.state_dict(), {"format": "pt"}))
+        file.write(
+            save({name: t.clone() for name, t in model.state_dict().items()}, {"format": "pt"})
+        )  # of tied ones too
         with atomic_write(out.with_name("config.json")) as beside:  # if it fails, the weights do not appear either
             beside.write(json.dumps(config, indent=2).encode() + b"\n")
 
@@ -62,7 +64,18 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     length = torch.export.Dim("length", min=1, max=model.cfg.seq_len)
     example = torch.zeros((2, max(2, model.cfg.seq_len // 2)), dtype=torch.int64)
     shapes = dict(idx={0: torch.export.Dim("batch", min=1), 1: length})
-    return torch.export.export(model, (example,), dynamic_shapes=shapes)
+    other = "export the weights, --to safetensors"
+    try:
+        program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+    except Exception as error:  # of many kinds: what an edit does may be no graph
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"the model cannot be traced into a graph ({type(error).__name__}: {reason}); {other}"
+        ) from None
+    idx = torch.randint(0, model.cfg.vocab_size, (3, model.cfg.seq_len), generator=torch.Generator().manual_seed(0))
+    if not torch.allclose(program.module()(idx), model(idx), rtol=1e-3, atol=1e-3):
+        raise UserError(f"the traced graph gives other logits than the model, so something was left out of it; {other}")
+    return program
 
 
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
@@ -111,7 +124,7 @@ def main(argv: list[str]) -> int:
             raise UserError(f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending")
         if not out.parent.is_dir():
             raise UserError(f"there is no folder {out.parent}; make it, or give another --out")
-        checkpoint = read_checkpoint(path)
+        checkpoint = as_evaluated(read_checkpoint(path))
         model = GPT(model_config(checkpoint, GPTConfig, path)).eval()
         load_weights(model, checkpoint, path)
         model.requires_grad_(False)

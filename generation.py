@@ -12,35 +12,44 @@ def at(x: Tensor, index: Tensor) -> Tensor:
     return x[torch.arange(len(x), device=x.device), index][:, None]
 
 
+def one_later(x: Tensor) -> Tensor:
+    """x (B, T, ...) moved on by one place, with zeros at the first."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
+
+
 class LayerCache:
     """One layer's keys and values of the newest `size` tokens of each row: token number p is in slot p % size.
 
-    k, v: (B, n_head, size, head_dim). still: (B, 1, n_head, head_dim - rotary_dim), what look_back gives to the next
-    token's key. length: int64 (B,), the tokens of each row, those being read included; all layers share it.
+    k, v: (B, heads, size, head_dim), made when the first ones come. before: what shift gives to the next token, by
+    name. length: int64 (B,), the tokens of each row, those being read included; all layers share it.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, still: Tensor, length: Tensor):
-        self.k, self.v, self.still, self.length = k, v, still, length
+    def __init__(self, size: int, length: Tensor):
+        self.size, self.length, self.k, self.v, self.before = size, length, None, None, {}
 
-    def shift(self, still: Tensor) -> Tensor:
-        """Of the tokens being read (B, T, n_head, D); returns what belongs to the token before each."""
-        if still.size(1) > 1:
-            before, last = F.pad(still, (0, 0, 0, 0, 1, -1)), at(still, self.length - 1)
+    def shift(self, name: str, x: Tensor) -> Tensor:
+        """Of the tokens being read, x (B, T, ...); returns what belongs to the token before each."""
+        if name not in self.before:
+            self.before[name] = torch.zeros_like(x[:, :1])
+        if x.size(1) > 1:
+            before, last = one_later(x), at(x, self.length - 1)
         else:
-            before, last = self.still.clone(), still
-        self.still.copy_(last)
+            before, last = self.before[name].clone(), x
+        self.before[name].copy_(last)
         return before
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v (B, n_head, T, head_dim) of the tokens being read; returns those that they attend to."""
-        size, newest = self.k.size(2), self.length[:, None] - 1
+        """Keep k and v (B, heads, T, head_dim) of the tokens being read; returns those that they attend to."""
+        if self.k is None:
+            self.k, self.v = (t.new_zeros((*t.shape[:2], self.size, t.size(3))) for t in (k, v))
+        newest = self.length[:, None] - 1
         if k.size(2) > 1:  # a prompt, which attends to itself
-            slot = torch.arange(size, device=k.device)
-            place = (newest - (newest - slot) % size).clamp(min=0)[:, None, :, None].expand(self.k.shape)
-            self.k.copy_(k.gather(2, place))
-            self.v.copy_(v.gather(2, place))
+            slot = torch.arange(self.size, device=k.device)
+            place = (newest - (newest - slot) % self.size).clamp(min=0)[:, None, :, None]
+            self.k.copy_(k.gather(2, place.expand(self.k.shape)))
+            self.v.copy_(v.gather(2, place.expand(self.v.shape)))
             return k, v
-        row, slot = torch.arange(len(k), device=k.device), newest[:, 0] % size
+        row, slot = torch.arange(len(k), device=k.device), newest[:, 0] % self.size
         self.k[row, :, slot], self.v[row, :, slot] = k[:, :, 0], v[:, :, 0]
         return self.k, self.v
 
@@ -61,17 +70,12 @@ class KVCache:
         self.lengths, self.length, self.doc_start = lengths, torch.zeros_like(lengths), torch.zeros_like(lengths)
         self.recent = torch.full((batch, max(0, cfg.ngram - 1)), -1, device=device)  # tokens that n-grams reach back to
         self.sizes = {w: min(w or cfg.seq_len, capacity or cfg.seq_len) for w in model.windows}
-        self.layers = []
-        for window in model.windows:
-            shapes = [(batch, cfg.n_head, self.sizes[window], cfg.head_dim)] * 2
-            shapes.append((batch, 1, cfg.n_head, cfg.head_dim - cfg.rotary_dim))
-            tensors = (torch.zeros(shape, dtype=model.compute_dtype, device=device) for shape in shapes)
-            self.layers.append(LayerCache(*tensors, self.length))
+        self.layers = [LayerCache(self.sizes[window], self.length) for window in model.windows]
 
     def tensors(self) -> list[Tensor]:
         """All that a token changes."""
         own = [self.length, self.doc_start, self.recent]
-        return own + [tensor for layer in self.layers for tensor in (layer.k, layer.v, layer.still)]
+        return own + [t for layer in self.layers for t in (layer.k, layer.v, *layer.before.values()) if t is not None]
 
     def read(self, idx: Tensor, eot: int | None) -> Tensor:
         """Note the tokens idx (B, T) that are about to be read; returns them behind those that n-grams reach back to.
@@ -92,11 +96,46 @@ class KVCache:
         self.recent.copy_(tokens.gather(1, newest))
         return tokens
 
+    def positions(self, window: int) -> Tensor:
+        """Of the token in each slot of a layer with this window, int64 (B, size); negative where there is none."""
+        size, newest = self.sizes[window], self.length[:, None] - 1
+        return newest - (newest - torch.arange(size, device=newest.device)) % size
+
     def mask(self, window: int) -> Tensor:
         """Which slots of a layer with this window the newest token sees, bool (B, 1, 1, size)."""
-        size, newest = self.sizes[window], self.length[:, None] - 1
-        age = (newest - torch.arange(size, device=newest.device)) % size
-        return (age <= newest - self.doc_start[:, None])[:, None, None]
+        return (self.positions(window) >= self.doc_start[:, None])[:, None, None]
+
+
+class GenerationError(ValueError):
+    """Text cannot be drawn from this model in the way that is asked for."""
+
+
+@torch.no_grad()
+def check_cache(model: nn.Module) -> None:
+    """Raises GenerationError when the model gives other logits with a KV cache than without, for tokens drawn once.
+
+    Whatever looks at other tokens than attention does has to pass through the cache. In fp32, where rounding tells
+    little; fp8 has its own dtype. The model is in eval mode.
+    """
+    n = min(24, model.cfg.seq_len)
+    if n < 3:
+        return
+    generator = torch.Generator().manual_seed(0)
+    idx = torch.randint(0, model.cfg.vocab_size, (2, n), generator=generator).to(model.cos.device)
+    dtype, model.compute_dtype = model.compute_dtype, model.compute_dtype if model.fp8 else torch.float32
+    try:
+        whole = model(idx)
+        cache = KVCache(model, torch.full((2,), n - 2, device=idx.device))
+        steps = [model(part, cache=cache) for part in (idx[:, : n - 2], idx[:, n - 2 : n - 1], idx[:, n - 1 :])]
+    finally:
+        model.compute_dtype = dtype
+    apart = (torch.cat(steps, dim=1) - whole[:, n - 3 :]).abs().max().item()
+    if not apart <= (0.5 if model.fp8 else 1e-2) * whole.std().item() + 1e-6:
+        raise GenerationError(
+            f"logits with a KV cache differ by {apart:.2g} from those without: what looks at other tokens or at "
+            "positions must pass through the cache, as previous(), GPT.attention_bias and GPT.embed's position do; "
+            "sample.py --no_cache draws without it"
+        )
 
 
 @torch.no_grad()
@@ -109,7 +148,7 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
     reaches it (Holtzman et al. 2019). Ids from vocab_size on are padding of the head and never drawn. seeds: one a
     prompt, so that what is drawn for it does not depend on the others (but for rounding). Of a prompt longer than the
     context, its end is read. step: decode_step, or a compiled one. use_cache=False reads the last seq_len tokens again
-    for every token, as nanoGPT does; its prompts must be equally long (else ValueError).
+    for every token, as nanoGPT does; its prompts must be equally long (else GenerationError).
     """
     device, context = model.cos.device, model.cfg.seq_len
     prompts = [prompt[-context:] for prompt in prompts]
@@ -117,9 +156,11 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
     idx = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
     drawn, options = uniform(generators, device, n_tokens), (vocab_size, temperature, top_k, top_p)
+    if not model.extrapolates and idx.size(1) + n_tokens > context:
+        use_cache = False
     if not use_cache:
         if len(set(lengths.tolist())) > 1:
-            raise ValueError("without a KV cache, prompts must be equally long")
+            raise GenerationError("without a KV cache, prompts must be equally long; give one at a time")
         for draws in drawn:
             logits = model(idx[:, -context:], last=True)[:, -1, :vocab_size]
             token = sample_token(logits, draws, temperature, top_k, top_p)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from generation import GenerationError
 from model import GPT, Linear, NgramEmbedding
 from ops import matvec, one_row
 
@@ -61,11 +62,21 @@ class Int8NgramEmbedding(Int8Embedding):
 
 
 @torch.no_grad()
-def quantize(model: GPT) -> GPT:
-    """The model, its linear layers and tables now in int8."""
+def quantize(model: GPT, check: bool = True) -> GPT:
+    """The model, its linear layers and tables now in int8; layers with more parameters than a weight stay as they are.
+
+    Raises GenerationError when it then gives other logits, as of layers that do more than multiply; unless not `check`.
+    """
     kinds = {Linear: Int8Linear, nn.Embedding: Int8Embedding, NgramEmbedding: Int8NgramEmbedding}
+    idx = torch.randint(0, model.cfg.vocab_size, (2, model.cfg.seq_len), generator=torch.Generator().manual_seed(0))
+    idx, training = idx.to(model.cos.device), model.training
+    before = model.eval()(idx) if check else None
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) in kinds:
+            if type(child) in kinds and [n for n, _ in child.named_parameters()] == ["weight"]:
                 setattr(module, name, kinds[type(child)](child.weight))
-    return model
+    if check and not (model(idx) - before).std() <= 0.2 * before.std() + 1e-6:
+        raise GenerationError(
+            "with weights in int8 the model gives other logits: a layer does more than int8.py knows of"
+        )
+    return model.train(training)

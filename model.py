@@ -20,12 +20,12 @@ from torch.optim.sgd import sgd
 
 # fmt: off
 # isort: off
-from generation import KVCache, LayerCache, at
-from ops import (ChunkedLinearCrossEntropy, Fp8Linear, Matrix, ParamTableError, apply_ac, attention, attention_mask,
-                 cached_attention, ce_fwd_bwd, chunk_sizes, cross_entropy, gather_whole_matrices, hashed_uniform,
-                 matrix_stacks, matvec, module_made, ngram_hashes, ngram_rows, norm, normal, offload_activations,
-                 one_row, rank_groups, relu_squared, scatter_updates, softcap_logits, start_gather, state_on_device,
-                 to_local, zeros)
+from generation import KVCache, LayerCache, at, one_later
+from ops import (ChunkedLinearCrossEntropy, Fp8Linear, Matrix, ParamTableError, add_bias, apply_ac, attention,
+                 attention_mask, cached_attention, ce_fwd_bwd, chunk_sizes, gather_whole_matrices, hashed_uniform,
+                 kernel_fits, matrix_stacks, matvec, module_made, ngram_hashes, ngram_rows, norm, normal,
+                 offload_activations, one_row, rank_groups, recomputed, relu_squared, scatter_updates, softcap_logits,
+                 start_gather, state_on_device, to_local, zeros)
 # isort: on
 # fmt: on
 
@@ -75,12 +75,16 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias in the activations' dtype: the weight stays fp32 and is cast at each use."""
+    """Linear layer without bias in the activations' dtype: the weight stays fp32 and is cast at each use.
+
+    Several n_out: as many matrices in one weight, each orthogonalized on its own by Muon.
+    """
 
     fp8 = False
 
-    def __init__(self, n_in: int, n_out: int):
-        super().__init__(n_in, n_out, bias=False)
+    def __init__(self, n_in: int, *n_out: int):
+        super().__init__(n_in, sum(n_out), bias=False)
+        self.split = n_out
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.to(x.dtype)
@@ -104,15 +108,23 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
 
 
+def previous(name: str, x: Tensor, starts: Tensor | None, past: LayerCache | None) -> Tensor:
+    """Of x (B, T, ...), what belongs to the token before, also while text is drawn; zeros where there is none.
+
+    starts: bool (B, T, 1, 1), where a document begins, or None. name: of what is remembered, one a use in a layer.
+    """
+    before = one_later(x) if past is None else past.shift(name, x)
+    return before if starts is None else before.masked_fill(starts.view(*starts.shape[:2], *[1] * (x.dim() - 2)), 0)
+
+
 def look_back(k: Tensor, rotary_dim: int, starts: Tensor | None, past: LayerCache | None) -> Tensor:
     """Keys (B, T, H, D) with the dimensions beyond rotary_dim of the token before; zeros where there is none.
 
     A query then finds what followed an earlier token like its own in one layer instead of two (partial key offset, of
-    the NanoGPT speedrun). starts: bool (B, T, 1, 1), where a document begins, or None.
+    the NanoGPT speedrun).
     """
     turned, still = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    before = F.pad(still, (0, 0, 0, 0, 1, -1)) if past is None else past.shift(still)
-    return torch.cat((turned, before if starts is None else before.masked_fill(starts, 0)), dim=-1)
+    return torch.cat((turned, previous("key", still, starts, past)), dim=-1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -121,7 +133,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.n_head, self.head_dim, self.rotary_dim, self.backend = cfg.n_head, cfg.head_dim, cfg.rotary_dim, "sdpa"
-        self.qkv = Linear(cfg.n_embd, 3 * cfg.n_embd)
+        self.qkv = Linear(cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
@@ -159,21 +171,19 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
-    def forward(self, x: Tensor, *inputs) -> Tensor:
-        if inputs[-1] is not None:  # a KV cache
-            return self._forward(x, *inputs)
-        grad = torch.is_grad_enabled()
-        with offload_activations(self.compiled is not None) if self.offload and grad else contextlib.nullcontext():
-            if grad or self.compiled is None:
-                return (self.compiled or self.forward_with_ac)(x, *inputs)
-        with torch.enable_grad():  # what was compiled for training serves evaluation as well
-            return self.compiled(x.detach().requires_grad_(), *inputs).detach()
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
+                past: LayerCache | None) -> Tensor:  # fmt: skip
+        if past is not None:
+            return self._forward(x, cos, sin, starts, mask, past)
+        with offload_activations(self.compiled is not None) if self.offload else contextlib.nullcontext():
+            return (self.compiled or self.forward_with_ac)(x, cos, sin, starts, mask, past)
 
     def forward_with_ac(self, *inputs) -> Tensor:
-        return apply_ac(self.checkpointing, self._forward, *inputs)
+        return apply_ac(self.checkpointing, self, *inputs)
 
-    def _forward(self, x: Tensor, *inputs) -> Tensor:
-        x = x + self.attn(norm(x), *inputs)
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
+                 past: LayerCache | None) -> Tensor:  # fmt: skip
+        x = x + self.attn(norm(x), cos, sin, starts, mask, past)
         return x + self.mlp(norm(x))
 
 
@@ -185,12 +195,14 @@ class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
     How it is computed, the result differing by rounding: `attn` is the attention backend, `loss_chunk` the tokens
-    whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (MLP, and the head where chunks
-    have gradients) rounds more than the others. Each block's `checkpointing` is none, selective or full.
+    whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (MLP, and the head where the
+    loss kernel makes its gradient) rounds more. Each block's `checkpointing` is none, selective or full.
     What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. `ngram_dropout`
-    is the probability of dropping an n-gram wherever gradients are made; which ones follows from the n-gram, its place
-    in the sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
+    is the probability of dropping an n-gram in training mode; which ones follows from the n-gram, its place in the
+    sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
     """
+
+    extrapolates = True  # False: positions end at seq_len, so longer texts are drawn from their last seq_len tokens
 
     def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
                  attn: str = "sdpa", doc_eot: int | None = None, fp8: bool = False, offload: bool = False,
@@ -204,7 +216,10 @@ class GPT(nn.Module):
         self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
-        self.ce_fn, self.cross_entropy = ce_fwd_bwd, cross_entropy
+        self.ce_fn, self.compiled_loss = ce_fwd_bwd, None
+        # The kernel makes the gradient of the loss as this file has it: of an edited one, autograd does.
+        unedited = kernel_fits(Linear.forward, GPT.logits, GPT.chunk_loss, cross_entropy)
+        self.loss_kernel = unedited and type(self.head) is Linear
         for block in self.blocks:
             block.offload, block.attn.backend = offload, attn
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
@@ -216,7 +231,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """(Re)compute the rotary tables, which no checkpoint holds."""
+        """Compute the rotary tables."""
         half, theta = self.cfg.rotary_dim // 2, self.cfg.rope_theta
         frequency = theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
         position = torch.arange(self.cfg.seq_len, dtype=torch.float64, device="cpu")  # not every device has float64
@@ -232,11 +247,31 @@ class GPT(nn.Module):
         """
         unfused = probing and self.attn != "flex"  # which makes all scores unless it is fused
         how = dict(backend="aot_eager_decomp_partition") if unfused else dict(mode=mode)
+        # Layers that differ in a constant, windows, and evaluation are compilations of one function.
+        torch._dynamo.config.recompile_limit = 16 + 4 * len(self.blocks)
         for block in self.blocks:
             block.compiled = torch.compile(block.forward_with_ac, dynamic=False, fullgraph=True, **how)
         self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=probing, fullgraph=True)
-        if self.head.weight.is_cuda:  # of evaluation; a CPU saves less than it takes to compile
-            self.cross_entropy = torch.compile(cross_entropy, dynamic=False, fullgraph=True)
+        if self.cos.is_cuda:  # of evaluation, and of a loss without kernel; a CPU saves less than it takes to compile
+            self.compiled_loss = torch.compile(self.chunk_loss, dynamic=probing, fullgraph=True)
+
+    def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """What is added to the scores of attention, fp32 (..., H, T, S), or None: ALiBi and relative positions go here.
+
+        query, key: positions, int64 (..., T) and (..., S), in training and evaluation, and while text is drawn.
+        """
+        return None
+
+    def attention_masks(self, backend: str, idx: Tensor) -> dict[int, object]:
+        """What attention takes as mask, for each window of the layers; idx: tokens (B, T)."""
+        position = torch.arange(idx.size(1), device=idx.device)
+        bias = self.attention_bias(position, position)
+        return {w: attention_mask(backend, idx, w, self.doc_eot, bias) for w in set(self.windows)}
+
+    def cached_masks(self, cache: KVCache, position: Tensor) -> dict[int, Tensor]:
+        """The same for one new token a row, at position (B, 1), over the slots of a cache."""
+        biases = {w: self.attention_bias(position, cache.positions(w)) for w in set(self.windows)}
+        return {w: add_bias(cache.mask(w), bias) for w, bias in biases.items()}
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None,
                 last: bool = False) -> Tensor:  # fmt: skip
@@ -255,14 +290,16 @@ class GPT(nn.Module):
             raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
         tokens = idx if cache is None else cache.read(idx, self.doc_eot)
         if decoding:
-            angle = (cache.length - 1)[:, None, None, None] * self.frequency
-            cos, sin, masks = angle.cos(), angle.sin(), {w: cache.mask(w) for w in set(self.windows)}
+            position = cache.length[:, None] - 1
+            angle = position[..., None, None] * self.frequency
+            cos, sin, masks = angle.cos(), angle.sin(), self.cached_masks(cache, position)
         else:
-            cos, sin, backend = self.cos[:length], self.sin[:length], self.attn if cache is None else "sdpa"
-            masks = {w: attention_mask(backend, idx, length, w, self.doc_eot) for w in set(self.windows)}
+            position = torch.arange(length, device=idx.device)
+            cos, sin = self.cos[:length], self.sin[:length]
+            masks = self.attention_masks(self.attn if cache is None else "sdpa", idx)
         cos, sin = cos.to(self.compute_dtype), sin.to(self.compute_dtype)
         starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
-        x = norm(self.embed(tokens, length).to(self.compute_dtype))
+        x = norm(self.embed(tokens, position).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, starts, masks[self.windows[i]], cache and cache.layers[i])
         x = norm(x)
@@ -272,20 +309,21 @@ class GPT(nn.Module):
             x = at(x, cache.lengths - 1)
         elif last:
             x = x[:, -1:]
-        return softcap_logits(self.head(x).float(), self.cfg.softcap)
+        return self.logits(x)
 
-    def embed(self, tokens: Tensor, length: int) -> Tensor:
-        """Embeddings of the last `length` of tokens (B, S) and of the n-grams that each ends, summed: (B, T, n_embd).
+    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Embeddings of the last T of tokens (B, S) and of the n-grams that each ends, summed: (B, T, n_embd).
 
-        Hashed n-grams as in Over-Tokenized Transformer (Huang et al. 2025): what follows a few letters need not be
-        learned by attention.
+        position: of those T tokens in the context, int64 (T,) or (B, T). Hashed n-grams as in Over-Tokenized
+        Transformer (Huang et al. 2025): what follows a few letters need not be learned by attention.
         """
+        length = position.size(-1)
         x = self.wte(tokens[:, -length:])
         if self.ngrams is None:
             return x
         codes = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1)
         weights = None
-        if self.ngram_dropout and torch.is_grad_enabled():
+        if self.ngram_dropout and self.training:
             place = torch.arange(length, device=tokens.device).repeat(len(tokens))[:, None]
             kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
             weights = kept / (1 - self.ngram_dropout)
@@ -301,24 +339,39 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Floating-point operations of a token of a whole context, forward and backward.
 
-        6 a weight that multiplies, and 12 * n_embd a token attended to.
+        6 a weight that multiplies, once for each place where it stands, and 12 * n_embd a token attended to.
         """
         t = self.cfg.seq_len
         attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
-        weights = sum(p.numel() for n, p in self.named_parameters() if n not in ("wte.weight", "ngrams.weight"))
+        places = self.named_parameters(remove_duplicate=False)
+        weights = sum(p.numel() for name, p in places if name not in ("wte.weight", "ngrams.weight"))
         return 6 * weights + 12 * self.cfg.n_embd * attended
 
+    def logits(self, x: Tensor) -> Tensor:
+        """Of what the last block put out, normalized (..., n_embd): soft-capped logits, fp32 (..., vocab_size)."""
+        return softcap_logits(self.head(x).float(), self.cfg.softcap)
+
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the cross entropies of x (N, n_embd) against targets (N,), fp32 ()."""
+        """Sum of the losses of x (N, n_embd) against targets (N,), fp32 (), by chunks of tokens."""
         chunk = self.loss_chunk or len(x)
-        if self.loss_chunk and torch.is_grad_enabled():
+        if self.loss_kernel and self.loss_chunk and torch.is_grad_enabled():
             options = (self.cfg.softcap, chunk, self.ce_fn, self.fp8)
             return ChunkedLinearCrossEntropy.apply(x, self.head.weight, targets, *options)
-        losses = []
-        for part, target in zip(x.split(chunk), targets.split(chunk)):
-            logits = self.head(part)
-            losses.append(self.cross_entropy(logits, target, self.cfg.softcap))
-        return torch.stack(losses).sum()
+        function = self.compiled_loss or self.chunk_loss
+        if self.loss_chunk and torch.is_grad_enabled():
+            function = recomputed(self, function)
+        return torch.stack([function(*chunks) for chunks in zip(x.split(chunk), targets.split(chunk))]).sum()
+
+    def chunk_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.logits(x), targets, self.training)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
+    """The loss, summed: of fp32 logits (N, V) against targets (N,), of which -1 is not counted; fp32 ().
+
+    training: whether it is trained on, or evaluated.
+    """
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,11 +383,10 @@ class ParamGroupSpec(NamedTuple):
 
     pattern: str  # regular expression for the whole name
     init: Callable | str  # normal(std), zeros, ones, constant(x), orthogonal(), or "module": as its module makes it
-    optim: str  # "muon", for matrices, or "adam"
+    optim: str  # one of OPTIMIZERS: "muon", for matrices, or "adam"
     lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # Adam's; Muon's momentum, once it has risen, is the first
     wd_mul: float = 0.0  # multiple of weight_decay
-    split: int = 1  # matrices stacked in this parameter; Muon orthogonalizes each on its own
 
 
 # Every parameter must match exactly one row. Matrices inside the blocks are for Muon, everything else is for Adam.
@@ -342,7 +394,7 @@ PARAM_TABLE = {
     "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", 75.0),
     "ngrams": ParamGroupSpec(r"ngrams\.weight", zeros, "adam", 12.0),
     "head": ParamGroupSpec(r"head\.weight", zeros, "adam"),
-    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0, split=3),
+    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0),
     "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0),
     "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros, "muon", 1.0, (0.95, 0.0), 1.0),
 }
@@ -353,7 +405,8 @@ def param_spec_name(name: str) -> str:
     rows = [row for row, spec in PARAM_TABLE.items() if re.fullmatch(spec.pattern, name)]
     if len(rows) != 1:
         pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
-        example = f'"{name.split(".")[-1]}": ParamGroupSpec(r"{pattern}", "module", "adam"),'
+        row = "_".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
+        example = f'"{row}": ParamGroupSpec(r"{pattern}", "module", "adam"),'
         found = f"rows {', '.join(rows)}" if rows else "no row"
         raise ParamTableError(f"parameter {name} matches {found} of PARAM_TABLE in model.py; it needs one: {example}")
     return rows[0]
@@ -361,14 +414,25 @@ def param_spec_name(name: str) -> str:
 
 def check_param_table(model: nn.Module) -> None:
     """Raises ParamTableError for a parameter without exactly one row, or with one that cannot be."""
-    for name, param in model.named_parameters():
-        spec = PARAM_TABLE[param_spec_name(name)]
-        matrices = param.dim() == 2 and len(param) % spec.split == 0
-        if spec.optim not in ("muon", "adam") or spec.optim == "muon" and not matrices:
+    places: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        row = param_spec_name(name)
+        optim = PARAM_TABLE[row].optim
+        if optim not in OPTIMIZERS or optim == "muon" and param.dim() != 2:
             raise ParamTableError(
-                f"parameter {name} of shape {tuple(param.shape)} has optim {spec.optim!r} in PARAM_TABLE in model.py; "
-                f'expected "adam", or "muon" for a matrix whose rows its split of {spec.split} divides'
+                f"parameter {name} of shape {tuple(param.shape)} has optim {optim!r} in PARAM_TABLE in model.py; "
+                f"expected one of {', '.join(OPTIMIZERS)}, and muon for matrices only"
             )
+        other = places.setdefault(param, name)
+        if param_spec_name(other) != row:
+            names = "|".join(re.escape(place) for place in (other, name))
+            raise ParamTableError(
+                f"{name} is the same parameter as {other}, and each has a row in PARAM_TABLE in model.py; put one in "
+                f'their places that says how both start and are trained: "tied": ParamGroupSpec(r"{names}", ...)'
+            )
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ParamTableError(f"module {name} has get_extra_state, which checkpoints do not hold; use a buffer")
 
 
 def initial_weight(name: str, shape: torch.Size, seed: int, cfg: GPTConfig) -> Tensor:
@@ -380,8 +444,11 @@ def initial_weight(name: str, shape: torch.Size, seed: int, cfg: GPTConfig) -> T
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
-    """Parameter groups for `Optimizer`: one a row of the table. "adamw": one learning rate and decay for all."""
-    groups: dict[str, dict] = {}
+    """Parameter groups for `Optimizer`: one for all parameters of a row of the table whose settings are the same.
+
+    "adamw": one learning rate and decay for all.
+    """
+    groups: dict[tuple, dict] = {}
     for name, param in model.named_parameters():
         row = param_spec_name(name)
         spec = PARAM_TABLE[row]
@@ -390,10 +457,11 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
         else:
             lr = spec.lr_mul * (muon_lr if spec.optim == "muon" else adam_lr)
             kind, betas, decay = spec.optim, spec.betas, spec.wd_mul * weight_decay
-        group = groups.setdefault(row, dict(
-            params=[], names=[], role=row, kind=kind, lr=lr, initial_lr=lr, betas=betas, weight_decay=decay,
-            split=spec.split,
-        ))  # fmt: skip
+        module, _, leaf = name.rpartition(".")
+        split = getattr(model.get_submodule(module), "split", ()) if leaf == "weight" else ()
+        settings = dict(role=row, kind=kind, lr=lr, initial_lr=lr, betas=betas, weight_decay=decay,
+                        split=split if len(split) > 1 else ())  # fmt: skip
+        group = groups.setdefault(tuple(settings.values()), dict(params=[], names=[], **settings))
         group["params"].append(param)
         group["names"].append(name)
     return list(groups.values())
@@ -401,6 +469,10 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Muon + Adam
+
+# The values of ParamGroupSpec.optim: the state of each parameter and, of what Optimizer does not do itself, a function
+# update(group, param, grad, *state), elementwise and in place. Under FSDP the tensors are this rank's rows.
+OPTIMIZERS = {"muon": (("momentum",), None), "adam": (("exp_avg", "exp_avg_sq"), None)}
 
 STACKED = 2**26  # numbers that a rank orthogonalizes at once: they need memory several times over
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
@@ -446,6 +518,11 @@ def even_rows(x: Tensor) -> Tensor:
     return (even * (norms[0] / norms[1].clamp(min=1e-6))).to(x.dtype)
 
 
+def scale_tall_(x: Tensor) -> Tensor:
+    """Each of x (M, rows, cols) times max(1, rows / cols) ** 0.5, in place."""
+    return x.mul_((x.size(1) / x.size(2)) ** 0.5) if x.size(1) > x.size(2) else x
+
+
 class Optimizer(torch.optim.Optimizer):
     """Muon for the matrices inside the blocks, Adam (decoupled weight decay) for all else; for 1..N ranks.
 
@@ -465,18 +542,23 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
         super().__init__(groups, dict(lr=0.0))
         self.ns_dtype, self.eps = ns_dtype, eps
+        self.offload = offload
         for group in self.param_groups:
             group.setdefault("momentum", group["betas"][0])
-            slots = ("momentum",) if group["kind"] == "muon" else ("exp_avg", "exp_avg_sq")
             for p in group["params"]:
-                place = dict(device="cpu", pin_memory=p.is_cuda) if offload else dict(device=p.device)
-                self.state[p] = {slot: torch.zeros(to_local(p).shape, dtype=p.dtype, **place) for slot in slots}
-                if group["kind"] == "adam":
-                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                if p.requires_grad:
+                    self.make_state(group, p)
+
+    def make_state(self, group: dict, p: Tensor) -> None:
+        place = dict(device="cpu", pin_memory=p.is_cuda) if self.offload else dict(device=p.device)
+        slots, _ = OPTIMIZERS[group["kind"]]
+        self.state[p] = {slot: torch.zeros(to_local(p).shape, dtype=p.dtype, **place) for slot in slots}
+        if group["kind"] == "adam":
+            self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
-        """Update every parameter from its gradient, with the groups' present `lr`. Every gradient must be there.
+        """Update every parameter that has a gradient from it, with the groups' present `lr`; leave the others alone.
 
         skip: bool () on the device. Where it is true, weights and state stay as they are (a -0 may become 0); it needs
         the fused kernels.
@@ -485,6 +567,10 @@ class Optimizer(torch.optim.Optimizer):
         skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
         if device.type == "mps" and skip.item():  # the fused kernels of MPS do not look at found_inf
             return
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p not in self.state:  # it was frozen before
+                    self.make_state(group, p)
         arriving: list[tuple] = []
         for stack in matrix_stacks(self.param_groups, self.state, STACKED, self.fused):
             arriving.append((stack, *self.muon_updates(stack, skip)))
@@ -492,12 +578,23 @@ class Optimizer(torch.optim.Optimizer):
                 self.apply_updates(*arriving.pop(0), skip)
         for group in self.param_groups:
             by_shape: dict[object, list[Tensor]] = {}
-            for p in group["params"] if group["kind"] == "adam" else ():
-                by_shape.setdefault(p.shape if self.fused else p, []).append(p)
+            for p in group["params"] if group["kind"] != "muon" else ():
+                if p.grad is not None:
+                    by_shape.setdefault(p.shape if self.fused else p, []).append(p)
             for params in by_shape.values():
-                self.adam_update(group, params, skip)
+                (self.adam_update if group["kind"] == "adam" else self.other_update)(group, params, skip)
         for last in arriving:
             self.apply_updates(*last, skip)
+
+    def other_update(self, group: dict, params: list[Tensor], skip: Tensor) -> None:
+        slots, update = OPTIMIZERS[group["kind"]]
+        for p in params:
+            with state_on_device(skip.device, [self.state[p][slot] for slot in slots]) as (state,):
+                tensors = [to_local(p), *state]
+                before = [t.clone() for t in tensors]
+                update(group, tensors[0], to_local(p.grad), *state)
+                for t, was in zip(tensors, before):
+                    torch.where(skip, was, t, out=t)
 
     def adam_update(self, group: dict, params: list[Tensor], skip: Tensor) -> None:
         slots = [[self.state[p][slot] for p in params] for slot in ("exp_avg", "exp_avg_sq", "step")]
@@ -532,14 +629,19 @@ class Optimizer(torch.optim.Optimizer):
                 nesterov = torch._foreach_lerp(grads[mine], momenta[mine], betas[mine])
                 torch._foreach_copy_([t.mT if turn else t for t, turn in zip(x, turned)], nesterov)
         if shards:
-            (rows, cols), split = stack[0].param.shape, stack[0].group["split"]
-            x = even_rows(newton_schulz(gather_whole_matrices(x, rows, shards).view(-1, rows // split, cols)))
+            (rows, cols), split = stack[0].param.shape, stack[0].split
+            x = gather_whole_matrices(x, rows, shards)
+            if len(set(split)) == 1:
+                x = scale_tall_(even_rows(newton_schulz(x.view(-1, split[0], cols))))
+            else:
+                parts = x.split(split, dim=1)
+                x = torch.cat([scale_tall_(even_rows(newton_schulz(part))) for part in parts], dim=1)
             ours.copy_(scatter_updates(x.reshape(-1, rows, cols), n, shards).view_as(ours))
         else:
             x = newton_schulz(x)
             for made, kept in ((x[:straight], ours[:straight]), (x[straight:].mT, ours[straight:])):
                 if len(made):
-                    kept.view(made.shape).copy_(even_rows(made))
+                    scale_tall_(kept.view(made.shape).copy_(even_rows(made)))
         return updates, start_gather(updates, replicas) if replicas else None
 
     def apply_updates(self, stack: list[Matrix], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
@@ -547,12 +649,10 @@ class Optimizer(torch.optim.Optimizer):
             arrival.wait()
         for _, alike in itertools.groupby(stack, lambda matrix: (id(matrix.group), matrix.weight.shape)):
             matrices = list(alike)
-            group, param, weight = matrices[0][:3]
-            n = len(matrices)
+            group, weight, n = matrices[0].group, matrices[0].weight, len(matrices)
             ours, updates = updates[:n].view(n, *weight.shape).to(weight.dtype), updates[n:]
-            scale = max(1.0, len(param) / group["split"] / param.size(1)) ** 0.5
             sgd(
                 [m.weight for m in matrices], list(ours.unbind()), [None] * n, fused=True,
-                lr=group["lr"] * scale, weight_decay=group["weight_decay"] / scale, momentum=0.0, dampening=0.0,
+                lr=group["lr"], weight_decay=group["weight_decay"], momentum=0.0, dampening=0.0,
                 nesterov=False, maximize=False, found_inf=skip.float(),
             )  # fmt: skip

@@ -5,7 +5,10 @@ Whatever is chosen here changes speed and memory; the mathematics stands in mode
 
 import contextlib
 import functools
+import hashlib
+import inspect
 import math
+import random
 from typing import NamedTuple
 
 import torch
@@ -38,14 +41,20 @@ class Varlen(NamedTuple):
     window: tuple[int, int]
 
 
-def attention_mask(backend: str, tokens: Tensor, n_query: int, window: int, eot: int | None):
+TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")  # backends that can add a bias to the scores
+
+
+def attention_mask(backend: str, tokens: Tensor, window: int, eot: int | None, bias: Tensor | None = None):
     """Which keys each query sees, in the form that `backend` takes; None where plain causal attention says the same.
 
-    tokens: integer (B, S), one a key; the last n_query of them are the queries (all, but for SDPA with a KV cache).
-    window: keys seen, the query's own included; 0 = all. eot: the token that starts a document, which sees no other;
-    None = documents do not matter. Returns a bool mask (T, S) or (B, 1, T, S) for SDPA, else a BlockMask or Varlen.
+    tokens: integer (B, T). window: keys seen, the query's own included; 0 = all. eot: the token that starts a document,
+    which sees no other; None = documents do not matter. bias: added to the scores, (H, T, T), for TAKES_BIAS only.
+    Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or with a bias floating; else a BlockMask or Varlen. Raises
+    ParamTableError for a bias that the backend does not take.
     """
     batch, length = tokens.shape
+    if bias is not None and backend not in TAKES_BIAS:
+        raise ParamTableError(f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa")
     window = 0 if not torch.compiler.is_exporting() and window >= length else window  # exported, for every length
     if backend == "varlen":
         cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
@@ -58,12 +67,18 @@ def attention_mask(backend: str, tokens: Tensor, n_query: int, window: int, eot:
         if doc_ids is None:
             return causal_block_mask(window, length, tokens.device)
         return block_mask(window, length, tokens.device, doc_ids)
-    if doc_ids is None and not window and length == n_query:
+    if doc_ids is None and not window and bias is None:
         return None
     key = torch.arange(length, device=tokens.device)
-    query = key[length - n_query :, None]
+    query = key[:, None]
     mask = (key <= query) & (key > query - window) if window else key <= query
-    return mask if doc_ids is None else mask & (doc_ids[:, None, -n_query:, None] == doc_ids[:, None, None, :])
+    mask = mask if doc_ids is None else mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    return add_bias(mask, bias)
+
+
+def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
+    """A bool mask and what is added to the scores as one mask: -inf where nothing is seen."""
+    return mask if bias is None else torch.where(mask, bias, -math.inf)
 
 
 def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor | None = None):
@@ -84,6 +99,8 @@ causal_block_mask = functools.cache(block_mask)
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel=None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, by one kernel, the best of several or PyTorch's choice."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
     with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
@@ -137,7 +154,10 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
     if mask is None:
         position = torch.arange(length, device=q.device)
         mask = position <= position[:, None]
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    if mask.is_floating_point():
+        bias = mask.to(q.dtype)
+    else:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
     bias = bias.expand(batch, n_head, length, length)
     q, k, v = (t.flatten(0, 1).contiguous() for t in (q / math.sqrt(head_dim), k, v))
     for start, end in query_blocks(length):
@@ -147,7 +167,8 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
     return torch.cat(out, dim=1).view(batch, n_head, length, head_dim)
 
 
-# The values of --attn: each takes q (B, H, T, D), k and v (B, H, S, D) and what attention_mask made for it.
+# The values of --attn: each takes q, k and v (B, H, T, D) and what attention_mask made for it, and computes the same.
+# What changes the result belongs in model.py (GPT.attention_bias, CausalSelfAttention), which decoding uses as well.
 ATTENTION_BACKENDS = {
     "auto": sdpa_attention,
     "sdpa": sdpa_attention,
@@ -163,6 +184,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> T
     return ATTENTION_BACKENDS[backend](q, k, v, mask)
 
 
+@torch.no_grad()
+def check_attention(model) -> None:
+    """Raises ParamTableError when the model's attention backend does not compute what the others do, on random numbers.
+
+    A backend is how attention is computed: text is drawn with a KV cache, which not every backend can read.
+    """
+    cfg, device, name = model.cfg, model.cos.device, model.attn
+    length = min(cfg.seq_len, 128)
+    place = torch.device("cpu") if name == "flex" else device  # where it needs no compiler
+    dtype = torch.float32 if name == "flex" else model.compute_dtype
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn((3, 1, cfg.n_head, length, cfg.head_dim), generator=generator).to(place, dtype)
+    tokens = torch.zeros((1, length), dtype=torch.int64, device=place)
+    got = attention(q, k, v, attention_mask(name, tokens, 0, None), name).float()
+    scores = q.float() @ k.float().mT / math.sqrt(cfg.head_dim)
+    seen = torch.ones((length, length), dtype=torch.bool, device=place).tril()
+    want = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v.float()
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    apart = torch.linalg.vector_norm(got - want, dim=-1) / torch.linalg.vector_norm(want, dim=-1)
+    if not apart.max() < (1e-3 if exact else 3e-2):
+        raise ParamTableError(
+            f"--attn {name} computes something else than softmax attention, so text would be drawn from another model; "
+            "a backend is only how attention is computed: put what changes it into model.py, as GPT.attention_bias or "
+            "in CausalSelfAttention"
+        )
+
+
 def attention_kernels(model, micro_batch: int) -> str:
     """Backend and kernels of a GPT's attention: as PyTorch chooses for such tensors, not as a flag says."""
     backend, cfg, device = model.attn, model.cfg, model.cos.device
@@ -171,8 +219,8 @@ def attention_kernels(model, micro_batch: int) -> str:
     q = torch.empty((micro_batch, cfg.n_head, cfg.seq_len, cfg.head_dim), dtype=model.compute_dtype, device=device,
                     requires_grad=True)  # fmt: skip
     names, tokens = [], torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=device)
-    for window in sorted(set(model.windows)):
-        mask = attention_mask("sdpa", tokens, cfg.seq_len, window, model.doc_eot)
+    for _, mask in sorted(model.attention_masks("sdpa", tokens).items()):
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
         with sdpa_kernel(SDPA_BACKENDS[backend]) if backend in SDPA_BACKENDS else contextlib.nullcontext():
             choice = torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None)
         names += [name.lower() for name, kernel in SDPBackend.__members__.items() if int(kernel) == choice]
@@ -318,9 +366,18 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
-    """Summed cross entropy of soft-capped logits (N, V), fp32 (); a target of -1 is not counted."""
-    return F.cross_entropy(softcap_logits(logits.float(), softcap), targets, ignore_index=-1, reduction="sum")
+# SHA-256 of the sources that the loss kernel below was derived from: Linear.forward, GPT.logits, GPT.chunk_loss and
+# cross_entropy in model.py, softcap_logits and ce_fwd_bwd here. Whoever changes them for good, all alike, renews it.
+KERNEL_SOURCES = "1157560018163dc119bbb22138d8534a03e6b950925259fb8aebf1ad4c1c070c"
+
+
+def kernel_fits(*functions) -> bool:
+    """Whether these functions are the ones that the loss kernel was derived from, letter by letter."""
+    try:
+        text = "".join(inspect.getsource(function) for function in (*functions, softcap_logits, ce_fwd_bwd))
+    except OSError:  # typed into a notebook
+        return False
+    return hashlib.sha256(text.encode()).hexdigest() == KERNEL_SOURCES
 
 
 def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float,
@@ -406,14 +463,53 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
 # 5. Activation checkpointing and offload
 
 
-def apply_ac(mode: str, function, *inputs) -> Tensor:
-    """function(*inputs), of which backward recomputes nothing, all, or all but matmuls and attention ("selective")."""
+def apply_ac(mode: str, module: nn.Module, *inputs) -> Tensor:
+    """module._forward(*inputs), of which backward recomputes nothing, all, or all but matmuls and attention.
+
+    mode: "none", "full" or "selective". What is recomputed draws the same numbers (torch's and Python's global
+    generators), and finds the module's buffers as they were.
+    """
     if mode == "none" or not torch.is_grad_enabled():
-        return function(*inputs)
-    options = {}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
+        return module._forward(*inputs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+    if torch.compiler.is_compiling():  # which sees buffers and draws itself
+        options = dict(context_fn=contexts) if mode == "selective" else {}
+    else:
+        options = dict(context_fn=functools.partial(ac_contexts, module, contexts if mode == "selective" else None))
+    return checkpoint(module._forward, *inputs, use_reentrant=False, **options)
+
+
+def recomputed(module: nn.Module, function):
+    """The function, of which backward keeps the inputs and recomputes the rest; it is a part of the module."""
+
+    def call(*inputs):
+        contexts = functools.partial(ac_contexts, module, None)
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+
+    return call
+
+
+def ac_contexts(module: nn.Module, contexts) -> tuple:
+    """The contexts of a forward pass and of its recomputation, around those that `contexts()` makes if it is given."""
+    forward, again = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
+    buffers = [(owner, name, t.clone()) for owner in module.modules() for name, t in owner._buffers.items()]
+    return forward, recomputation(again, random.getstate(), buffers)
+
+
+@contextlib.contextmanager
+def recomputation(context, draws, buffers: list[tuple[nn.Module, str, Tensor]]):
+    """Python's generator and these buffers as they were, within; as they are now, afterwards."""
+    draws_now, buffers_now = random.getstate(), [owner._buffers[name] for owner, name, _ in buffers]
+    random.setstate(draws)
+    for owner, name, before in buffers:
+        owner._buffers[name] = before.clone()
+    try:
+        with context:
+            yield
+    finally:
+        random.setstate(draws_now)
+        for (owner, name, _), now in zip(buffers, buffers_now):
+            owner._buffers[name] = now
 
 
 def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -525,23 +621,20 @@ def orthogonal(gain: float = 1.0):
     return lambda x, generator: nn.init.orthogonal_(x, gain, generator=generator)
 
 
-def module_made(make_model, name: str, seed: int) -> Tensor:
-    """The value that the model's own constructors give a parameter, when torch's generator starts from `seed`.
+def constructed(make_model, seed: int, drawn: int | None = None) -> tuple[nn.Module, list[nn.Module]]:
+    """make_model() on the CPU, torch's generator starting from `seed`, and its layers in the order they are drawn in.
 
-    The model is made on the CPU, without the draws of PyTorch's own layers, and again with those of the parameter's
-    layer, from the seed, if it has one: what a constructor does to the layer afterwards holds.
+    PyTorch's own layers are not drawn, but for number `drawn`, from the seed; their memory is not touched.
     """
+    layers, resets = [], {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
 
-    def build(drawn: int | None) -> tuple[nn.Module, list[nn.Module]]:
-        """The model, and its layers in the order in which they are drawn: only that with number `drawn` really is."""
-        layers, resets = [], {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
+    def reset(layer: nn.Module) -> None:
+        if len(layers) == drawn:
+            torch.manual_seed(seed)
+            next(reset for kind, reset in resets.items() if isinstance(layer, kind))(layer)
+        layers.append(layer)
 
-        def reset(layer: nn.Module) -> None:
-            if len(layers) == drawn:
-                torch.manual_seed(seed)
-                next(reset for kind, reset in resets.items() if isinstance(layer, kind))(layer)
-            layers.append(layer)
-
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         try:
             for kind in resets:
@@ -551,12 +644,47 @@ def module_made(make_model, name: str, seed: int) -> Tensor:
             for kind, original in resets.items():
                 kind.reset_parameters = original
 
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        model, layers = build(None)
+
+def module_made(make_model, name: str, seed: int) -> Tensor:
+    """The value that the model's own constructors give a parameter, when torch's generator starts from `seed`.
+
+    The model is made without the draws of PyTorch's own layers, and again with those of the parameter's layer, if it
+    has one: what a constructor does to the layer afterwards holds. Raises ParamTableError for a name it does not make.
+    """
+    model, layers = constructed(make_model, seed)
+    try:
         owner = model.get_submodule(name.rpartition(".")[0])
         if any(layer is owner for layer in layers):
-            model, _ = build(next(i for i, layer in enumerate(layers) if layer is owner))
-    return model.get_parameter(name).detach()
+            model, _ = constructed(make_model, seed, next(i for i, layer in enumerate(layers) if layer is owner))
+        return model.get_parameter(name).detach()
+    except AttributeError:
+        raise ParamTableError(
+            f'parameter {name} has init "module", and GPT(cfg) alone does not make it; {MAKE}'
+        ) from None
+
+
+MAKE = "make it in the constructor of GPT or of a part of it"
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state_dict(), by name."""
+    buffers = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers[f"{prefix}.{name}".lstrip(".")] = buffer
+    return buffers
+
+
+@torch.no_grad()
+def init_buffers(model: nn.Module, make_model, seed: int) -> None:
+    """Set all buffers to what make_model() gives them. Raises ParamTableError for one that it does not make."""
+    made, _ = constructed(make_model, seed)
+    made = dict(made.named_buffers())
+    for name, buffer in model.named_buffers():
+        if name not in made:
+            raise ParamTableError(f"buffer {name} is not made by GPT(cfg) alone; {MAKE}")
+        buffer.copy_(made[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -607,7 +735,7 @@ def full_tensor_on_rank0(param: Tensor, part: Tensor) -> Tensor | None:
         dist.send(part.to(param.device).contiguous(), 0, group=shards)
     if rank:
         return None
-    full = torch.empty(param.shape if part.dim() else (), dtype=part.dtype, device="cpu")
+    full = torch.empty(param.shape if shards else part.shape, dtype=part.dtype, device="cpu")
     for member, rows in zip(members, full.split(chunk_sizes(len(full), len(members))) if shards else [full]):
         shard = part if member == 0 else rows
         if member and len(rows):
@@ -667,20 +795,22 @@ def state_on_device(device: torch.device, *kept: list[Tensor]):
 
 
 class Matrix(NamedTuple):
-    """What Muon updates at once: one of a parameter's `split` matrices, or under FSDP this rank's rows of all of them.
+    """What Muon updates at once: one of the matrices in a parameter, or under FSDP this rank's rows of all of them.
 
-    weight, grad and momentum are views of one shape, of the parameter, its gradient and its state.
+    weight, grad and momentum are views of one shape, of the parameter, its gradient and its state. split: the heights
+    of the parameter's matrices.
     """
 
     group: dict
     param: Tensor
+    split: tuple[int, ...]
     weight: Tensor
     grad: Tensor
     momentum: Tensor
 
 
 def matrix_stacks(groups: list[dict], state: dict, numel: int, batched: bool) -> list[list[Matrix]]:
-    """Muon's matrices of all groups, in stacks to be orthogonalized in one call.
+    """Muon's matrices of all groups that have a gradient, in stacks to be orthogonalized in one call.
 
     A stack has whole matrices of one shape first, then those of it transposed; or, under FSDP, shards of one group's
     parameters of one shape. numel: the most numbers of a stack for each rank, unless a matrix has more. Not `batched`:
@@ -689,27 +819,35 @@ def matrix_stacks(groups: list[dict], state: dict, numel: int, batched: bool) ->
     alike: dict[object, list[Matrix]] = {}
     for group in groups:
         for p in group["params"] if group["kind"] == "muon" else ():
+            if p.grad is None:
+                continue
             shards, replicas = rank_groups(p)
-            n = 1 if shards else group["split"]
-            shape = (len(p) // n, p.size(1))
-            key = (shape, id(group)) if shards else frozenset(shape) if replicas else shape
-            views = (t.chunk(n) for t in (to_local(p), to_local(p.grad), state[p]["momentum"]))
-            alike.setdefault(key if batched else p, []).extend(Matrix(group, p, *same) for same in zip(*views))
+            split = group["split"] or (len(p),)
+            parts = (
+                t.split(max(1, len(t)) if shards else split)
+                for t in (to_local(p), to_local(p.grad), state[p]["momentum"])
+            )
+            for views in zip(*parts):
+                shape = views[0].shape
+                key = (p.shape, id(group)) if shards else frozenset(shape) if replicas else shape
+                alike.setdefault(key if batched else (p, shape), []).append(Matrix(group, p, split, *views))
     stacks = []
     for stack in alike.values():
-        _, param, weight, *_ = stack[0]
-        shards, replicas = rank_groups(param)
+        first = stack[0]
+        shards, replicas = rank_groups(first.param)
         n_ranks = math.prod(ranks.size() for ranks in (shards, replicas) if ranks)
-        most = n_ranks * max(1, numel // (param if shards else weight).numel())
-        stack = sorted(stack, key=lambda matrix: matrix.weight.shape != weight.shape)
+        most = n_ranks * max(1, numel // (first.param if shards else first.weight).numel())
+        stack = sorted(stack, key=lambda matrix: matrix.weight.shape != first.weight.shape)
         stacks += [stack[i : i + most] for i in range(0, len(stack), most)]
     return stacks
 
 
 def apply_ddp(model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype) -> DistributedDataParallel:
     """The model with gradients that are averaged over all ranks, travelling as `grad_comm`."""
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb)
-    wrapped.broadcast_buffers = False  # every rank computes the same ones; as an argument it warns from 2.13 on
+    # Layers that a rank leaves out, and experts without tokens, have no gradient in a step.
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb,
+                                      find_unused_parameters=True)  # fmt: skip
+    wrapped.broadcast_buffers = False  # sync_buffers does; as an argument it warns from 2.13 on
     if grad_comm == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -735,10 +873,44 @@ def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype, shard
     shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_comm, cast_forward_inputs=False)
-    for module in (*model.blocks, model):
+    for module in dict.fromkeys((*model.blocks, model)):  # a block may stand in several places
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
-    model.reset_buffers()
+    model.to_empty(device=device)  # swaps what is in the parameters, so that tied ones stay tied
+
+
+def sync_buffers(model: nn.Module) -> None:
+    """What forward passes wrote into the model's state is the same on all ranks: floats are averaged, others rank 0's.
+
+    DDP would take rank 0's before every forward pass, and FSDP none. Equal values stay as they are, to the bit.
+    """
+    for buffer in persistent_buffers(model).values():
+        first = buffer.clone()
+        dist.broadcast(first, 0)
+        if buffer.is_floating_point():
+            apart = buffer - first
+            dist.all_reduce(apart)
+            first += apart / dist.get_world_size()
+        buffer.copy_(first)
+
+
+@torch.no_grad()
+def swap_weights(model: nn.Module, others: dict[str, Tensor]) -> None:
+    """Exchange the values of parameters with those of `others`, by name, sharded as they are."""
+    for name, p in model.named_parameters():
+        if name in others:
+            ours, theirs = to_local(p), to_local(others[name])
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+
+
+@torch.no_grad()
+def keep_buffers(model: nn.Module, before: dict[str, Tensor], skip: Tensor) -> None:
+    """Buffers as they were before, where skip, bool (), is true; else the same on all ranks."""
+    for name, buffer in persistent_buffers(model).items():
+        torch.where(skip, before[name], buffer, out=buffer)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        sync_buffers(model)
 
 
 def reshard(model: nn.Module) -> None:
@@ -767,18 +939,33 @@ def dummy_micro_step(model: nn.Module, micro_batch: int, seq_len: int, cudagraph
             loss.backward()
 
 
-def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
-    """Compile and load kernels for training and evaluation before weights exist, so that nothing needs restoring.
+@contextlib.contextmanager
+def side_effects(model: nn.Module, device: torch.device):
+    """Yields a dict that afterwards says what happened within: "drawn", whether torch's global generators gave numbers,
+    and "written", the names of buffers that were written."""
 
-    The optimizer takes a step that it skips, which leaves its state as it is.
-    """
+    def draws() -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.type == "cuda" else [])]
+
+    def writes() -> dict[str, tuple]:
+        return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+
+    effects, drawn, written = {}, draws(), writes()
+    yield effects
+    effects["drawn"] = not all(map(torch.equal, drawn, draws()))
+    effects["written"] = [name for name, now in writes().items() if now != written[name]]
+
+
+def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
+    """Compile and load kernels for training and evaluation. Weights, buffers and the optimizer are to be made anew."""
     calls = 3 if cudagraphs else 1  # a graph is recorded at the second call
     for _ in range(calls):
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
-    grads = [p.grad for p in model.parameters()]
-    norm = nn.utils.get_total_norm(grads)
-    optimizer.step(torch.ones_like(to_local(norm), dtype=torch.bool))
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    optimizer.step()
     model.zero_grad(set_to_none=not cudagraphs)
+    model.eval()
     for _ in range(calls):
         dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)
+    model.train()
     reshard(model)

@@ -19,10 +19,10 @@ import torch
 from data.prepare import encode_file
 from data.shards import UserError
 from data.tokenizers import get_tokenizer
-from generation import compile_decode_step, generate, on_host
+from generation import check_cache, compile_decode_step, generate, on_host
 from int8 import quantize
 from model import GPT, GPTConfig
-from runtime.checkpoint import BEST, list_checkpoints, load_weights, model_config, read_checkpoint
+from runtime.checkpoint import BEST, as_evaluated, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.checks import check_compiler
 from runtime.dtype import sampling_dtype
 from runtime.errors import report_error
@@ -45,10 +45,10 @@ def find_file(run: str, best: bool = False) -> Path:
     return path
 
 
-def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, object]:
+def load(path: Path, device: str, dtype: str, int8: bool = False, cached: bool = True) -> tuple[GPT, object]:
     """The model of a checkpoint file, or of what `export.py --to int8` wrote, for inference, and its tokenizer.
 
-    Raises UserError.
+    cached: it will be used with a KV cache, which is tried. Raises UserError.
     """
     checkpoint, place = read_checkpoint(path), select_device(device)
     cfg = model_config(checkpoint, GPTConfig, path)
@@ -57,18 +57,21 @@ def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, 
     with torch.device(place):
         model = GPT(cfg, dtype, loss_chunk=2048)
         if quantized:
-            quantize(model)
+            quantize(model, check=False)
     if quantized:
         try:
             model.load_state_dict(checkpoint["model"])
         except RuntimeError:
             raise UserError(f"{path} was exported from another model.py; use the source that made it") from None
     else:
-        load_weights(model, checkpoint, path)
+        load_weights(model, as_evaluated(checkpoint), path)
+    weights = [*model.parameters(), *(t for name, t in model.named_buffers() if name.endswith("weight_scale"))]
+    if not all(tensor.isfinite().all() for tensor in weights):
+        raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
+    if cached and not quantized:
+        check_cache(model.eval())
     if int8 and not quantized:
         quantize(model)
-    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
-        raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     return model.freeze(), get_tokenizer(checkpoint["tokenizer"])
 
 
@@ -102,7 +105,7 @@ def main(argv: list[str]) -> int:
             stream.reconfigure(errors="replace")
     try:
         check_arguments(args, parser)
-        model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8)
+        model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8, not args.no_cache)
         if args.perplexity is not None:
             print_perplexity(model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len)
             return 0
@@ -237,7 +240,7 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     """Print a file's perplexity per token, byte and word of the text that data/prepare.py would tokenize."""
     if not path.is_file():
         raise UserError(f"there is no file {path}; --perplexity wants a text file")
-    if path.suffix in (".jsonl", ".gz"):
+    if path.suffix in (".csv", ".jsonl", ".gz"):
         raise UserError(f"{path} is not plain text, as --perplexity wants; write its texts into one file")
     if stride > model.cfg.seq_len:
         raise UserError(f"--stride is {stride}; expected at most the model's context of {model.cfg.seq_len}")

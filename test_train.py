@@ -390,9 +390,9 @@ def run_case(folder: Path, flags: dict) -> bool:
     """One run, which leaves its first gradients beside its folder. Returns whether all ranks end with equal weights."""
     step, grads, used = Optimizer.step, {}, []
 
-    def step_and_note(self, skip):
+    def step_and_note(self, skip=None):
         used[:] = [(name, p) for group in self.param_groups for name, p in zip(group["names"], group["params"])]
-        if not grads and not skip:  # the warm-up skips
+        if not grads and skip is not None:  # as in the warm-up
             grads.update({name: full(p.grad) for name, p in used})
         step(self, skip)
 

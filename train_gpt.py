@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import random
 import sys
 import time
 from collections import deque
@@ -29,26 +30,28 @@ from data.prepare import prepare
 from data.shards import RunError, TrainerError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
-from generation import generate, on_host
+from generation import check_cache, generate, on_host
 from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
-from ops import (ATTENTION_BACKENDS, ParamTableError, apply_ddp, apply_fsdp, copy_from_full_tensor_,
-                 cudagraph_mark_step, reshard, to_local, warm_up)
-from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_optimizer, load_weights,
-                                model_config, read_checkpoint)
-from runtime.checks import (activation_budget, check_device, check_flags, is_sharded, lr_cap, ranks_per_shard,
-                            seqs_per_rank, uses_cudagraphs)
+from ops import (ATTENTION_BACKENDS, apply_ddp, apply_fsdp, check_attention, copy_from_full_tensor_,
+                 cudagraph_mark_step, init_buffers, keep_buffers, persistent_buffers, reshard, side_effects,
+                 swap_weights, to_local, warm_up)
+from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_extra, load_optimizer,
+                                load_weights, model_config, read_checkpoint)
+from runtime.checks import (activation_budget, check_device, check_flags, check_recomputation, is_sharded, lr_cap,
+                            ranks_per_shard, seqs_per_rank, uses_cudagraphs)
 from runtime.describe import describe
 from runtime.dtype import saved_dtype, settle_dtype
 from runtime.errors import catch_signals, or_reason, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
-from runtime.logger import (RunLogger, TrainTimer, closing_lines, eval_line, is_best, is_loss_spike, nan_to_none,
-                            new_run_folder, printable, step_line, trials_line)
+from runtime.logger import (RunLogger, TrainTimer, check_metrics, closing_lines, eval_line, is_best, is_loss_spike,
+                            nan_to_none, new_run_folder, printable, step_line, trials_line)
 from runtime.memory import fit_loss_chunk, fit_memory
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_mean, late_max, leave,
+from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_means, late_max, leave,
                            run_on_all, run_on_rank0, said_here)
+from runtime.watch import watch_blocks
 from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
@@ -83,6 +86,7 @@ class Config:
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag("", "continue the run in out_dir (or this folder or file); auto: or start one", const="newest")
     init_from: str = flag("", "run or checkpoint file to take the weights from, with a fresh schedule")
+    init_partial: bool = flag(False, "of --init_from, take what fits by name and shape; the rest is new", const=True)
     seed: int = flag(0, "decides initial weights and the order of the data")
     trials: int = flag(1, "whole runs one after the other, with seeds from --seed on, in folders of out_dir", min=1)
     device: str = flag("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
@@ -189,6 +193,12 @@ class TrainState:
     skipped: deque  # of the last --log_every steps, bool () on the device: whether the update was skipped
     bad_steps: int = 0  # skipped updates in a row, as of the last report
     step: int = 0  # updates done, skipped ones included
+    tokens: int = 0  # trained on so far
+    ran: list = dataclasses.field(default_factory=lambda: [0])  # its end: a hash of the blocks run, alike on all ranks
+    metrics: dict = dataclasses.field(default_factory=dict)  # name -> number, logged beside the loss; for your edits
+    # What your edits keep, in checkpoints too: tensors, numbers, texts, lists, dicts. Tensors under the name of a
+    # parameter are sharded as it is; those of the dict "eval_weights" are evaluated, sampled and kept as the best.
+    extra: dict = dataclasses.field(default_factory=dict)
 
     @property
     def grad_accum_steps(self) -> int:
@@ -215,22 +225,21 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     dtype, graphs, shape = DTYPES[cfg.dtype], uses_cudagraphs(cfg), gpt_config(cfg, vocab_size)
     if compiled and device.type == "cpu":
         precompile_header()
-    try:
-        with torch.device("meta" if sharded else device):
-            raw_model = GPT(shape, dtype, fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, device),
-                            attn=select_attn_backend(cfg, device), fp8=cfg.fp8,
-                            doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
-                            offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
-        if sharded:
-            apply_fsdp(raw_model, device, dtype, ranks_per_shard(cfg, dist_ctx), DTYPES[cfg.grad_comm])
-    except ParamTableError as error:
-        raise UserError(str(error)) from None
+    with torch.device("meta" if sharded else device):
+        raw_model = GPT(shape, dtype, fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, device),
+                        attn=select_attn_backend(cfg, device), fp8=cfg.fp8,
+                        doc_eot=eot if cfg.doc_mask else None, ngram_dropout=max(0.0, cfg.ngram_dropout),
+                        offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
+    if sharded:
+        apply_fsdp(raw_model, device, dtype, ranks_per_shard(cfg, dist_ctx), DTYPES[cfg.grad_comm])
+        init_buffers(raw_model, lambda: GPT(shape), cfg.seed)
+        ran = watch_blocks(raw_model, dist_ctx)
+    check_attention(raw_model)
     if compiled:
         # DDPOptimizer would split each block's graph at bucket boundaries; blocks overlap with all-reduce as they are.
         torch._dynamo.config.optimize_ddp = False
         torch._functorch.config.activation_memory_budget = activation_budget(cfg)
-    groups = optimizer_groups(raw_model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
-    micro_batch = fit_memory(cfg, raw_model, groups, dist_ctx)
+    micro_batch = fit_memory(cfg, raw_model, optimizer_groups(raw_model, cfg.optimizer, 0, 0, 0), dist_ctx)
     if compiled or cfg.attn == "flex":
         torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if compiled:
@@ -240,23 +249,48 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         model = apply_ddp(raw_model, cfg.bucket_cap_mb, DTYPES[cfg.grad_comm])
     if graphs:
         for p in raw_model.parameters():
-            p.grad = torch.zeros_like(p)
-    optimizer = Optimizer(groups, ns_dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
-                          offload=cfg.offload == "optimizer")  # fmt: skip
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
     if compiled or device.type == "cuda" or dist_ctx.world_size > 1:  # DDP sorts its buckets in step 1
-        warm_up(model, optimizer, micro_batch, cfg.seq_len, graphs)
-    init_weights(raw_model, cfg.seed)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        with side_effects(raw_model, device) as effects:
+            warm_up(model, make_optimizer(cfg, raw_model), micro_batch, cfg.seq_len, graphs)
+        check_recomputation(cfg, raw_model.blocks[0].checkpointing, effects)
+    state = TrainState(cfg, dist_ctx, raw_model, model, None, None, micro_batch, deque(maxlen=cfg.log_every))
+    if sharded:
+        state.ran = ran
+    start_anew(state)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    return TrainState(cfg, dist_ctx, raw_model, model, optimizer, scaler, micro_batch, deque(maxlen=cfg.log_every))
+    return state
+
+
+def make_optimizer(cfg: Config, model: GPT) -> Optimizer:
+    """Muon and Adam, with new state. Any optimizer of torch.optim for the same groups does as well."""
+    groups = optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
+    ns_dtype = torch.float32 if cfg.dtype == "fp32" else torch.bfloat16
+    return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
+
+
+def make_scaler(cfg: Config, device: torch.device) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(device.type, enabled=cfg.dtype == "fp16")
+
+
+def start_anew(state: TrainState) -> None:
+    """All that training changes as it is before step 0, whatever warming up or measuring did to it."""
+    init_weights(state.raw_model, state.cfg.seed)
+    state.optimizer = None  # its memory goes first
+    state.optimizer = make_optimizer(state.cfg, state.raw_model)
+    state.scaler = make_scaler(state.cfg, state.dist_ctx.device)
+    for kept in (state.skipped, state.metrics, state.extra):
+        kept.clear()
+    state.step = state.tokens = 0
 
 
 def init_weights(model: GPT, seed: int) -> None:
-    """Initial weights, functions of (seed, parameter name): drawn whole on the CPU, then placed or sharded."""
+    """Initial weights, functions of (seed, parameter name): drawn whole on the CPU, then placed or sharded; buffers."""
     for name, param in model.named_parameters():
         own_seed = derive_seed(seed, name) >> 1  # torch's generators take 63 bits
         copy_from_full_tensor_(param, initial_weight(name, param.shape, own_seed, model.cfg))
+    init_buffers(model, lambda: GPT(model.cfg), derive_seed(seed, "buffers") >> 1)
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -292,13 +326,16 @@ def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
     return batch.pin_memory() if dist_ctx.device.type == "cuda" else batch  # copied without holding up the host
 
 
-def reseed_step(state: TrainState) -> None:
-    """Reseed every step: n-gram dropout from (seed, step), torch's generator from (seed, step, rank).
+def reseed_step(state: TrainState, purpose: str = "train") -> None:
+    """Reseed every step: n-gram dropout and Python's generator from (seed, step), torch's from (seed, step, rank).
 
-    No random state needs checkpointing, and what your own edits draw resumes exactly.
+    No random state needs checkpointing, and what your own edits draw resumes exactly. What ranks must decide alike, as
+    which layers to leave out, takes Python's `random`.
     """
+    key = () if purpose == "train" else (purpose,)
     state.raw_model.step_seed = derive_seed(state.cfg.seed, state.step)
-    torch.manual_seed(derive_seed(state.cfg.seed, state.step, state.dist_ctx.rank))
+    random.seed(derive_seed(state.cfg.seed, state.step, *key))
+    torch.manual_seed(derive_seed(state.cfg.seed, state.step, state.dist_ctx.rank, *key))
 
 
 def maybe_no_sync(state: TrainState, last: bool):
@@ -316,18 +353,24 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     Returns the mean loss of this rank's tokens and the norm of the whole gradient before clipping, both fp32 () on the
     device: nothing here waits for it. Where that norm is not finite, every rank skips the update and notes it.
     """
+    cfg, dist_ctx, params = state.cfg, state.dist_ctx, list(state.raw_model.parameters())
+    buffers = {name: buffer.clone() for name, buffer in persistent_buffers(state.raw_model).items()}
     x, y = batch[:, :-1], batch[:, 1:]
-    loss = torch.zeros((), device=state.dist_ctx.device)
-    for i in range(state.grad_accum_steps):
-        rows = slice(i * state.micro_batch, (i + 1) * state.micro_batch)
-        cudagraph_mark_step(uses_cudagraphs(state.cfg))
-        with maybe_no_sync(state, i == state.grad_accum_steps - 1):
-            part = state.model(x[rows], y[rows]) / y.numel()  # the ranks' means are averaged by DDP and FSDP
+    n_targets = (y >= 0).sum()
+    if dist_ctx.world_size > 1:
+        dist.all_reduce(n_targets)
+        n_targets = n_targets / dist_ctx.world_size  # DDP and FSDP average the ranks' gradients
+    loss = torch.zeros((), device=dist_ctx.device)
+    micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch)))
+    for i, (inputs, targets) in enumerate(micro_batches):
+        cudagraph_mark_step(uses_cudagraphs(cfg))
+        with maybe_no_sync(state, i == len(micro_batches) - 1):
+            part = state.model(inputs, targets) / n_targets
             # A non-finite loss becomes NaN in all ranks' gradients.
             state.scaler.scale(part).backward(1 + 0 * part.detach())
         loss += part.detach()
     state.scaler.unscale_(state.optimizer)
-    grads = [p.grad for p in state.raw_model.parameters()]
+    grads = [p.grad for p in params if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     skip = ~norm.isfinite()
@@ -335,15 +378,34 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     if state.scaler.is_enabled():
         for found_inf in state.scaler._found_inf_per_device(state.optimizer).values():
             found_inf.copy_(skip)
-    if state.cfg.grad_clip:
-        torch._foreach_mul_([to_local(grad) for grad in grads], (state.cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+    if cfg.grad_clip:
+        torch._foreach_mul_([to_local(grad) for grad in grads], (cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in state.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * lr_multiplier
-        group["momentum"] = get_momentum(state.step, group["betas"][0])  # Muon's
-    state.optimizer.step(skip)
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier
+        if group.get("kind") == "muon":
+            group["momentum"] = get_momentum(state.step, group["betas"][0])
+    if isinstance(state.optimizer, Optimizer):
+        state.optimizer.step(skip)
+    elif not skip:  # waits for the device
+        state.optimizer.step()
+    keep_buffers(state.raw_model, buffers, skip)
     state.scaler.update()
-    state.optimizer.zero_grad(set_to_none=not uses_cudagraphs(state.cfg))
+    state.optimizer.zero_grad(set_to_none=not uses_cudagraphs(cfg))
+    state.tokens += y.numel() * dist_ctx.world_size
     return loss, norm
+
+
+@contextlib.contextmanager
+def as_evaluated(state: TrainState):
+    """The model as it is evaluated, sampled and kept as the best: in eval mode, with the weights that edits keep."""
+    others = state.extra.get("eval_weights", {})
+    state.model.eval()
+    swap_weights(state.raw_model, others)
+    try:
+        yield state.raw_model
+    finally:
+        swap_weights(state.raw_model, others)
+        state.model.train()
 
 
 @torch.no_grad()
@@ -352,15 +414,16 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 
     None when `signals` of any rank has something in it: there may be little time left to save.
     """
-    cfg, dist_ctx = state.cfg, state.dist_ctx
-    losses = []
-    for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
-        if dist_max(dist_ctx, bool(signals)):
-            reshard(state.raw_model)
-            return None
-        cudagraph_mark_step(uses_cudagraphs(cfg))
-        losses.append(state.raw_model(*(torch.from_numpy(t).to(dist_ctx.device) for t in (x, y))))
-    reshard(state.raw_model)
+    cfg, dist_ctx, losses = state.cfg, state.dist_ctx, []
+    reseed_step(state, "evaluate")
+    with as_evaluated(state) as model:
+        for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
+            if dist_max(dist_ctx, bool(signals)):
+                reshard(model)
+                return None
+            cudagraph_mark_step(uses_cudagraphs(cfg))
+            losses.append(model(*(torch.from_numpy(t).to(dist_ctx.device) for t in (x, y))))
+        reshard(model)
     total = torch.stack(losses).cpu().double().sum()
     if dist_ctx.world_size > 1:
         dist.all_reduce(total, group=dist_ctx.cpu_group)
@@ -371,9 +434,11 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
     """The end of what is evaluated, ">>>", and how the model goes on; the same every time for the same weights."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))[0]
-    drawn = generate(state.raw_model, [prompt], n_tokens, tokenizer.vocab_size, 0.8, seeds=[state.cfg.seed])
-    tokens = [token for (token,) in on_host(drawn)]
-    reshard(state.raw_model)
+    with as_evaluated(state) as model:
+        check_cache(model)
+        drawn = generate(model, [prompt], n_tokens, tokenizer.vocab_size, 0.8, seeds=[state.cfg.seed])
+        tokens = [token for (token,) in on_host(drawn)]
+        reshard(model)
     known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
     return printable(">>>".join(texts))
@@ -422,7 +487,15 @@ def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
 
 
 def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Optimizer | None) -> dict:
-    """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part."""
+    """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part.
+
+    Without an optimizer: the weights as they are evaluated.
+    """
+    if optimizer:
+        tensors = collect_tensors(state.raw_model, optimizer, state.extra)
+    else:
+        with as_evaluated(state) as model:
+            tensors = collect_tensors(model)
     return {
         "step": state.step,
         "clock": clock,
@@ -432,7 +505,8 @@ def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Opt
         "data": stream.fingerprint(),
         "position": stream.position(state.step),
         "scaler": state.scaler.state_dict(),
-        **collect_tensors(state.raw_model, optimizer),
+        "tokens": state.tokens,
+        **tensors,
     }
 
 
@@ -465,15 +539,22 @@ def settle_flags(cfg: Config, checkpoint: dict, path: Path, stream: TokenStream,
 
 
 def load_checkpoint(state: TrainState, stream: TokenStream, timer: TrainTimer, checkpoint: dict, path: Path,
-                    resumes: bool) -> None:  # fmt: skip
-    """Take a checkpoint's weights; to resume its run, the optimizer, step and clock too. Raises UserError."""
-    load_weights(state.raw_model, checkpoint, path, may_differ=() if resumes else ("seq_len",))
+                    resumes: bool) -> list[str]:  # fmt: skip
+    """Take a checkpoint's weights; to resume its run, the optimizer, step and clock too. Raises UserError.
+
+    Returns what to say of it.
+    """
+    partial = state.cfg.init_partial and not resumes
+    left = load_weights(state.raw_model, checkpoint, path, () if resumes else ("seq_len",), partial)
     if not resumes:
-        return
+        return [f"not taken from {path}: {left}"] * bool(left)
     state.step = checkpoint["step"]
+    state.tokens = checkpoint.get("tokens", state.step * state.cfg.batch_tokens)
+    state.extra.update(load_extra(state.raw_model, checkpoint))
     check_same_stream(checkpoint, stream.fingerprint(), stream.position(state.step), stream.folder, path)
     load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
     timer.train_time, timer.wall_before = (checkpoint["clock"][k] for k in ("train_time", "wall_time"))
+    return []
 
 
 def choose_max_steps(state: TrainState, stream: TokenStream, timer: TrainTimer) -> tuple[int, str]:
@@ -488,12 +569,7 @@ def choose_max_steps(state: TrainState, stream: TokenStream, timer: TrainTimer) 
         cfg.minutes, lambda i: train_step(state, get_batch(stream, dist_ctx, i).to(dist_ctx.device), 0.0)[0].item(),
         lambda: evaluate(one_batch, stream), batches, cfg.eval_every, timer.wall_time_here, dist_ctx,
     )  # fmt: skip
-    init_weights(state.raw_model, cfg.seed)
-    for slots in state.optimizer.state.values():
-        for tensor in slots.values():
-            tensor.zero_()
-    state.skipped.clear()
-    state.scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=state.scaler.is_enabled())
+    start_anew(state)
     return chosen
 
 
@@ -501,10 +577,11 @@ def choose_max_steps(state: TrainState, stream: TokenStream, timer: TrainTimer) 
 # 5. The loop
 
 
-def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
+def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
     """A whole run, from data to the last checkpoint; returns what summary.json holds, and the model if asked for.
 
-    Raises TrainerError.
+    on_step(state, loss), if given, is called on each rank after each step, with its TrainState and the mean loss of
+    this rank's tokens, fp32 () on the device. Raises TrainerError.
     """
     cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
     timer = TrainTimer(dist_ctx.device)
@@ -528,7 +605,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
             notes.append(note)
         state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
         if path:
-            run_on_all(dist_ctx, lambda: load_checkpoint(state, stream, timer, checkpoint, path, resumes))
+            notes += run_on_all(dist_ctx, lambda: load_checkpoint(state, stream, timer, checkpoint, path, resumes))
         checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
             run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
@@ -537,7 +614,7 @@ def train(cfg: Config, return_model: bool = False) -> dict | tuple[dict, GPT]:
         for line in (*describe(cfg, dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE), *notes):
             logger.info(line)
         try:
-            summary = loop(state, stream, logger, timer, signals, rows)
+            summary = loop(state, stream, logger, timer, signals, rows, on_step or (lambda *_: None))
             check_stop(dist_ctx, signals, summary["stopped_by"])
         except TrainerError as error:
             if logger.log:  # the command line prints it on standard error, which may be lost
@@ -555,8 +632,9 @@ class Progress:
     flops_per_token: float
     peak_flops: float | None
     first_step: int
+    first_tokens: int
     first_train_time: float
-    last_logged: tuple[int, float]  # step, train_time
+    last_logged: tuple[int, float]  # tokens, train_time
     data_wait_s: float = 0.0
 
 
@@ -564,11 +642,12 @@ def start_progress(state: TrainState, timer: TrainTimer, rows: list[dict]) -> Pr
     evaluations = [row for row in rows if row.get("val_loss") is not None]
     losses = deque((row["train_loss"] for row in rows if row.get("train_loss") is not None), maxlen=10)
     flops = state.raw_model.flops_per_token(), peak_flops(state.dist_ctx.device, state.cfg.dtype)
-    return Progress(evaluations, losses, *flops, state.step, timer.train_time, (state.step, timer.train_time))
+    logged = state.tokens, timer.train_time
+    return Progress(evaluations, losses, *flops, state.step, state.tokens, timer.train_time, logged)
 
 
 def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, signals: list,
-         rows: list[dict]) -> dict:  # fmt: skip
+         rows: list[dict], on_step) -> dict:  # fmt: skip
     """Train from state.step until something stops the run; returns the summary. rows: of a resumed metrics.jsonl."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     progress, tokenizer = start_progress(state, timer, rows), find_tokenizer(stream.meta["tokenizer"], dist_ctx, logger)
@@ -599,14 +678,12 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
                 reseed_step(state)
                 loss, norm = train_step(state, batch, get_lr_multiplier(state.step, cfg))
                 state.step += 1
+                on_step(state, loss)
                 if profiler:
                     profiler.step()
                 stop = stop_reason(state, timer, signals, wishes)
                 if due(cfg.log_every) or state.step == 1:
-                    log_step(state, logger, timer, progress, loss, norm)
-                    state.bad_steps, failure = report_skipped(
-                        state.skipped, state.step, state.bad_steps, cfg.max_bad_steps, stream, logger.info
-                    )
+                    failure = log_step(state, stream, logger, timer, progress, loss, norm)
                     if failure:
                         save()  # the guard has kept these weights whole
                         raise said_here(RunError(failure), dist_ctx.rank == 0)
@@ -646,30 +723,38 @@ def stop_reason(state: TrainState, timer: TrainTimer, signals: list, wishes) -> 
     """Why to stop after this step, the same on every rank; "" to continue. wishes: late_max's, of the ranks."""
     timed_out = state.cfg.max_minutes and timer.wall_time_here >= 60 * state.cfg.max_minutes
     reasons = ("max_steps" if state.step == state.cfg.max_steps else "", "max_minutes", "signal")
-    return reasons[int(wishes(2 if signals else 1 if timed_out else 0))]
+    return reasons[int(wishes(2 if signals else 1 if timed_out else 0, state.ran[-1]))]
 
 
-def log_step(state: TrainState, logger: RunLogger, timer: TrainTimer, progress: Progress, loss: Tensor,
-             norm: Tensor) -> None:  # fmt: skip
-    """Print and keep the figures of the step just done; waits for the device."""
+def log_step(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, progress: Progress,
+             loss: Tensor, norm: Tensor) -> str:  # fmt: skip
+    """Print and keep the figures of the step just done, and which updates were skipped; waits for the device.
+
+    Returns why the run must end, or "".
+    """
     cfg, dist_ctx, step = state.cfg, state.dist_ctx, state.step
-    train_loss, grad_norm = dist_mean(dist_ctx, loss), norm.item()
-    train_time = timer.pause()
-    steps, seconds = step - progress.last_logged[0], train_time - progress.last_logged[1]
-    tokens_per_s = steps * cfg.batch_tokens / max(seconds, 1e-9)
-    progress.last_logged = step, train_time
+    means, grad_norm = dist_means(dist_ctx, {**state.metrics, "train_loss": loss}), norm.item()
+    train_loss, train_time = means.pop("train_loss"), timer.pause()
+    tokens, seconds = state.tokens - progress.last_logged[0], train_time - progress.last_logged[1]
+    tokens_per_s = tokens / max(seconds, 1e-9)
+    progress.last_logged = state.tokens, train_time
     peak = progress.peak_flops and progress.peak_flops * dist_ctx.world_size
     mfu = tokens_per_s * progress.flops_per_token / peak if peak else math.nan
     lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1] * get_lr_multiplier(step - 1, cfg)
     row = dict(
-        step=step, train_loss=train_loss, lr=lr, grad_norm=grad_norm, tokens=step * cfg.batch_tokens,
+        step=step, train_loss=train_loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens,
         tokens_per_s=tokens_per_s, mfu=mfu, peak_mem_mb=peak_memory_mb(dist_ctx.device), train_time_s=train_time,
         wall_time_s=timer.wall_time,
     )  # fmt: skip
     eta_s = (train_time - progress.first_train_time) / (step - progress.first_step) * (cfg.max_steps - step)
-    logger.info(step_line(row, cfg.max_steps, eta_s, is_loss_spike(train_loss, progress.recent_losses)))
-    logger.log_metrics(**row)
+    check_metrics(state.metrics, row)
+    logger.info(step_line(row, cfg.max_steps, eta_s, is_loss_spike(train_loss, progress.recent_losses), means))
+    logger.log_metrics(**row, **means)
     progress.recent_losses.extend([train_loss] if math.isfinite(train_loss) else [])
+    state.bad_steps, failure = report_skipped(
+        state.skipped, state.step, state.bad_steps, cfg.max_bad_steps, stream, logger.info
+    )
+    return failure
 
 
 def run_eval(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, progress: Progress,
@@ -682,7 +767,7 @@ def run_eval(state: TrainState, stream: TokenStream, logger: RunLogger, timer: T
     counts = stream.meta["splits"].get("val") or {}
     bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
     row = dict(step=state.step, val_loss=val_loss, val_bpb=val_loss * bits_per_nat,
-               tokens=state.step * cfg.batch_tokens, train_time_s=train_time, wall_time_s=timer.wall_time)  # fmt: skip
+               tokens=state.tokens, train_time_s=train_time, wall_time_s=timer.wall_time)  # fmt: skip
     logger.info(eval_line(row, cfg.max_steps))
     logger.log_metrics(**row)
     progress.evaluations.append(row)
@@ -706,8 +791,8 @@ def write_summary(state: TrainState, stream: TokenStream, logger: RunLogger, tim
         best_val_loss=min((row["val_loss"] for row in evaluations if math.isfinite(row["val_loss"])), default=math.nan),
         val_bpb=last["val_bpb"],
         target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
-        tokens=state.step * cfg.batch_tokens,
-        tokens_per_s=(state.step - progress.first_step) * cfg.batch_tokens / trained if trained else math.nan,
+        tokens=state.tokens,
+        tokens_per_s=(state.tokens - progress.first_tokens) / trained if trained else math.nan,
         machine=device_summary(dist_ctx), val_tokens=stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len,
         files=recorded_hashes(stream.meta), dtype=cfg.dtype,
         data_wait_s=progress.data_wait_s, train_time_s=train_time, wall_time_s=timer.wall_time,

@@ -37,7 +37,7 @@ def attention_once(backend: str, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, id
     t0 = time.perf_counter()
     length = q.size(2)
     window, eot = length // 4 if variant == "window" else 0, 0 if variant == "documents" else None
-    mask = attention_mask(backend, idx, length, window, eot)
+    mask = attention_mask(backend, idx, window, eot)
     if backend == "naive":
         out = naive_attention(q, k, v, mask)
     elif backend == "blocked, compiled":

@@ -77,8 +77,9 @@ def bytes_per_step(state: TrainState) -> dict[str, float]:
     matrices: Counter = Counter()  # that Muon divides together
     for group in state.optimizer.param_groups:
         for p in group["params"] if group["kind"] == "muon" else ():
-            rows, cols = (len(p), p.size(1)) if shards else sorted((len(p) // group["split"], p.size(1)))
-            matrices[group["role"] if shards else "", rows, cols] += 1 if shards else group["split"]
+            for height in (len(p),) if shards else group["split"] or (len(p),):
+                rows, cols = (height, p.size(1)) if shards else sorted((height, p.size(1)))
+                matrices[group["role"] if shards else "", rows, cols] += 1
     owned = updates = 0
     for (_, rows, cols), count in matrices.items():
         mine = -(-count // n_replicas)

@@ -6,9 +6,9 @@ left as it is; after a run that was stopped, the same command resumes its downlo
 
 import argparse
 import contextlib
+import csv
 import difflib
 import fnmatch
-import functools
 import glob
 import hashlib
 import http.client
@@ -51,6 +51,7 @@ from data.shards import (
     sync_folder,
 )
 from data.text import (
+    ACCEPTED,
     NotText,
     check_encoding,
     check_text,
@@ -199,11 +200,12 @@ def download(url, path, sha256=None, size=None, say=print, staging=None):
 
 ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is parsed in memory
+LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl or a row of .csv, which is parsed in memory
+NOT_UTF8 = "is not UTF-8: correct it, or name the encoding of all files by --encoding"
 
 
 class Document(NamedTuple):
-    """A file to read: one document, or one for each line of a .jsonl."""
+    """A file to read: one document, or one for each line of a .jsonl or row of a .csv."""
 
     name: str  # decides the split, and the place in it
     path: Path
@@ -292,12 +294,12 @@ def _given_files(arguments, out, encoding, include, skipped):
     if not documents:
         kinds = f" ({list_skipped(skipped)})" if skipped else ""
         places = " ".join(map(str, arguments))
-        raise UserError(f"there are no text files in {places}{kinds}: give text, .jsonl or .jsonl.gz files")
+        raise UserError(f"there are no text files in {places}{kinds}: give {ACCEPTED} files")
     return documents
 
 
-def _read_files(files, val_fraction, text_key, progress, skipped):
-    """Each file a document, or each line of a .jsonl."""
+def _read_files(files, val_fraction, keys, progress, skipped):
+    """Each file a document, or each line of a .jsonl and each row of a .csv."""
     left = len(files)
     for document in files:
         name, path, encoding, searched = document
@@ -311,55 +313,140 @@ def _read_files(files, val_fraction, text_key, progress, skipped):
             skipped.append((name, error.why))
             progress.add(size)
             continue
-        if _is_jsonl(path):
-            yield from _read_jsonl(document, val_fraction, text_key, progress)
+        if _row_reader(path):
+            yield from _read_rows(document, val_fraction, keys, progress)
             continue
         progress.add(size - length)  # the text itself is counted when it is encoded
         with open(path, "rb") as file:
             yield split_of(name, val_fraction), utf8_stream(file, path, encoding), length
 
 
-def _is_jsonl(path):
-    return path.name.endswith((".jsonl", ".jsonl.gz"))
+def _is_csv(path):
+    return path.suffix.lower() == ".csv" or path.name.endswith(".csv.gz")
 
 
-def _read_jsonl(document, val_fraction, text_key, progress):
-    """Each line's text a document, whose name is `<name>:<line number>`."""
+def _row_reader(path):
+    """The function that reads the rows of a .jsonl or .csv; None for a file that is one text."""
+    if path.name.endswith((".jsonl", ".jsonl.gz")):
+        return _jsonl_texts
+    return _csv_texts if _is_csv(path) else None
+
+
+def _read_rows(document, val_fraction, keys, progress):
+    """Each row's text a document, whose name is `<name>:<number>`."""
     name, path, encoding, _ = document
-    number = position = 0
+    position = 0
     with open_unpacked(path) as (file, unpacked):
-        lines = utf8_stream(unpacked, path, encoding)
-        while line := lines.readline(LONGEST_LINE + 1):
-            number += 1
-            if len(line) > LONGEST_LINE:
-                raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
-            if not line.strip():
-                continue
-            raw = _text_of(line, f"line {number} of {path}", text_key).encode("utf-8", errors="replace")
+        for number, text in _row_reader(path)(utf8_stream(unpacked, path, encoding), path, keys):
+            raw = text.encode("utf-8", errors="replace")
             progress.add(file.tell() - position - len(raw))  # the text itself is counted when it is encoded
             position = file.tell()
             yield split_of(f"{name}:{number}", val_fraction), io.BytesIO(raw), len(raw)
 
 
-def _text_of(line, where, text_key):
-    """The string that a line of JSON holds under `text_key`. Raises UserError, which says `where` the line is."""
-    quote = functools.partial(json.dumps, ensure_ascii=False)
-    key = quote(text_key)
+def _jsonl_texts(stream, path, keys):
+    """(line number, text) of each line that is not blank."""
+    number = 0
+    while line := stream.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
+        if line.strip():
+            yield number, _text_of(line, f"line {number} of {path}", keys)
+
+
+def _quoted(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _listed(names):
+    """Names of keys or columns for a message: the first five."""
+    return ", ".join(_quoted(name[:40]) for name in names[:5]) + ", ..." * (len(names) > 5)
+
+
+def _like(keys):
+    return "{" + ", ".join(f"{_quoted(key)}: ..." for key in keys) + "}"
+
+
+def _text_of(line, where, keys):
+    """The strings that a line of JSON holds under `keys`, one below the other. Raises UserError, which says `where`."""
     try:
         values = json.loads(line)
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8: correct it, or name the encoding of all files by --encoding") from error
+        raise UserError(f"{where} {NOT_UTF8}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not a JSON object: expected one like {{{key}: ...}}, correct it") from error
+        raise UserError(f"{where} is not a JSON object: expected one like {_like(keys)}, correct it") from error
     if not isinstance(values, dict):
-        raise UserError(f"{where} is not a JSON object: expected one like {{{key}: ...}}, correct it")
-    if text_key not in values:
-        keys = ", ".join(quote(name[:40]) for name in list(values)[:5]) + ", ..." * (len(values) > 5)
-        raise UserError(f"{where} has no key {key}, its keys are {keys or 'none'}: choose one with --text_key")
-    if not isinstance(values[text_key], str):
-        value = quote(values[text_key])[:40]
-        raise UserError(f"{where} has {value} under {key}, expected a string: correct it, or choose another --text_key")
-    return values[text_key]
+        raise UserError(f"{where} is not a JSON object: expected one like {_like(keys)}, correct it")
+    for key in keys:
+        if key not in values:
+            found = _listed(list(values)) or "none"
+            raise UserError(f"{where} has no key {_quoted(key)}, its keys are {found}: choose one with --text_key")
+        if not isinstance(values[key], str):
+            raise UserError(
+                f"{where} has {_quoted(values[key])[:40]} under {_quoted(key)}, expected a string: correct it, or "
+                "choose another --text_key"
+            )
+    return "\n".join(values[key] for key in keys)
+
+
+def _csv_texts(stream, path, keys):
+    """(number, text) of each row below the header: its fields in the columns `keys`, one below the other."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))  # which the whole row must keep here
+    header, number = None, 0
+    first, size = 1, 0  # of the row that is being read: its first line, and its bytes so far
+
+    def lines():
+        nonlocal size
+        while block := stream.readline(LONGEST_LINE + 1):
+            size += len(block)
+            if size > LONGEST_LINE:
+                raise UserError(
+                    f"the row at line {first} of {path} has over {LONGEST_LINE >> 20} MB: close its quotes, or make it "
+                    "a text file"
+                )
+            for line in block.splitlines(keepends=True):  # a lone carriage return ends a line too
+                if b"\0" in line:
+                    raise UserError(f"line {reader.line_num + 1} of {path} has a NUL byte, expected text: correct it")
+                try:
+                    yield line.decode()
+                except UnicodeDecodeError as error:
+                    raise UserError(f"line {reader.line_num + 1} of {path} {NOT_UTF8}") from error
+
+    reader = csv.reader(lines(), strict=True)
+    try:
+        for row in reader:
+            if row and header is None:
+                header, columns = row, _columns_of(row, f"the header at line {first} of {path}", keys)
+            elif row:  # not a blank line
+                if len(row) != len(header):
+                    raise UserError(
+                        f"the row at line {first} of {path} has {len(row)} field{'s' * (len(row) > 1)}, expected "
+                        f"{len(header)} as in the header: correct it (a field with a comma or line break needs quotes)"
+                    )
+                number += 1
+                yield number, "\n".join([row[column] for column in columns])
+            first, size = reader.line_num + 1, 0
+    except csv.Error as error:
+        raise UserError(
+            f"the row at line {first} of {path} has broken quotes ({error}): expected each field with quotes as "
+            '"say ""yes""", correct it'
+        ) from error
+    if header is None:
+        raise UserError(f"{path} is empty, expected a first row that names the columns: correct or remove it")
+
+
+def _columns_of(header, where, keys):
+    """The indices of the columns that `keys` name. Raises UserError, which says `where` the header is."""
+    for key in keys:
+        if key not in header:
+            raise UserError(
+                f"{where} has no column {_quoted(key)}, its columns are {_listed(header)}: choose one with --text_key, "
+                "or put a first row that names them, with commas between"
+            )
+        if header.count(key) > 1:
+            raise UserError(f"{where} has {header.count(key)} columns {_quoted(key)}, expected one: rename the others")
+    return [header.index(key) for key in keys]
 
 
 def _read_by_position(document, val_fraction, progress):
@@ -655,8 +742,9 @@ def check_arguments(source, paths, tokenizer, options):
     if source == "fineweb10B" and tokenizer != "gpt2":
         raise UserError("fineweb10B comes tokenized with gpt2 and is not available in bytes: remove --tokenizer")
     if source == "files" and not paths:
-        place = " before --include" if options["include"] else ""
-        raise UserError(f"files needs at least one PATH{place}: give text, .jsonl or .jsonl.gz files, folders or globs")
+        several = [f"--{name}" for name in ("text_key", "include") if name in _changed(options)]  # took the path too
+        place = f" before {' and '.join(several)}" if several else ""
+        raise UserError(f"files needs at least one PATH{place}: give {ACCEPTED} files, folders or globs")
     if source != "files" and paths:
         raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
     if source != "files" and _changed(options):
@@ -690,6 +778,7 @@ def _made_with(source, tokenizer, files, options):
     if source == "files":  # not for "python": an update of Python must not ask for the data to be deleted
         facts = [(file.name, file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files]
         marked = [(file.encoding,) if file.encoding != options["encoding"] else () for file in files]
+        marked = [mark + ("csv",) * _is_csv(file.path) for file, mark in zip(files, marked)]  # once one text
         facts = [fact + mark for fact, mark in zip(facts, marked)]
         made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return made_with | _changed(options)
@@ -700,7 +789,7 @@ def _command(source, paths, options):
     flags = []
     for name, value in options.items():
         if value != (DEFAULTS | FILES_DEFAULTS).get(name):
-            flags += [f"--{name}={each}" for each in (value if name == "include" else [value])]
+            flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
     return shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
 
 
@@ -716,10 +805,11 @@ def _make_shards(source, origin, files, encoder, folder, options, skipped, say):
     progress = Progress(f"preparing {source}", total, say)
     if packed:
         documents = _read_wikitext(files[0].path)
-    elif len(files) == 1 and not _is_jsonl(files[0].path):
+    elif len(files) == 1 and not _row_reader(files[0].path):
         documents = _read_by_position(files[0], options["val_fraction"], progress)
     else:
-        documents = _read_files(files, options["val_fraction"], options["text_key"], progress, skipped)
+        keys = [options["text_key"]] if isinstance(options["text_key"], str) else options["text_key"]
+        documents = _read_files(files, options["val_fraction"], keys, progress, skipped)
     return _write_documents(documents, encoder, folder / STAGING, options["shard_tokens"], progress)
 
 
@@ -792,16 +882,19 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
     source: a key of SOURCES. paths: files, folders and globs, for "files". tokenizer: "gpt2" or "bytes" (None: the
     source's own). out: the folder (None: beside this file). val_fraction: of documents, or of a single text's bytes.
     shard_tokens: the most that one shard holds. shards: how many training shards of fineweb10B (None: all). encoding:
-    of all files given ("utf-8": or what a byte order mark says). text_key: the key of the text in lines of .jsonl.
-    include: patterns of names, of which a file inside a folder must match one. say: gets each line of output. Raises
-    UserError. Several processes may run it at once: one works, the others wait. After an error the folder is what it
-    was before, and downloads in it resume.
+    of all files given ("utf-8": or what a byte order mark says). text_key: the key of the text in lines of .jsonl, and
+    its column in .csv; or a list of them, whose texts are joined by newlines. include: patterns of names, of which a
+    file inside a folder must match one. say: gets each line of output. Raises UserError. Several processes may run it
+    at once: one works, the others wait. After an error the folder is what it was before, and downloads in it resume.
     """
     if source not in SOURCES:
         closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
         raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
     tokenizer = tokenizer or SOURCES[source]
     include = sorted({include} if isinstance(include, str) else set(include))
+    if not isinstance(text_key, str):  # one stands in meta.json as itself
+        text_key = list(text_key) or FILES_DEFAULTS["text_key"]
+        text_key = text_key[0] if len(text_key) == 1 else text_key
     options = dict(val_fraction=val_fraction, shard_tokens=shard_tokens, shards=shards)
     options |= dict(encoding=check_encoding(encoding), text_key=text_key, include=include)
     check_arguments(source, paths, tokenizer, options)
@@ -821,8 +914,8 @@ def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_
         say(_already_there(folder, inputs))
         return folder
     encoder = None if fineweb else get_tokenizer(tokenizer)  # may fail: before anything is changed
-    if text_key != FILES_DEFAULTS["text_key"] and not any(_is_jsonl(file.path) for file in inputs):
-        say("--text_key has no effect: there is no .jsonl file among those given")
+    if text_key != FILES_DEFAULTS["text_key"] and not any(_row_reader(file.path) for file in inputs):
+        say("--text_key has no effect: there is no .jsonl or .csv file among those given")
     lock, made = _open_locked(folder, say)
     with lock:
         if _is_done(folder, made_with, expected_shards):
@@ -852,7 +945,7 @@ def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("source", help=", ".join(SOURCES))
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="for files: text, .jsonl, .jsonl.gz, folders, globs")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help=f"for files: {ACCEPTED}, folders, globs")
     parser.add_argument("--tokenizer", help="gpt2 or bytes; the default depends on the source")
     parser.add_argument("--out", metavar="DIR", help="the folder to make; default: data/<source>")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
@@ -860,8 +953,8 @@ def main(argv=None):
     parser.add_argument("--shards", type=int, help="fineweb10B: training shards to get, 200 MB each (default: 103)")
     how = "files: encoding of all of them (default: utf-8, or what a byte order mark says)"
     parser.add_argument("--encoding", metavar="NAME", default="utf-8", help=how)
-    how = "files: the key that holds the text in each line of .jsonl (default: text)"
-    parser.add_argument("--text_key", metavar="KEY", default="text", help=how)
+    how = "files: keys of .jsonl, columns of .csv that hold the text, joined by newlines (default: text)"
+    parser.add_argument("--text_key", metavar="KEY", nargs="+", action="extend", default=[], help=how)
     how = "files: inside folders, take only names that match one of these, such as '*.md' '*.txt'"
     parser.add_argument("--include", metavar="PATTERN", nargs="+", action="extend", default=[], help=how)
 

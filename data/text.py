@@ -36,6 +36,7 @@ RAW = (
     "utf-8",
     "utf-8-sig",
 )  # read as it is, from after the byte order mark: bytes that do not decode stay what they are
+ACCEPTED = "text, .jsonl, .csv, .jsonl.gz or .csv.gz"  # what data/prepare.py reads, as its messages list it
 SAMPLE = 1 << 16  # bytes looked at in the beginning, in the middle and at the end of a file
 BLOCK = 1 << 18  # bytes read at once
 
@@ -89,9 +90,9 @@ def check_text(path: Path, encoding: str = "utf-8") -> str:
     """
     kind = KINDS.get(path.suffix.lower())
     if not path.is_file():
-        raise NotText(path, "not a regular file", "give text, .jsonl or .jsonl.gz files")
-    if kind and not path.name.endswith(".jsonl.gz"):
-        advice = "unpack it first" if kind == "packed" else "give text, .jsonl or .jsonl.gz files"
+        raise NotText(path, "not a regular file", f"give {ACCEPTED} files")
+    if kind and not path.name.endswith((".jsonl.gz", ".csv.gz")):
+        advice = "unpack it first" if kind == "packed" else f"give {ACCEPTED} files"
         raise NotText(path, kind, advice)
     try:
         sample = _sample(path)

@@ -9,4 +9,5 @@ def set_environment(decoding: bool = False) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle threads spin 30 times shorter: shared cores crawl else
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # no compiling of headers for each vector instruction set
     os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # those are for profilers of C++
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's warning that no parameter was unused, as is hoped
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # --profile prints no lines of the profiler's own

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from data.shards import TOKENIZER_SIZES, RunError, UserError, atomic_write
-from ops import copy_from_full_tensor_, full_tensor_on_rank0, to_local
+from ops import copy_from_full_tensor_, full_tensor_on_rank0, persistent_buffers, to_local
 from runtime.logger import RunLogger
 from runtime.ranks import DistContext, dist_max
 
-# What every checkpoint holds, as train_gpt.snapshot makes it; old ones have no "position".
+# What every checkpoint holds, as train_gpt.snapshot makes it; old ones have no "position", "tokens", "extra" or
+# "optimizer_type".
 CHECKPOINT_SCHEMA = dict(step=int, clock=dict, config=dict, model_config=dict, tokenizer=str, data=str, scaler=dict,
                          model=dict, optimizer=dict)  # fmt: skip
 
@@ -94,24 +95,91 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
     return checkpoint
 
 
-def strip_wrapper_prefixes(named: dict) -> dict:
-    """The same, without what DDP and torch.compile put before parameter names."""
-    return {re.sub(r"(module|_orig_mod)\.", "", name): value for name, value in named.items()}
+def strip_wrapper_prefixes(named: dict, known) -> dict:
+    """The same, without what DDP and torch.compile put before parameter names, but for names that are known."""
+    return {name if name in known else re.sub(r"(module|_orig_mod)\.", "", name): t for name, t in named.items()}
 
 
-def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict:
-    """Copies of weights and, if given, optimizer state in host memory, by parameter name; empty but on rank 0.
+def state_names(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by its names, several for one that stands in several places."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
+
+
+def collect_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: dict | None = None
+) -> dict:
+    """Copies in host memory of the model's state and, if given, the optimizer's and that of edits; empty but on rank 0.
 
     Every rank has to take part; none but rank 0 needs memory for it, and rank 0 none but that of the copies.
     """
-    found = dict(model={}, optimizer={})
+    found = dict(model={}, optimizer={}, extra=collect_extra(extra or {}))
+    first: dict[Tensor, str] = {}
+    for name, tensor in state_names(model).items():
+        if first.setdefault(tensor, name) != name:
+            full = found["model"].get(first[tensor])
+        else:
+            full = full_tensor_on_rank0(tensor, to_local(tensor))
+        if full is not None:
+            found["model"][name] = full
+    if optimizer is None:
+        return found
+    found["optimizer_type"] = type(optimizer).__name__
     for name, p in model.named_parameters():
-        for slot, part in {"": to_local(p), **(optimizer.state[p] if optimizer else {})}.items():
-            full = full_tensor_on_rank0(p, part)
+        if name in found["model"]:
+            found["optimizer"][name] = {}  # also of what is frozen
+        for slot, part in optimizer.state.get(p, {}).items():
+            part = to_local(torch.as_tensor(part)) if part is not None else None
+            if part is not None and part.dim() and hasattr(p, "to_local") and part.shape != to_local(p).shape:
+                raise UserError(
+                    f"the optimizer's {slot} of {name} has the shape {tuple(part.shape)}, and this rank's rows of it "
+                    f"{tuple(to_local(p).shape)}: under FSDP, checkpoints hold state that is cut as the parameter is; "
+                    "train with --parallel ddp"
+                )
+            full = None if part is None else full_tensor_on_rank0(p, part)
             if full is not None:
-                place = found["optimizer"].setdefault(name, {}) if slot else found["model"]
-                place[slot or name] = full
+                found["optimizer"][name][slot] = full
     return found
+
+
+def collect_extra(value, name: str = "state.extra"):
+    """A copy of what edits keep, whole tensors in host memory (None but on rank 0). Raises UserError for others."""
+    if isinstance(value, Tensor):
+        return full_tensor_on_rank0(value, to_local(value))
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: collect_extra(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [collect_extra(item, f"{name}[{i}]") for i, item in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise UserError(
+        f"{name} is of type {type(value).__name__}; a checkpoint holds tensors, numbers, texts, lists and dicts by text"
+    )
+
+
+def load_extra(model: nn.Module, checkpoint: dict) -> dict:
+    """What collect_extra kept, on the model's device; tensors of a parameter's name and shape, sharded as it is."""
+    params = dict(model.named_parameters())
+    device = next(iter(params.values())).device
+
+    def restored(value, name: str = ""):
+        if isinstance(value, dict):
+            return {key: restored(item, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [restored(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        if name in params and params[name].shape == value.shape:
+            tensor = torch.empty_like(params[name], dtype=value.dtype).detach()
+            copy_from_full_tensor_(tensor, value)
+            return tensor
+        return value.clone().to(device)
+
+    return restored(checkpoint.get("extra", {}))
+
+
+def as_evaluated(checkpoint: dict) -> dict:
+    """The checkpoint with the weights that its run evaluated, where an edit kept others than those it trained."""
+    return checkpoint | dict(model=checkpoint["model"] | checkpoint.get("extra", {}).get("eval_weights", {}))
 
 
 def model_config(checkpoint: dict, kind: type, path):
@@ -123,7 +191,10 @@ def model_config(checkpoint: dict, kind: type, path):
             "which computes something else; use the source that made it, as its run's folder has it"
         )
     if any(key not in defaults or type(defaults[key]) is not type(value) for key, value in saved.items()):
-        raise UserError(f"{path} is not a checkpoint of this trainer: its model is {saved}; use another")
+        raise UserError(
+            f"{path} does not fit this GPTConfig: its model is {saved}; use the source that made it, as its run's "
+            "folder has it, or another checkpoint"
+        )
     cfg, tokenizer = kind(**saved), checkpoint["tokenizer"]
     least, _ = TOKENIZER_SIZES.get(tokenizer, (0, 0))
     if cfg.vocab_size < least:
@@ -134,42 +205,90 @@ def model_config(checkpoint: dict, kind: type, path):
     return cfg
 
 
-def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str, ...] = ()) -> None:
-    """Copy the checkpoint's weights into the model; prefixes that wrappers leave on names are dropped.
+def load_weights(
+    model: nn.Module, checkpoint: dict, path, may_differ: tuple[str, ...] = (), partial: bool = False
+) -> str:
+    """Copy the checkpoint's weights and buffers into the model; prefixes that wrappers leave on names are dropped.
 
-    Raises UserError when the model's configuration `model.cfg` differs, but for the fields that may, or a shape does.
+    Raises UserError when the model's configuration `model.cfg` differs, but for the fields that may, or names or shapes
+    do. partial: take those that fit. Returns what to say of the others.
     """
-    weights = strip_wrapper_prefixes(checkpoint["model"])
-    if any(value.dtype == torch.int8 for value in weights.values()):
+    ours = state_names(model)
+    weights = strip_wrapper_prefixes(checkpoint["model"], ours)
+    if any(name.endswith("_int8") for name in weights):
         raise UserError(
             f"{path} holds rounded weights, which are for sampling; give the checkpoint they were made from"
         )
-    theirs = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path))
-    ours = dataclasses.asdict(model.cfg)
-    theirs |= {key: ours[key] for key in may_differ}
-    wrong = {n for n, p in model.named_parameters() if n not in weights or weights[n].shape != p.shape}
-    if wrong or theirs != ours:
-        differ = ", ".join(f"{k} {theirs[k]} there and {ours[k]} here" for k in ours if theirs[k] != ours[k])
-        differ = differ or ", ".join(sorted(wrong))
-        raise UserError(f"{path} holds a model of another shape ({differ}); give the flags that it was made with")
-    for name, p in model.named_parameters():
-        copy_from_full_tensor_(p, weights[name])
+    config, here = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path)), dataclasses.asdict(model.cfg)
+    fields = [key for key in here if config[key] != here[key] and key not in may_differ]
+    differ = [f"{key} {config[key]} there and {here[key]} here" for key in fields]
+    shapes = [name for name in ours if name in weights and weights[name].shape != ours[name].shape]
+    missing, unknown = [name for name in ours if name not in weights], [name for name in weights if name not in ours]
+    first: dict[Tensor, str] = {}
+    for name, tensor in ours.items():
+        other = first.setdefault(tensor, name)
+        if name != other and not {name, other} & {*missing, *shapes} and not torch.equal(weights[name], weights[other]):
+            differ.append(f"{name} and {other}, which are one here, differ there")
+    if (differ or shapes) and not partial:
+        what = ", ".join(differ) or some(shapes)
+        raise UserError(f"{path} holds a model of another shape ({what}); give the flags that it was made with")
+    if (missing or unknown) and not partial:
+        found = [f"lacks {some(missing)}"] * bool(missing) + [f"has {some(unknown)}, unknown here"] * bool(unknown)
+        raise UserError(
+            f"{path} {' and '.join(found)}, so another model.py made it; use that, as its run's folder has it, or in "
+            "training --init_from with --init_partial, which takes what fits"
+        )
+    for name, tensor in ours.items():
+        if first[tensor] == name and name not in missing and name not in shapes:
+            copy_from_full_tensor_(tensor, weights[name])
+    left = {"another shape": shapes, "not there": missing, "unknown here": unknown, "other settings": differ}
+    return "; ".join(f"{why}: {some(names)}" for why, names in left.items() if names)
+
+
+def some(names: list[str]) -> str:
+    """The names, or the first of many, for a sentence."""
+    return ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, checkpoint: dict,
                    path) -> None:  # fmt: skip
     """Copy the checkpoint's optimizer state and loss scale into ours. Raises UserError for another optimizer's."""
-    saved_states = strip_wrapper_prefixes(checkpoint["optimizer"])
-    for name, p in model.named_parameters():
-        ours, saved = optimizer.state[p], saved_states.get(name, {})
-        shapes = {slot: p.shape if part.dim() else part.shape for slot, part in ours.items()}
+
+    def refuse(why: str) -> None:
+        raise UserError(f"{path} {why}; give another checkpoint, or use --init_from {path}")
+
+    params = dict(model.named_parameters())
+    saved_states = strip_wrapper_prefixes(checkpoint["optimizer"], params)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    if checkpoint.get("optimizer_type", "Optimizer") != type(optimizer).__name__:
+        refuse(f"was made with {checkpoint['optimizer_type']}")
+    for name, p in params.items():
+        if name not in saved_states:
+            refuse("holds no optimizer state" + (f" of {name}" if saved_states else ""))
+        saved = saved_states[name]
+        if not saved or p not in groups:  # it was frozen, or is nobody's
+            continue
+        if p not in optimizer.state:
+            make_state(optimizer, groups[p], p, saved)
+        parts = {slot: to_local(part) for slot, part in optimizer.state[p].items()}
+        shapes = {slot: p.shape if part.shape == to_local(p).shape else part.shape for slot, part in parts.items()}
         if {slot: value.shape for slot, value in saved.items()} != shapes:
-            made = "holds no optimizer state" if not saved_states else "was made with another --optimizer"
-            raise UserError(f"{path} {made}; give another checkpoint, or use --init_from {path}")
-        for slot, part in ours.items():
+            refuse("was made with another --optimizer or PARAM_TABLE")
+        for slot, part in parts.items():
             copy_from_full_tensor_(p, saved[slot], part)
     if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
         scaler.load_state_dict(checkpoint["scaler"])
+
+
+def make_state(optimizer: torch.optim.Optimizer, group: dict, p: Tensor, saved: dict) -> None:
+    """State for a parameter that has none yet: it is frozen now, or the optimizer makes state in its first step."""
+    if hasattr(optimizer, "make_state"):
+        optimizer.make_state(group, p)
+        return
+    on_device = group.get("fused") or group.get("capturable")  # with its count of steps, as torch.optim has it
+    for slot, t in saved.items():
+        place = p.device if t.dim() or on_device else "cpu"
+        optimizer.state[p][slot] = torch.zeros_like(p if t.shape == p.shape else t, dtype=t.dtype, device=place)
 
 
 def find_checkpoint(

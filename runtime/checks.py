@@ -89,6 +89,8 @@ FLAG_RULES = (
      "LayerNorm; give a run or checkpoint of this trainer"),
     (lambda f: f.init_from in ("scratch", "resume") and not os.path.exists(f.init_from),
      "--init_from {f.init_from} is nanoGPT's; a run starts from scratch by itself, and --resume continues one"),
+    (lambda f: f.init_partial and not f.init_from,
+     "--init_partial is about the weights that --init_from takes, which was not given; remove it"),
     (lambda f: f.schedule_from == "here" and not f.resume,
      "--schedule_from here continues at the rate of a run that is resumed; add --resume"),
     (lambda f: f.schedule_from not in ("start", "here") and not 0 <= lr_cap(f) <= 1,
@@ -200,6 +202,24 @@ def check_compiler(device: torch.device) -> None:
         missing = f"no C++ compiler ({type(error).__name__})"
     if missing:
         raise UserError(f"--compile finds {missing}; install one (on a CPU: g++, or what CXX names) or remove it")
+
+
+def check_recomputation(f, checkpointing: str, effects: dict) -> None:
+    """Raises UserError when what compiled blocks recompute for the backward pass would not be what they computed.
+
+    checkpointing: of the blocks; effects: of a forward and backward pass, as ops.side_effects has them.
+    """
+    given = "--checkpointing" + f" {f.checkpointing}" * (f.checkpointing != "auto")
+    if effects["drawn"] and activation_budget(f) < 1:
+        raise UserError(
+            f"{given} lets the compiler draw random numbers, as dropout does, anew for the backward pass, whose "
+            "gradients would be wrong; use --checkpointing full, selective or none"
+        )
+    if effects["written"] and f.compile != "off" and (checkpointing != "none" or activation_budget(f) < 1):
+        raise UserError(
+            f"{given} with --compile recomputes blocks with buffers as forward passes leave them ("
+            f"{', '.join(effects['written'][:4])}), so gradients would be wrong; remove one of both flags"
+        )
 
 
 ALLOC_CONF_KEYS = {

@@ -34,6 +34,11 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
         f"{micro_batch} micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps, {tokens:,} tokens, "
         f"{tokens / stream.train.n_tokens:.2f} epochs",
     ]
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    if frozen:
+        lines.append(f"frozen: {frozen:,} of the parameters")
+    if not model.loss_kernel:
+        lines.append("loss: edited, so that autograd makes its gradient, chunk by chunk, and not the kernel")
     if device.type == "cuda":
         recomputed = model.blocks[0].checkpointing if f.checkpointing == "auto" else f.checkpointing
         memory = f"checkpointing {recomputed}, loss_chunk {model.loss_chunk:,}, allocator {allocator_settings()}"

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from data.shards import TrainerError, UserError
+from generation import GenerationError
+from ops import ParamTableError
 from runtime.checks import is_sharded
 
 FILE_MISTAKES = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -122,7 +124,10 @@ def explain_peer_failure(error: Exception) -> str:
         return ""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return ""
-    return f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why"
+    return (
+        f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why, or under "
+        "--parallel fsdp the ranks had gradients for different parameters, which --parallel ddp allows"
+    )
 
 
 def or_reason(function):
@@ -149,12 +154,12 @@ def report_error(error: Exception) -> int:
     Raises the error again when there is nothing better to say of it than its traceback.
     """
     explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure)
-    sentence = (
-        str(error) if isinstance(error, TrainerError) else next(filter(None, (e(error) for e in explanations)), "")
-    )
+    mistakes = (UserError, ParamTableError, GenerationError, *FILE_MISTAKES)
+    told = isinstance(error, (TrainerError, ParamTableError, GenerationError))
+    sentence = str(error) if told else next(filter(None, (explain(error) for explain in explanations)), "")
     if not sentence:
         raise error
     rank = os.environ.get("RANK")
     if not getattr(error, "said", False):
         print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, (UserError, *FILE_MISTAKES)) else 1
+    return 2 if isinstance(error, mistakes) else 1

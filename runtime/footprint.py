@@ -93,12 +93,13 @@ def memory_formula(model, mode: str, micro_batch: int, seq_len: int, optimizer_b
     from forward to backward, as are a block at work and the next one.
     """
     weights, size, lean = sum(p.numel() for p in model.parameters()), model.compute_dtype.itemsize, on_cpu or compiled
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     block = sum(p.numel() for p in model.blocks[0].parameters())
     saved = saved_tensors(model, mode, micro_batch, seq_len, lean)
     if n_ranks > 1:
         saved.pop("blocks' weights, cast", None)  # they are gathered as such, and again for backward
     parts = dict(
-        weights=4 * weights // n_ranks, gradients=4 * weights // n_ranks, optimizer=optimizer_bytes // n_ranks,
+        weights=4 * weights // n_ranks, gradients=4 * trained // n_ranks, optimizer=optimizer_bytes // n_ranks,
         activations=sum(saved.values()),
         transient=transient_bytes(model, mode, micro_batch, seq_len, lean, compiled),
     )  # fmt: skip

@@ -222,13 +222,20 @@ def read_finished_run(folder: Path) -> tuple[dict, dict] | None:
     return (summary, flags) if done else None
 
 
-def step_line(row: dict, max_steps: int, eta_s: float, spike: bool) -> str:
-    """The console's line for a training row of metrics.jsonl."""
+def check_metrics(metrics: dict, row: dict) -> None:
+    """Raises UserError for a metric of an edit with the name of a figure that every row has."""
+    for name in metrics.keys() & row.keys():
+        raise UserError(f"state.metrics has {name!r}, which every row of metrics.jsonl has already; use another name")
+
+
+def step_line(row: dict, max_steps: int, eta_s: float, spike: bool, metrics: dict[str, float]) -> str:
+    """The console's line for a training row of metrics.jsonl, with what edits measure."""
     loss = f"loss {row['train_loss']:.4f}" + (" SPIKE" if spike else "")
     mfu = f"mfu {row['mfu']:.1%} | " if math.isfinite(row["mfu"]) else ""
+    more = "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
     return (
         f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | {loss} | lr {row['lr']:.2e} | "
-        f"norm {row['grad_norm']:.3f} | {row['tokens_per_s']:,.0f} tok/s | {mfu}{row['peak_mem_mb']:,.0f} MiB | "
+        f"norm {row['grad_norm']:.3f} | {more}{row['tokens_per_s']:,.0f} tok/s | {mfu}{row['peak_mem_mb']:,.0f} MiB | "
         f"{format_duration(row['wall_time_s'])} < {format_duration(eta_s)}"
     )
 

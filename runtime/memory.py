@@ -51,8 +51,8 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
 
 
 def state_bytes(group: dict) -> int:
-    """What the optimizer keeps of a group's parameters, unsharded: Muon a number of each, Adam two; all fp32."""
-    return (4 if group["kind"] == "muon" else 8) * sum(p.numel() for p in group["params"])
+    """What the optimizer keeps of a group's parameters, unsharded: Muon a number of each, others two; all fp32."""
+    return (4 if group["kind"] == "muon" else 8) * sum(p.numel() for p in group["params"] if p.requires_grad)
 
 
 def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int,

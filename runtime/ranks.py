@@ -13,11 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.shards import RunError, TrainerError, UserError, sha256_of_file
+from ops import ParamTableError
 
 PATIENCE_S = 600.0  # with ranks that come later, as torchrun has with nodes
 RENDEZVOUS_ADVICE = (
     "start the same command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, HOST being "
     "one of the nodes that all can reach"
+)
+SAME_BLOCKS = (
+    "under --parallel fsdp every rank must run the same blocks; draw such decisions from GPT.step_seed or Python's "
+    "random, which are the same on all ranks, or use --parallel ddp"
 )
 
 
@@ -117,6 +122,8 @@ def attempt(function) -> tuple:
         return function(), None
     except TrainerError as error:
         return None, error
+    except ParamTableError as error:
+        return None, UserError(str(error))
 
 
 def gather_objects(dist_ctx: DistContext, ours) -> list:
@@ -139,18 +146,21 @@ def dist_max(dist_ctx: DistContext, value: float) -> float:
 def late_max(dist_ctx: DistContext):
     """A function of a value, for every step: the largest that the ranks gave the call before, as nobody waits for it.
 
-    On one rank it returns the value itself. At the end, None starts nothing and takes what is under way.
+    On one rank it returns the value itself. At the end, None starts nothing and takes what is under way. alike: a hash
+    of what all ranks must do alike; raises RunError, on every rank, when they gave different ones.
     """
-    box, work = torch.zeros((), dtype=torch.float64), None
+    box, work = torch.zeros(3, dtype=torch.float64), None
 
-    def largest(value: float | None) -> float:
+    def largest(value: float | None, alike: int = 0) -> float:
         nonlocal work
         if dist_ctx.world_size == 1:
             return value
         if work:
             work.wait()
-        earlier, work = box.item(), None
-        box.fill_(value or 0.0)
+        (earlier, most, least), work = box.tolist(), None
+        if most != -least:
+            raise said_here(RunError(f"ranks ran different blocks: {SAME_BLOCKS}"), dist_ctx.rank == 0)
+        box.copy_(torch.tensor([value or 0.0, alike, -alike]))
         if value is not None:
             work = dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group, async_op=True)
         return earlier
@@ -158,12 +168,17 @@ def late_max(dist_ctx: DistContext):
     return largest
 
 
-def dist_mean(dist_ctx: DistContext, value: Tensor) -> float:
-    """The mean of a 0-d tensor over the ranks; waits for the device."""
-    box = value.detach().cpu().double()
-    if dist_ctx.world_size > 1:
-        dist.all_reduce(box, group=dist_ctx.cpu_group)
-    return box.item() / dist_ctx.world_size
+def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
+    """The mean of each number or 0-d tensor over the ranks that have it, by name; waits for the device."""
+    ours = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UserError(f"state.metrics[{name!r}] is a tensor of shape {tuple(value.shape)}; expected one number")
+        ours[name] = float(value)
+    everyones = gather_objects(dist_ctx, ours)
+    names = dict.fromkeys(name for theirs in everyones for name in theirs)
+    found = {name: [theirs[name] for theirs in everyones if name in theirs] for name in names}
+    return {name: sum(numbers) / len(numbers) for name, numbers in found.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from runtime.checkpoint import BEST, list_checkpoints
 from runtime.dtype import saved_dtype
 from runtime.logger import read_finished_run
 
-RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # about one start, not taken from a checkpoint
+RUN_FLAGS = ("resume", "out_dir", "init_from", "init_partial", "trials", "profile")  # not taken from a checkpoint
 
 
 def newest_run(runs: Path) -> str:

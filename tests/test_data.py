@@ -1,5 +1,6 @@
 """Shards, tokenizers, sources, downloads, and what a trainer says of data that are damaged or change under it."""
 
+import csv
 import errno
 import gzip
 import hashlib
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -489,7 +491,7 @@ def test_files_that_are_not_text_are_skipped_and_named(mixed, tmp_path):
 
 
 @pytest.mark.parametrize("name, says", [
-    ("c.PNG", r"c.PNG is not text \(an image\): give text, .jsonl or .jsonl.gz files$"),
+    ("c.PNG", r"c.PNG is not text \(an image\): give text, .jsonl, .csv, .jsonl.gz or .csv.gz files$"),
     ("d.zip", r"d.zip is not text \(packed\): unpack it first$"),
     ("e.pt", r"e.pt is not text \(weights or arrays\): give"),
     ("deep/nul.txt", r"nul.txt is not text \(it has NUL bytes\): give text, and --encoding utf-16-le for UTF-16"),
@@ -656,7 +658,192 @@ def test_text_key(tmp_path):
     (tmp_path / "a.txt").write_text("text " * 99)
     said.clear()
     prepare.prepare("files", [tmp_path / "a.txt"], "bytes", tmp_path / "b", text_key="content", say=said.append)
-    assert said[0] == "--text_key has no effect: there is no .jsonl file among those given"
+    assert said[0] == "--text_key has no effect: there is no .jsonl or .csv file among those given"
+
+
+def expected_splits(texts_of, fraction):
+    """The documents of both splits, of {file's name: texts in order}: by the hash of the name, then by name:number."""
+    made = {"train": [], "val": []}
+    for name in by_sha256(texts_of):
+        for number, content in enumerate(texts_of[name], start=1):
+            if content:
+                made["val" if in_val(f"{name}:{number}", fraction) else "train"].append(content.encode())
+    assert all(len(documents) > 5 for documents in made.values())
+    return made
+
+
+def awkward_rows(count, columns, seed=5):
+    """Rows of random cells with all that CSV must quote, and what other splitters of lines take for an end of line."""
+    draw = random.Random(seed)
+    parts = ["a", "word", "é", "漢字", "🙂", " ", ",", ",,", '"', '""', "\n", "\r\n", "\r", "\t", ";", "'", "\\", "\\n"]
+    parts += ["\u2028", "\u0085", "\x0b", "\x0c", "\x1c", "\ufeff"]
+    return [["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(columns)] for _ in range(count)]
+
+
+def write_csv(path, rows, mark="", encoding="utf-8", **dialect):
+    written = io.StringIO(newline="")
+    csv.writer(written, **dialect).writerows(rows)
+    raw = (mark + written.getvalue()).encode(encoding)
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+@pytest.mark.parametrize("keys", [["text"], ["answer", "text"], ["text", "id", 'a "b",\nc']])
+def test_csv_rows_are_those_of_csv_dictreader(keys, tmp_path, monkeypatch):
+    """Plain and packed, with and without byte order mark, any end of line, a blank line: the whole file at once."""
+    monkeypatch.setattr(text, "BLOCK", 50)
+    header, rows = ["id", "text", 'a "b",\nc', "answer"], awkward_rows(60, 4)
+    write_csv(tmp_path / "plain.csv", [header, *rows])
+    write_csv(tmp_path / "packed.csv.gz", [header, *rows, [], *rows[:9]], mark="\ufeff")
+    in_quotes = dict(quoting=csv.QUOTE_ALL)  # all of them, where Python's writer leaves a lone \r without
+    write_csv(tmp_path / "MARKED.CSV", [header, *rows], mark="\ufeff", lineterminator="\n", **in_quotes)
+    write_csv(tmp_path / "mac.csv", [header, *rows], lineterminator="\r", **in_quotes)
+    write_csv(tmp_path / "wide.csv", [[], header, *rows], encoding="utf-16", lineterminator="\n\n", **in_quotes)
+    (tmp_path / "no end of line.csv").write_bytes((tmp_path / "plain.csv").read_bytes().removesuffix(b"\r\n"))
+    texts = {}
+    for path in tmp_path.iterdir():
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        encoding = "utf-16" if path.name == "wide.csv" else "utf-8-sig"
+        whole = raw.decode(encoding).lstrip("\r\n")  # DictReader takes a blank first line for the header
+        read = list(csv.DictReader(io.StringIO(whole, newline="")))
+        assert [list(row.values()) for row in read] == rows + rows[:9] * (path.suffix == ".gz")
+        texts[path.name] = ["\n".join(row[key] for key in keys) for row in read]
+    given = keys if len(keys) > 1 else keys[0]
+    paths = list(tmp_path.iterdir())
+    folder = prepare.prepare("files", paths, "bytes", tmp_path / "out", 0.3, text_key=given, say=quiet)
+    for split, expected in expected_splits(texts, 0.3).items():
+        assert documents_of(folder, split) == expected
+        assert load_meta(folder)["splits"][split]["documents"] == len(expected)
+    paths = [tmp_path / "plain.csv"]
+    alone = prepare.prepare("files", paths, "bytes", tmp_path / "one", 0.3, text_key=given, say=quiet)
+    for split, expected in expected_splits({"plain.csv": texts["plain.csv"]}, 0.3).items():  # a single one, not cut
+        assert documents_of(alone, split) == expected
+
+
+def test_several_keys_of_jsonl_and_csv_make_one_document(tmp_path, capsys):
+    rows = awkward_rows(40, 3)
+    write_csv(tmp_path / "a.csv", [["question", "id", "answer"], *rows])
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps(dict(answer=row[2], question=row[0])) + "\n" for row in rows), encoding="utf-8"
+    )
+    expected = expected_splits(dict.fromkeys(("a.csv", "b.jsonl"), [f"{row[0]}\n{row[2]}" for row in rows]), 0.4)
+    start = ["files", f"{tmp_path}/a.csv", f"{tmp_path}/b.jsonl", "--tokenizer=bytes", "--val_fraction=0.4"]
+    for number, flags in enumerate(("--text_key question answer", "--text_key=question --text_key=answer")):
+        folder = tmp_path / str(number)
+        assert prepare.main([*start, *flags.split(), "--out", str(folder)]) == 0, capsys.readouterr().err
+        assert {split: documents_of(folder, split) for split in expected} == expected
+        assert load_meta(folder)["made_with"]["text_key"] == ["question", "answer"]
+        command = shlex.split(load_meta(folder)["command"])
+        assert command[-2:] == ["--text_key=question", "--text_key=answer"]
+        assert prepare.main(command[2:]) == 0 and "already there" in capsys.readouterr().out
+    assert prepare.main([*start, "--out", str(folder), "--text_key", "answer", "question"]) == 2
+    assert "(text_key differs)" in capsys.readouterr().err
+
+
+def test_one_key_in_a_list_is_the_key_itself(tmp_path):
+    """Folders, their meta.json and the command in it are what they are with a string."""
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "line {i}", "b": "{i}"}}\n' for i in range(20)))
+    for key in ("text", "b"):
+        said, arguments = [], dict(source="files", paths=[tmp_path / "a.jsonl"], tokenizer="bytes", val_fraction=0.4)
+        arguments |= dict(out=tmp_path / key, say=said.append)
+        meta = load_meta(prepare.prepare(**arguments, text_key=key))
+        assert meta["made_with"].get("text_key") == (None if key == "text" else "b")
+        assert meta["command"].endswith("--val_fraction=0.4" + " --text_key=b" * (key == "b"))
+        prepare.prepare(**arguments, text_key=[key])
+        assert "already there" in said[-1]
+
+
+def test_a_folder_made_of_csv_as_one_text_is_something_else(tmp_path):
+    write_csv(tmp_path / "a.csv", [["text"], *([f"row {i}"] for i in range(40))])
+    folder = prepare.prepare("files", [tmp_path / "a.csv"], "bytes", tmp_path / "out", 0.4, say=quiet)
+    meta, stat = load_meta(folder), (tmp_path / "a.csv").stat()
+    facts = json.dumps([("a.csv", stat.st_size, stat.st_mtime_ns)])  # as before rows were documents
+    meta["made_with"]["inputs"] = hashlib.sha256(facts.encode()).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=r"\(inputs differs\)"):
+        prepare.prepare("files", [tmp_path / "a.csv"], "bytes", tmp_path / "out", 0.4, say=quiet)
+
+
+def test_csv_in_folders_and_by_include(tmp_path):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    rows = awkward_rows(40, 1)
+    write_csv(corpus / "a.csv", [["text"], *rows], quoting=csv.QUOTE_ALL)
+    (corpus / "b.txt").write_text("text " * 9)
+    (corpus / "c.csv").write_bytes(b"text\n" + b"\0" * 9)
+    said = []
+    folder = prepare.prepare("files", [corpus], "bytes", tmp_path / "out", 0.4, include="*.csv", say=said.append)
+    for split, expected in expected_splits({"corpus/a.csv": [row[0] for row in rows]}, 0.4).items():
+        assert documents_of(folder, split) == expected
+    assert said[-1] == "skipped 1 file that is not text: corpus/c.csv (it has NUL bytes)"
+
+
+def test_large_fields_of_csv_and_their_limit(tmp_path, monkeypatch):
+    """Fields over the limit of Python's csv module are read; an open quote does not take a whole file into memory."""
+    large = ["x" * 200_000, 'some "quotes"\n' * 10_000]
+    write_csv(tmp_path / "a.csv", [["text"], *([field] for field in large * 8)])
+    monkeypatch.setattr(prepare, "LONGEST_LINE", 1 << 20)  # of a row: the file is longer
+    before = csv.field_size_limit(131_072)
+    try:
+        folder = prepare.prepare("files", [tmp_path / "a.csv"], "bytes", tmp_path / "out", 0.4, say=quiet)
+    finally:
+        csv.field_size_limit(before)
+    for split, expected in expected_splits({"a.csv": large * 8}, 0.4).items():
+        assert documents_of(folder, split) == expected
+    says = r"^the row at line 3 of .*a.csv has over 1 MB: close its quotes, or make it a text file$"
+    for raw in (b'text\nfine\n"' + (b"line " * 99 + b"\n") * 9999, b"text\nfine\n" + b"x" * (1 << 21)):
+        (tmp_path / "a.csv").write_bytes(raw)
+        tracemalloc.start()
+        with pytest.raises(UserError, match=says):
+            prepare.prepare("files", [tmp_path / "a.csv"], "bytes", tmp_path / "refused", 0.4, say=quiet)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 16 << 20, peak
+    assert not (tmp_path / "refused").exists()
+
+
+def test_reading_csv_stays_bounded_in_memory(tmp_path):
+    content = 'naïve text, 漢字, with "quotes" ' * 150 + "\n"
+    row = f'id,"{content.replace(chr(34), chr(34) * 2)}"\r\n'.encode()
+    with gzip.open(tmp_path / "a.csv.gz", "wb", compresslevel=1) as file:
+        file.write(b"id,text\n" + row * 2000)
+    document = prepare.Document("a", tmp_path / "a.csv.gz")
+    tracemalloc.start()
+    rows = prepare._read_files([document], 0.1, ["text"], prepare.Progress("", 0, quiet), [])
+    size = sum(len(stream.read(length)) for _, stream, length in rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert size == 2000 * len(content.encode()) > 10_000_000 and peak < 1 << 20, peak
+
+
+@pytest.mark.parametrize("raw, says", [
+    (b"", "{path} is empty, expected a first row that names the columns: correct or remove it"),
+    (b"\r\n\n", "{path} is empty, expected a first row that names the columns"),
+    (b'id,"te\nxt",b\n1,2,3\n', 'the header at line 1 of {path} has no column "text", its columns are "id", "te\\nxt", '
+     '"b": choose one with --text_key, or put a first row that names them, with commas between'),
+    (b"\nHow are you?,fine\nwell,\n", 'line 2 of {path} has no column "text", its columns are "How are you?", "fine"'),
+    (b"id;text\n1;a\n", 'has no column "text", its columns are "id;text": choose'),
+    (b"a,b,c,d,e,f\n", 'its columns are "a", "b", "c", "d", "e", ...: choose'),
+    (b"text,id,text\na,b,c\n", 'the header at line 1 of {path} has 2 columns "text", expected one: rename the others'),
+    (b'text,id\n"a\nb",1\n\nc\n', "the row at line 5 of {path} has 1 field, expected 2 as in the header: correct it"),
+    (b"text,id\na,1\nb,c,2\nd\n", "the row at line 3 of {path} has 3 fields, expected 2 as in the header: correct it"),
+    (b'text,id\na,1\n"b\nc,2\nd,3\n', "the row at line 3 of {path} has broken quotes (unexpected end of data): "),
+    (b'text,id\n"a" b,1\n', "the row at line 2 of {path} has broken quotes (',' expected after '\"'): expected each"),
+    (b"text\n" + b"fine\n" * 49_999 + b"a\0b\nfine" + b"\nfine" * 149_999,
+     "line 50001 of {path} has a NUL byte, expected text: correct it"),
+    (b"text\r" + b"a\0b\r" * 9, "{path} is not text (it has NUL bytes): give text, and --encoding"),
+    (b"text,id\n" + b"fine,1\n" * 999 + b"b,\xff\n", "line 1001 of {path} is not UTF-8: correct it, or name the encod"),
+    (b"text,id\r" + b"fine,1\r" * 999 + b"b,\xff\r", "line 1001 of {path} is not UTF-8: correct it, or name the encod"),
+    (b"text\n" + b"\xff\n" * 99, "{path} is not text (99 of 203 bytes are not UTF-8): name its encoding, as in"),
+])  # fmt: skip
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_mistakes_in_csv_get_one_sentence(raw, says, packed, tmp_path, capsys):
+    path = tmp_path / f"bad.csv{packed}"
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    there = tree(tmp_path)
+    assert prepare.main(["files", str(path), "--tokenizer=bytes", f"--out={tmp_path}/out"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and says.format(path=path) in error, error
+    assert tree(tmp_path) == there
 
 
 def test_include(tmp_path, capsys):
@@ -1232,6 +1419,22 @@ def test_shakespeare(server, tmp_path, monkeypatch):
         ),
         ("files {tmp}/two.jsonl --text_key g --tokenizer bytes", 'has ["x"] under "g", expected a string'),
         (
+            "files {tmp}/two.jsonl --text_key z g --tokenizer bytes",
+            'line 1 of {tmp}/two.jsonl has ["x"] under "g", exp',
+        ),
+        (
+            "files {tmp}/two.jsonl --text_key z y --tokenizer bytes",
+            'line 1 of {tmp}/two.jsonl has no key "y", its keys',
+        ),
+        (
+            "files {tmp}/list.jsonl --text_key z y --tokenizer bytes",
+            'expected one like {{"z": ..., "y": ...}}, correct',
+        ),
+        ("files {tmp}/bad.csv.gz --tokenizer bytes --out {tmp}/out", "bad.csv.gz is a damaged gzip file"),
+        ("files --text_key a {tmp}/a.txt", "files needs at least one PATH before --text_key: give text, .jsonl, .csv,"),
+        ("files --text_key a --include *.txt {tmp}", "at least one PATH before --text_key and --include: give"),
+        ("python --text_key a b", "--text_key is for the source files, not for python: remove it"),
+        (
             "files {tmp}/list.jsonl --tokenizer bytes",
             "line 1 of {tmp}/list.jsonl is not a JSON object: expected one like",
         ),
@@ -1256,6 +1459,7 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
     (tmp_path / "bad2.jsonl").write_text('{"text": 5}\n')
     (tmp_path / "bad3.jsonl.gz").write_bytes(gzip.compress(b'{"text": "good"}\n' * 9)[:-9])
+    (tmp_path / "bad.csv.gz").write_bytes(gzip.compress(b"text\n" + b"good\n" * 9)[:-9])
     (tmp_path / "one.jsonl").write_text('{"text": "good"}\n')
     (tmp_path / "two.jsonl").write_text('{"a": 1, "b": 2, "c": 3, "d": 4, "e": 5, "z": "", "g": ["x"]}\n{}\n')
     (tmp_path / "list.jsonl").write_text('["text"]\n')

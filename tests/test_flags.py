@@ -136,6 +136,7 @@ FLAG_CASES = (
     dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0),
     dict(trials=2, minutes=5.0), dict(trials=2, resume="newest"),
     dict(TORCHELASTIC_MAX_RESTARTS="3"), dict(init_from="gpt2-xl"), dict(init_from="scratch"),
+    dict(init_partial=True),
     dict(schedule_from="here"), dict(schedule_from="1.5"), dict(resume="auto", init_from="x.pt"),
 )  # fmt: skip
 DEVICE_CASES = (

@@ -1,5 +1,6 @@
 """How Muon's work is divided: by stacks of one shape over all groups, among ranks, beside the exchange."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,20 +17,22 @@ MLP_PROJ = PARAM_TABLE["proj"]._replace(pattern=r"blocks\.\d+\.mlp\.proj\.weight
 ATTN_PROJ = PARAM_TABLE["proj"]._replace(
     pattern=r"blocks\.\d+\.attn\.proj\.weight", lr_mul=0.5, betas=(0.7, 0.0), wd_mul=3.0
 )
-CASES = {  # rows of PARAM_TABLE that a user changed, and the shape of the model
-    "as it is": ({}, {}),
-    "another row": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ), {}),
-    "other splits": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ._replace(split=2)), {}),
-    "more ranks than matrices": (dict(qkv=PARAM_TABLE["qkv"]._replace(split=1)), dict(n_layer=1)),
+CASES = {  # rows of PARAM_TABLE that a user changed, the shape of the model, and what is stacked in weights
+    "as it is": ({}, {}, {}),
+    "another row": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ), {}, {}),
+    "other splits": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ), {}, {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}),
+    "more ranks than matrices": ({}, dict(n_layer=1), {"attn.qkv": (96,)}),
 }
 
 
 def stepped(case: str, fused: bool = True, plain: bool = False) -> dict[str, torch.Tensor]:
     """Weights and momenta of Muon's matrices after four steps, of which the third is skipped."""
-    changed, shape = CASES[case]
+    changed, shape, stacked = CASES[case]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "PARAM_TABLE", PARAM_TABLE | changed)
         gpt, generator = random_gpt(**shape), torch.Generator().manual_seed(0)
+        for (place, split), block in itertools.product(stacked.items(), gpt.blocks):
+            block.get_submodule(place).split = split
         optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
     optimizer.fused = fused
     for step in range(4):
@@ -55,7 +58,7 @@ def plain_muon(optimizer: Optimizer) -> None:
             momentum = optimizer.state[p]["momentum"]
             momentum.mul_(beta).add_(p.grad, alpha=1 - beta)
             update = p.grad * (1 - beta) + momentum * beta
-            for w, x in zip(p.chunk(group["split"]), update.chunk(group["split"])):
+            for w, x in zip(p.split(group["split"] or len(p)), update.split(group["split"] or len(p))):
                 scale = max(1, len(w) / w.size(1)) ** 0.5
                 w.mul_(1 - lr * group["weight_decay"]).sub_(even_rows(newton_schulz(x[None]))[0], alpha=lr * scale)
 

@@ -1,0 +1,515 @@
+"""What a PyTorch user expects of a page to edit: modes, buffers, frozen and unused parameters, other optimizers."""
+
+import json
+import math
+import os
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import model as model_module
+import sample
+import train_gpt
+from conftest import TINY, TORCHRUN, final, flags_of, random_gpt, rows, run_main, run_python, tiny_run
+from data.shards import UserError
+from generation import GenerationError, check_cache
+from model import GPT, PARAM_TABLE, GPTConfig, Linear, ParamGroupSpec, optimizer_groups
+from ops import ParamTableError, attention_mask, kernel_fits, normal
+from runtime.checkpoint import read_checkpoint
+from runtime.ranks import leave
+from train_gpt import make_config, train
+
+SHAPE = dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
+
+
+def built(**flags):
+    cfg = make_config(**TINY | flags)
+    return train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+
+
+def some_batch(n=16, seed=0) -> torch.Tensor:
+    return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modes
+
+
+def test_training_and_evaluation_have_their_modes(data, tmp_path, monkeypatch):
+    seen, forward = [], model_module.MLP.forward
+
+    def noted(self, x):
+        seen.append((self.training, torch.is_grad_enabled()))
+        return forward(self, x)
+
+    monkeypatch.setattr(model_module.MLP, "forward", noted)
+    tiny_run(tmp_path / "run", data=data, max_steps=2, eval_every=1, sample_every=1, checkpointing="full")
+    assert set(seen) == {(True, True), (False, False)}
+    assert seen[0] == (True, True) and seen[-1] == (False, False)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_grad_mode_tells_the_truth_within_blocks(compiled, monkeypatch):
+    """Compiled blocks too: evaluation is no training with its gradients thrown away."""
+    forward = model_module.MLP.forward
+    monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, x) * (1 + torch.is_grad_enabled()))
+    gpt, idx = random_gpt(), torch.arange(48).view(2, 24)
+    with torch.no_grad():
+        expected = gpt(idx, idx)
+    assert gpt(idx, idx) != expected
+    if compiled:
+        for block in gpt.blocks:
+            block.compiled = torch.compile(block.forward_with_ac, backend="eager", fullgraph=True)
+    gpt(idx, idx).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(gpt(idx, idx), expected)
+
+
+def test_evaluation_draws_the_same_every_time(data, tmp_path, monkeypatch):
+    """What an edit draws in evaluation, as masks of a denoising loss, neither depends on nor changes the training."""
+    forward = GPT.forward
+
+    def noisy(self, idx, targets=None, **rest):
+        loss = forward(self, idx, targets, **rest)
+        return loss if self.training or targets is None else loss * (1 + torch.rand(()))
+
+    monkeypatch.setattr(GPT, "forward", noisy)
+    for name, eval_every in (("often", 1), ("once", 0)):
+        tiny_run(tmp_path / name, data=data, max_steps=4, eval_every=eval_every)
+    assert rows(tmp_path / "often", "val_loss")[-1] == rows(tmp_path / "once", "val_loss")[-1]
+    assert rows(tmp_path / "often", "train_loss") == rows(tmp_path / "once", "train_loss")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def test_the_kernel_computes_the_loss_that_stands_in_model_py():
+    """Whoever changes the loss for good changes the kernel with it, and KERNEL_SOURCES in ops.py."""
+    sources = (Linear.forward, GPT.logits, GPT.chunk_loss, model_module.cross_entropy)
+    assert kernel_fits(*sources) and random_gpt().loss_kernel
+    assert not kernel_fits(*sources[:-1], lambda logits, targets, training: logits.sum())
+
+
+@pytest.mark.parametrize("what", ["cross_entropy", "head"])
+def test_an_edited_loss_keeps_its_chunks(what, monkeypatch):
+    """Not by the kernel, which knows another loss; the logits of all tokens still never exist at once."""
+    largest, cross_entropy = [], model_module.cross_entropy
+
+    def edited(logits, targets, training):
+        largest.append(len(logits))
+        return cross_entropy(logits, targets, training)
+
+    if what == "cross_entropy":
+        monkeypatch.setattr(model_module, "cross_entropy", edited)
+    gpt, idx = random_gpt(), torch.arange(48).view(2, 24)
+    if what == "head":
+        gpt.head = nn.Linear(32, 70)
+        gpt.loss_kernel = gpt.loss_kernel and type(gpt.head) is Linear
+    assert gpt.loss_kernel == (what == "head" and False)
+    whole = torch.autograd.grad(gpt(idx, idx), gpt.parameters())
+    gpt.loss_chunk = 10
+    chunks = torch.autograd.grad(gpt(idx, idx), gpt.parameters())
+    for a, b in zip(whole, chunks):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert not largest or largest[1:6] == [10, 10, 10, 10, 8]
+
+
+def test_the_mean_is_over_the_targets_that_count():
+    """As of F.cross_entropy(ignore_index=-1) over the whole batch, however unevenly micro-batches are masked."""
+    state, batch = built(micro_batch=4), some_batch()
+    with torch.no_grad():
+        for p in state.raw_model.parameters():
+            p.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+    x, y = batch[:, :-1], batch[:, 1:].clone()
+    y[:6, 5:] = -1
+    expected = F.cross_entropy(state.raw_model(x).flatten(0, 1), y.flatten(), ignore_index=-1)
+    masked = torch.cat((x[:, :1], y), dim=1)  # the inputs are masked as well: token 0 stands for what is not counted
+    want = [torch.autograd.grad(expected, state.raw_model.head.weight)[0]]
+    step, seen = state.optimizer.step, []
+    state.optimizer.step = lambda skip: seen.append(state.raw_model.head.weight.grad.clone()) or step(skip)
+    forward = state.raw_model.forward
+    order = iter(x.split(4))
+    state.model.forward = lambda idx, targets: forward(next(order), targets)
+    loss, _ = train_gpt.train_step(state, masked, 1.0)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(seen, want, rtol=1e-4, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention and positions while text is drawn
+
+
+def test_a_backend_that_changes_attention_is_refused(data, tmp_path, monkeypatch):
+    from ops import ATTENTION_BACKENDS
+
+    def alibi(q, k, v, mask):
+        position = torch.arange(q.size(2))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=(position - position[:, None]).tril() * 0.1 + mask)
+
+    def sharper(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=0.3)
+
+    def own(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+    for name, function in dict(sharper=sharper, own=own).items():
+        monkeypatch.setitem(ATTENTION_BACKENDS, name, function)
+        monkeypatch.setitem(train_gpt.ATTENTION_BACKENDS, name, function)
+    with pytest.raises(ParamTableError, match="--attn sharper computes something else than softmax attention"):
+        gpt = random_gpt()
+        gpt.attn = "sharper"
+        model_module.GPT.attention_masks  # noqa: B018
+        train_gpt.check_attention(gpt)
+    gpt.attn = "own"
+    train_gpt.check_attention(gpt)
+
+
+def test_a_bias_needs_a_backend_that_takes_it():
+    bias = torch.zeros(2, 4, 4)
+    for backend in ("flash", "flex", "varlen"):
+        with pytest.raises(ParamTableError, match=f"--attn {backend} adds no bias"):
+            attention_mask(backend, torch.zeros((1, 4), dtype=torch.int64), 0, None, bias)
+
+
+@pytest.mark.parametrize("windows", [dict(), dict(window="SL:5")])
+def test_a_bias_is_added_in_training_and_decoding(windows, monkeypatch):
+    """T5's kind, learned: by a plain softmax over explicit scores, with every backend, and token by token."""
+
+    def bias(self, query, key):
+        apart = (query[..., :, None] - key[..., None, :]).clamp(0, 23)
+        return self.table[apart].movedim(-1, -3)
+
+    monkeypatch.setattr(GPT, "attention_bias", bias)
+    monkeypatch.setattr(GPT, "table", torch.randn(24, 2, generator=torch.Generator().manual_seed(0)), raising=False)
+    gpt, idx = random_gpt(std=0.3, **windows), torch.arange(48).view(2, 24)
+    logits = {}
+    for attn in ("sdpa", "math", "blocked"):
+        gpt.attn = attn
+        for block in gpt.blocks:
+            block.attn.backend = attn
+        logits[attn] = gpt(idx)
+    torch.testing.assert_close(logits["math"], logits["sdpa"])
+    torch.testing.assert_close(logits["blocked"], logits["sdpa"], rtol=1e-4, atol=1e-4)
+    check_cache(gpt.eval())
+    monkeypatch.setattr(GPT, "attention_bias", lambda *_: None)
+    assert not torch.allclose(gpt(idx), logits["sdpa"], atol=1e-2)
+
+
+def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(data, tmp_path, monkeypatch, capsys):
+    """A look at the token before that decoding does not have: the text would come from another model."""
+    monkeypatch.setattr(train_gpt, "initial_weight", lambda name, shape, seed, cfg: torch.randn(shape) * 0.1)
+    forward = model_module.MLP.forward
+    monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, x + F.pad(x, (0, 0, 1, -1))))
+    tiny_run(tmp_path / "run", data=data, max_steps=1, sample_every=1)
+    assert "(failed: GenerationError: logits with a KV cache differ" in (tmp_path / "run" / "log.txt").read_text()
+    capsys.readouterr()
+    assert sample.main(["--run", str(tmp_path / "run"), "--max_new_tokens", "3"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "must pass through the cache" in err and "--no_cache" in err
+    assert sample.main(["--run", str(tmp_path / "run"), "--max_new_tokens", "3", "--no_cache"]) == 0
+    with pytest.raises(GenerationError):
+        check_cache(random_gpt(std=0.3))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters: frozen, without a gradient, in two places, unknown to a checkpoint
+
+
+def test_parameters_without_a_gradient_stay_as_they_are():
+    """Adam's and Muon's, and their state, as torch.optim leaves them; the others move as if these were not there."""
+    state, other = built(), built()
+    for s in (state, other):
+        train_gpt.train_step(s, some_batch(), 1.0)
+    before = {name: p.detach().clone() for name, p in state.raw_model.named_parameters()}
+    slots = {n: {k: t.clone() for k, t in state.optimizer.state[p].items()} for n, p in
+             state.raw_model.named_parameters()}  # fmt: skip
+    unused = ("wte.weight", "blocks.0.mlp.fc.weight")
+    for s in (state, other):
+        for name, p in s.raw_model.named_parameters():
+            p.grad = None if name in unused and s is state else torch.ones_like(p)
+        s.optimizer.step()
+    for (name, p), theirs in zip(state.raw_model.named_parameters(), other.raw_model.parameters()):
+        if name in unused:
+            assert torch.equal(p, before[name])
+            assert all(torch.equal(t, slots[name][k]) for k, t in state.optimizer.state[p].items())
+        else:
+            torch.testing.assert_close(p, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_unfreezing_on_the_way(data, tmp_path, monkeypatch):
+    """A parameter that is frozen for two steps has no state, starts with the third, and resumes exactly."""
+    init = GPT.__init__
+
+    def frozen(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.wte.requires_grad_(False)
+
+    monkeypatch.setattr(GPT, "__init__", frozen)
+
+    def thaw(state, loss):
+        state.raw_model.wte.requires_grad_(state.step >= 2)
+
+    flags = TINY | dict(data=str(data), max_steps=4, save_every=1, keep=0)
+    train(make_config(**flags, out_dir=str(tmp_path / "run")), on_step=thaw)
+    weights = [read_checkpoint(tmp_path / "run" / f"ckpt_{i}.pt") for i in (1, 2, 3)]
+    assert torch.equal(weights[0]["model"]["wte.weight"], weights[1]["model"]["wte.weight"])
+    assert not torch.equal(weights[1]["model"]["wte.weight"], weights[2]["model"]["wte.weight"])
+    assert not weights[1]["optimizer"]["wte.weight"] and weights[2]["optimizer"]["wte.weight"]
+    for at in (1, 3):  # still frozen, and thawed
+        resumed = flags | dict(resume=str(tmp_path / "run" / f"ckpt_{at}.pt"), out_dir=str(tmp_path / f"from{at}"))
+        monkeypatch.setattr(GPT, "__init__", frozen if at == 1 else init)
+        train(make_config(**resumed), on_step=thaw)
+        assert rows(tmp_path / f"from{at}", "train_loss") == rows(tmp_path / "run", "train_loss")[at:]
+
+
+def test_tied_parameters_need_one_row(monkeypatch):
+    init = GPT.__init__
+
+    def tied(self, *args, **kwargs):
+        check, model_module.check_param_table = model_module.check_param_table, lambda model: None
+        init(self, *args, **kwargs)
+        model_module.check_param_table = check
+        self.head.weight = self.wte.weight
+        check(self)
+
+    monkeypatch.setattr(GPT, "__init__", tied)
+    with pytest.raises(
+        ParamTableError, match=r'head.weight is the same .* "tied": ParamGroupSpec\(r"wte\\.weight\|head'
+    ):
+        GPT(GPTConfig(**SHAPE))
+
+
+def test_a_missing_row_has_an_example_with_a_name_of_its_own():
+    for name, row in (("blocks.3.mlp.mix.weight", "mlp_mix_weight"), ("blocks.0.attn.mix.weight", "attn_mix_weight")):
+        with pytest.raises(ParamTableError, match=f'"{row}": ParamGroupSpec'):
+            model_module.param_spec_name(name)
+
+
+def test_groups_differ_by_all_their_settings(monkeypatch):
+    monkeypatch.setitem(PARAM_TABLE, "head", PARAM_TABLE["embedding"]._replace(pattern=r"head\.weight"))
+    gpt = random_gpt()
+    groups = optimizer_groups(gpt, "muon", 0.02, 0.006, 0.1)
+    assert sorted(name for g in groups for name in g["names"]) == sorted(name for name, _ in gpt.named_parameters())
+    assert {g["role"]: g["split"] for g in groups}["qkv"] == (32, 32, 32)
+    assert len(groups) == len({g["role"] for g in groups})
+
+
+def test_a_checkpoint_of_another_model_lists_the_names(data, tmp_path, monkeypatch, capsys):
+    tiny_run(tmp_path / "run", data=data, max_steps=1)
+    path = tmp_path / "run" / "ckpt_1.pt"
+    init = model_module.MLP.__init__
+
+    def scaled(self, cfg):
+        init(self, cfg)
+        self.scale = nn.Parameter(torch.ones(cfg.n_embd))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_module.MLP, "__init__", scaled)
+        patch.setitem(PARAM_TABLE, "scale", ParamGroupSpec(r".*\.scale", "module", "adam"))
+        flags = flags_of(TINY | dict(data=data, max_steps=1, init_from=path))
+        code, err = run_main([*flags, f"--out_dir={tmp_path / 'a'}"], capsys)
+        assert code == 2 and err.count("\n") == 1 and "lacks blocks.0.mlp.scale, blocks.1.mlp.scale" in err
+        assert "--init_partial" in err
+        assert run_main([*flags, f"--out_dir={tmp_path / 'b'}", "--init_partial"], capsys)[0] == 0
+        assert "not there: blocks.0.mlp.scale, blocks.1.mlp.scale" in (tmp_path / "b" / "log.txt").read_text()
+    capsys.readouterr()
+    assert sample.main(["--run", str(tmp_path / "b"), "--max_new_tokens", "3"]) == 2  # the page of before
+    assert "has blocks.0.mlp.scale, blocks.1.mlp.scale, unknown here" in capsys.readouterr().err
+    code, err = run_main([*flags_of(TINY | dict(data=data, out_dir=tmp_path / "c")), "--init_partial"], capsys)
+    assert code == 2 and "--init_partial is about the weights that --init_from takes" in err
+
+
+def test_partial_weights_name_what_differs(data, tmp_path):
+    tiny_run(tmp_path / "run", data=data, max_steps=1)
+    flags = dict(data=data, max_steps=1, init_from=tmp_path / "run", init_partial=True, n_layer=3, softcap=20)
+    tiny_run(tmp_path / "more", **flags, muon_lr=1e-30, adam_lr=1e-30, weight_decay=0)
+    said = (tmp_path / "more" / "log.txt").read_text()
+    assert "not there: blocks.2.attn.qkv.weight" in said and "softcap 15.0 there and 20.0 here" in said
+    ours, theirs = final(tmp_path / "more")["model"], final(tmp_path / "run")["model"]
+    assert all(torch.allclose(ours[name], w, atol=1e-20) for name, w in theirs.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers and state of one's own
+
+
+def test_any_optimizer_of_torch_will_do(data, noisy, tmp_path, monkeypatch):
+    """SGD with momentum: as a plain loop, with skipped steps, resumed exactly, by one sentence from another's state."""
+
+    def make_optimizer(cfg, model):
+        return torch.optim.SGD(optimizer_groups(model, "adamw", 0.1, 0.1, 0.0), lr=0.1, momentum=0.8)
+
+    monkeypatch.setattr(train_gpt, "make_optimizer", make_optimizer)
+    flags = dict(data=data, max_steps=6, save_every=3, keep=0, cooldown_frac=0.0, micro_batch=16, loss_chunk=0)
+    tiny_run(tmp_path / "run", **flags, init_from=noisy)
+    cfg = make_config(**TINY | flags | dict(data=str(data)))
+    gpt, dist_ctx = GPT(GPTConfig(**final(tmp_path / "run")["model_config"])), train_gpt.launch(cfg)
+    gpt.load_state_dict(read_checkpoint(noisy)["model"])
+    optimizer, stream = torch.optim.SGD(gpt.parameters(), lr=0.1, momentum=0.8), train_gpt.open_stream(cfg, dist_ctx)
+    for step in range(6):
+        batch = train_gpt.get_batch(stream, dist_ctx, step)
+        loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        assert rows(tmp_path / "run", "train_loss")[step] == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    tiny_run(tmp_path / "half", **flags, resume=tmp_path / "run" / "ckpt_3.pt")
+    assert rows(tmp_path / "half", "train_loss") == rows(tmp_path / "run", "train_loss")[3:]
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="was made with SGD; give another checkpoint, or use --init_from"):
+        tiny_run(tmp_path / "other", **flags, resume=tmp_path / "run" / "ckpt_3.pt")
+
+
+def test_another_optimizer_skips_steps_that_are_not_finite(monkeypatch):
+    monkeypatch.setattr(train_gpt, "make_optimizer", lambda cfg, model: torch.optim.AdamW(model.parameters(), lr=0.1))
+    state = built()
+    before = [p.detach().clone() for p in state.raw_model.parameters()]
+    forward = GPT.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "forward", lambda self, *args: forward(self, *args) * math.nan)
+        train_gpt.train_step(state, some_batch(), 1.0)
+    assert all(torch.equal(a, p) for a, p in zip(before, state.raw_model.parameters())) and state.skipped[-1]
+    train_gpt.train_step(state, some_batch(), 1.0)
+    assert not any(torch.equal(a, p) for a, p in zip(before[:1], state.raw_model.parameters()))
+
+
+def test_a_skipped_step_leaves_buffers_alone(monkeypatch):
+    init, forward = GPT.__init__, GPT.forward
+
+    def with_buffer(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_buffer("seen", torch.ones(()))
+
+    def counting(self, idx, targets=None, **rest):
+        loss = forward(self, idx, targets, **rest)
+        self.seen.add_(loss.detach() * self.factor)
+        return loss * self.factor
+
+    monkeypatch.setattr(GPT, "__init__", with_buffer)
+    monkeypatch.setattr(GPT, "forward", counting)
+    monkeypatch.setattr(GPT, "factor", math.nan, raising=False)
+    state = built()
+    train_gpt.train_step(state, some_batch(), 1.0)
+    assert state.raw_model.seen == 1
+    monkeypatch.setattr(GPT, "factor", 1.0)
+    train_gpt.train_step(state, some_batch(), 1.0)
+    assert 1 < state.raw_model.seen < math.inf
+
+
+def test_minutes_leave_no_trace_in_buffers_and_extra_state(data, tmp_path, monkeypatch):
+    init, forward, step = GPT.__init__, GPT.forward, train_gpt.train_step
+
+    def with_buffer(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def counting(self, idx, targets=None, **rest):
+        self.calls += self.training
+        return forward(self, idx, targets, **rest)
+
+    def noted(state, *args):
+        state.extra["steps"] = state.extra.get("steps", 0) + 1
+        return step(state, *args)
+
+    monkeypatch.setattr(GPT, "__init__", with_buffer)
+    monkeypatch.setattr(GPT, "forward", counting)
+    monkeypatch.setattr(train_gpt, "train_step", noted)
+    monkeypatch.setattr(
+        train_gpt, "steps_within", lambda minutes, step, *rest: [step(i) for i in range(3)] and (4, "4")
+    )
+    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), minutes=1.0)
+    train(make_config(**flags, out_dir=str(tmp_path / "run")))
+    saved = final(tmp_path / "run")
+    assert saved["step"] == 4 and saved["model"]["calls"] == 8 and saved["extra"] == dict(steps=4)
+
+
+def test_extra_state_is_saved_and_restored_as_it_was(data, tmp_path):
+    kept = dict(tensor=torch.arange(3), deep=dict(a=[1, 2.5, "x", None, True]), **{"wte.weight": torch.zeros(257, 32)})
+    seen = []
+
+    def on_step(state, loss):
+        seen.append({k: v for k, v in state.extra.items()})
+        state.extra.update(kept)
+
+    flags = TINY | dict(data=str(data), max_steps=2, save_every=1, keep=0)
+    train(make_config(**flags, out_dir=str(tmp_path / "run")), on_step=on_step)
+    resumed = flags | dict(resume=str(tmp_path / "run" / "ckpt_1.pt"), out_dir=str(tmp_path / "other"))
+    seen.clear()
+    train(make_config(**resumed), on_step=on_step)
+    (found,) = seen
+    assert found.keys() == kept.keys() and found["deep"] == kept["deep"]
+    assert torch.equal(found["tensor"], kept["tensor"]) and torch.equal(found["wte.weight"], kept["wte.weight"])
+    kept["bad"] = {1, 2}
+    with pytest.raises(UserError, match=r"state.extra\['bad'\] is of type set"):
+        train(make_config(**flags, out_dir=str(tmp_path / "bad")), on_step=on_step)
+
+
+@pytest.mark.parametrize("metrics, says", [
+    (dict(train_loss=1.0), "state.metrics has 'train_loss'"), (dict(x=torch.zeros(3)), r"tensor of shape \(3,\)"),
+])  # fmt: skip
+def test_metrics_that_cannot_be_are_refused(metrics, says, data, tmp_path):
+    with pytest.raises(UserError, match=says):
+        train(make_config(**TINY, data=str(data), out_dir=str(tmp_path / "run")),
+              on_step=lambda state, loss: state.metrics.update(metrics))  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two ranks that do not compute the same graph
+
+
+def leave_out(blocks_of_rank1: int, unused: bool) -> None:
+    """On rank 1, run only so many blocks; or all, with the first matrix of each MLP unused."""
+    forward, mlp = GPT.forward, model_module.MLP.forward
+
+    class Blocks(nn.ModuleList):
+        def __iter__(self):
+            here = dist.get_rank() == 1 and self.training
+            return iter(list(super().__iter__())[: blocks_of_rank1 if here else None])
+
+    def changed(self, *args, **kwargs):
+        self.blocks.__class__ = Blocks
+        return forward(self, *args, **kwargs)
+
+    def without_fc(self, x):
+        if dist.get_rank() == 0 or not self.training:
+            return mlp(self, x)
+        return self.proj(torch.cat([x] * 4, dim=-1))
+
+    if unused:
+        model_module.MLP.forward = without_fc
+    else:
+        GPT.forward = changed
+
+
+def rank_main(data: str, out: str, parallel: str, blocks: int, unused: bool) -> None:
+    leave_out(blocks, unused)
+    train_gpt.initial_weight = lambda name, shape, seed, cfg: normal(0.1, by_fan_in=False)(
+        torch.empty(shape), torch.Generator().manual_seed(seed)
+    )
+    flags = flags_of(TINY | dict(data=data, out_dir=out, parallel=parallel, max_steps=2, grad_clip=1e9))
+    leave(train_gpt.main(flags))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_two_ranks_may_have_different_graphs_under_ddp(unused, data, tmp_path):
+    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "ddp", 1, int(unused), timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = rows(tmp_path / "run", "train_loss")
+    assert len(losses) == 2 and all(map(math.isfinite, losses)) and losses[1] < losses[0]
+
+
+def test_two_ranks_with_different_blocks_end_in_a_sentence_under_fsdp(data, tmp_path):
+    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "fsdp", 1, 0, timeout=120)
+    assert done.returncode == 1 and "under --parallel fsdp every rank must run the same blocks" in done.stderr
+    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "fsdp", 1, 1, timeout=120)
+    assert done.returncode != 0 and "the ranks had gradients for different parameters" in done.stderr
+
+
+if __name__ == "__main__":
+    assert os.environ["RANK"] and json  # under torchrun
+    rank_main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1")
