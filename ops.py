@@ -368,7 +368,7 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
 
 # SHA-256 of the sources that the loss kernel below was derived from: Linear.forward, GPT.logits, GPT.chunk_loss and
 # cross_entropy in model.py, softcap_logits and ce_fwd_bwd here. Whoever changes them for good, all alike, renews it.
-KERNEL_SOURCES = "1157560018163dc119bbb22138d8534a03e6b950925259fb8aebf1ad4c1c070c"
+KERNEL_SOURCES = "d401f50f3a77e4d617c29902064e04b32dc5d33b4f0cbfc3400d79ee72d1e1ef"
 
 
 def kernel_fits(*functions) -> bool:
@@ -400,7 +400,7 @@ def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: floa
     loss = torch.where(counted, log_z - at_target, 0).sum()
     grad = (capped - log_z).exp_()
     if torch.compiler.is_compiling():  # to be one pass with what stands around it
-        grad -= torch.arange(logits.size(1), device=logits.device) == target
+        grad -= (torch.arange(logits.size(1), device=logits.device) == target).float()
     else:
         grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
     grad = grad.mul_(slope).mul_(torch.where(counted, grad_scale, 0.0))
