@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import model
 import ops
 import train_gpt
 from conftest import (
@@ -190,6 +192,26 @@ def test_gpu_step_skips_without_waiting(dtype, compile, data, monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     assert state.skipped[-1].item() is True
     assert all(torch.equal(a, p) for a, p in zip(before, state.raw_model.parameters()))
+
+
+@pytest.mark.parametrize("compile", ["off", "default"])
+def test_gpu_dropout_is_recomputed_as_it_was(compile, data, monkeypatch):
+    forward, grads = model.MLP.forward, {}
+    monkeypatch.setattr(model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.3, self.training))
+    for checkpointing in ("none", "full", "selective"):
+        cfg = make_config(**TINY | dict(data=str(data), device="cuda", compile=compile, checkpointing=checkpointing))
+        dist_ctx = train_gpt.launch(cfg)
+        state = train_gpt.build(cfg, dist_ctx, 257)
+        with torch.no_grad():
+            for p in state.raw_model.parameters():
+                p.normal_(0, 0.1, generator=torch.Generator("cuda").manual_seed(0))
+        x = get_batch(open_stream(cfg, dist_ctx), dist_ctx, 0)[:8].cuda()
+        train_gpt.reseed_step(state)
+        state.model(x[:, :-1], x[:, 1:]).backward()
+        grads[checkpointing] = [p.grad for p in state.raw_model.parameters()]
+    for checkpointing in ("full", "selective"):
+        for ours, plain in zip(grads[checkpointing], grads["none"]):
+            torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["train", "attention", "memory", "profile", "fit"])
