@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 # fmt: off
 # isort: off
 from data.prepare import prepare
-from data.shards import RunError, TrainerError, UserError, recorded_hashes
+from data.shards import RunError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from generation import check_cache, generate, on_host
@@ -41,7 +42,7 @@ from runtime.checks import (activation_budget, check_device, check_flags, check_
                             ranks_per_shard, seqs_per_rank, uses_cudagraphs)
 from runtime.describe import describe
 from runtime.dtype import saved_dtype, settle_dtype
-from runtime.errors import catch_signals, or_reason, report_error, report_skipped
+from runtime.errors import catch_signals, explain, or_reason, report_error, report_skipped
 from runtime.flags import check_ranges, check_values, flag, parse_flags
 from runtime.launch import DTYPES, device_summary, init_distributed, peak_flops, peak_memory_mb, precompile_header
 from runtime.logger import (RunLogger, TrainTimer, check_metrics, closing_lines, eval_line, is_best, is_loss_spike,
@@ -49,10 +50,10 @@ from runtime.logger import (RunLogger, TrainTimer, check_metrics, closing_lines,
 from runtime.memory import fit_loss_chunk, fit_memory
 from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
-from runtime.ranks import (DistContext, check_alike, check_ranks, check_stop, dist_max, dist_means, late_max, leave,
-                           run_on_all, run_on_rank0, said_here)
+from runtime.ranks import (DistContext, agree, check_alike, check_ranks, check_stop, dist_max, dist_means, late_max,
+                           leave, run_on_rank0, said_here)
 from runtime.watch import watch_blocks
-from runtime.resume import (changed_flags, check_minutes, check_same_stream, check_steps, check_tokenizer, flags_of_run,
+from runtime.resume import (changed_flags, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
 # fmt: on
@@ -150,10 +151,12 @@ class Config:
 
 
 def make_config(**flags) -> Config:
-    """A checked Config: the preset's values, with `flags` over them. Raises UserError for a wrong name or value."""
-    if not flags.get("resume"):  # a resumed run's flags hold both
-        check_minutes(flags)
-    flags = check_values(flags, {f.name: f for f in dataclasses.fields(Config)})
+    """A checked Config: the preset's values, or with `resume` those of the run, with `flags` over them.
+
+    Raises UserError for a wrong name or value.
+    """
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    flags = check_values(flags_of_run(flags, set(fields), PRESETS, Path("runs")), fields)
     cfg = Config(**{**PRESETS[flags.get("preset", "laptop")], **flags})
     if cfg.preset == "laptop" and cfg.optimizer == "adamw" and "adam_lr" not in flags:
         cfg.adam_lr = 0.008  # the best of 0.002, 0.004, 0.008 and 0.016; the preset's is for Adam beside Muon
@@ -168,11 +171,9 @@ def make_config(**flags) -> Config:
 
 
 def parse_args(argv: list[str]) -> dict:
-    """The flags of a command line; with --resume, those of the run with the given ones over them. Raises UserError."""
+    """The flags of a command line, those that were given. Raises UserError."""
     description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
-    fields = dataclasses.fields(Config)
-    given = parse_flags(argv, fields, PRESETS["laptop"], description)
-    return flags_of_run(given, {f.name for f in fields}, PRESETS, Path("runs"))
+    return parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], description)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,11 +478,11 @@ def run_folder(cfg: Config, dist_ctx: DistContext) -> Path:
 def open_stream(cfg: Config, dist_ctx: DistContext) -> TokenStream:
     """The data folder, checked, the same on all ranks; makes the default corpus first. Raises UserError."""
     folder = data_folder(cfg)
-    if not cfg.data:  # each node has its own standard library
-        run_on_all(dist_ctx, lambda: dist_ctx.local_rank or prepare("python", out=folder))
-    stream = run_on_all(
-        dist_ctx, lambda: TokenStream(folder, cfg.seq_len, cfg.batch_tokens, cfg.seed, cfg.vocab_size, cfg.doc_align)
-    )
+    with agree(dist_ctx):
+        if not cfg.data and dist_ctx.local_rank == 0:  # each node has its own standard library
+            prepare("python", out=folder)
+    with agree(dist_ctx):
+        stream = TokenStream(folder, cfg.seq_len, cfg.batch_tokens, cfg.seed, cfg.vocab_size, cfg.doc_align)
     check_alike(dist_ctx, stream.facts(), f"give every node the same data in {folder}")
     return stream
 
@@ -586,7 +587,8 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
     timer = TrainTimer(dist_ctx.device)
     torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
-    notes = run_on_all(dist_ctx, lambda: check_hardware(cfg, dist_ctx))
+    with agree(dist_ctx):
+        notes = check_hardware(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
     logger = RunLogger(run_folder(cfg, dist_ctx), dist_ctx.rank == 0, made=not cfg.out_dir)
     with contextlib.closing(logger), catch_signals() as signals:
@@ -594,18 +596,21 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
         given = (logger.folder, cfg.resume, cfg.init_from, logger.info, restarted)
         path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*given))
-        checkpoint = run_on_all(dist_ctx, lambda: path and read_checkpoint(path, verify=False))
-        if path:
-            notes += run_on_all(dist_ctx, lambda: settle_flags(cfg, checkpoint, path, stream, resumes))
+        with agree(dist_ctx):
+            checkpoint = path and read_checkpoint(path, verify=False)
+            if path:
+                notes += settle_flags(cfg, checkpoint, path, stream, resumes)
         cfg.schedule_from = "start" if cfg.schedule_from == "here" else cfg.schedule_from  # nothing was resumed
         notes += settle_dtype(cfg, dist_ctx)
-        state = run_on_all(dist_ctx, lambda: build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"]))
-        if cfg.minutes and not resumes:
-            cfg.max_steps, note = run_on_all(dist_ctx, lambda: choose_max_steps(state, stream, timer))
-            notes.append(note)
-        state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
-        if path:
-            notes += run_on_all(dist_ctx, lambda: load_checkpoint(state, stream, timer, checkpoint, path, resumes))
+        with agree(dist_ctx):
+            state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+            state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
+            if cfg.minutes and not resumes:
+                cfg.max_steps, note = choose_max_steps(state, stream, timer)
+                state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
+                notes.append(note)
+            if path:
+                notes += load_checkpoint(state, stream, timer, checkpoint, path, resumes)
         checkpoint, flags = None, dataclasses.asdict(cfg)
         if cfg.wandb:
             run_on_rank0(dist_ctx, lambda: logger.start_wandb(flags))
@@ -616,9 +621,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         try:
             summary = loop(state, stream, logger, timer, signals, rows, on_step or (lambda *_: None))
             check_stop(dist_ctx, signals, summary["stopped_by"])
-        except TrainerError as error:
+        except Exception as error:
             if logger.log:  # the command line prints it on standard error, which may be lost
-                logger.log.write(f"ended: {error}")
+                logger.log.write(f"ended: {explain(error) or traceback.format_exc()}")
             raise
     return (summary, state.raw_model) if return_model else summary
 
@@ -651,59 +656,57 @@ def loop(state: TrainState, stream: TokenStream, logger: RunLogger, timer: Train
     """Train from state.step until something stops the run; returns the summary. rows: of a resumed metrics.jsonl."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     progress, tokenizer = start_progress(state, timer, rows), find_tokenizer(stream.meta["tokenizer"], dist_ctx, logger)
-    stop = "max_steps" if state.step >= cfg.max_steps else ""
-
-    def due(every: int) -> bool:
-        return bool(stop) or (every > 0 and state.step % every == 0)
-
-    def eval_due() -> bool:
-        done = any(row["step"] == state.step for row in progress.evaluations)
-        return stop != "signal" and due(cfg.eval_every) and not dist_max(dist_ctx, done)  # rank 0 has the earlier rows
-
-    def save(best: bool = False, must: bool = True) -> bool:
-        clock, optimizer = timer.state(), None if best else state.optimizer
-        return saver.save(lambda: snapshot(state, stream, clock, optimizer), BEST if best else "", must)
-
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
     profiling = maybe_profiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
-    saver, wishes = CheckpointManager(logger, dist_ctx, cfg.keep), late_max(dist_ctx)
-    only_eval = state.step > 0 and eval_due()  # the run was stopped before this evaluation
+    saver, votes = CheckpointManager(logger, dist_ctx, cfg.keep, state.step), late_max(dist_ctx)
+    stop, loss, norm = "max_steps" if state.step >= cfg.max_steps else "", None, None
+
+    def due(every: int) -> bool:
+        return bool(stop) or (every > 0 and state.step > 0 and state.step % every == 0)
+
+    def save(best: bool = False) -> None:
+        clock, optimizer = timer.state(), None if best else state.optimizer
+        saver.save(state.step, lambda: snapshot(state, stream, clock, optimizer), BEST if best else "", bool(stop))
+
     with contextlib.closing(saver), contextlib.closing(batches), profiling as profiler:
         while True:
-            if not stop and not only_eval:
-                timer.start()
-                t0 = time.perf_counter()
-                batch = next(batches).to(dist_ctx.device, non_blocking=dist_ctx.device.type == "cuda")
-                progress.data_wait_s += time.perf_counter() - t0
-                reseed_step(state)
-                loss, norm = train_step(state, batch, get_lr_multiplier(state.step, cfg))
-                state.step += 1
-                on_step(state, loss)
-                if profiler:
-                    profiler.step()
-                stop = stop_reason(state, timer, signals, wishes)
-                if due(cfg.log_every) or state.step == 1:
-                    failure = log_step(state, stream, logger, timer, progress, loss, norm)
-                    if failure:
-                        save()  # the guard has kept these weights whole
-                        raise said_here(RunError(failure), dist_ctx.rank == 0)
-            only_eval = False
-            saved = state.step > progress.first_step and due(cfg.save_every) and save(must=bool(stop))
-            if eval_due():
-                reason = run_eval(state, stream, logger, timer, progress, signals)
-                stop = "signal" if reason == "signal" else stop or reason
-                if reason != "signal" and run_on_rank0(dist_ctx, lambda: is_best(progress.evaluations, cfg)):
+            if loss is not None and (due(cfg.log_every) or state.step == 1):
+                failure = log_step(state, stream, logger, timer, progress, loss, norm)
+                if failure:
+                    stop = "failure"
+                    save()
+                    run_on_rank0(dist_ctx, saver.finish)
+                    raise said_here(RunError(failure), dist_ctx.rank == 0)
+            if due(cfg.eval_every) and stop != "signal" and not is_evaluated(progress, state):
+                stop = run_eval(state, stream, logger, timer, progress, signals) or stop
+                if stop != "signal" and run_on_rank0(dist_ctx, lambda: is_best(progress.evaluations, cfg)):
                     save(best=True)
-            if stop and not saved and state.step > progress.first_step:
+            if due(cfg.save_every):
                 save()
-            if stop != "signal" and due(cfg.sample_every) and tokenizer:
+            if due(cfg.sample_every) and stop != "signal" and tokenizer:
                 timer.pause()
                 logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
             if stop:
                 break
-        wishes(None)  # the last one is under way
+            timer.start()
+            t0 = time.perf_counter()
+            batch = next(batches).to(dist_ctx.device, non_blocking=dist_ctx.device.type == "cuda")
+            progress.data_wait_s += time.perf_counter() - t0
+            reseed_step(state)
+            loss, norm = train_step(state, batch, get_lr_multiplier(state.step, cfg))
+            state.step += 1
+            on_step(state, loss)
+            if profiler:
+                profiler.step()
+            stop = stop_reason(state, timer, signals, votes)
+        votes(None)  # the last one is under way
         run_on_rank0(dist_ctx, saver.finish)
     return write_summary(state, stream, logger, timer, progress, signals[0] if stop == "signal" and signals else stop)
+
+
+def is_evaluated(progress: Progress, state: TrainState) -> bool:
+    """Whether the present weights are, in this process or before a resume, of which rank 0 has the rows."""
+    return dist_max(state.dist_ctx, any(row["step"] == state.step for row in progress.evaluations)) > 0
 
 
 def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
@@ -719,11 +722,11 @@ def find_tokenizer(name: str, dist_ctx: DistContext, logger: RunLogger):
     return tokenizer
 
 
-def stop_reason(state: TrainState, timer: TrainTimer, signals: list, wishes) -> str:
-    """Why to stop after this step, the same on every rank; "" to continue. wishes: late_max's, of the ranks."""
+def stop_reason(state: TrainState, timer: TrainTimer, signals: list, votes) -> str:
+    """Why to stop before the next step, the same on every rank; "" to continue. votes: late_max's, of the ranks."""
     timed_out = state.cfg.max_minutes and timer.wall_time_here >= 60 * state.cfg.max_minutes
-    reasons = ("max_steps" if state.step == state.cfg.max_steps else "", "max_minutes", "signal")
-    return reasons[int(wishes(2 if signals else 1 if timed_out else 0, state.ran[-1]))]
+    vote = ("", "max_minutes", "signal")[int(votes(2 if signals else 1 if timed_out else 0, state.ran[-1]))]
+    return "max_steps" if state.step >= state.cfg.max_steps and vote != "signal" else vote
 
 
 def log_step(state: TrainState, stream: TokenStream, logger: RunLogger, timer: TrainTimer, progress: Progress,

@@ -342,28 +342,31 @@ def newest_valid(folder: Path, say, rename: bool = True) -> Path:
 class CheckpointManager:
     """Saves checkpoints: a copy is made between two steps, then hashed and written by a thread, one at a time."""
 
-    def __init__(self, logger: RunLogger, dist_ctx: DistContext, keep: int):
-        """keep: how many of the newest stay in the logger's folder; 0 = all."""
+    def __init__(self, logger: RunLogger, dist_ctx: DistContext, keep: int, step: int = 0):
+        """keep: how many of the newest stay in the logger's folder; 0 = all. step: where the run starts."""
         self.logger, self.dist_ctx, self.keep, self.failed = logger, dist_ctx, keep, ""
+        self.step = step  # of the newest checkpoint; nothing is lost if the run ends there
         self.writing: dict[str, Future] = {}  # the latest of each name, on rank 0
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, make_snapshot, name: str = "", must: bool = True) -> bool:
-        """Save what make_snapshot() returns on rank 0; every rank calls both. Returns when the copy is made.
+    def save(self, step: int, make_snapshot, name: str = "", must: bool = True) -> None:
+        """Save what make_snapshot() returns on rank 0, unless this step is saved; every rank calls both.
 
-        name: of the file, for what is not the newest checkpoint. There is one copy of each name at a time: when the
-        last one is still being written, this one waits for it if it `must` be saved, and is else left out after two
-        seconds. Returns whether it was not.
+        Returns when the copy is made. name: of the file, for what is not the newest checkpoint. There is one copy of
+        each name at a time: when the last one is still being written, this one waits for it if it `must` be saved, and
+        is else left out after two seconds.
         """
+        if not name and step == self.step:
+            return
         wait([*filter(None, [self.writing.get(name)])], timeout=None if must else 2)
         busy = name in self.writing and not self.writing[name].done()
         if dist_max(self.dist_ctx, busy):  # the others wait here, on the CPU, and not in a collective that times out
             self.logger.info("WARNING: a checkpoint is left out, as the one before is still being written")
-            return False
+            return
         checkpoint = make_snapshot()
+        self.step = self.step if name else step
         if self.dist_ctx.rank == 0:
             self.writing[name] = self.thread.submit(self.write, checkpoint, name)
-        return True
 
     def write(self, checkpoint: dict, name: str = "") -> None:
         """Write ckpt_<step>.pt, complete or not at all, then delete old ones; `failed` tells what failed."""

@@ -26,8 +26,9 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
         software_versions(device, repository),
         f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, "
         f"attention {attention_kernels(model, micro_batch)}, matmul precision {torch.get_float32_matmul_precision()}",
-        f"data: {stream.folder}, {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, tokenizer "
-        f"{meta['tokenizer']}{assumed}, evaluation on {stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens",
+        f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
+        f"tokenizer {meta['tokenizer']}{assumed}, "
+        f"evaluation on {stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens",
         f"model: {n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
         f"adam_lr {learning_rates[1]:.4g}{dropout}",
         f"batch: {f.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {grad_accum_steps} grad_accum_steps x "

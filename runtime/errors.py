@@ -148,15 +148,21 @@ def or_reason(function):
     return wrapped
 
 
+def explain(error: Exception) -> str:
+    """The sentence that says what ended a run; "" for what only a traceback can tell."""
+    if isinstance(error, (TrainerError, ParamTableError, GenerationError)):
+        return str(error)
+    explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure)
+    return next(filter(None, (explanation(error) for explanation in explanations)), "")
+
+
 def report_error(error: Exception) -> int:
     """Print an error's sentence on standard error and return the exit code: 2 for the user's mistakes, 1 for the rest.
 
     Raises the error again when there is nothing better to say of it than its traceback.
     """
-    explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure)
     mistakes = (UserError, ParamTableError, GenerationError, *FILE_MISTAKES)
-    told = isinstance(error, (TrainerError, ParamTableError, GenerationError))
-    sentence = str(error) if told else next(filter(None, (explain(error) for explain in explanations)), "")
+    sentence = explain(error)
     if not sentence:
         raise error
     rank = os.environ.get("RANK")

@@ -1,5 +1,6 @@
 """Ranks: how they meet, agree, and share what one of them found out."""
 
+import contextlib
 import os
 import platform
 import sys
@@ -100,14 +101,20 @@ def run_on_rank0(dist_ctx: DistContext, function):
     return answer[0]
 
 
-def run_on_all(dist_ctx: DistContext, function):
-    """Call `function` on every rank; where one raises a TrainerError, so do all, and the first such rank says it."""
-    result, error = attempt(function)
+@contextlib.contextmanager
+def agree(dist_ctx: DistContext):
+    """Where a rank raises a TrainerError in this block, all do at its end, and the first such rank says it."""
+    error = None
+    try:
+        yield
+    except TrainerError as raised:
+        error = raised
+    except ParamTableError as raised:
+        error = UserError(str(raised))
     errors = gather_objects(dist_ctx, error)
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
         raise said_here(errors[first], dist_ctx.rank == first)
-    return result
 
 
 def said_here(error: TrainerError, here: bool) -> TrainerError:
@@ -122,8 +129,6 @@ def attempt(function) -> tuple:
         return function(), None
     except TrainerError as error:
         return None, error
-    except ParamTableError as error:
-        return None, UserError(str(error))
 
 
 def gather_objects(dist_ctx: DistContext, ours) -> list:

@@ -441,3 +441,50 @@ def test_where_runs_and_data_go_from_another_folder(monkeypatch, tmp_path):
 def test_train_returns_the_model(data, tmp_path):
     summary, model = train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"))), return_model=True)
     assert summary["step"] == 20 and torch.equal(model.head.weight, final(tmp_path / "run")["model"]["head.weight"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end of a run
+
+
+def test_a_finished_run_is_finished_however_late(data, tmp_path, monkeypatch):
+    """The last step also passes --max_minutes: the run has done what it was to do, and --trials go on."""
+    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", 61.0)
+    summary = train(
+        make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1, max_minutes=1))
+    )
+    assert summary["stopped_by"] == "max_steps" and summary["step"] == 1
+    summary = train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "b"), max_steps=9, max_minutes=1)))
+    assert summary["stopped_by"] == "max_minutes" and summary["step"] < 9
+
+
+@pytest.mark.parametrize("error, says", [
+    (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), "ended: memory ran out: 2.00 GiB were asked for"),
+    (ZeroDivisionError("of a kind"), "ZeroDivisionError: of a kind"),
+])  # fmt: skip
+def test_every_end_stands_in_the_log(error, says, data, tmp_path, monkeypatch):
+    def train_step(*_):
+        raise error
+
+    monkeypatch.setattr(train_gpt, "train_step", train_step)
+    with pytest.raises(type(error)):
+        train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"))))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert says in log and ("Traceback" in log) == isinstance(error, ZeroDivisionError)
+
+
+def test_a_resume_from_python_takes_the_flags_of_the_run(copy):
+    cfg = make_config(resume=str(copy), max_steps=12)
+    assert cfg.out_dir == str(copy) and cfg.resume == "newest" and cfg.n_embd == 32 and cfg.weight_decay == 0.1
+    assert train(cfg)["step"] == 12
+
+
+def test_an_evaluation_that_was_missed_comes_first_after_a_resume(copy):
+    """The run was stopped between its checkpoint and its evaluation."""
+    (copy / "ckpt_8.pt").unlink()
+    lines = [line for line in (copy / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 4]
+    (copy / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    train(make_config(resume=str(copy), eval_every=4))
+    found = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    steps = [(row["step"], "val_loss" in row) for row in found]
+    assert steps[4:6] == [(4, True), (5, False)] and steps[-1] == (8, True) and steps.count((8, True)) == 1
