@@ -1,6 +1,7 @@
 """A run's model for other programs: `python export.py RUN --to safetensors|int8|torch-export|onnx --out FILE`."""
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -66,7 +67,8 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     shapes = dict(idx={0: torch.export.Dim("batch", min=1), 1: length})
     other = "export the weights, --to safetensors"
     try:
-        program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+        with contextlib.redirect_stderr(io.StringIO()):
+            program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     except Exception as error:  # of many kinds: what an edit does may be no graph
         reason = str(error).strip().partition("\n")[0]
         raise UserError(

@@ -117,15 +117,15 @@ def check_cache(model: nn.Module) -> None:
     Whatever looks at other tokens than attention does has to pass through the cache. In fp32, where rounding tells
     little; fp8 has its own dtype. The model is in eval mode.
     """
-    n = min(24, model.cfg.seq_len)
+    n = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     if n < 3:
         return
     generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(0, model.cfg.vocab_size, (2, n), generator=generator).to(model.cos.device)
+    idx = torch.randint(0, model.cfg.vocab_size, (1, n), generator=generator).to(model.cos.device)
     dtype, model.compute_dtype = model.compute_dtype, model.compute_dtype if model.fp8 else torch.float32
     try:
         whole = model(idx)
-        cache = KVCache(model, torch.full((2,), n - 2, device=idx.device))
+        cache = KVCache(model, torch.full((1,), n - 2, device=idx.device))
         steps = [model(part, cache=cache) for part in (idx[:, : n - 2], idx[:, n - 2 : n - 1], idx[:, n - 1 :])]
     finally:
         model.compute_dtype = dtype
@@ -170,7 +170,13 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
     capacity = max(128, 1 << (idx.size(1) + n_tokens - 1).bit_length())  # few sizes, as each is a compilation
     cache, token = KVCache(model, lengths.to(device), min(context, capacity)), idx
     for i, draws in enumerate(drawn):
-        token = (step if step and i else decode_step)(model, token, cache, draws, *options)
+        try:
+            token = (step if step and i else decode_step)(model, token, cache, draws, *options)
+        except IndexError as error:
+            raise GenerationError(
+                f"text longer than the context of {context} tokens looked for what is not there ({error}), as learned "
+                "positions do; set GPT.extrapolates to False"
+            ) from None
         yield token[:, 0]
 
 

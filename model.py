@@ -23,7 +23,7 @@ from torch.optim.sgd import sgd
 from generation import KVCache, LayerCache, at, one_later
 from ops import (ChunkedLinearCrossEntropy, Fp8Linear, Matrix, ParamTableError, add_bias, apply_ac, attention,
                  attention_mask, cached_attention, ce_fwd_bwd, chunk_sizes, gather_whole_matrices, hashed_uniform,
-                 kernel_fits, matrix_stacks, matvec, module_made, ngram_hashes, ngram_rows, norm, normal,
+                 kernel_fits, matrix_stacks, matvec, ngram_hashes, ngram_rows, norm, normal,
                  offload_activations, one_row, rank_groups, recomputed, relu_squared, scatter_updates, softcap_logits,
                  start_gather, state_on_device, to_local, zeros)
 # isort: on
@@ -217,9 +217,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.ce_fn, self.compiled_loss = ce_fwd_bwd, None
-        # The kernel makes the gradient of the loss as this file has it: of an edited one, autograd does.
-        unedited = kernel_fits(Linear.forward, GPT.logits, GPT.chunk_loss, cross_entropy)
-        self.loss_kernel = unedited and type(self.head) is Linear
         for block in self.blocks:
             block.offload, block.attn.backend = offload, attn
             block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
@@ -351,6 +348,13 @@ class GPT(nn.Module):
         """Of what the last block put out, normalized (..., n_embd): soft-capped logits, fp32 (..., vocab_size)."""
         return softcap_logits(self.head(x).float(), self.cfg.softcap)
 
+    @property
+    def loss_kernel(self) -> bool:
+        """Whether a kernel makes the gradient of the loss: of an edited one, or behind another head, autograd does."""
+        head, functions = self.head, [getattr(f, "__func__", f) for f in (self.logits, self.chunk_loss)]
+        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+        return type(head) is Linear and not any(hooks) and kernel_fits(Linear.forward, *functions, cross_entropy)
+
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of x (N, n_embd) against targets (N,), fp32 (), by chunks of tokens."""
         chunk = self.loss_chunk or len(x)
@@ -435,12 +439,27 @@ def check_param_table(model: nn.Module) -> None:
             raise ParamTableError(f"module {name} has get_extra_state, which checkpoints do not hold; use a buffer")
 
 
-def initial_weight(name: str, shape: torch.Size, seed: int, cfg: GPTConfig) -> Tensor:
-    """The full initial tensor, fp32 on the CPU, whatever the ranks and devices; `seed` is this tensor's own."""
+def initial_weight(name: str, shape: torch.Size, seed: int, made: GPT | None) -> Tensor:
+    """The full initial tensor, fp32 on the CPU, whatever the ranks and devices; `seed` is this tensor's own.
+
+    made: what the constructors make, for rows that say "module". Raises ParamTableError for what they do not make.
+    """
     init = PARAM_TABLE[param_spec_name(name)].init
-    if init == "module":
-        return module_made(lambda: GPT(cfg), name, seed)
-    return init(torch.empty(shape, device="cpu"), torch.Generator().manual_seed(seed))
+    if init != "module":
+        return init(torch.empty(shape, device="cpu"), torch.Generator().manual_seed(seed))
+    try:
+        return made.get_parameter(name).detach()
+    except AttributeError:
+        raise ParamTableError(
+            f'parameter {name} has init "module", and GPT(cfg) alone does not make it; make it in the constructor of a '
+            "part of it"
+        ) from None
+
+
+def constructors_matter(model: GPT) -> bool:
+    """Whether initial values are those of the modules' constructors: a row says so, or there are buffers of an edit."""
+    rows = {PARAM_TABLE[param_spec_name(name)].init for name, _ in model.named_parameters()}
+    return "module" in rows or {name for name, _ in model.named_buffers()} != {"cos", "sin", "frequency"}
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:

@@ -11,6 +11,7 @@ import math
 import random
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -196,14 +197,24 @@ def check_attention(model) -> None:
     dtype = torch.float32 if name == "flex" else model.compute_dtype
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn((3, 1, cfg.n_head, length, cfg.head_dim), generator=generator).to(place, dtype)
-    tokens = torch.zeros((1, length), dtype=torch.int64, device=place)
-    got = attention(q, k, v, attention_mask(name, tokens, 0, None), name).float()
+    tokens = torch.arange(length, device=place)[None] % cfg.vocab_size
+    masks, plain = (
+        {w: attention_mask(backend, tokens, w, model.doc_eot) for w in set(model.windows)}
+        if hasattr(model, "reshard")  # FSDP: a bias may be of parameters that are in shards
+        else model.attention_masks(backend, tokens)
+        for backend in (name, "sdpa")
+    )
     scores = q.float() @ k.float().mT / math.sqrt(cfg.head_dim)
-    seen = torch.ones((length, length), dtype=torch.bool, device=place).tril()
-    want = scores.masked_fill(~seen, -math.inf).softmax(-1) @ v.float()
+    causal = torch.ones((length, length), dtype=torch.bool, device=place).tril()
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    apart = torch.linalg.vector_norm(got - want, dim=-1) / torch.linalg.vector_norm(want, dim=-1)
-    if not apart.max() < (1e-3 if exact else 3e-2):
+    apart = 0.0
+    for window, mask in masks.items():
+        got, seen = attention(q, k, v, mask, name).float(), causal if plain[window] is None else plain[window]
+        bias = torch.where(seen, 0.0, -math.inf) if seen.dtype == torch.bool else seen.float()
+        want = (scores + bias).softmax(-1) @ v.float()
+        off = torch.linalg.vector_norm(got - want, dim=-1) / torch.linalg.vector_norm(want, dim=-1)
+        apart = max(apart, off.max().item())
+    if not apart < (1e-3 if exact else 3e-2):
         raise ParamTableError(
             f"--attn {name} computes something else than softmax attention, so text would be drawn from another model; "
             "a backend is only how attention is computed: put what changes it into model.py, as GPT.attention_bias or "
@@ -371,6 +382,7 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
 KERNEL_SOURCES = "d401f50f3a77e4d617c29902064e04b32dc5d33b4f0cbfc3400d79ee72d1e1ef"
 
 
+@functools.cache
 def kernel_fits(*functions) -> bool:
     """Whether these functions are the ones that the loss kernel was derived from, letter by letter."""
     try:
@@ -378,6 +390,19 @@ def kernel_fits(*functions) -> bool:
     except OSError:  # typed into a notebook
         return False
     return hashlib.sha256(text.encode()).hexdigest() == KERNEL_SOURCES
+
+
+def check_loss(cross_entropy, vocab_size: int) -> None:
+    """Raises ParamTableError when a loss is not a sum over tokens, as batches of any cut need it."""
+    logits = torch.randn((6, vocab_size), generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(6) % vocab_size
+    once = cross_entropy(logits, targets, True)
+    twice = cross_entropy(torch.cat((logits, logits)), torch.cat((targets, targets)), True)
+    if not torch.allclose(twice, 2 * once, rtol=1e-3):
+        raise ParamTableError(
+            f"cross_entropy in model.py gives {(twice / once).item():.3g} times the loss for twice the tokens; it must "
+            "return their sum, which the trainer divides by the number of targets: reduction='sum'"
+        )
 
 
 def ce_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, grad_scale: float,
@@ -466,8 +491,8 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
 def apply_ac(mode: str, module: nn.Module, *inputs) -> Tensor:
     """module._forward(*inputs), of which backward recomputes nothing, all, or all but matmuls and attention.
 
-    mode: "none", "full" or "selective". What is recomputed draws the same numbers (torch's and Python's global
-    generators), and finds the module's buffers as they were.
+    mode: "none", "full" or "selective". What is recomputed draws the same numbers (from the global generators of torch,
+    Python and numpy), and finds the module's buffers as they were.
     """
     if mode == "none" or not torch.is_grad_enabled():
         return module._forward(*inputs)
@@ -493,21 +518,26 @@ def ac_contexts(module: nn.Module, contexts) -> tuple:
     """The contexts of a forward pass and of its recomputation, around those that `contexts()` makes if it is given."""
     forward, again = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
     buffers = [(owner, name, t.clone()) for owner in module.modules() for name, t in owner._buffers.items()]
-    return forward, recomputation(again, random.getstate(), buffers)
+    return forward, recomputation(again, (random.getstate(), np.random.get_state()), buffers)
 
 
 @contextlib.contextmanager
-def recomputation(context, draws, buffers: list[tuple[nn.Module, str, Tensor]]):
-    """Python's generator and these buffers as they were, within; as they are now, afterwards."""
-    draws_now, buffers_now = random.getstate(), [owner._buffers[name] for owner, name, _ in buffers]
-    random.setstate(draws)
+def recomputation(context, draws: tuple, buffers: list[tuple[nn.Module, str, Tensor]]):
+    """Python's and numpy's generators and these buffers as they were, within; as they are now, afterwards."""
+    buffers_now, draws_now = (
+        [owner._buffers[name] for owner, name, _ in buffers],
+        (random.getstate(), np.random.get_state()),
+    )
+    random.setstate(draws[0])
+    np.random.set_state(draws[1])
     for owner, name, before in buffers:
         owner._buffers[name] = before.clone()
     try:
         with context:
             yield
     finally:
-        random.setstate(draws_now)
+        random.setstate(draws_now[0])
+        np.random.set_state(draws_now[1])
         for (owner, name, _), now in zip(buffers, buffers_now):
             owner._buffers[name] = now
 
@@ -621,49 +651,11 @@ def orthogonal(gain: float = 1.0):
     return lambda x, generator: nn.init.orthogonal_(x, gain, generator=generator)
 
 
-def constructed(make_model, seed: int, drawn: int | None = None) -> tuple[nn.Module, list[nn.Module]]:
-    """make_model() on the CPU, torch's generator starting from `seed`, and its layers in the order they are drawn in.
-
-    PyTorch's own layers are not drawn, but for number `drawn`, from the seed; their memory is not touched.
-    """
-    layers, resets = [], {kind: kind.reset_parameters for kind in (nn.Linear, nn.Embedding)}
-
-    def reset(layer: nn.Module) -> None:
-        if len(layers) == drawn:
-            torch.manual_seed(seed)
-            next(reset for kind, reset in resets.items() if isinstance(layer, kind))(layer)
-        layers.append(layer)
-
+def constructed(make_model, seed: int) -> nn.Module:
+    """make_model() on the CPU, with all that its constructors draw, torch's generator starting from `seed`."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        try:
-            for kind in resets:
-                kind.reset_parameters = reset
-            return make_model(), layers
-        finally:
-            for kind, original in resets.items():
-                kind.reset_parameters = original
-
-
-def module_made(make_model, name: str, seed: int) -> Tensor:
-    """The value that the model's own constructors give a parameter, when torch's generator starts from `seed`.
-
-    The model is made without the draws of PyTorch's own layers, and again with those of the parameter's layer, if it
-    has one: what a constructor does to the layer afterwards holds. Raises ParamTableError for a name it does not make.
-    """
-    model, layers = constructed(make_model, seed)
-    try:
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if any(layer is owner for layer in layers):
-            model, _ = constructed(make_model, seed, next(i for i, layer in enumerate(layers) if layer is owner))
-        return model.get_parameter(name).detach()
-    except AttributeError:
-        raise ParamTableError(
-            f'parameter {name} has init "module", and GPT(cfg) alone does not make it; {MAKE}'
-        ) from None
-
-
-MAKE = "make it in the constructor of GPT or of a part of it"
+        return make_model()
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -677,14 +669,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def init_buffers(model: nn.Module, make_model, seed: int) -> None:
-    """Set all buffers to what make_model() gives them. Raises ParamTableError for one that it does not make."""
-    made, _ = constructed(make_model, seed)
-    made = dict(made.named_buffers())
+def copy_buffers_(model: nn.Module, made: nn.Module) -> None:
+    """The model's buffers as `made` has them. Raises ParamTableError for one that it lacks."""
+    values = dict(made.named_buffers())
     for name, buffer in model.named_buffers():
-        if name not in made:
-            raise ParamTableError(f"buffer {name} is not made by GPT(cfg) alone; {MAKE}")
-        buffer.copy_(made[name])
+        if name not in values:
+            raise ParamTableError(
+                f"buffer {name} is not made by GPT(cfg) alone; make it in the constructor of a part of it"
+            )
+        buffer.copy_(values[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -847,6 +840,7 @@ def apply_ddp(model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype) -> D
     # Layers that a rank leaves out, and experts without tokens, have no gradient in a step.
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb,
                                       find_unused_parameters=True)  # fmt: skip
+    wrapped.synchronized = {p for p in model.parameters() if p.requires_grad}
     wrapped.broadcast_buffers = False  # sync_buffers does; as an argument it warns from 2.13 on
     if grad_comm == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -869,6 +863,14 @@ def apply_fsdp(model: nn.Module, device: torch.device, dtype: torch.dtype, shard
     for name, param in model.named_parameters():
         if param.dim() == 0:
             raise ParamTableError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
+        if param._backward_hooks or param._post_accumulate_grad_hooks or vars(param):
+            raise ParamTableError(f"parameter {name} has hooks or attributes, which FSDP drops; use --parallel ddp")
+    for prefix, module in model.named_modules():
+        for name in (name for name, value in vars(module).items() if isinstance(value, Tensor)):
+            place = f"{prefix}.{name}".lstrip(".")
+            raise ParamTableError(
+                f"{place} is a tensor that FSDP knows nothing of; make it a buffer, by register_buffer"
+            )
     replicas = dist.get_world_size() // shard_size
     shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)

@@ -21,6 +21,7 @@ from runtime import set_environment
 if __name__ == "__main__":
     set_environment()
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,9 +33,10 @@ from data.shards import RunError, UserError, recorded_hashes
 from data.stream import TokenStream, derive_seed, prefetch
 from data.tokenizers import get_tokenizer
 from generation import check_cache, generate, on_host
-from model import GPT, GPTConfig, Optimizer, initial_weight, optimizer_groups
-from ops import (ATTENTION_BACKENDS, apply_ddp, apply_fsdp, check_attention, copy_from_full_tensor_,
-                 cudagraph_mark_step, init_buffers, keep_buffers, persistent_buffers, reshard, side_effects,
+from model import (GPT, GPTConfig, Optimizer, constructors_matter, cross_entropy, initial_weight,
+                   optimizer_groups)
+from ops import (ATTENTION_BACKENDS, apply_ddp, apply_fsdp, check_attention, check_loss, constructed, copy_buffers_,
+                 copy_from_full_tensor_, cudagraph_mark_step, keep_buffers, persistent_buffers, reshard, side_effects,
                  swap_weights, to_local, warm_up)
 from runtime.checkpoint import (BEST, CheckpointManager, collect_tensors, find_checkpoint, load_extra, load_optimizer,
                                 load_weights, model_config, read_checkpoint)
@@ -52,7 +54,7 @@ from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
 from runtime.ranks import (DistContext, agree, check_alike, check_ranks, check_stop, dist_max, dist_means, late_max,
                            leave, run_on_rank0, said_here)
-from runtime.watch import watch_blocks
+from runtime.watch import check_gradients, check_replicas, watch_blocks
 from runtime.resume import (changed_flags, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
 # isort: on
@@ -233,9 +235,10 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
                         offload=cfg.offload == "activations" and device.type == "cuda")  # fmt: skip
     if sharded:
         apply_fsdp(raw_model, device, dtype, ranks_per_shard(cfg, dist_ctx), DTYPES[cfg.grad_comm])
-        init_buffers(raw_model, lambda: GPT(shape), cfg.seed)
+        init_buffers(raw_model, cfg.seed)
         ran = watch_blocks(raw_model, dist_ctx)
     check_attention(raw_model)
+    check_loss(cross_entropy, shape.vocab_size)
     if compiled:
         # DDPOptimizer would split each block's graph at bucket boundaries; blocks overlap with all-reduce as they are.
         torch._dynamo.config.optimize_ddp = False
@@ -288,10 +291,20 @@ def start_anew(state: TrainState) -> None:
 
 def init_weights(model: GPT, seed: int) -> None:
     """Initial weights, functions of (seed, parameter name): drawn whole on the CPU, then placed or sharded; buffers."""
+    made = init_buffers(model, seed)
     for name, param in model.named_parameters():
         own_seed = derive_seed(seed, name) >> 1  # torch's generators take 63 bits
-        copy_from_full_tensor_(param, initial_weight(name, param.shape, own_seed, model.cfg))
-    init_buffers(model, lambda: GPT(model.cfg), derive_seed(seed, "buffers") >> 1)
+        copy_from_full_tensor_(param, initial_weight(name, param.shape, own_seed, made))
+
+
+def init_buffers(model: GPT, seed: int) -> GPT | None:
+    """Buffers as the constructors make them; returns the model that these made, where they matter."""
+    model.reset_buffers()
+    if not constructors_matter(model):
+        return None
+    made = constructed(lambda: GPT(model.cfg), derive_seed(seed, "module") >> 1)
+    copy_buffers_(model, made)
+    return made
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -328,7 +341,7 @@ def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
 
 
 def reseed_step(state: TrainState, purpose: str = "train") -> None:
-    """Reseed every step: n-gram dropout and Python's generator from (seed, step), torch's from (seed, step, rank).
+    """Reseed every step: n-gram dropout, Python's and numpy's generators from (seed, step), torch's also from rank.
 
     No random state needs checkpointing, and what your own edits draw resumes exactly. What ranks must decide alike, as
     which layers to leave out, takes Python's `random`.
@@ -336,7 +349,11 @@ def reseed_step(state: TrainState, purpose: str = "train") -> None:
     key = () if purpose == "train" else (purpose,)
     state.raw_model.step_seed = derive_seed(state.cfg.seed, state.step)
     random.seed(derive_seed(state.cfg.seed, state.step, *key))
-    torch.manual_seed(derive_seed(state.cfg.seed, state.step, state.dist_ctx.rank, *key))
+    np.random.seed(derive_seed(state.cfg.seed, state.step, *key) % 2**32)
+    # The update is the same on ranks that hold the same weights.
+    n_shards = ranks_per_shard(state.cfg, state.dist_ctx)
+    rank = state.dist_ctx.rank % n_shards if purpose == "update" else state.dist_ctx.rank
+    torch.manual_seed(derive_seed(state.cfg.seed, state.step, rank, *key))
 
 
 def maybe_no_sync(state: TrainState, last: bool):
@@ -370,6 +387,8 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
             # A non-finite loss becomes NaN in all ranks' gradients.
             state.scaler.scale(part).backward(1 + 0 * part.detach())
         loss += part.detach()
+    check_gradients(state.model, state.ran)
+    reseed_step(state, "update")
     state.scaler.unscale_(state.optimizer)
     grads = [p.grad for p in params if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)
@@ -383,7 +402,7 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
         torch._foreach_mul_([to_local(grad) for grad in grads], (cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     for group in state.optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier
-        if group.get("kind") == "muon":
+        if isinstance(state.optimizer, Optimizer):
             group["momentum"] = get_momentum(state.step, group["betas"][0])
     if isinstance(state.optimizer, Optimizer):
         state.optimizer.step(skip)
@@ -492,6 +511,7 @@ def snapshot(state: TrainState, stream: TokenStream, clock: dict, optimizer: Opt
 
     Without an optimizer: the weights as they are evaluated.
     """
+    check_replicas(state.model, dist_ctx=state.dist_ctx, step=state.step)
     if optimizer:
         tensors = collect_tensors(state.raw_model, optimizer, state.extra)
     else:
@@ -586,7 +606,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     """
     cfg, dist_ctx = dataclasses.replace(cfg), launch(cfg)
     timer = TrainTimer(dist_ctx.device)
-    torch.manual_seed(cfg.seed)  # nothing below draws from the global generator; your own edits may
+    torch.manual_seed(cfg.seed)  # nothing below draws from the global generators; your own edits may
+    random.seed(cfg.seed)
+    np.random.seed(cfg.seed % 2**32)
     with agree(dist_ctx):
         notes = check_hardware(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
@@ -744,6 +766,8 @@ def log_step(state: TrainState, stream: TokenStream, logger: RunLogger, timer: T
     peak = progress.peak_flops and progress.peak_flops * dist_ctx.world_size
     mfu = tokens_per_s * progress.flops_per_token / peak if peak else math.nan
     lr = learning_rates(cfg)[0 if cfg.optimizer == "muon" else 1] * get_lr_multiplier(step - 1, cfg)
+    if not isinstance(state.optimizer, Optimizer):
+        lr = state.optimizer.param_groups[0]["lr"]
     row = dict(
         step=step, train_loss=train_loss, lr=lr, grad_norm=grad_norm, tokens=state.tokens,
         tokens_per_s=tokens_per_s, mfu=mfu, peak_mem_mb=peak_memory_mb(dist_ctx.device), train_time_s=train_time,

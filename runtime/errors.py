@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -148,11 +150,38 @@ def or_reason(function):
     return wrapped
 
 
+EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about them
+    ("(must|to) have the same dtype|expected scalar type",
+     "weights are fp32, and activations have --dtype: use model.Linear, which casts, or .to(x.dtype), or --dtype fp32"),
+    ("meta tensor|[Dd]evice meta",
+     "under FSDP the model is made without values first, so that constructors cannot read any"),
+    ("ready only once",
+     "under DDP all of a loss must come from GPT.forward, and checkpoint(..., use_reentrant=False)"),
+    ("once_differentiable",
+     "norm and relu_squared of ops.py have no second derivative: call F.rms_norm and F.relu(x).square()"),
+)  # fmt: skip
+
+
+def explain_edit(error: Exception) -> str:
+    """What to say of mistakes of edits that PyTorch words otherwise, and of what cannot be compiled; else ""."""
+    text = str(error).strip()
+    if type(error).__module__.startswith("torch._dynamo.exc"):
+        places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
+        at = f" {Path(places[-1][0]).name}, line {places[-1][1]}" if places else " a block"
+        return f"torch.compile cannot compile{at}: {text.splitlines()[0]}; write it otherwise, or remove --compile"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+    for pattern, advice in EDIT_ADVICE if type(error) is RuntimeError else ():
+        if re.search(pattern, text):
+            return f"{at}{text.splitlines()[0]}; {advice}"
+    return ""
+
+
 def explain(error: Exception) -> str:
     """The sentence that says what ended a run; "" for what only a traceback can tell."""
     if isinstance(error, (TrainerError, ParamTableError, GenerationError)):
         return str(error)
-    explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure)
+    explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure, explain_edit)
     return next(filter(None, (explanation(error) for explanation in explanations)), "")
 
 

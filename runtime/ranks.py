@@ -22,8 +22,8 @@ RENDEZVOUS_ADVICE = (
     "one of the nodes that all can reach"
 )
 SAME_BLOCKS = (
-    "under --parallel fsdp every rank must run the same blocks; draw such decisions from GPT.step_seed or Python's "
-    "random, which are the same on all ranks, or use --parallel ddp"
+    "under --parallel fsdp every rank must run the same blocks and experts; draw such decisions from GPT.step_seed or "
+    "Python's random, which are the same on all ranks, or use --parallel ddp"
 )
 
 
@@ -164,7 +164,10 @@ def late_max(dist_ctx: DistContext):
             work.wait()
         (earlier, most, least), work = box.tolist(), None
         if most != -least:
-            raise said_here(RunError(f"ranks ran different blocks: {SAME_BLOCKS}"), dist_ctx.rank == 0)
+            raise said_here(
+                RunError(f"ranks ran different blocks, or have gradients for different parameters: {SAME_BLOCKS}"),
+                dist_ctx.rank == 0,
+            )
         box.copy_(torch.tensor([value or 0.0, alike, -alike]))
         if value is not None:
             work = dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group, async_op=True)

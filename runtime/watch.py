@@ -1,4 +1,4 @@
-"""Ranks under FSDP must run the same blocks: else they wait for each other for ever, or take each other's weights."""
+"""Ranks that fall apart: under FSDP by running other blocks, under DDP by updating their copies of weights apart."""
 
 import os
 import sys
@@ -9,7 +9,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from runtime.ranks import SAME_BLOCKS, DistContext, run_on_rank0
+from data.shards import RunError
+from runtime.ranks import SAME_BLOCKS, DistContext, gather_objects, run_on_rank0, said_here
 
 
 def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 2.0) -> list[int]:
@@ -28,6 +29,8 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
         place[2] = 1
 
     def note(index: int) -> None:
+        if place[2]:  # recomputed for the backward pass
+            return
         place[1] += 1
         place[3] = (place[3] * 1_000_003 + index + 1) % 2**31
 
@@ -62,3 +65,35 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
 
     threading.Thread(target=look_while_there_is_a_store, daemon=True).start()
     return place
+
+
+def check_gradients(model: torch.nn.Module, ran: list[int]) -> None:
+    """Under FSDP, adds to the hash in `ran` which parameters have a gradient, so that ranks that differ are told.
+
+    Under DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
+    """
+    if hasattr(model, "reshard"):
+        for p in model.parameters():
+            ran[-1] = (ran[-1] * 3 + (p.grad is not None)) % 2**31
+    for name, p in model.module.named_parameters() if hasattr(model, "synchronized") else ():
+        if p.grad is not None and p not in model.synchronized:
+            raise RunError(
+                f"{name} was frozen when DDP was set up, so its gradient is not averaged over the ranks; leave it "
+                "unfrozen then and freeze it in the first step, or use --parallel fsdp"
+            )
+
+
+def check_replicas(model: torch.nn.Module, dist_ctx: DistContext, step: int) -> None:
+    """Raises RunError, on every rank, when DDP's ranks no longer hold the same weights."""
+    if not hasattr(model, "synchronized"):
+        return
+    sums = [p.detach().double().sum() for p in model.parameters()]
+    everyones = gather_objects(dist_ctx, torch.stack(sums).tolist())
+    names = [name for name, _ in model.module.named_parameters()]
+    for i, numbers in enumerate(zip(*everyones)):
+        if len(set(map(repr, numbers))) > 1:
+            error = RunError(
+                f"at step {step} the ranks hold different values of {names[i]}: something updates it in another way on "
+                "each; what is drawn for an update must be the same on all ranks that hold the same weights"
+            )
+            raise said_here(error, dist_ctx.rank == 0)

@@ -188,7 +188,7 @@ def imported(repo: Path) -> SimpleNamespace:
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def noise(name: str, shape, seed: int, cfg) -> torch.Tensor:
+def noise(name: str, shape, seed: int, made) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
@@ -377,10 +377,11 @@ def check_alone(folder: Path, title: str) -> dict[str, list[str]]:
     return found
 
 
-def buffers_and_average(state) -> list[torch.Tensor]:
-    """What is not a parameter, whole: buffers, and an average of the weights."""
+def held_by(state) -> list[torch.Tensor]:
+    """All that a rank holds, whole: parameters, buffers, and an average of the weights."""
     kept = state.extra.get("eval_weights", {})
-    return [torch.zeros(1), *state.raw_model.buffers(), *(full(kept[name]) for name in sorted(kept))]
+    held = [*map(full, state.raw_model.parameters()), *state.raw_model.buffers()]
+    return held + [full(kept[name]) for name in sorted(kept)]
 
 
 def check_ranks(folder: Path, title: str) -> dict[str, list[str]]:
@@ -390,11 +391,13 @@ def check_ranks(folder: Path, title: str) -> dict[str, list[str]]:
     for parallel in ("ddp", "fsdp"):
         got = copy.train(parallel, parallel=parallel, micro_batch=4)
         again = copy.train(f"{parallel} full", parallel=parallel, micro_batch=4, checkpointing="full")
-        state = torch.cat([t.detach().double().flatten() for t in buffers_and_average(copy.state)])
+        state = torch.cat([t.detach().double().flatten() for t in held_by(copy.state)])
         everyones = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, state)
         if rank() == 0:
-            found["alike"] = [] if all(torch.equal(state, other) for other in everyones) else ["ranks' buffers differ"]
+            found["alike"] = (
+                [] if all(torch.equal(state, other) for other in everyones) else ["the ranks hold other values"]
+            )
             if copy.case.cut or parallel == "fsdp":  # what depends on how the batch is cut is the same for both
                 found[parallel] = compare(got, want)
             found[f"{parallel} full"] = compare(again, got)

@@ -1,5 +1,6 @@
 """What people do in their first hour: edit the page, resume, continue for longer, and mistype."""
 
+import copy as copy_module
 import dataclasses
 import json
 import re
@@ -69,15 +70,38 @@ def drawn(seed=0, **shape) -> dict:
 
 def test_a_parameter_starts_as_its_module_made_it(gated):
     gated()
-    weights, again, other = drawn(), drawn(n_layer=3, vocab_size=128), drawn(1)
+    weights, again, other = drawn(), drawn(), drawn(1)
     assert weights["blocks.1.mlp.gate"].tolist() == pytest.approx([0.7]) and weights["blocks.0.mlp.scale"] == 2
-    for name in ("noise", "mix.weight", "mix.bias"):  # functions of seed and name, not of what else is drawn
+    for name in ("noise", "mix.weight", "mix.bias"):  # functions of the seed
         first, second = (f"blocks.{i}.mlp.{name}" for i in range(2))
         assert torch.equal(weights[first], again[first]) and weights[first].std() > 0
         assert not torch.equal(weights[first], weights[second]) and not torch.equal(weights[first], other[first])
     mix = weights["blocks.0.mlp.mix.weight"]
     assert mix[0].tolist() == [3.0] * 32 and 0 < mix[1:].abs().max() <= 32**-0.5  # the rest is nn.Linear's own
-    assert torch.nn.Linear.reset_parameters.__qualname__ == "Linear.reset_parameters"
+
+
+def test_a_constructor_may_read_other_layers(monkeypatch):
+    """As weight norm and copies do: what they read has been drawn."""
+    init = model_module.MLP.__init__
+
+    def more(self, cfg):
+        init(self, cfg)
+        self.mix = nn.utils.parametrizations.weight_norm(nn.Linear(cfg.n_embd, cfg.n_embd))
+        self.teacher = copy_module.deepcopy(self.fc).requires_grad_(False)
+        self.register_buffer("norms", self.fc.weight.detach().norm(dim=1))
+
+    monkeypatch.setattr(model_module.MLP, "__init__", more)
+    row = ParamGroupSpec(r".*\.mlp\.(mix|teacher)\..*", "module", "adam")
+    monkeypatch.setattr(model_module, "PARAM_TABLE", model_module.PARAM_TABLE | {"more": row})
+    for place in ("cpu", "meta"):
+        with torch.device(place):
+            gpt = GPT(GPTConfig(**SHAPE))
+        train_gpt.init_weights(gpt.to_empty(device="cpu"), 3)
+        mlp = gpt.blocks[1].mlp
+        parts = mlp.mix.parametrizations.weight
+        torch.testing.assert_close(parts.original0[:, 0], parts.original1.norm(dim=1))
+        torch.testing.assert_close(mlp.norms, mlp.teacher.weight.norm(dim=1))
+        assert 0 < mlp.teacher.weight.std() < 1 and torch.equal(gpt.cos, GPT(GPTConfig(**SHAPE)).cos)
 
 
 def test_a_row_says_how_a_parameter_starts(gated):
@@ -272,7 +296,7 @@ def test_the_best_weights_are_kept(data, tmp_path, monkeypatch, capsys):
         done = run_python("sample.py", *argv, "--max_new_tokens", "5")
         assert (done.returncode == 2 and says in done.stderr) if says else done.returncode == 0
     flags |= dict(resume=str(tmp_path / "run" / BEST), out_dir=str(tmp_path / "other"))
-    with pytest.raises(UserError, match="holds no optimizer state; .* or use --init_from"):
+    with pytest.raises(UserError, match="holds weights only, so it cannot be resumed; use --init_from"):
         train(make_config(**flags))
     flags |= dict(resume="", init_from=str(tmp_path / "run" / BEST), eval_every=0)
     train(make_config(**flags))

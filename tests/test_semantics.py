@@ -1,10 +1,10 @@
 """What a PyTorch user expects of a page to edit: modes, buffers, frozen and unused parameters, other optimizers."""
 
-import json
 import math
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import sample
 import train_gpt
 from conftest import TINY, TORCHRUN, final, flags_of, random_gpt, rows, run_main, run_python, tiny_run
 from data.shards import UserError
-from generation import GenerationError, check_cache
+from generation import GenerationError, check_cache, generate
 from model import GPT, PARAM_TABLE, GPTConfig, Linear, ParamGroupSpec, optimizer_groups
 from ops import ParamTableError, attention_mask, kernel_fits, normal
 from runtime.checkpoint import read_checkpoint
@@ -95,28 +95,38 @@ def test_the_kernel_computes_the_loss_that_stands_in_model_py():
     assert not kernel_fits(*sources[:-1], lambda logits, targets, training: logits.sum())
 
 
-@pytest.mark.parametrize("what", ["cross_entropy", "head"])
+@pytest.mark.parametrize("what", ["cross_entropy", "subclass", "head", "hook"])
 def test_an_edited_loss_keeps_its_chunks(what, monkeypatch):
     """Not by the kernel, which knows another loss; the logits of all tokens still never exist at once."""
-    largest, cross_entropy = [], model_module.cross_entropy
+    largest, cross_entropy, gpt = [], model_module.cross_entropy, random_gpt()
+    assert gpt.loss_kernel
 
     def edited(logits, targets, training):
         largest.append(len(logits))
-        return cross_entropy(logits, targets, training)
+        return 0.5 * cross_entropy(logits, targets, training)
 
     if what == "cross_entropy":
         monkeypatch.setattr(model_module, "cross_entropy", edited)
-    gpt, idx = random_gpt(), torch.arange(48).view(2, 24)
-    if what == "head":
+    elif what == "subclass":
+        gpt.__class__ = type("Cooler", (GPT,), dict(logits=lambda self, x: 0.5 * GPT.logits(self, x)))
+    elif what == "head":
         gpt.head = nn.Linear(32, 70)
-        gpt.loss_kernel = gpt.loss_kernel and type(gpt.head) is Linear
-    assert gpt.loss_kernel == (what == "head" and False)
-    whole = torch.autograd.grad(gpt(idx, idx), gpt.parameters())
-    gpt.loss_chunk = 10
-    chunks = torch.autograd.grad(gpt(idx, idx), gpt.parameters())
-    for a, b in zip(whole, chunks):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert not largest or largest[1:6] == [10, 10, 10, 10, 8]
+    else:
+        gpt.head.register_forward_hook(lambda module, inputs, out: 0.5 * out)
+    assert not gpt.loss_kernel
+    idx = torch.arange(48).view(2, 24)
+    expected = F.cross_entropy(gpt(idx).flatten(0, 1), idx.flatten(), reduction="sum")
+    want = torch.autograd.grad(expected * (0.5 if what == "cross_entropy" else 1), gpt.parameters())
+    for gpt.loss_chunk in (0, 10):
+        for a, b in zip(want, torch.autograd.grad(gpt(idx, idx), gpt.parameters())):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert what != "cross_entropy" or largest[1:6] == [10, 10, 10, 10, 8]
+
+
+def test_a_loss_that_is_a_mean_is_refused(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt, "cross_entropy", lambda logits, targets, training: F.cross_entropy(logits, targets))
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
+    assert code == 2 and err.count("\n") == 1 and "gives 1 times the loss for twice the tokens" in err
 
 
 def test_the_mean_is_over_the_targets_that_count():
@@ -202,7 +212,7 @@ def test_a_bias_is_added_in_training_and_decoding(windows, monkeypatch):
 
 def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(data, tmp_path, monkeypatch, capsys):
     """A look at the token before that decoding does not have: the text would come from another model."""
-    monkeypatch.setattr(train_gpt, "initial_weight", lambda name, shape, seed, cfg: torch.randn(shape) * 0.1)
+    monkeypatch.setattr(train_gpt, "initial_weight", lambda name, shape, seed, made: torch.randn(shape) * 0.1)
     forward = model_module.MLP.forward
     monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, x + F.pad(x, (0, 0, 1, -1))))
     tiny_run(tmp_path / "run", data=data, max_steps=1, sample_every=1)
@@ -214,6 +224,47 @@ def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(data, tmp_path, 
     assert sample.main(["--run", str(tmp_path / "run"), "--max_new_tokens", "3", "--no_cache"]) == 0
     with pytest.raises(GenerationError):
         check_cache(random_gpt(std=0.3))
+
+
+def test_learned_positions_that_end_are_told(monkeypatch):
+    monkeypatch.setattr(GPT, "wpe", torch.randn(24, 32), raising=False)
+    embed = GPT.embed
+    monkeypatch.setattr(GPT, "embed", lambda self, tokens, position: embed(self, tokens, position) + self.wpe[position])
+    gpt, prompt = random_gpt(std=0.3), torch.arange(5)
+    with pytest.raises(GenerationError, match="set GPT.extrapolates to False"):
+        list(generate(gpt, [prompt], 30, 70))
+    monkeypatch.setattr(GPT, "extrapolates", False)
+    assert len(list(generate(gpt, [prompt], 30, 70))) == 30
+
+
+def test_a_layer_of_pytorchs_in_bf16_is_told(data, tmp_path, monkeypatch, capsys):
+    init = model_module.MLP.__init__
+
+    def plain(self, cfg):
+        init(self, cfg)
+        self.fc = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
+
+    monkeypatch.setattr(model_module.MLP, "__init__", plain)
+    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", dtype="bf16")), capsys)
+    assert code == 1 and err.count("\n") == 1 and "model.py, line" in err and "use model.Linear" in err
+
+
+def test_numpys_draws_resume_and_are_recomputed(data, tmp_path, monkeypatch):
+    forward = model_module.MLP.forward
+
+    def noisy(self, x):
+        return forward(self, x) * (np.random.uniform(0.5, 1.5) if self.training else 1.0)
+
+    monkeypatch.setattr(model_module.MLP, "forward", noisy)
+    monkeypatch.setattr(
+        train_gpt, "initial_weight", lambda name, shape, seed, made: torch.ones(shape).cumsum(0) % 7 * 0.03
+    )
+    flags = dict(data=data, max_steps=4, save_every=2, keep=0, micro_batch=16)
+    tiny_run(tmp_path / "run", **flags)
+    tiny_run(tmp_path / "full", **flags, checkpointing="full")
+    assert rows(tmp_path / "full", "grad_norm") == pytest.approx(rows(tmp_path / "run", "grad_norm"), rel=1e-5)
+    tiny_run(tmp_path / "half", **flags, resume=tmp_path / "run" / "ckpt_2.pt")
+    assert rows(tmp_path / "half", "train_loss") == rows(tmp_path / "run", "train_loss")[2:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -462,54 +513,128 @@ def test_metrics_that_cannot_be_are_refused(metrics, says, data, tmp_path):
 # Two ranks that do not compute the same graph
 
 
-def leave_out(blocks_of_rank1: int, unused: bool) -> None:
-    """On rank 1, run only so many blocks; or all, with the first matrix of each MLP unused."""
-    forward, mlp = GPT.forward, model_module.MLP.forward
+def run_blocks(n: int) -> None:
+    """On rank 1, run the first n blocks only."""
+    forward = GPT.forward
 
     class Blocks(nn.ModuleList):
         def __iter__(self):
             here = dist.get_rank() == 1 and self.training
-            return iter(list(super().__iter__())[: blocks_of_rank1 if here else None])
+            return iter(list(super().__iter__())[: n if here else None])
 
     def changed(self, *args, **kwargs):
         self.blocks.__class__ = Blocks
         return forward(self, *args, **kwargs)
 
+    GPT.forward = changed
+
+
+def leave_unused() -> None:
+    """On rank 1, the first matrix of each MLP is not used."""
+    forward = model_module.MLP.forward
+
     def without_fc(self, x):
-        if dist.get_rank() == 0 or not self.training:
-            return mlp(self, x)
-        return self.proj(torch.cat([x] * 4, dim=-1))
+        used = dist.get_rank() == 0 or not self.training
+        return forward(self, x) if used else self.proj(torch.cat([x] * 4, dim=-1))
 
-    if unused:
-        model_module.MLP.forward = without_fc
-    else:
-        GPT.forward = changed
+    model_module.MLP.forward = without_fc
 
 
-def rank_main(data: str, out: str, parallel: str, blocks: int, unused: bool) -> None:
-    leave_out(blocks, unused)
-    train_gpt.initial_weight = lambda name, shape, seed, cfg: normal(0.1, by_fan_in=False)(
+def route_by_rank() -> None:
+    """Two experts of one size, of which each rank uses its own from the third step on."""
+    init, forward = model_module.Block.__init__, model_module.Block._forward
+
+    def with_experts(self, cfg):
+        init(self, cfg)
+        self.experts = nn.ModuleList([self.mlp, model_module.MLP(cfg)])
+        self.steps = 0
+
+    def routed(self, *inputs):
+        self.steps += self.training
+        self.mlp = self.experts[dist.get_rank() if self.training and self.steps > 2 else 0]
+        x = forward(self, *inputs)
+        other = self.experts[1 - list(self.experts).index(self.mlp)]
+        return x if self.training and self.steps > 2 else x + 0 * other(inputs[0])
+
+    model_module.Block.__init__, model_module.Block._forward = with_experts, routed
+    for name in ("mlp_in", "proj"):
+        spec = PARAM_TABLE[name]
+        pattern = spec.pattern.replace("mlp", r"(mlp|experts\.\d)")
+        PARAM_TABLE[name] = spec._replace(pattern=pattern)
+
+
+def add_noise() -> None:
+    """Noise on the gradients, which every rank must draw alike."""
+    norm = nn.utils.get_total_norm
+
+    def noisy(grads):
+        for grad in grads:
+            grad.add_(torch.randn(grad.shape) * 0.01)
+        return norm(grads)
+
+    nn.utils.get_total_norm = noisy
+
+
+def update_by_rank() -> None:
+    step = model_module.Optimizer.step
+
+    def apart(self, skip=None):
+        step(self, skip)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(0.01 * dist.get_rank())
+
+    model_module.Optimizer.step = apart
+
+
+def thaw() -> None:
+    init, step = GPT.__init__, train_gpt.train_step
+
+    def frozen(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.wte.requires_grad_(False)
+
+    def thawed(state, *args):
+        state.raw_model.wte.requires_grad_(state.step > 0)
+        return step(state, *args)
+
+    GPT.__init__, train_gpt.train_step = frozen, thawed
+
+
+EDITS = {
+    "blocks": lambda: run_blocks(1), "unused": leave_unused, "experts": route_by_rank, "noise": add_noise,
+    "apart": update_by_rank, "thaw": thaw,
+}  # fmt: skip
+
+
+def rank_main(data: str, out: str, parallel: str, edit: str) -> None:
+    EDITS[edit]()
+    train_gpt.initial_weight = lambda name, shape, seed, made: normal(0.1, by_fan_in=False)(
         torch.empty(shape), torch.Generator().manual_seed(seed)
     )
-    flags = flags_of(TINY | dict(data=data, out_dir=out, parallel=parallel, max_steps=2, grad_clip=1e9))
+    flags = flags_of(TINY | dict(data=data, out_dir=out, parallel=parallel, max_steps=4, save_every=2))
     leave(train_gpt.main(flags))
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_two_ranks_may_have_different_graphs_under_ddp(unused, data, tmp_path):
-    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "ddp", 1, int(unused), timeout=120)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("edit", ["blocks", "unused", "noise"])
+def test_two_ranks_may_have_different_graphs_and_draws_under_ddp(edit, data, tmp_path):
+    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "ddp", edit, timeout=120)
+    assert done.returncode == 0, done.stderr  # with equal weights, which saving has compared
     losses = rows(tmp_path / "run", "train_loss")
-    assert len(losses) == 2 and all(map(math.isfinite, losses)) and losses[1] < losses[0]
+    assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-def test_two_ranks_with_different_blocks_end_in_a_sentence_under_fsdp(data, tmp_path):
-    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "fsdp", 1, 0, timeout=120)
-    assert done.returncode == 1 and "under --parallel fsdp every rank must run the same blocks" in done.stderr
-    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "fsdp", 1, 1, timeout=120)
-    assert done.returncode != 0 and "the ranks had gradients for different parameters" in done.stderr
+@pytest.mark.parametrize("parallel, edit, says", [
+    ("fsdp", "blocks", "under --parallel fsdp every rank must run the same blocks"),
+    ("fsdp", "unused", "the ranks had gradients for different parameters"),
+    ("fsdp", "experts", "gradients for different parameters"),
+    ("ddp", "apart", "the ranks hold different values of wte.weight"),
+    ("ddp", "thaw", "wte.weight was frozen when DDP was set up"),
+])  # fmt: skip
+def test_two_ranks_that_fall_apart_end_in_a_sentence(parallel, edit, says, data, tmp_path):
+    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", parallel, edit, timeout=120)
+    assert done.returncode != 0 and says in done.stderr, done.stderr
 
 
 if __name__ == "__main__":
-    assert os.environ["RANK"] and json  # under torchrun
-    rank_main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1")
+    assert os.environ["RANK"]  # under torchrun
+    rank_main(*sys.argv[1:])
