@@ -18,7 +18,7 @@ from conftest import TINY, TORCHRUN, final, flags_of, random_gpt, rows, run_main
 from data.shards import UserError
 from generation import GenerationError, check_cache, generate
 from model import GPT, PARAM_TABLE, GPTConfig, Linear, ParamGroupSpec, optimizer_groups
-from ops import ParamTableError, attention_mask, kernel_fits, normal
+from ops import ParamTableError, attention_mask, kernel_fits, norm, normal
 from runtime.checkpoint import read_checkpoint
 from runtime.ranks import leave
 from train_gpt import make_config, train
@@ -542,19 +542,18 @@ def leave_unused() -> None:
 
 def route_by_rank() -> None:
     """Two experts of one size, of which each rank uses its own from the third step on."""
-    init, forward = model_module.Block.__init__, model_module.Block._forward
+    init = model_module.Block.__init__
 
     def with_experts(self, cfg):
         init(self, cfg)
         self.experts = nn.ModuleList([self.mlp, model_module.MLP(cfg)])
         self.steps = 0
 
-    def routed(self, *inputs):
+    def routed(self, x, *inputs):
         self.steps += self.training
-        self.mlp = self.experts[dist.get_rank() if self.training and self.steps > 2 else 0]
-        x = forward(self, *inputs)
-        other = self.experts[1 - list(self.experts).index(self.mlp)]
-        return x if self.training and self.steps > 2 else x + 0 * other(inputs[0])
+        x = x + self.attn(norm(x), *inputs)
+        h, alone = norm(x), self.training and self.steps > 2
+        return x + (self.experts[dist.get_rank()](h) if alone else self.mlp(h) + 0 * self.experts[1](h))
 
     model_module.Block.__init__, model_module.Block._forward = with_experts, routed
     for name in ("mlp_in", "proj"):
