@@ -437,6 +437,11 @@ def check_param_table(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ParamTableError(f"module {name} has get_extra_state, which checkpoints do not hold; use a buffer")
+        if any(isinstance(value, torch.Generator) for value in vars(module).values()):
+            raise ParamTableError(
+                f"module {name} keeps a generator, whose draws are neither recomputed nor resumed; draw from torch's, "
+                "or make one within the forward pass, seeded from GPT.step_seed"
+            )
 
 
 def initial_weight(name: str, shape: torch.Size, seed: int, made: GPT | None) -> Tensor:

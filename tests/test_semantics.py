@@ -341,6 +341,18 @@ def test_a_missing_row_has_an_example_with_a_name_of_its_own():
             model_module.param_spec_name(name)
 
 
+def test_a_generator_of_ones_own_is_refused(monkeypatch):
+    init = model_module.MLP.__init__
+
+    def drawing(self, cfg):
+        init(self, cfg)
+        self.generator = torch.Generator()
+
+    monkeypatch.setattr(model_module.MLP, "__init__", drawing)
+    with pytest.raises(ParamTableError, match="blocks.0.mlp keeps a generator"):
+        GPT(GPTConfig(**SHAPE))
+
+
 def test_groups_differ_by_all_their_settings(monkeypatch):
     monkeypatch.setitem(PARAM_TABLE, "head", PARAM_TABLE["embedding"]._replace(pattern=r"head\.weight"))
     gpt = random_gpt()
