@@ -20,6 +20,7 @@ os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import train_gpt
 from data import prepare
@@ -188,6 +189,14 @@ def short_samples():
     with pytest.MonkeyPatch.context() as patch:
         shorten_samples(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left():
+    """A run that ended with an error leaves the process group of its one rank behind."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
