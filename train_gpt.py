@@ -54,9 +54,9 @@ from runtime.minutes import steps_within
 from runtime.profiler import maybe_profiler
 from runtime.ranks import (DistContext, agree, check_alike, check_ranks, check_stop, dist_max, dist_means, late_max,
                            leave, run_on_rank0, said_here)
-from runtime.watch import check_gradients, check_replicas, watch_blocks
 from runtime.resume import (changed_flags, check_same_stream, check_steps, check_tokenizer, flags_of_run,
                             load_finished_trial)
+from runtime.watch import check_gradients, check_replicas, watch_blocks
 # isort: on
 # fmt: on
 
@@ -197,7 +197,7 @@ class TrainState:
     bad_steps: int = 0  # skipped updates in a row, as of the last report
     step: int = 0  # updates done, skipped ones included
     tokens: int = 0  # trained on so far
-    ran: list = dataclasses.field(default_factory=lambda: [0])  # its end: a hash of the blocks run, alike on all ranks
+    ran: list = dataclasses.field(default_factory=lambda: [0])  # its end: a hash of what all ranks must do alike
     metrics: dict = dataclasses.field(default_factory=dict)  # name -> number, logged beside the loss; for your edits
     # What your edits keep, in checkpoints too: tensors, numbers, texts, lists, dicts. Tensors under the name of a
     # parameter are sharded as it is; those of the dict "eval_weights" are evaluated, sampled and kept as the best.
@@ -348,8 +348,9 @@ def reseed_step(state: TrainState, purpose: str = "train") -> None:
     """
     key = () if purpose == "train" else (purpose,)
     state.raw_model.step_seed = derive_seed(state.cfg.seed, state.step)
-    random.seed(derive_seed(state.cfg.seed, state.step, *key))
-    np.random.seed(derive_seed(state.cfg.seed, state.step, *key) % 2**32)
+    for_all_ranks = derive_seed(state.cfg.seed, state.step, *key)
+    random.seed(for_all_ranks)
+    np.random.seed(for_all_ranks % 2**32)
     # The update is the same on ranks that hold the same weights.
     n_shards = ranks_per_shard(state.cfg, state.dist_ctx)
     rank = state.dist_ctx.rank % n_shards if purpose == "update" else state.dist_ctx.rank

@@ -168,7 +168,7 @@ def late_max(dist_ctx: DistContext):
                 RunError(f"ranks ran different blocks, or have gradients for different parameters: {SAME_BLOCKS}"),
                 dist_ctx.rank == 0,
             )
-        box.copy_(torch.tensor([value or 0.0, alike, -alike]))
+        box.copy_(torch.tensor([value or 0.0, alike, -alike], dtype=box.dtype))  # all digits of the hash
         if value is not None:
             work = dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group, async_op=True)
         return earlier

@@ -17,9 +17,9 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
     """Starts a thread that ends this process, with a sentence, when another rank waits for a block not run here.
 
     Returns [forward passes, blocks begun in the last one, whether it is over, a hash of all blocks run so far], kept up
-    to date by hooks.
+    to date by hooks, and at its end check_gradients' hash, which ranks may be a backward pass apart in.
     """
-    place, alive, rank = [0, 0, 0, 0], weakref.ref(model), dist_ctx.rank
+    place, alive, rank = [0, 0, 0, 0, 0], weakref.ref(model), dist_ctx.rank
     name = run_on_rank0(dist_ctx, lambda: os.urandom(8).hex())
 
     def begin(*_) -> None:
@@ -68,11 +68,12 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
 
 
 def check_gradients(model: torch.nn.Module, ran: list[int]) -> None:
-    """Under FSDP, adds to the hash in `ran` which parameters have a gradient, so that ranks that differ are told.
+    """Under FSDP, hashes which blocks ran and which parameters have a gradient, so that ranks that differ are told.
 
     Under DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
     """
     if hasattr(model, "reshard"):
+        ran[-1] += ran[-2]
         for p in model.parameters():
             ran[-1] = (ran[-1] * 3 + (p.grad is not None)) % 2**31
     for name, p in model.module.named_parameters() if hasattr(model, "synchronized") else ():
