@@ -1,8 +1,8 @@
 """Measure what each optimization is worth on this machine: `python bench.py [SUBCOMMAND] [--quick] [trainer flags]`
 
 train      (the default) the ladder: optimizations added one by one; then the full stack without each of them
-loss       what a change of the recipe saves of the time to a loss: AdamW, Muon and its switches, over several seeds, or
-           what --recipes FILE.json holds: flags and edited checkouts, texts, sizes (docs/benchmarks.md)
+loss       what a change of the recipe saves of the time to a loss, over several seeds: AdamW, Muon and its switches, or
+           flags, edited checkouts, texts and sizes of --recipes FILE.json (docs/benchmarks.md)
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 fit        the largest micro-batch that fits, by bisection, and throughput over batch sizes
 memory     weights, gradients, optimizer state and activations: by formula and measured, per checkpointing mode
@@ -11,8 +11,9 @@ infer      prefill and decode: without a KV cache, with one, compiled, in int8
 scaling    1, 2, 4, ... ranks of this machine (or the ranks that torchrun started this with): weak and strong scaling
 profile    where a step's time goes, in six lines, and the trace
 tour       the stages of docs/tour.md: training and sampling in four steps each, by the commands themselves
-record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value
-plot DIR   a picture of the losses in runs' folders and records: plot DIR... [--x step|tokens|train_time|wall_time]
+record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value; with --pack HEAD
+           its runs' source/ folders become source.patch, a commit and the difference to it
+plot DIR   a picture of the losses in runs and records: plot DIR... [--x step|tokens|train_time|wall_time]
            [--target LOSS] [--out FILE.svg|FILE.png]
 
 A step is the trainer's own train_step on dummy tokens. Every case has a process of its own; what is compared is
@@ -47,23 +48,32 @@ from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
 from benchmarks.tour import bench_tour
 from data.shards import UserError
-from records.check import COLUMNS, TRACKS, check_record, t_test
+from records.check import COLUMNS, TRACKS, check_record, pack
 from runtime.logger import nan_to_none
-from runtime.ranks import leave
+from runtime.ranks import exit_process
 from train_gpt import make_config, parse_args
 
 BENCHMARKS = {
-    "train": bench_train, "loss": bench_loss, "attention": bench_attention, "fit": bench_fit, "memory": bench_memory,
-    "data": bench_data, "infer": bench_infer, "scaling": bench_scaling, "profile": bench_profile,
+    "train": bench_train,
+    "loss": bench_loss,
+    "attention": bench_attention,
+    "fit": bench_fit,
+    "memory": bench_memory,
+    "data": bench_data,
+    "infer": bench_infer,
+    "scaling": bench_scaling,
+    "profile": bench_profile,
     "tour": bench_tour,
-}  # fmt: skip
+}
 
 
-def report_record(folder: str) -> dict:
-    """Print the row of a record, and which rules it breaks."""
+def report_record(folder: str, commit: str) -> dict:
+    """Print the row of a record, and which rules it breaks. commit: what to pack its sources against, or "" not to."""
+    if commit:
+        pack(folder, commit)
     row, notes = check_record(folder)
     notes = [f"- {reason}" for reason in row["broken"]] + notes
-    print(table(f"Track {row['track']}", [row], COLUMNS, tuple(notes)))
+    print(table(f"Track {row['track']}", [row], list(COLUMNS), "\n".join(notes), COLUMNS))
     return dict(record=[row])
 
 
@@ -89,20 +99,21 @@ def draw(argv: list[str]) -> int:
     return 0
 
 
-def parse(argv: list[str]) -> tuple[str, str, argparse.Namespace, Bench]:
-    """Subcommand, folder of a record ("" without one), flags of this script, and what a benchmark takes.
+def parse(argv: list[str]) -> tuple[str, str, str, Bench]:
+    """Subcommand, folder of a record and file for JSON ("" without one), and what a benchmark takes.
 
     Raises UserError.
     """
     name, folder = "train", ""
     if argv and not argv[0].startswith("-"):
         name, *argv = argv
-    parser = Parser(prog="bench.py [SUBCOMMAND]", description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="bench.py [SUBCOMMAND]", description=__doc__, allow_abbrev=False, formatter_class=style)
     parser.add_argument("--quick", action="store_true", help="smaller and fewer: a first look")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each case [5; 3 with --quick]")
     parser.add_argument("--limit_mb", type=int, default=0, help="memory that a case may use, in MiB [all there is]")
     parser.add_argument("--json", default="", metavar="FILE", help="write everything that was measured there")
+    parser.add_argument("--pack", default="", metavar="COMMIT", help="record: keep source/ as a difference to it")
     parser.add_argument("--recipes", default="", metavar="FILE", help="loss: what to compare [AdamW, Muon, switches]")
     if "WORLD_SIZE" in os.environ and name != "scaling":
         raise UserError(f"{name} starts its own processes; use python instead of torchrun (scaling takes both)")
@@ -115,33 +126,41 @@ def parse(argv: list[str]) -> tuple[str, str, argparse.Namespace, Bench]:
         raise UserError("--repeats and --limit_mb cannot be negative")
     if args.recipes and name != "loss":
         raise UserError("--recipes is what loss compares; remove it")
+    if args.pack and name != "record":
+        raise UserError("--pack is for the sources of a record; remove it")
     if args.json and (not Path(args.json).resolve().parent.is_dir() or Path(args.json).is_dir()):
         raise UserError(f"--json {args.json} is a folder or not in one; give a file's name in a folder that exists")
-    given = {"preset": "laptop"} if name == "loss" else {}  # with other presets it takes hours
-    bench = Bench(given | parse_args(rest), args.quick, args.repeats or (3 if args.quick else 5), args.limit_mb)
+    flags = {"preset": "laptop"} if name == "loss" else {}  # with other presets it takes hours
+    repeats = args.repeats or (3 if args.quick else 5)
+    bench = Bench(flags | parse_args(rest), args.quick, repeats, args.limit_mb, args.recipes)
     make_config(**bench.flags)
     return name, folder, args, bench
 
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 1 a case failed or rules are broken, 2 a user's mistake."""
-    command = shlex.join(["python", "bench.py", *argv])
     try:
         if argv[:1] == ["plot"]:
             return draw(argv[1:])
         name, folder, args, bench = parse(argv)
         t0 = time.perf_counter()
-        more = (args.recipes, t_test) if name == "loss" else ()
-        measured = report_record(folder) if name == "record" else BENCHMARKS[name](bench, *more)
+        measured = report_record(folder, args.pack) if name == "record" else BENCHMARKS[name](bench)
     except (UserError, CaseFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) or error.kind == "refused" else 1
     if measured is None:  # rank 0 reports
         return 0
-    about = dict(benchmark=name, command=command, time=time.strftime("%Y-%m-%dT%H:%M:%S"), flags=bench.flags,
-                 quick=bench.quick, repeats=bench.repeats, machine=system_info(bench.device))  # fmt: skip
-    about["took_s"] = time.perf_counter() - t0
-    print(", ".join(f"{k} {v}" for k, v in about["machine"].items() if v is not None) + f". `{command}`")
+    about = {
+        "benchmark": name,
+        "command": shlex.join(["python", "bench.py", *argv]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "flags": bench.flags,
+        "quick": bench.quick,
+        "repeats": bench.repeats,
+        "machine": system_info(bench.device),
+        "took_s": time.perf_counter() - t0,
+    }
+    print(", ".join(f"{k} {v}" for k, v in about["machine"].items() if v is not None) + f". `{about['command']}`")
     if args.json:
         Path(args.json).write_text(json.dumps(nan_to_none(about | measured), indent=1) + "\n", encoding="utf-8")
     rows = [row for rows in measured.values() if isinstance(rows, list) for row in rows]
@@ -149,4 +168,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

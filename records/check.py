@@ -4,33 +4,45 @@ A rule is a function of RECORD_RULES or RUN_RULES that returns why it is broken:
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
 import shlex
+import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.shards import UserError
+from records import source
 from runtime.logger import SECTION
-from train_gpt import SOURCE_FILES, make_config, parse_args
+from runtime.start import SOURCE_FILES
+from train_gpt import make_config, parse_args
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
     "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",
     "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
 }
+OPS = [name for name in SOURCE_FILES if name.startswith("ops/")]
+HASHED = ("train_gpt.py", "model.py", "ops.py", *OPS, "data/stream.py", "runtime/logger.py")  # the run and its clock
 # folder of records/ -> targets by name, where it runs, its data (None: no hash is known yet, and none is accepted)
 TRACKS = {
-    "laptop": dict(targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697}, device="1 x cpu",
-                   files=SHAKESPEARE, val_tokens=111540),
+    "laptop": dict(
+        targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697},
+        device="1 x cpu",
+        files=SHAKESPEARE,
+        val_tokens=111540,
+    ),
     "single-gpu": dict(targets={"fineweb-3.28": 3.28}, device="1 x cuda", files=None, val_tokens=10485760),
     "8-gpus": dict(targets={"fineweb-3.28": 3.28}, device="8 x cuda", files=None, val_tokens=10485760),
-    "steps": dict(targets={"fineweb-3.28": 3.28}, device="", files=None, val_tokens=10485760,
-                  fixed=dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)),
-}  # fmt: skip
+    "steps": dict(
+        targets={"fineweb-3.28": 3.28},
+        device="",
+        files=None,
+        val_tokens=10485760,
+        fixed=dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288),
+    ),
+}
 
 
 @dataclass
@@ -40,7 +52,9 @@ class Record:
     folder: Path
     track: dict  # of TRACKS
     runs: list[dict]  # what read_run returns, by name
-    changed: list[str]  # source files that are not this repository's
+    commit: str  # of source.patch
+    sources: dict[str, str | None]  # name -> SHA-256 of the source, rebuilt from it; None for what it has not
+    changed: list[str]  # names of sources that are not this repository's
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -48,57 +62,22 @@ class Record:
 
 
 def read_run(folder: Path) -> dict:
-    """A run's folder as it stands: log, source, flags, rows, summary. Raises UserError for what is missing."""
+    """A run's folder as it stands: log, flags, rows, summary, hashes of sources. Raises UserError if one is missing."""
     try:
         log = (folder / "log.txt").read_text(encoding="utf-8")
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        before, *starts = log.split(f"{SECTION} run\n")
+        _, *starts = log.split(f"{SECTION} run\n")
         flags, lines = starts[0].split("\n", 1)
         run = dict(name=folder.name, starts=len(starts), flags=json.loads(flags), lines=lines)
-        run |= read_sources(folder, before, lines)
+        hashes = next((line for line in lines.splitlines() if line.startswith("sources: ")), "")
+        run["sources"] = dict(re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", hashes))
         if not all(math.isfinite(summary[key]) for key in ("val_loss", "train_time_s", "wall_time_s")):
             raise ValueError("a figure of summary.json is not finite")
         return run | dict(rows=rows, evaluations=[row for row in rows if "val_loss" in row], summary=summary)
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{folder} is not a finished run with its source ({reason})") from None
-
-
-def read_sources(folder: Path, before: str, lines: str) -> dict:
-    """A run's `sources` (name -> text), where they are (`sources_in`), and those whose hash log.txt does not hold.
-
-    They are files in source/, the run's own or one beside the runs, with hashes in a line of each log.txt; or, in
-    records without that folder, train_gpt.py and model.py as text in log.txt `before` the run. Raises OSError or
-    ValueError.
-    """
-    if f"{SECTION} train_gpt.py\n" in before:
-        names = ("train_gpt.py", "model.py")
-        texts = {name: before.split(f"{SECTION} {name}\n")[1].split(SECTION)[0].strip() for name in names}
-        return dict(sources=texts, sources_in="log.txt", altered=[])
-    sources, altered = {}, []
-    place = next(filter(Path.is_dir, (folder / "source", folder.parent / "source")), folder / "source")
-    line = next((line for line in lines.splitlines() if line.startswith("sources: ")), "")
-    for name, digest in re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", line):
-        content = (place / name).read_bytes()
-        sources[name] = content.decode("utf-8").strip()
-        if hashlib.sha256(content).hexdigest() != digest:
-            altered.append(name)
-    for name in ("train_gpt.py", "model.py", "ops.py", "data/stream.py", "runtime/logger.py"):  # the run and its clock
-        if name not in sources:
-            raise ValueError(f"log.txt has no hash of {name}")
-    return dict(sources=sources, sources_in="source/", altered=altered)
-
-
-def changed_sources(run: dict) -> list[str]:
-    """The names of the run's sources that are not what this repository has under that name."""
-    names = dict.fromkeys([*run["sources"], *(SOURCE_FILES if run["sources_in"] == "source/" else ())])
-
-    def ours(name: str) -> str | None:
-        path = REPOSITORY / name
-        return path.read_text(encoding="utf-8").strip() if path.is_file() else None
-
-    return [name for name in names if run["sources"].get(name) != ours(name)]
+        raise UserError(f"{folder} is not a finished run ({reason}); its files must be as it left them") from None
 
 
 def parse_command_sh(path: Path) -> dict:
@@ -161,7 +140,9 @@ RECORD_RULES = (has_readme, command_gives_the_flags, seeds_are_complete, runs_ar
 
 
 def source_is_what_ran(record: Record, run: dict):
-    return [f"{run['name']}: source/{name} is not the file whose hash log.txt holds" for name in run["altered"]]
+    sources, logged = record.sources, run["sources"]
+    wrong = [name for name in sources if sources[name] != logged.get(name)]
+    return [f"{run['name']}: log.txt does not hold the hash of {name} as source.patch gives it" for name in wrong]
 
 
 def source_is_the_same(record: Record, run: dict):
@@ -255,10 +236,22 @@ def logged_steps(run: dict) -> list[dict]:
 
 
 RUN_RULES = (
-    source_is_what_ran, source_is_the_same, flags_are_the_same, machine_is_the_same, machine_is_the_tracks,
-    started_from_scratch, ran_to_the_end, keeps_fixed_flags, data_are_the_tracks, validated_on_all, metrics_agree,
-    log_agrees, rows_are_complete, clock_runs_forward, speed_fits_the_clock,
-)  # fmt: skip
+    source_is_what_ran,
+    source_is_the_same,
+    flags_are_the_same,
+    machine_is_the_same,
+    machine_is_the_tracks,
+    started_from_scratch,
+    ran_to_the_end,
+    keeps_fixed_flags,
+    data_are_the_tracks,
+    validated_on_all,
+    metrics_agree,
+    log_agrees,
+    rows_are_complete,
+    clock_runs_forward,
+    speed_fits_the_clock,
+)
 
 
 def rule_violations(record: Record) -> list[str]:
@@ -290,17 +283,42 @@ def t_test(values: list[float], target: float) -> float:
     return area * math.gamma((df + 1) / 2) / (math.gamma(df / 2) * math.sqrt(math.pi))
 
 
-def open_record(path: str) -> tuple[Record, float]:
-    """The record in a folder, and its target. Raises UserError for what is not the folder of a record."""
+def track_of(path: str) -> tuple[Path, dict, float]:
+    """A record's folder, its track (of TRACKS) and its target. Raises UserError for what is not named like a record."""
     folder = Path(path).resolve()
     track, (_, _, target_name) = folder.parent.name, folder.name.partition("_")
     if track not in TRACKS or target_name not in TRACKS[track]["targets"]:
         known = ", ".join(f"records/{t}/DATE_{name}" for t, spec in TRACKS.items() for name in spec["targets"])
         raise UserError(f"{path or 'nothing'} is not a folder of a track; expected one of {known}")
+    return folder, TRACKS[track], TRACKS[track]["targets"][target_name]
+
+
+def open_record(path: str) -> tuple[Record, float]:
+    """The record in a folder, and its target. Raises UserError for what is not the folder of a record."""
+    folder, track, target = track_of(path)
     runs = [read_run(log.parent) for log in sorted(folder.glob("*/log.txt")) if log.parent.name != "baseline"]
     if not runs:
         raise UserError(f"{path} holds no runs; expected folders with log.txt, metrics.jsonl and summary.json")
-    return Record(folder, TRACKS[track], runs, changed_sources(runs[0])), TRACKS[track]["targets"][target_name]
+    names = dict.fromkeys(name for run in runs for name in (*run["sources"], *HASHED))
+    commit, sources = source.read_source(folder, names)
+    logged = runs[0]["sources"]
+    changed = [name for name in logged | SOURCE_FILES if logged.get(name) != source.sha256(source.REPOSITORY / name)]
+    return Record(folder, track, runs, commit, sources, changed), target
+
+
+def pack(path: str, commit: str) -> None:
+    """Put source.patch, the difference to a commit, in place of the runs' source/ folders in a record's folder.
+
+    Raises UserError, also where it does not give every run's source; their folders then stay.
+    """
+    folder, _, _ = track_of(path)
+    copies = source.write_source(folder, commit)
+    record, _ = open_record(path)
+    for run in record.runs:
+        for reason in source_is_what_ran(record, run):
+            raise UserError(f"{reason}; every source/ stays: give runs of one source, as they were left")
+    for copy in copies:
+        shutil.rmtree(copy)
 
 
 def for_a_person(record: Record) -> list[str]:
@@ -311,16 +329,24 @@ def for_a_person(record: Record) -> list[str]:
     if record.changed:
         *others, last = record.changed
         names = f"{', '.join(others)} and {last}" if others else last
-        where = record.runs[0]["sources_in"]
-        notes.append(f"A person must read the source in {where}: it is not this repository's {names}.")
+        where = f"commit {record.commit[:12]} with source.patch"
+        notes.append(f"A person must read the source, {where}: it is not this repository's {names}.")
     return notes
 
 
 COLUMNS = {  # of the row that check_record returns: key -> heading, format
-    "record": ("record", ""), "target": ("target", ""), "mean": ("mean val_loss", ".4f"), "deviation": ("sd", ".4f"),
-    "p": ("p", ".1e"), "runs": ("runs", "d"), "steps": ("steps", ",d"), "train_time_s": ("train_time, s", ".1f"),
-    "wall_time_s": ("wall time, s", ".1f"), "machine": ("machine", ""), "verdict": ("", ""),
-}  # fmt: skip
+    "record": ("record", ""),
+    "target": ("target", ""),
+    "mean": ("mean val_loss", ".4f"),
+    "deviation": ("sd", ".4f"),
+    "p": ("p", ".1e"),
+    "runs": ("runs", "d"),
+    "steps": ("steps", ",d"),
+    "train_time_s": ("train_time, s", ".1f"),
+    "wall_time_s": ("wall time, s", ".1f"),
+    "machine": ("machine", ""),
+    "verdict": ("", ""),
+}
 
 
 def check_record(path: str) -> tuple[dict, list[str]]:
@@ -336,10 +362,16 @@ def check_record(path: str) -> tuple[dict, list[str]]:
     if p >= 0.01:
         reasons.append(f"the mean is not below {target} with p < 0.01 (p = {p:.4f})")
     row = dict(
-        track=record.folder.parent.name, record=record.folder.name, runs=len(record.runs), mean=statistics.mean(losses),
-        p=p, target=target, deviation=statistics.stdev(losses) if len(losses) > 1 else None,
-        steps=summaries[0]["step"], machine=summaries[0]["machine"],
-    )  # fmt: skip
+        track=record.folder.parent.name,
+        record=record.folder.name,
+        runs=len(record.runs),
+        mean=statistics.mean(losses),
+        p=p,
+        target=target,
+        deviation=statistics.stdev(losses) if len(losses) > 1 else None,
+        steps=summaries[0]["step"],
+        machine=summaries[0]["machine"],
+    )
     for key in ("train_time_s", "wall_time_s"):
         seconds = [summary[key] for summary in summaries]
         row |= {key: statistics.median(seconds), f"{key}_min": min(seconds), f"{key}_max": max(seconds)}

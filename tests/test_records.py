@@ -14,12 +14,13 @@ import torch
 
 import bench
 import train_gpt
-from benchmarks.plot import mean_and_band, points, read_nanogpt, thinned
+from benchmarks.plot import mean_and_band, points, read_nanogpt, read_text, thinned
 from conftest import ROOT, TINY, assert_same_run, flags_of, make_data, rows, run_main
 from data import prepare
 from data.shards import UserError
-from records import check
-from runtime.logger import SECTION, read_rows
+from records import check, source
+from runtime.logger import read_rows
+from runtime.start import SOURCE_FILES
 from train_gpt import make_config, train
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
@@ -41,6 +42,30 @@ def shakespeare_like(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory) -> Path:
+    """A repository whose one commit holds the sources as they are, committed here or not."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    folder = tmp_path_factory.mktemp("repository")
+    for name, path in SOURCE_FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
+    run_git(folder, "init", "-q")
+    run_git(folder, "add", "-f", ".")
+    commit_all(folder)
+    return folder
+
+
+def run_git(folder: Path, *arguments: str) -> None:
+    done = source.git("-c", "user.name=test", "-c", "user.email=test@localhost", *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+
+
+def commit_all(folder: Path) -> None:
+    run_git(folder, "-c", "commit.gpgsign=false", "commit", "-q", "-a", "--allow-empty", "-m", "A test")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Trials
 
@@ -58,8 +83,9 @@ def test_trials_go_on_with_the_same_flags_only(shakespeare_like, tmp_path, capsy
     done = tmp_path / "done"
     shutil.copytree(shakespeare_like / NAME, done)
     shutil.rmtree(done / "seed_2")
-    flags = TINY | dict(data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5,
-                        trials=3, resume="auto")  # fmt: skip
+    flags = TINY | dict(
+        data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5, trials=3, resume="auto"
+    )
     code, err = run_main(flags_of(flags | dict(muon_lr=0.01, n_embd=64)), capsys)
     assert code == 2 and "other values of muon_lr, n_embd" in err
     code, err = run_main(flags_of(flags | dict(data=make_data(tmp_path / "other"))), capsys)
@@ -103,28 +129,31 @@ def resumed(record: Path) -> None:
     path.write_text(text + "=" * 40 + " run\n{}\n")
 
 
-def edit_source(run: Path, and_hash: bool = True) -> None:
-    """Other content in a run's source/, with a hash in log.txt that fits."""
-    path = run / "source" / "train_gpt.py"
-    before = hashlib.sha256(path.read_bytes()).hexdigest()
-    edit_log(path, "def train_step", "def train_stop")
-    if and_hash:
-        edit_log(run / "log.txt", before, hashlib.sha256(path.read_bytes()).hexdigest())
+def edit_source(record: Path) -> None:
+    """A line more in front of model.py, by the difference."""
+    first = (ROOT / "model.py").read_text().splitlines()[0]
+    with open(record / "source.patch", "a", newline="") as file:
+        file.write(f"--- a/model.py\n+++ b/model.py\n@@ -1 +1,2 @@\n+# edited\n {first}\n")
 
 
-def edit_all_sources(record: Path) -> None:
+def edit_copy(run: Path, name: str, text: str) -> None:
+    """Put text behind a run's copy of a source, or into a new one, with the hash in log.txt that fits."""
+    path = run / "source" / name
+    before = path.read_bytes() if path.exists() else b""
+    path.write_bytes(before + text.encode())
+    logged = f"{name} sha256 {hashlib.sha256(before).hexdigest()}"
+    hashed = f"{name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    edit_log(run / "log.txt", *((logged, hashed) if before else ("sources: ", f"sources: {hashed}, ")))
+
+
+def remove_hashes(record: Path) -> None:
     for run in record.glob("seed_*"):
-        edit_source(run, and_hash=False)
+        edit_log(run / "log.txt", ", model.py sha256 ", "\nno source ")
 
 
-def sources_into_log(record: Path) -> None:
-    """The runs in the form that has its sources in log.txt."""
-    for run in record.glob("seed_*"):
-        lines = (run / "log.txt").read_text().splitlines(keepends=True)
-        texts = [f"{SECTION} {name}\n{(run / 'source' / name).read_text()}\n" for name in ("train_gpt.py", "model.py")]
-        kept = [line for line in lines if not line.startswith(("source ", "command: "))]
-        (run / "log.txt").write_text("".join(texts + kept))
-        shutil.rmtree(run / "source")
+def edit_hash(run: Path) -> None:
+    logged = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()
+    edit_log(run / "log.txt", f"train_gpt.py sha256 {logged}", f"train_gpt.py sha256 {'0' * 64}")
 
 
 CHEATS = {  # what was done -> what is said of it
@@ -136,9 +165,10 @@ CHEATS = {  # what was done -> what is said of it
     "other data": (lambda r: edit_json(r / "seed_0" / "summary.json", files={"val_000000.bin": "0"}), "other data"),
     "fewer tokens": (lambda r: edit_json(r / "seed_0" / "summary.json", val_tokens=64), "validated on 64"),
     "other flags": (lambda r: edit_log(r / "seed_1" / "log.txt", '"n_layer": 2', '"n_layer": 3'), "other flags"),
-    "other source": (lambda r: edit_source(r / "seed_1"), "another source"),
-    "edited source": (lambda r: edit_source(r / "seed_2", and_hash=False), "seed_2: source/train_gpt.py is not the"),
-    "all sources edited": (edit_all_sources, "seed_0: source/train_gpt.py is not the file whose hash log.txt holds"),
+    "other source": (lambda r: edit_hash(r / "seed_1"), "another source"),
+    "other hash": (lambda r: edit_hash(r / "seed_2"), "seed_2: log.txt does not hold the hash of train_gpt.py"),
+    "hashes removed": (remove_hashes, "seed_1: log.txt does not hold the hash of model.py"),
+    "edited source": (edit_source, "seed_0: log.txt does not hold the hash of model.py as source.patch gives it"),
     "resumed": (resumed, "resumed"),
     "other machine": (lambda r: edit_json(r / "seed_1" / "summary.json", machine="1 x cpu (fast)"), "another machine"),
     "no command": (lambda r: (r / "command.sh").unlink(), "command.sh"),
@@ -149,25 +179,30 @@ CHEATS = {  # what was done -> what is said of it
     "slow clock": (lambda r: edit_rows(r / "seed_0", lambda rows: rows[0].update(train_time_s=1e6)), "clock"),
     "quick clock": (lambda r: edit_rows(r / "seed_0", lambda rows: rows[1].update(tokens_per_s=1e9)), "fit together"),
 }
-CHEATS_IN_LOG = {  # where log.txt holds the sources
-    "resumed": CHEATS["resumed"],
-    "other source": (
-        lambda r: edit_log(r / "seed_1" / "log.txt", "def train_step", "def train_stop"),
-        "another source",
-    ),
-}
 
 
 @pytest.fixture
-def record(shakespeare_like, tmp_path, monkeypatch) -> Path:
-    """A copy of the record, on a track that has its data and a target that it reaches."""
-    shutil.copytree(shakespeare_like / NAME, tmp_path / NAME)
+def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
+    """A copy of the record as the runs left it, beside a repository that holds their sources."""
+    monkeypatch.setattr(source, "REPOSITORY", repository)
+    return Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
+
+
+@pytest.fixture
+def track(shakespeare_like, monkeypatch) -> None:
+    """The track has the record's data and a target that it reaches."""
     meta = json.loads((shakespeare_like / "data" / "meta.json").read_text())
     files = {name: shard["sha256"] for name, shard in meta["files"].items()}
-    tokens = json.loads((tmp_path / NAME / "seed_0" / "summary.json").read_text())["val_tokens"]
-    track = check.TRACKS["laptop"] | dict(files=files, val_tokens=tokens, targets={"shakespeare-1.8857": 5.0})
-    monkeypatch.setitem(check.TRACKS, "laptop", track)
-    return tmp_path / NAME
+    tokens = json.loads((shakespeare_like / NAME / "seed_0" / "summary.json").read_text())["val_tokens"]
+    reached = check.TRACKS["laptop"] | dict(files=files, val_tokens=tokens, targets={"shakespeare-1.8857": 5.0})
+    monkeypatch.setitem(check.TRACKS, "laptop", reached)
+
+
+@pytest.fixture
+def record(unpacked, track) -> Path:
+    """A copy of the record as it is kept."""
+    check.pack(str(unpacked), "HEAD")
+    return unpacked
 
 
 def assert_verdict(record: Path, capsys, said: str = "") -> None:
@@ -189,14 +224,6 @@ def test_records_that_cheat_are_rejected(cheat, record, capsys):
     assert_verdict(record, capsys, CHEATS[cheat][1] if cheat != "none" else "")
 
 
-@pytest.mark.parametrize("cheat", ["none", *CHEATS_IN_LOG])
-def test_records_with_their_sources_in_the_log(cheat, record, capsys):
-    sources_into_log(record)
-    if cheat != "none":
-        CHEATS_IN_LOG[cheat][0](record)
-    assert_verdict(record, capsys, CHEATS_IN_LOG[cheat][1] if cheat != "none" else "")
-
-
 @pytest.mark.parametrize(
     "logged, says", [("auto", ""), ("bf16", ""), ("fp32", ""), ("fp16", "seed_0 was run with: dtype")]
 )
@@ -209,46 +236,104 @@ def test_a_record_may_leave_its_dtype_to_auto(logged, says, record, capsys):
 
 
 def test_records_of_this_repository_keep_the_rules(capsys):
+    if not shutil.which("git") or source.git("rev-parse", "--is-shallow-repository").stdout.strip() != b"false":
+        pytest.skip("needs git and the whole history")
     records = [path for path in ROOT.glob("records/*/*") if path.is_dir() and path.parent.name in check.TRACKS]
     assert records
     for path in records:
         assert bench.main(["record", str(path)]) == 0 and "PASS" in capsys.readouterr().out, path
 
 
-def test_runs_share_the_source_beside_them(shakespeare_like, tmp_path):
-    record = tmp_path / NAME
-    shutil.copytree(shakespeare_like / NAME, record)
-    apart = check.check_record(str(record))
-    (record / "seed_0" / "source").rename(record / "source")
-    for seed in (1, 2):
-        shutil.rmtree(record / f"seed_{seed}" / "source")
-    assert check.check_record(str(record)) == apart
-    (record / "source" / "model.py").write_text("edited")
-    broken = "\n".join(check.check_record(str(record))[0]["broken"])
-    assert all(f"seed_{seed}: source/model.py is not the file" in broken for seed in range(3))
-
-
-def test_records_need_significance_and_source(shakespeare_like, tmp_path, capsys):
-    record = tmp_path / NAME
-    shutil.copytree(shakespeare_like / NAME, record)
-    assert bench.main(["record", str(record)]) == 1
+def test_records_need_significance_and_finished_runs(unpacked, capsys):
+    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 1
     said = capsys.readouterr().out
     assert "not below 1.8857 with p < 0.01" in said and "other data" in said
-    edit_json(record / "seed_1" / "summary.json", val_loss=None)
+    before = (unpacked / "seed_1" / "summary.json").read_bytes()
+    edit_json(unpacked / "seed_1" / "summary.json", val_loss=None)
+    assert bench.main(["record", str(unpacked)]) == 2
+    (unpacked / "seed_1" / "summary.json").write_bytes(before)
+    (unpacked / "seed_1" / "metrics.jsonl").unlink()
+    assert bench.main(["record", str(unpacked)]) == 2 and bench.main(["record", str(unpacked.parent)]) == 2
+    assert "is not a finished run" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources of records: a commit and a difference
+
+
+def test_packed_records_need_no_copies(unpacked, track, repository, capsys):
+    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 0
+    assert "must read the source" not in capsys.readouterr().out
+    commit = source.git("rev-parse", "HEAD").stdout.decode()
+    assert (unpacked / "source.patch").read_text() == f"commit {commit}" and not list(unpacked.glob("*/source"))
+
+
+def test_packed_records_keep_the_difference(unpacked, track, capsys):
+    for run in unpacked.glob("seed_*"):
+        edit_copy(run, "model.py", "# no newline at the end")
+        edit_copy(run, "data/more.py", "more = 1\r\n")
+    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 0
+    assert "with source.patch: it is not this repository's data/more.py and model.py." in capsys.readouterr().out
+    assert_verdict(unpacked, capsys)
+    assert len((unpacked / "source.patch").read_text().splitlines()) < 30
+
+
+def test_pack_keeps_what_it_cannot_pack(unpacked, capsys):
+    edit_copy(unpacked / "seed_1", "model.py", "# edited")
+    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 2
+    assert "seed_1: log.txt does not hold the hash of model.py" in capsys.readouterr().err
+    assert len(list(unpacked.glob("*/source"))) == 3
+    assert bench.main(["record", str(unpacked), "--pack", "HEAD~7"]) == 2
+    assert "has no commit HEAD~7" in capsys.readouterr().err
+    for folder in unpacked.glob("*/source"):
+        shutil.rmtree(folder)
+    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 2
+    assert "has no runs with source/" in capsys.readouterr().err
+    assert bench.main(["record", "--pack", "HEAD"]) == 2
+    assert "nothing is not a folder of a track" in capsys.readouterr().err
+    assert bench.main(["data", "--pack", "HEAD"]) == 2 and "--pack is for" in capsys.readouterr().err
+
+
+def name_commit(record: Path, repository: Path, monkeypatch) -> None:
+    (record / "source.patch").write_text(f"commit {'0' * 40}\n")
+
+
+def edit_context(record: Path, repository: Path, monkeypatch) -> None:
+    edit_source(record)
+    edit_log(record / "source.patch", '\n """', '\n "')
+
+
+def lose_history(record: Path, repository: Path, monkeypatch) -> None:
+    (record.parent / "download").mkdir()
+    monkeypatch.setattr(source, "REPOSITORY", record.parent / "download")
+
+
+def clone_last_commit(record: Path, repository: Path, monkeypatch) -> None:
+    longer, shallow = record.parent / "longer", record.parent / "shallow"
+    shutil.copytree(repository, longer)
+    commit_all(longer)
+    run_git(longer, "clone", "-q", "--depth", "1", longer.as_uri(), str(shallow))
+    monkeypatch.setattr(source, "REPOSITORY", shallow)
+
+
+LOST = {  # what was done -> what is said of it
+    "no patch": (lambda record, *_: (record / "source.patch").unlink(), "source.patch is missing or does not begin"),
+    "no commit": (lambda record, *_: (record / "source.patch").write_text("HEAD\n"), "does not begin with `commit`"),
+    "unknown commit": (name_commit, f"has no commit {'0' * 40}; fetch a branch that has it"),
+    "other context": (edit_context, "source.patch does not apply to commit"),
+    "no history": (lose_history, "has no git history to read commit"),
+    "shallow clone": (clone_last_commit, "run `git fetch --unshallow`"),
+    "no git": (lambda _, __, monkeypatch: monkeypatch.setenv("PATH", ""), "cannot be started"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_sources_that_cannot_be_rebuilt_are_told(lost, record, repository, monkeypatch, capsys):
+    do, said = LOST[lost]
+    do(record, repository, monkeypatch)
     assert bench.main(["record", str(record)]) == 2
-    shutil.copy(shakespeare_like / NAME / "seed_1" / "summary.json", record / "seed_1" / "summary.json")
-    (record / "seed_1" / "source" / "model.py").unlink()
-    assert bench.main(["record", str(record)]) == 2 and bench.main(["record", str(tmp_path)]) == 2
-    assert "is not a finished run with its source" in capsys.readouterr().err
-    shutil.copytree(shakespeare_like / NAME, record, dirs_exist_ok=True)
-    edit_log(record / "seed_1" / "log.txt", ", model.py sha256 ", "\nno source ")
-    assert bench.main(["record", str(record)]) == 2
-    assert "log.txt has no hash of model.py" in capsys.readouterr().err
-    shutil.copytree(shakespeare_like / NAME, record, dirs_exist_ok=True)
-    sources_into_log(record)
-    edit_log(record / "seed_1" / "log.txt", f"{SECTION} model.py", "model.py")
-    assert bench.main(["record", str(record)]) == 2
-    assert "is not a finished run with its source" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -298,7 +383,7 @@ def test_mean_and_band_of_seeds():
 
 
 def test_nanogpt_logs_have_the_trainers_clock():
-    rows = read_nanogpt((ZEN4 / "baseline" / "seed_0.txt").read_text())
+    rows = read_nanogpt(read_text(ZEN4 / "baseline" / "seed_0.txt.gz"))
     val = [row for row in rows if "val_loss" in row]
     assert [(row["step"], row["val_loss"], row["tokens"]) for row in val] == [(0, 4.1649, 0), (2000, 1.8802, 1536000)]
     assert val[1]["train_time_s"] == pytest.approx(81.93, abs=0.005)  # what the log's first line says
@@ -323,9 +408,14 @@ def test_plot_of_runs_and_a_record(tmp_path, capsys):
     assert "empty has no loss over tokens" in capsys.readouterr().out
     texts = [element.text for element in xml.parse(out).iter("{http://www.w3.org/2000/svg}text")]
     expected = {
-        "one $run: 1.0833", "two & more: not evaluated yet", "2026-11-21-zen4_shakespeare-1.4697, 3 seeds: 1.4316",
-        "nanoGPT's recipe, 3 seeds: 1.8961", "target 1.4697", "training tokens", "validation loss (nats per token)",
-    }  # fmt: skip
+        "one $run: 1.0833",
+        "two & more: not evaluated yet",
+        "2026-11-21-zen4_shakespeare-1.4697, 3 seeds: 1.4316",
+        "nanoGPT's recipe, 3 seeds: 1.8961",
+        "target 1.4697",
+        "training tokens",
+        "validation loss (nats per token)",
+    }
     assert expected <= set(texts) and out.stat().st_size < 100_000
     for name in ("b.svg", "c.svg", "d.PNG"):
         assert bench.main(["plot", str(a), "--target", "1.3", "--out", str(tmp_path / name)]) == 0
@@ -336,10 +426,17 @@ def test_plot_of_runs_and_a_record(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "flags, said",
-    [("", "RUN_OR_RECORD"), ("no", "no metrics.jsonl"), ("empty", "wait for"), ("run --x loss", "--x"),
-     ("run --target nan", "not a loss"), ("run --out a.pdf", ".svg or .png"), ("run --out no/a.svg", "written"),
-     ("run --quick", "unrecognized")],
-)  # fmt: skip
+    [
+        ("", "RUN_OR_RECORD"),
+        ("no", "no metrics.jsonl"),
+        ("empty", "wait for"),
+        ("run --x loss", "--x"),
+        ("run --target nan", "not a loss"),
+        ("run --out a.pdf", ".svg or .png"),
+        ("run --out no/a.svg", "written"),
+        ("run --quick", "unrecognized"),
+    ],
+)
 def test_plot_refuses(flags, said, tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
