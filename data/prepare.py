@@ -1,39 +1,39 @@
 """Corpora to token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
 
-data/shards.py describes what a prepared folder holds, data/text.py which files are text. A folder that is complete is
-left as it is; after a run that was stopped, the same command resumes its downloads and makes the shards again.
+data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents, data/text.py which
+files are text. A folder that is complete is left as it is; after a run that was stopped, the same command resumes its
+downloads (data/download.py) and makes the shards again.
 """
 
 import argparse
 import contextlib
-import csv
 import difflib
-import fnmatch
-import glob
 import hashlib
-import http.client
-import io
 import json
 import os
 import platform
 import re
 import shlex
 import sys
-import sysconfig
 import time
-import urllib.request
-import zipfile
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that make one folder are not kept apart
+    fcntl = None
 
 if __name__ == "__main__":  # a script's first import path is its own folder, whose tokenizers.py hides a package's name
     HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE))]
 
+from data import corpus
+from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train_vocabulary, vocabulary_hash
+from data.download import DOWNLOADS, FINEWEB, FINEWEB_SHARDS, Progress, address_of, download, download_fineweb
 from data.shards import (
     DATA_DIR,
     HEADER_BYTES,
@@ -45,442 +45,12 @@ from data.shards import (
     atomic_write,
     list_shards,
     load_meta,
-    read_shard,
     sha256_of_file,
     shard_header,
     sync_folder,
 )
-from data.text import (
-    ACCEPTED,
-    NotText,
-    check_encoding,
-    check_text,
-    marked_encoding,
-    open_unpacked,
-    utf8_part,
-    utf8_size,
-    utf8_stream,
-)
-from data.tokenizers import get_tokenizer
-
-DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256, bytes
-    "shakespeare": (
-        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        1_115_394,
-    ),
-    "wikitext2": (
-        "{hub}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
-        "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-        4_721_645,
-    ),
-    "wikitext103": (
-        "{hub}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
-        "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
-        191_984_949,
-    ),
-}
-FINEWEB = "{hub}/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-FINEWEB_SHARDS = 103
-
-
-# ---- Progress and downloads -----------------------------------------------------------------------------------------
-
-
-class Progress:
-    """Says how far a job of `total` bytes is, twice a second on a terminal and every 10 seconds elsewhere."""
-
-    def __init__(self, doing, total, say):
-        self.doing, self.total, self.say, self.done = doing, total, say, 0
-        self.terminal = say is print and sys.stdout.isatty()
-        self.start = self.shown = time.monotonic()
-
-    def add(self, size, finished=False):
-        """Counts `size` bytes, and prints a line when it is time to."""
-        self.done, now = self.done + size, time.monotonic()
-        if not finished and now - self.shown < (0.5 if self.terminal else 10):
-            return
-        self.shown = now
-        percent = "" if finished or not self.total else f", {min(100, 100 * self.done // self.total)} %"
-        rate = self.done / 1e6 / max(now - self.start, 1e-6)
-        line = f"{self.doing}: {self.done / 1e6:,.1f} MB{percent}, {rate:,.1f} MB/s"
-        if self.terminal:
-            print(f"\r{line}\033[K", end="\n" if finished else "", flush=True)
-        else:
-            self.say(line)
-
-
-def _address(template):
-    """The address with HF_ENDPOINT in it, where it names a hub."""
-    hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    if "@" in hub and "{hub}" in template:  # it would stand in meta.json and in messages
-        raise UserError("HF_ENDPOINT holds a user name or a password, which cannot be used: give an address without")
-    return template.replace("{hub}", hub)
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Keeps what Hugging Face says only on the response that redirects to its storage: the file's SHA-256."""
-
-    etag = None
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        self.etag = headers.get("X-Linked-ETag") or self.etag
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _fetch(url, partial, say):
-    """One attempt to add to `partial` what it lacks. Returns the SHA-256 that the server names, or None."""
-    have = partial.stat().st_size if partial.exists() else 0
-    request = urllib.request.Request(url, headers={"User-Agent": "prepare.py"})
-    if have:
-        request.add_header("Range", f"bytes={have}-")
-    redirects = _Redirects()
-    with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
-        if response.status != 206:
-            have = 0  # a server without Range sends the whole file again
-        elif not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise http.client.HTTPException("the server sent another range than it was asked for")
-        length = response.headers.get("Content-Length")
-        total = have + int(length) if length else None
-        progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total, say)
-        progress.add(have)
-        with open(partial, "ab" if have else "wb") as file:
-            while block := response.read(1 << 18):
-                file.write(block)
-                progress.add(len(block))
-        if total not in (None, progress.done):
-            raise http.client.HTTPException(f"the connection ended after {progress.done} of {total} bytes")
-        progress.add(0, finished=True)
-        etag = (response.headers.get("X-Linked-ETag") or redirects.etag or "").strip('"')
-    return etag if re.fullmatch("[0-9a-f]{64}", etag) else None
-
-
-def download(url, path, sha256=None, size=None, say=print, staging=None):
-    """Downloads `url` to `path` unless it is there, and returns its SHA-256 in hex.
-
-    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs resume from there. With a folder
-    `staging`, the file and its parts stay there. Raises UserError when four attempts fail, or when the size or the hash
-    is not the one given here or named by the server.
-    """
-    path = Path(path)
-    staged = Path(staging, path.name) if staging else path
-    partial = staged.with_name(f".tmp-{path.name}")
-    for wait in () if path.exists() or staged.exists() else (1, 2, 4, None):
-        try:
-            named = _fetch(url, partial, say)
-            sha256 = sha256 or named
-            break
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
-            code = getattr(error, "code", 0)
-            if code == 416:  # what we have is longer than the file: it is something else
-                partial.unlink()
-            hopeless = isinstance(error, ValueError) or (400 <= code < 500 and code not in (408, 416, 429))
-            if hopeless or wait is None:
-                raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to resume, set HF_ENDPOINT to a mirror "
-                    "of huggingface.co (and TIKTOKEN_CACHE_DIR to a copy of the gpt2 vocabulary), or work offline with "
-                    "`python data/prepare.py python` or `python data/prepare.py files PATH --tokenizer bytes`"
-                ) from error
-            say(f"{error}; trying again in {wait} s")
-            time.sleep(wait)
-    arrived = next(found for found in (path, staged, partial) if found.exists())
-    digest, found = sha256_of_file(arrived), arrived.stat().st_size
-    if sha256 not in (None, digest) or size not in (None, found):
-        arrived.unlink()
-        raise UserError(
-            f"{url} gave {found} bytes with SHA-256 {digest} instead of {size or 'any number of'} bytes with "
-            f"{sha256 or 'any'}: they are deleted, run this again or put the right file at {path}"
-        )
-    if arrived == partial:
-        os.replace(partial, staged)
-    return digest
-
-
-# ---- Documents: each source is a generator of (split, binary stream, bytes to read from it) --------------------------
-
-ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
-NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl or a row of .csv, which is parsed in memory
-NOT_UTF8 = "is not UTF-8: correct it, or name the encoding of all files by --encoding"
-
-
-class Document(NamedTuple):
-    """A file to read: one document, or one for each line of a .jsonl or row of a .csv."""
-
-    name: str  # decides the split, and the place in it
-    path: Path
-    encoding: str = "utf-8"
-    searched: bool = False  # found in a folder or by a glob: skipped when it is not text
-
-
-def hash_of(name):
-    """SHA-256 of a document's name, a number below 2^256: the same on every machine and in every run."""
-    return int(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest(), 16)
-
-
-def split_of(name, val_fraction):
-    """The split, "train" or "val", of the document with this name."""
-    return "val" if hash_of(name) < val_fraction * 2**256 else "train"
-
-
-def by_hash(files):
-    """Documents in the order of the hashes of their names, and those of one name in the order of their paths."""
-    return sorted(files, key=lambda file: (hash_of(file.name), file.path.as_posix()))
-
-
-def _files_under(folder, unwanted):
-    """Files in the order of their posix paths, without those that have an unwanted name or lie in such a folder."""
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not unwanted(name)]
-        found += [Path(root, name) for name in names if not unwanted(name)]
-    return sorted((path for path in found if path.is_file()), key=Path.as_posix)
-
-
-def _python_files():
-    """(name, path) of the Python files of the standard library that runs this, without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path for path in _files_under(root, NOT_PYTHON.__contains__) if path.suffix == ".py"]
-    return [(path.relative_to(root).as_posix(), path) for path in paths]
-
-
-def list_skipped(skipped):
-    """One line for files that are not text, given as (name, reason): at most 10 by name."""
-    files = "1 file that is" if len(skipped) == 1 else f"{len(skipped):,} files that are"
-    named = ", ".join(f"{name if name.isprintable() else ascii(name)} ({why})" for name, why in skipped[:10])
-    return f"skipped {files} not text: {named}" + (f" and {len(skipped) - 10:,} more" if len(skipped) > 10 else "")
-
-
-def _given_files(arguments, out, encoding, include, skipped):
-    """A Document for each text file that the arguments mean, once, without hidden ones and those in the folder `out`.
-
-    Adds (name, reason) of what is not text to `skipped`, unless an argument is its own path: that is refused.
-    """
-    found, own, names = {}, set(), []
-    for argument in map(os.fspath, arguments):
-        exists = os.path.exists(argument)
-        matches = [argument] if exists else sorted(glob.glob(argument, recursive=True))
-        if not matches:
-            raise UserError(f"{argument!r} is not a file or folder, and not a glob that matches any: check the path")
-        for match in (Path(os.path.abspath(match)) for match in matches):
-            files = [match]
-            if match.is_dir():
-                files = _files_under(match, lambda name: name.startswith("."))
-                if include:
-                    files = [path for path in files if any(fnmatch.fnmatchcase(path.name, p) for p in include)]
-                    names += [path.name for path in files]
-            elif exists:
-                own.add(match)
-            for path in files:
-                if out.resolve() in path.resolve().parents:
-                    if path in own:
-                        raise UserError(f"{path} lies in the folder {out} that is to be made: choose another --out")
-                else:
-                    found.setdefault(path, path.relative_to(match.parent).as_posix())
-    for pattern in include:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                f"--include {pattern!r} matches no file inside the folders that were given: expected a pattern of "
-                "names such as '*.md'"
-            )
-    documents = []
-    for path, name in found.items():
-        try:
-            documents.append(Document(name, path, check_text(path, encoding), path not in own))
-        except NotText as error:
-            if path in own:
-                raise
-            skipped.append((name, error.why))
-    if not documents:
-        kinds = f" ({list_skipped(skipped)})" if skipped else ""
-        places = " ".join(map(str, arguments))
-        raise UserError(f"there are no text files in {places}{kinds}: give {ACCEPTED} files")
-    return documents
-
-
-def _read_files(files, val_fraction, keys, progress, skipped):
-    """Each file a document, or each line of a .jsonl and each row of a .csv."""
-    left = len(files)
-    for document in files:
-        name, path, encoding, searched = document
-        size = path.stat().st_size
-        try:
-            length = utf8_size(path, encoding)  # reads all of it where it is not UTF-8: it must decode to the end
-        except NotText as error:
-            left -= 1
-            if not searched or not left:
-                raise
-            skipped.append((name, error.why))
-            progress.add(size)
-            continue
-        if _row_reader(path):
-            yield from _read_rows(document, val_fraction, keys, progress)
-            continue
-        progress.add(size - length)  # the text itself is counted when it is encoded
-        with open(path, "rb") as file:
-            yield split_of(name, val_fraction), utf8_stream(file, path, encoding), length
-
-
-def _is_csv(path):
-    return path.suffix.lower() == ".csv" or path.name.endswith(".csv.gz")
-
-
-def _row_reader(path):
-    """The function that reads the rows of a .jsonl or .csv; None for a file that is one text."""
-    if path.name.endswith((".jsonl", ".jsonl.gz")):
-        return _jsonl_texts
-    return _csv_texts if _is_csv(path) else None
-
-
-def _read_rows(document, val_fraction, keys, progress):
-    """Each row's text a document, whose name is `<name>:<number>`."""
-    name, path, encoding, _ = document
-    position = 0
-    with open_unpacked(path) as (file, unpacked):
-        for number, text in _row_reader(path)(utf8_stream(unpacked, path, encoding), path, keys):
-            raw = text.encode("utf-8", errors="replace")
-            progress.add(file.tell() - position - len(raw))  # the text itself is counted when it is encoded
-            position = file.tell()
-            yield split_of(f"{name}:{number}", val_fraction), io.BytesIO(raw), len(raw)
-
-
-def _jsonl_texts(stream, path, keys):
-    """(line number, text) of each line that is not blank."""
-    number = 0
-    while line := stream.readline(LONGEST_LINE + 1):
-        number += 1
-        if len(line) > LONGEST_LINE:
-            raise UserError(f"line {number} of {path} has over {LONGEST_LINE >> 20} MB: make it a text file")
-        if line.strip():
-            yield number, _text_of(line, f"line {number} of {path}", keys)
-
-
-def _quoted(value):
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _listed(names):
-    """Names of keys or columns for a message: the first five."""
-    return ", ".join(_quoted(name[:40]) for name in names[:5]) + ", ..." * (len(names) > 5)
-
-
-def _like(keys):
-    return "{" + ", ".join(f"{_quoted(key)}: ..." for key in keys) + "}"
-
-
-def _text_of(line, where, keys):
-    """The strings that a line of JSON holds under `keys`, one below the other. Raises UserError, which says `where`."""
-    try:
-        values = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where} {NOT_UTF8}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not a JSON object: expected one like {_like(keys)}, correct it") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{where} is not a JSON object: expected one like {_like(keys)}, correct it")
-    for key in keys:
-        if key not in values:
-            found = _listed(list(values)) or "none"
-            raise UserError(f"{where} has no key {_quoted(key)}, its keys are {found}: choose one with --text_key")
-        if not isinstance(values[key], str):
-            raise UserError(
-                f"{where} has {_quoted(values[key])[:40]} under {_quoted(key)}, expected a string: correct it, or "
-                "choose another --text_key"
-            )
-    return "\n".join(values[key] for key in keys)
-
-
-def _csv_texts(stream, path, keys):
-    """(number, text) of each row below the header: its fields in the columns `keys`, one below the other."""
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))  # which the whole row must keep here
-    header, number = None, 0
-    first, size = 1, 0  # of the row that is being read: its first line, and its bytes so far
-
-    def lines():
-        nonlocal size
-        while block := stream.readline(LONGEST_LINE + 1):
-            size += len(block)
-            if size > LONGEST_LINE:
-                raise UserError(
-                    f"the row at line {first} of {path} has over {LONGEST_LINE >> 20} MB: close its quotes, or make it "
-                    "a text file"
-                )
-            for line in block.splitlines(keepends=True):  # a lone carriage return ends a line too
-                if b"\0" in line:
-                    raise UserError(f"line {reader.line_num + 1} of {path} has a NUL byte, expected text: correct it")
-                try:
-                    yield line.decode()
-                except UnicodeDecodeError as error:
-                    raise UserError(f"line {reader.line_num + 1} of {path} {NOT_UTF8}") from error
-
-    reader = csv.reader(lines(), strict=True)
-    try:
-        for row in reader:
-            if row and header is None:
-                header, columns = row, _columns_of(row, f"the header at line {first} of {path}", keys)
-            elif row:  # not a blank line
-                if len(row) != len(header):
-                    raise UserError(
-                        f"the row at line {first} of {path} has {len(row)} field{'s' * (len(row) > 1)}, expected "
-                        f"{len(header)} as in the header: correct it (a field with a comma or line break needs quotes)"
-                    )
-                number += 1
-                yield number, "\n".join([row[column] for column in columns])
-            first, size = reader.line_num + 1, 0
-    except csv.Error as error:
-        raise UserError(
-            f"the row at line {first} of {path} has broken quotes ({error}): expected each field with quotes as "
-            '"say ""yes""", correct it'
-        ) from error
-    if header is None:
-        raise UserError(f"{path} is empty, expected a first row that names the columns: correct or remove it")
-
-
-def _columns_of(header, where, keys):
-    """The indices of the columns that `keys` name. Raises UserError, which says `where` the header is."""
-    for key in keys:
-        if key not in header:
-            raise UserError(
-                f"{where} has no column {_quoted(key)}, its columns are {_listed(header)}: choose one with --text_key, "
-                "or put a first row that names them, with commas between"
-            )
-        if header.count(key) > 1:
-            raise UserError(f"{where} has {header.count(key)} columns {_quoted(key)}, expected one: rename the others")
-    return [header.index(key) for key in keys]
-
-
-def _read_by_position(document, val_fraction, progress):
-    """One text as two documents, its first part for training and its last for validation."""
-    _, path, encoding, _ = document
-    size = utf8_size(path, encoding)
-    progress.add(path.stat().st_size - size)
-    cut = int(size * (1 - val_fraction))
-    after = utf8_part(path, encoding, cut, 3)
-    cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a UTF-8 character
-    with open(path, "rb") as file:
-        stream = utf8_stream(file, path, encoding)
-        yield "train", stream, cut
-        yield "val", stream, size - cut
-
-
-def _read_wikitext(archive):
-    """The archive's own splits, a document for each article."""
-    with zipfile.ZipFile(archive) as members:
-        for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
-            names = [name for name in members.namelist() if name.endswith(member)]
-            if len(names) != 1:
-                raise UserError(f"{archive} has {len(names)} files {member} instead of one: delete it, run this again")
-            with members.open(names[0]) as lines:
-                article, after_blank = bytearray(), True
-                for line in lines:
-                    heading = line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")
-                    if heading and after_blank and article.strip():
-                        yield split, io.BytesIO(article), len(article)
-                        article = bytearray()
-                    article += line
-                    after_blank = not line.strip()
-                yield split, io.BytesIO(article), len(article)
-
+from data.text import ACCEPTED, check_encoding, marked_encoding, open_utf8
+from data.tokenizers import BPETokenizer, get_tokenizer
 
 # ---- Documents to shards --------------------------------------------------------------------------------------------
 
@@ -509,28 +79,30 @@ def pieces_of(stream, size):
 
 
 def _batches(documents):
-    """Lists of (split, whether a document starts, bytes), each of about BATCH bytes."""
-    batch, size = [], 0
+    """(split, its next pieces), of about BATCH bytes; a piece is (whether a document starts, bytes)."""
+    batches = {"train": [], "val": []}
+    sizes = Counter()
     for split, stream, length in documents:
         for number, piece in enumerate(pieces_of(stream, length)):
-            batch.append((split, number == 0, piece))
-            size += len(piece)
-            if size >= BATCH:
-                yield batch
-                batch, size = [], 0
-    yield batch
+            batches[split].append((number == 0, piece))
+            sizes[split] += len(piece)
+            if sizes[split] >= BATCH:
+                yield split, batches[split]
+                batches[split] = []
+                sizes[split] = 0
+    yield from batches.items()
 
 
-def _encode(tokenizer, batch):
-    """Returns {split: (1-D uint16 tokens, bytes of text, documents begun)}."""
+def _encode(tokenizer, pieces):
+    """Returns 1-D uint16 tokens, and how many tokens, bytes of text and documents they are, as in meta.json."""
     end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
-    parts = {"train": [end_of_text[:0]], "val": [end_of_text[:0]]}
-    counts = {"train": [0, 0], "val": [0, 0]}
-    for split, starts, piece in batch:
-        parts[split] += [end_of_text] * starts + [tokenizer.encode_raw(piece)]
-        counts[split][0] += tokenizer.text_bytes(piece)
-        counts[split][1] += starts
-    return {split: (np.concatenate(parts[split], dtype=np.uint16), *counts[split]) for split in parts}
+    parts, counts = [end_of_text[:0]], {"tokens": 0, "bytes": 0, "documents": 0}
+    for starts, piece in pieces:
+        parts += [end_of_text] * starts + [tokenizer.encode_raw(piece)]
+        counts["bytes"] += tokenizer.text_bytes(piece)
+        counts["documents"] += starts
+    tokens = np.concatenate(parts, dtype=np.uint16)
+    return tokens, counts | {"tokens": tokens.size}
 
 
 def encode_file(path, tokenizer):
@@ -540,162 +112,148 @@ def encode_file(path, tokenizer):
     """
     with open(path, "rb") as file:
         encoding = marked_encoding(file.read(4))
-        file.seek(0)
-        pieces = pieces_of(utf8_stream(file, path, encoding), utf8_size(path, encoding))
-        tokens, size, _ = _encode(tokenizer, [("val", False, piece) for piece in pieces])["val"]
-    return tokens, size
+    with open_utf8(path, encoding) as (_, text):
+        pieces = pieces_of(text, os.fstat(text.fileno()).st_size)
+        tokens, counts = _encode(tokenizer, [(False, piece) for piece in pieces])
+    return tokens, counts["bytes"]
 
 
-class ShardWriter:
-    """Writes a split into a folder as it comes, in shards of at most `shard_tokens`."""
-
-    def __init__(self, folder, split, shard_tokens, pool):
-        self.folder, self.split, self.shard_tokens, self.pool = folder, split, shard_tokens, pool
-        self.file = None
-        self.shards = {}  # name -> tokens, future of its SHA-256
-
-    def add(self, tokens):
-        """Appends a 1-D uint16 array."""
-        while tokens.size:
-            if self.file is None:
-                self.name, self.count = f"{self.split}_{len(self.shards):06d}.bin", 0
-                self.file = open(self.folder / self.name, "wb+")
-                self.file.write(bytes(HEADER_BYTES))
-            part, tokens = np.split(tokens, [self.shard_tokens - self.count])
-            self.file.write(part.data)
-            self.count += part.size
-            if self.count == self.shard_tokens:
-                self.finish()
-
-    def finish(self):
-        """Completes the shard that is open, if one is; another thread flushes and hashes it."""
-        if self.file:
-            self.file.seek(0)
-            self.file.write(shard_header(np.uint16, self.count))
-            self.shards[self.name] = self.count, self.pool.submit(_seal, self.file)
-            self.file = None
-
-    def close(self):
-        """Gives up the shard that is open, if one is."""
-        if self.file:
-            with contextlib.suppress(OSError):  # of a full disk, told already
-                self.file.close()
+def _append(tokens, position, folder, split, shard_tokens):
+    """Appends a 1-D uint16 array to a split that has `position` tokens so far. Yields paths of shards that are full."""
+    while tokens.size:
+        number, filled = divmod(position, shard_tokens)
+        part, tokens = np.split(tokens, [shard_tokens - filled])
+        path = folder / f"{split}_{number:06d}.bin"
+        with open(path, "ab") as file:
+            file.write(b"" if filled else bytes(HEADER_BYTES))
+            file.write(part.data)
+        position += part.size
+        if filled + part.size == shard_tokens:
+            yield path
 
 
-def _seal(file):
-    """Flushes a written file to the disk and closes it. Returns its SHA-256."""
-    with file:
+def _complete(path):
+    """Writes the header of a shard and flushes it to the disk. Returns its entry in "files" of meta.json."""
+    count = (path.stat().st_size - HEADER_BYTES) // 2
+    with open(path, "rb+") as file:
+        file.write(shard_header(np.uint16, count))
         file.flush()
         os.fsync(file.fileno())
-    return sha256_of_file(file.name)
+    return {"tokens": count, "sha256": sha256_of_file(path)}
 
 
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
-    """Encodes on all cores, writes in order. Returns "splits" and "files" of meta.json."""
-    splits = {split: {"tokens": 0, "bytes": 0, "documents": 0} for split in ("train", "val")}
+    """Encodes and completes shards on all cores, writes in order. Returns "splits" and "files" of meta.json."""
+    splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
+    files = {}
+    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy do their work outside Python's lock
+    waiting = deque()
 
-    def write(encoded):
-        for split, (tokens, size, documents) in encoded.items():
-            writers[split].add(tokens)
-            splits[split]["tokens"] += tokens.size
-            splits[split]["bytes"] += size
-            splits[split]["documents"] += documents
-            progress.add(size)
+    def write_next():
+        split, encoded = waiting.popleft()
+        tokens, counts = encoded.result()
+        for path in _append(tokens, splits[split]["tokens"], folder, split, shard_tokens):
+            files[path.name] = pool.submit(_complete, path)
+        splits[split].update(counts)  # adds them
+        progress.add(counts["bytes"])
 
-    threads, waiting = min(os.cpu_count() or 1, 16), deque()  # tiktoken and numpy do their work outside Python's lock
-    with ThreadPoolExecutor(threads) as pool, contextlib.ExitStack() as opened:
-        writers = {split: ShardWriter(folder, split, shard_tokens, pool) for split in splits}
-        for writer in writers.values():
-            opened.callback(writer.close)
-        for batch in _batches(documents):
-            waiting.append(pool.submit(_encode, tokenizer, batch))
+    with ThreadPoolExecutor(threads) as pool:
+        for split, pieces in _batches(documents):
+            waiting.append((split, pool.submit(_encode, tokenizer, pieces)))
             if len(waiting) > 2 * threads:
-                write(waiting.popleft().result())
+                write_next()
         while waiting:
-            write(waiting.popleft().result())
-        for split, writer in writers.items():
-            if not splits[split]["tokens"]:
-                count = sum(counts["documents"] for counts in splits.values())
-                if not count:
+            write_next()
+        for split, counts in splits.items():
+            if not counts["tokens"]:
+                n_documents = sum(counts["documents"] for counts in splits.values())
+                if not n_documents:
                     raise UserError("there is no text in the files that were given: expected some to learn from")
                 raise UserError(
-                    f"no text fell into the {split} split, by chance with {count} documents: give more of it, "
+                    f"no text fell into the {split} split, by chance with {n_documents} documents: give more of it, "
                     "another --val_fraction, or one text file, which is cut in two"
                 )
-            writer.finish()
+            name = f"{split}_{counts['tokens'] // shard_tokens:06d}.bin"
+            if counts["tokens"] % shard_tokens:
+                files[name] = pool.submit(_complete, folder / name)
     progress.add(0, finished=True)
-    shards = {name: shard for writer in writers.values() for name, shard in writer.shards.items()}
-    files = {name: {"tokens": tokens, "sha256": sealed.result()} for name, (tokens, sealed) in shards.items()}
-    return splits, files
+    return splits, {name: files[name].result() for name in sorted(files)}
 
 
-def _fetch_fineweb(folder, shards, say):
-    """Downloads FineWeb's shards as they are, to STAGING. Returns "splits" and "files" of meta.json for all of them,
-    those that were in `folder` already among them.
-    """
-    say(f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}")
-    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{number:06d}.bin" for number in range(1, shards + 1)]
-    digests, staging = {}, folder / STAGING
-    for name in names:
-        url = _address(FINEWEB) + name
-        digests[name] = download(url, folder / name, say=say, staging=staging)
-        if not (folder / name).exists():
-            try:
-                read_shard(staging / name)
-            except UserError as error:
-                (staging / name).unlink()
-                raise UserError(f"{url} gave no token shard ({error}): it is deleted, run this again") from error
-    splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
-    files = {}
-    for split, counts in splits.items():
-        for path in sorted(list_shards(staging, split) + list_shards(folder, split), key=lambda path: path.name):
-            tokens, sha256 = read_shard(path).size, digests.get(path.name) or sha256_of_file(path)
-            files[path.name] = {"tokens": tokens, "sha256": sha256}
-            counts["tokens"] += tokens
-    return splits, files
+BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
 
 
-# ---- The whole job --------------------------------------------------------------------------------------------------
+def _train(documents, vocab_size, say):
+    """The vocabulary of the training split, or of the first BPE_SAMPLE bytes of it, in the order of the hashes."""
+    progress = Progress("training byte pairs", None, say)
+    sampled = 0
+
+    def texts():
+        nonlocal sampled
+        for split, stream, length in documents:
+            if split != "train":
+                _skip(stream, length)
+                continue
+            for piece in pieces_of(stream, length):
+                sampled += len(piece)
+                progress.add(len(piece))
+                yield piece
+                if sampled >= BPE_SAMPLE:
+                    say(f"byte pairs are trained on the first {sampled / 1e6:,.0f} MB of the training split")
+                    return
+
+    vocabulary = train_vocabulary(texts(), vocab_size)
+    progress.add(0, finished=True)
+    found = BPETokenizer(vocabulary).vocab_size
+    if found < vocab_size:
+        say(f"the text gives {found:,} tokens, fewer than the --vocab_size of {vocab_size:,}")
+    return vocabulary
+
+
+def _skip(stream, length):
+    """Read on past a document, of which some streams hold the next one behind it."""
+    while length > 0:
+        length -= len(stream.read(min(length, PIECE))) or length
+
+
+# ---- The folder -----------------------------------------------------------------------------------------------------
 
 STAGING = ".tmp-new"  # folder inside a data folder: what is made or downloaded stays there until all of it is complete
-MADE = re.compile(r"(train|val)_\d{6}\.bin")  # names of the shards that are made here
+MADE = re.compile(
+    r"(\.tmp-)?((train|val)_\d{6}\.bin|meta\.json|tokenizer\.json)"
+)  # names of what is made here, and not downloaded
 
 
-def _open_locked(folder, say):
-    """Makes a folder and locks it. Returns the file whose closing unlocks it, and the folders made, innermost first."""
+@contextlib.contextmanager
+def _locked(folder, say):
+    """Makes a folder and keeps other processes out of it. After an error it is as it was before, see _clean_up."""
     made = []
     while True:
         made += [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
-            file = opened.enter_context(open(folder / ".lock", "w"))
-            _lock(file, folder, say)
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / ".lock")):
-                opened.pop_all()
-                return file, made
-        # else a process that failed has removed the file or the folder: once more
+        with contextlib.suppress(FileNotFoundError):  # a process that failed has removed the folder: once more
+            lock = open(folder / ".lock", "w")
+            try:
+                if fcntl:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for another process that prepares {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / ".lock")):
+                break
+    with lock:
+        try:
+            yield
+        except BaseException:
+            _clean_up(folder, made)
+            raise
 
 
-def _lock(file, folder, say):
-    """Locks an open file until it is closed, after waiting if need be."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        say(f"waiting for another process that prepares {folder}")
-        fcntl.flock(file, fcntl.LOCK_EX)
-
-
-def _is_done(folder, made_with, shards):
-    """Whether the folder is complete. Raises UserError when it holds something else than this command makes."""
+def _is_done(folder, made_with, shards, files, say):
+    """Whether the folder is complete, and says so. Raises UserError when it holds something else than this makes."""
     if not (folder / "meta.json").exists():
-        if (folder / UNFINISHED).exists():
-            return False
-        shards = list_shards(folder, "train") + list_shards(folder, "val")
-        if any(made_with["source"] != "fineweb10B" or not path.name.startswith("fineweb_") for path in shards):
+        found = [] if (folder / UNFINISHED).exists() else list_shards(folder, "train") + list_shards(folder, "val")
+        if any(made_with["source"] != "fineweb10B" or not path.name.startswith("fineweb_") for path in found):
             raise UserError(f"{folder} has shards of another origin, without a meta.json: choose another --out")
         return False
     meta = load_meta(folder)
@@ -705,128 +263,37 @@ def _is_done(folder, made_with, shards):
         raise UserError(f"{folder} was made from something else ({other} differs): choose another --out or delete it")
     sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-    return whole and sum("train" in name for name in meta["files"]) >= shards
-
-
-def _order(folder, files):
-    """What meta.json tells of the order of several files: nothing where a folder has them in that of their paths."""
-    by_path = (folder / "meta.json").exists() and not load_meta(folder).get("order")
-    return {} if by_path or len(files) < 2 else {"order": ORDER}
-
-
-def _already_there(folder, files):
-    """The line about a folder that is complete, with what is wrong with the order of an old one."""
-    by_path = len(files) > 1 and not _order(folder, files)
-    return f"already there: {folder}" + by_path * (
+    if not whole or sum("train" in name for name in meta["files"]) < shards:
+        return False
+    note = (
         ", but it was made with its documents in the order of their paths, so that a part of the validation split is "
         "no fair sample; remove it to make it again"
     )
+    say(f"already there: {folder}{note * _keeps_order_of_paths(folder, files)}")
+    return True
 
 
-DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
-FILES_DEFAULTS = {"encoding": "utf-8", "text_key": "text", "include": []}  # of the source "files" alone
+def _keeps_order_of_paths(folder, files):
+    """Whether a folder of several files is an older one, which has them in the order of their paths."""
+    return len(files) > 1 and (folder / "meta.json").exists() and not load_meta(folder).get("order")
 
 
-def _changed(options):
-    """The options for the source "files" that are not at their default."""
-    return {name: options[name] for name, default in FILES_DEFAULTS.items() if options[name] != default}
+def _remove_made(folder):
+    """Removes what was made in a folder, and not downloaded to it."""
+    for path in folder.iterdir():
+        if MADE.fullmatch(path.name):
+            path.unlink()
 
 
-def check_arguments(source, paths, tokenizer, options):
-    """Raises UserError for what prepare() cannot work with. `tokenizer` is a name here, never None; `options` has all
-    of DEFAULTS and FILES_DEFAULTS.
-    """
-    val_fraction, shard_tokens, shards = (options[name] for name in DEFAULTS)
-    if tokenizer not in TOKENIZER_SIZES:
-        raise UserError(f"unknown tokenizer {tokenizer!r}: it must be gpt2 or bytes")
-    if source == "fineweb10B" and tokenizer != "gpt2":
-        raise UserError("fineweb10B comes tokenized with gpt2 and is not available in bytes: remove --tokenizer")
-    if source == "files" and not paths:
-        several = [f"--{name}" for name in ("text_key", "include") if name in _changed(options)]  # took the path too
-        place = f" before {' and '.join(several)}" if several else ""
-        raise UserError(f"files needs at least one PATH{place}: give {ACCEPTED} files, folders or globs")
-    if source != "files" and paths:
-        raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
-    if source != "files" and _changed(options):
-        raise UserError(f"--{next(iter(_changed(options)))} is for the source files, not for {source}: remove it")
-    if not 0 < val_fraction < 1:
-        raise UserError(f"--val_fraction is {val_fraction} and must lie between 0 and 1: 0.1 is usual")
-    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
-        raise UserError(f"--shard_tokens is {shard_tokens} and must be 1 to {MAX_SHARD_TOKENS}: 100000000 is usual")
-    if shards is not None and (source != "fineweb10B" or not 1 <= shards <= FINEWEB_SHARDS):
-        raise UserError(f"--shards is {shards} for {source}: it is for fineweb10B, and must be 1 to {FINEWEB_SHARDS}")
-
-
-def _inputs(source, paths, folder, options, skipped):
-    """(origin as meta.json tells it, Documents to read). A download may not be there yet."""
-    if source == "fineweb10B":
-        return _address(FINEWEB), []
-    if source in DOWNLOADS:
-        url = DOWNLOADS[source][0]
-        return _address(url), [Document(source, folder / url.rpartition("/")[2])]
-    if source == "python":
-        return f"standard library of Python {platform.python_version()}", [Document(*file) for file in _python_files()]
-    files = _given_files(paths, folder, options["encoding"], options["include"], skipped)
-    return f"files {' '.join(map(os.fspath, paths))}", files
-
-
-def _made_with(source, tokenizer, files, options):
-    """What a folder must have been made with for it to count as this command's."""
-    made_with = {"source": source, "tokenizer": tokenizer}
-    if source != "fineweb10B":
-        made_with |= {"val_fraction": options["val_fraction"], "shard_tokens": options["shard_tokens"]}
-    if source == "files":  # not for "python": an update of Python must not ask for the data to be deleted
-        facts = [(file.name, file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files]
-        marked = [(file.encoding,) if file.encoding != options["encoding"] else () for file in files]
-        marked = [mark + ("csv",) * _is_csv(file.path) for file, mark in zip(files, marked)]  # once one text
-        facts = [fact + mark for fact, mark in zip(facts, marked)]
-        made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    return made_with | _changed(options)
-
-
-def _command(source, paths, options):
-    """The command line with these options, but without those at their default: None where DEFAULTS has no other."""
-    flags = []
-    for name, value in options.items():
-        if value != (DEFAULTS | FILES_DEFAULTS).get(name):
-            flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
-    return shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
-
-
-def _make_shards(source, origin, files, encoder, folder, options, skipped, say):
-    """Files to shards in STAGING, after a download if the source has one. Returns "splits" and "files" of meta.json."""
-    if source == "fineweb10B":
-        return _fetch_fineweb(folder, options["shards"] or FINEWEB_SHARDS, say)
-    if source in DOWNLOADS:
-        _, sha256, size = DOWNLOADS[source]
-        download(origin, files[0].path, sha256, size, say)
-    packed = source.startswith("wikitext")  # how much text a zip holds is not known
-    total = None if packed else sum(file.path.stat().st_size for file in files)
-    progress = Progress(f"preparing {source}", total, say)
-    if packed:
-        documents = _read_wikitext(files[0].path)
-    elif len(files) == 1 and not _row_reader(files[0].path):
-        documents = _read_by_position(files[0], options["val_fraction"], progress)
-    else:
-        keys = [options["text_key"]] if isinstance(options["text_key"], str) else options["text_key"]
-        documents = _read_files(files, options["val_fraction"], keys, progress, skipped)
-    return _write_documents(documents, encoder, folder / STAGING, options["shard_tokens"], progress)
-
-
-def _begin(folder, source, command):
-    """Removes what a killed run has left, but keeps downloads; marks a folder that has no shards as unfinished."""
+def _begin(folder, command):
+    """Removes what a killed run has made, but keeps downloads; marks a folder that has no shards as unfinished."""
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
-    for path in [*staging.iterdir(), *folder.glob(".tmp-*")]:
-        if MADE.fullmatch(path.name.removeprefix(".tmp-")):
-            path.unlink()
     complete = (folder / "meta.json").exists()
     if not complete and (folder / UNFINISHED).exists():
         for path in {*list_shards(folder, "train"), *list_shards(folder, "val")}:
-            if MADE.fullmatch(path.name):
-                path.unlink()
-            elif source != "fineweb10B":
-                os.replace(path, staging / path.name)
+            os.replace(path, staging / path.name)
+    _remove_made(staging)
     if not complete and not list_shards(folder, "train"):
         (folder / UNFINISHED).write_text(command, encoding="utf-8", errors="surrogateescape")
 
@@ -838,13 +305,10 @@ def _publish(folder, meta):
         file.write(json.dumps(meta, indent=1).encode())
     (folder / UNFINISHED).write_text(meta["command"], encoding="utf-8", errors="surrogateescape")
     (folder / "meta.json").unlink(missing_ok=True)
-    for path in list(folder.iterdir()):
-        if MADE.fullmatch(path.name) and path.name not in meta["files"]:
-            path.unlink()
-    for name in meta["files"]:
+    _remove_made(folder)
+    for name in [*meta["files"], VOCABULARY_FILE, "meta.json"]:
         if (staging / name).exists():
             os.replace(staging / name, folder / name)
-    os.replace(staging / "meta.json", folder / "meta.json")
     sync_folder(folder)
     (folder / UNFINISHED).unlink()
     with contextlib.suppress(OSError):  # downloads of another source may be left
@@ -852,21 +316,15 @@ def _publish(folder, meta):
 
 
 def _clean_up(folder, made):
-    """After an error: removes what was being made, and the folders `made` if nothing else is in them.
-
-    What stays: downloads, for the next run to resume, and data that were complete before.
+    """After an error: the folder is what it was before, but for downloads, which the next run resumes; the folders
+    `made` are removed if nothing is in them.
     """
-    staging = folder / STAGING
     with contextlib.suppress(OSError):
-        for path in [*staging.iterdir(), *folder.glob(".tmp-*")]:
-            empty = path.is_file() and not path.stat().st_size
-            if empty or MADE.fullmatch(path.name) or path.name.endswith("meta.json"):
-                path.unlink()
-        staging.rmdir()
+        _remove_made(folder / STAGING)
+        (folder / STAGING).rmdir()  # unless it holds downloads
     with contextlib.suppress(OSError):
         complete = (folder / "meta.json").exists()
-        downloads = [path for path in folder.glob(".tmp-*") if path.name != UNFINISHED]
-        if complete or not (downloads or list_shards(folder, "train") or list_shards(folder, "val")):
+        if complete or {*folder.glob(".tmp-*"), *folder.glob("*.bin")} == {folder / UNFINISHED}:
             (folder / UNFINISHED).unlink(missing_ok=True)
         if not complete:
             (folder / ".lock").unlink()
@@ -875,67 +333,189 @@ def _clean_up(folder, made):
             path.rmdir()
 
 
-def prepare(source, paths=(), tokenizer=None, out=None, val_fraction=0.1, shard_tokens=10**8, shards=None,
-            encoding="utf-8", text_key="text", include=(), say=print):  # fmt: skip
-    """Makes a folder of token shards and returns its Path. One that is complete already is left as it is.
+# ---- The whole job --------------------------------------------------------------------------------------------------
 
-    source: a key of SOURCES. paths: files, folders and globs, for "files". tokenizer: "gpt2" or "bytes" (None: the
-    source's own). out: the folder (None: beside this file). val_fraction: of documents, or of a single text's bytes.
-    shard_tokens: the most that one shard holds. shards: how many training shards of fineweb10B (None: all). encoding:
-    of all files given ("utf-8": or what a byte order mark says). text_key: the key of the text in lines of .jsonl, and
-    its column in .csv; or a list of them, whose texts are joined by newlines. include: patterns of names, of which a
-    file inside a folder must match one. say: gets each line of output. Raises UserError. Several processes may run it
-    at once: one works, the others wait. After an error the folder is what it was before, and downloads in it resume.
-    """
+TOKENIZERS = ("gpt2", "bytes", "bpe")
+DEFAULT_SIZE = 4096  # of a vocabulary of one's own
+DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
+DEFAULTS_OF_FILES = {"encoding": "utf-8", "text_key": "text", "include": []}  # of the source "files" alone
+
+
+def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given):
+    """Raises UserError for what prepare() cannot work with. given: the options not at their default."""
     if source not in SOURCES:
         closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
         raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
-    tokenizer = tokenizer or SOURCES[source]
-    include = sorted({include} if isinstance(include, str) else set(include))
-    if not isinstance(text_key, str):  # one stands in meta.json as itself
-        text_key = list(text_key) or FILES_DEFAULTS["text_key"]
-        text_key = text_key[0] if len(text_key) == 1 else text_key
-    options = dict(val_fraction=val_fraction, shard_tokens=shard_tokens, shards=shards)
-    options |= dict(encoding=check_encoding(encoding), text_key=text_key, include=include)
-    check_arguments(source, paths, tokenizer, options)
-    default = DATA_DIR / (source if tokenizer == SOURCES[source] else f"{source}_{tokenizer}")
-    folder = Path(out) if out else default
+    if tokenizer not in TOKENIZERS and not Path(tokenizer).exists():
+        raise UserError(
+            f"unknown tokenizer {tokenizer!r}: it must be gpt2, bytes, bpe, or a data folder or run whose "
+            "vocabulary to take"
+        )
+    if source == "fineweb10B" and tokenizer != "gpt2":
+        raise UserError("fineweb10B comes tokenized with gpt2 and not otherwise: remove --tokenizer")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise UserError(f"--vocab_size is for --tokenizer bpe, not for {tokenizer}: remove it")
+    if vocab_size is not None and not MIN_SIZE <= vocab_size <= MAX_SIZE:
+        raise UserError(f"--vocab_size is {vocab_size} and must be {MIN_SIZE} to {MAX_SIZE}: {DEFAULT_SIZE} is usual")
+    if source == "files" and not paths:
+        several = [f"--{name}" for name in ("text_key", "include") if name in given]  # took the path too
+        place = f" before {' and '.join(several)}" if several else ""
+        raise UserError(f"files needs at least one PATH{place}: give {ACCEPTED} files, folders or globs")
+    if source != "files" and paths:
+        raise UserError(f"{source} takes no PATH but got {paths[0]}: for your own text use the source files")
+    for name in DEFAULTS_OF_FILES:
+        if source != "files" and name in given:
+            raise UserError(f"--{name} is for the source files, not for {source}: remove it")
+    if not 0 < val_fraction < 1:
+        raise UserError(f"--val_fraction is {val_fraction} and must lie between 0 and 1: 0.1 is usual")
+    if not 1 <= shard_tokens <= MAX_SHARD_TOKENS:
+        raise UserError(f"--shard_tokens is {shard_tokens} and must be 1 to {MAX_SHARD_TOKENS}: 100000000 is usual")
+    if shards is not None and (source != "fineweb10B" or not 1 <= shards <= FINEWEB_SHARDS):
+        raise UserError(f"--shards is {shards} for {source}: it is for fineweb10B, and must be 1 to {FINEWEB_SHARDS}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file where a folder was expected: choose another --out")
 
-    named = dict(tokenizer={SOURCES[source]: None}.get(tokenizer, tokenizer), out=None if folder == default else folder)
-    command, skipped = _command(source, paths, named | options), []
-    fineweb = source == "fineweb10B"
-    expected_shards = (shards or FINEWEB_SHARDS) if fineweb else 0
-    origin, inputs = _inputs(source, paths, folder, options, skipped)
-    made_with = _made_with(source, tokenizer, inputs, options)
 
-    if _is_done(folder, made_with, expected_shards):  # asked before locking too: a complete folder may be read-only
-        say(_already_there(folder, inputs))
+def _inputs(source, paths, folder, encoding, include, skipped):
+    """(origin as meta.json tells it, TextFiles to read). A download may not be there yet."""
+    if source == "fineweb10B":
+        return address_of(FINEWEB), []
+    if source in DOWNLOADS:
+        url = DOWNLOADS[source][0]
+        return address_of(url), [corpus.TextFile(source, folder / url.rpartition("/")[2])]
+    if source == "python":
+        return f"standard library of Python {platform.python_version()}", corpus.python_files()
+    files = corpus.given_files(paths, folder, encoding, include, skipped)
+    return f"files {' '.join(map(os.fspath, paths))}", files
+
+
+def _made_with(source, tokenizer, val_fraction, shard_tokens, files, encoding, given):
+    """What a folder must have been made with for it to count as this command's, as meta.json holds it."""
+    made_with = {"source": source, "tokenizer": tokenizer}
+    if source != "fineweb10B":
+        made_with |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
+    if source == "files":  # not for "python": an update of Python must not ask for the data to be deleted
+        facts = []
+        for file in files:
+            stat = file.path.stat()
+            marks = [file.encoding] * (file.encoding != encoding) + ["csv"] * corpus.is_csv(file.path)  # once one text
+            facts.append([file.name, stat.st_size, stat.st_mtime_ns, *marks])
+        made_with["inputs"] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return made_with | {name: given[name] for name in DEFAULTS_OF_FILES if name in given}
+
+
+def _documents(source, origin, files, val_fraction, keys, skipped, say):
+    """A source's documents, after a download if it has one, and the Progress that is to count their bytes."""
+    if source in DOWNLOADS:
+        download(origin, files[0].path, DOWNLOADS[source][1], say)
+    if source.startswith("wikitext"):
+        return corpus.read_wikitext(files[0].path), Progress(f"preparing {source}", None, say)  # of unknown size
+    progress = Progress(f"preparing {source}", sum(file.path.stat().st_size for file in files), say)
+    return corpus.read_files(files, val_fraction, keys, progress, skipped), progress
+
+
+def _command(source, paths, given):
+    """The command line with the options that are given."""
+    flags = []
+    for name, value in given.items():
+        flags += [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
+    return shlex.join(["python", "data/prepare.py", source, *map(str, paths), *flags])
+
+
+def prepare(
+    source,  # a key of SOURCES
+    paths=(),  # files, folders and globs, for "files"
+    tokenizer=None,  # "gpt2", "bytes", "bpe" or a folder or file with a vocabulary (None: the source's own)
+    out=None,  # the folder (None: beside this file)
+    val_fraction=0.1,  # for validation: of documents, or of a single text's bytes
+    shard_tokens=10**8,  # the most that one shard holds
+    shards=None,  # training shards of fineweb10B (None: all)
+    encoding="utf-8",  # of all files given ("utf-8": or what a byte order mark says)
+    text_key="text",  # key of .jsonl and column of .csv with the text; a list: their texts are joined by newlines
+    include=(),  # patterns of names, of which a file inside a folder must match one
+    vocab_size=None,  # of bpe, end-of-text included (None: DEFAULT_SIZE)
+    say=print,  # gets each line of output
+):
+    """Makes a folder of token shards and returns its Path. One that is complete already is left as it is.
+
+    Several processes may run it at once: one works, the others wait. After an error the folder is what it was before,
+    and downloads in it resume. Raises UserError.
+    """
+    began = time.monotonic()
+    own_tokenizer = SOURCES.get(source)
+    tokenizer = tokenizer or own_tokenizer
+    kind = tokenizer if tokenizer in TOKENIZERS else "bpe"
+    default = DATA_DIR / (source if tokenizer == own_tokenizer else f"{source}_{kind}")
+    folder = Path(out or default)
+    encoding = check_encoding(encoding)
+    keys = [text_key] if isinstance(text_key, str) else list(text_key) or ["text"]
+    include = sorted({include} if isinstance(include, str) else set(include))
+    text_key = keys[0] if len(keys) == 1 else keys
+    options = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "out": folder,
+        "val_fraction": val_fraction,
+        "shard_tokens": shard_tokens,
+    }
+    options |= {"shards": shards, "encoding": encoding, "text_key": text_key, "include": include}
+    defaults = DEFAULTS | DEFAULTS_OF_FILES | {"tokenizer": own_tokenizer, "vocab_size": None, "out": default}
+    given = {name: value for name, value in options.items() if value != defaults[name]}
+    check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given)
+    vocabulary = None if tokenizer in TOKENIZERS else read_vocabulary(tokenizer)
+    if tokenizer == "bpe":
+        vocab_size = vocab_size or DEFAULT_SIZE
+    fineweb, skipped = source == "fineweb10B", []
+    shards = (shards or FINEWEB_SHARDS) if fineweb else 0
+    origin, files = _inputs(source, paths, folder, encoding, include, skipped)
+    made_with = _made_with(source, kind, val_fraction, shard_tokens, files, encoding, given)
+    if tokenizer == "bpe":
+        made_with["vocab_size"] = vocab_size
+    if vocabulary:
+        made_with["vocabulary"] = vocabulary_hash(vocabulary)
+    if _is_done(folder, made_with, shards, files, say):  # asked before locking too: the folder may be read-only
         return folder
-    encoder = None if fineweb else get_tokenizer(tokenizer)  # may fail: before anything is changed
-    if text_key != FILES_DEFAULTS["text_key"] and not any(_row_reader(file.path) for file in inputs):
+    encoder = None  # may fail: before anything is changed
+    if vocabulary:
+        encoder = BPETokenizer(vocabulary, tokenizer)
+    elif not fineweb and tokenizer != "bpe":
+        encoder = get_tokenizer(tokenizer)
+    if "text_key" in given and not any(corpus.row_reader(file.path) for file in files):
         say("--text_key has no effect: there is no .jsonl or .csv file among those given")
-    lock, made = _open_locked(folder, say)
-    with lock:
-        if _is_done(folder, made_with, expected_shards):
-            say(_already_there(folder, inputs))
+    with _locked(folder, say):
+        if _is_done(folder, made_with, shards, files, say):
             return folder
-        try:
-            order = _order(folder, inputs)  # a folder that has lost a shard keeps its own
-            _begin(folder, source, command)
-            documents = by_hash(inputs) if order else inputs
-            splits, files = _make_shards(source, origin, documents, encoder, folder, options, skipped, say)
-            vocab_size, eot = TOKENIZER_SIZES[tokenizer]
-            meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": eot, "splits": splits, "source": origin}
-            _publish(folder, meta | order | {"files": files, "made_with": made_with, "command": command})
-        except BaseException:
-            _clean_up(folder, made)
-            raise
+        order = {"order": corpus.ORDER} if len(files) > 1 and not _keeps_order_of_paths(folder, files) else {}
+        command = _command(source, paths, given)
+        _begin(folder, command)
+        if fineweb:
+            splits, made = download_fineweb(folder, folder / STAGING, shards, say)
+        else:
+            files = corpus.by_hash(files) if order else files
+            if tokenizer == "bpe":
+                documents, progress = _documents(source, origin, files, val_fraction, keys, [], say)
+                vocabulary = _train(documents, vocab_size, say)
+                encoder = BPETokenizer(vocabulary)
+            if vocabulary:
+                with atomic_write(folder / STAGING / VOCABULARY_FILE) as file:
+                    file.write(vocabulary.encode())
+            documents, progress = _documents(source, origin, files, val_fraction, keys, skipped, say)
+            splits, made = _write_documents(documents, encoder, folder / STAGING, shard_tokens, progress)
+        n_tokens, eot = (encoder.vocab_size, encoder.eot) if encoder else TOKENIZER_SIZES["gpt2"]
+        meta = {"tokenizer": kind, "vocab_size": n_tokens, "eot": eot, "splits": splits, "source": origin}
+        if vocabulary:
+            meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
+        _publish(folder, meta | order | {"files": made, "made_with": made_with, "command": command})
     train, val = splits["train"]["tokens"], splits["val"]["tokens"]
-    say(f"{folder}: {train:,} tokens for training, {val:,} for validation ({tokenizer}) in {len(files)} shards")
+    say(f"{folder}: {train:,} tokens for training, {val:,} for validation ({kind}) in {len(made)} shards")
+    if vocabulary:
+        per_token = {split: counts["bytes"] / counts["tokens"] for split, counts in splits.items()}
+        say(
+            f"vocabulary of {encoder.vocab_size:,} tokens, {per_token['train']:.2f} bytes per token for training and "
+            f"{per_token['val']:.2f} for validation; {time.monotonic() - began:.1f} s in all"
+        )
     if skipped:
-        say(list_skipped(skipped))
+        say(corpus.list_skipped(skipped))
     if left := sorted(path.name for path in folder.glob(".tmp-*")):
         say(f"{folder} still has {', '.join(left)} from a run that was stopped: delete what you do not need")
     return folder
@@ -946,17 +526,23 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("source", help=", ".join(SOURCES))
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"for files: {ACCEPTED}, folders, globs")
-    parser.add_argument("--tokenizer", help="gpt2 or bytes; the default depends on the source")
+    how = (
+        "gpt2, bytes, bpe (trained on this text), or a data folder or run whose vocabulary to take; default: by source"
+    )
+    parser.add_argument("--tokenizer", metavar="NAME|PATH", help=how)
+    how = f"tokens of --tokenizer bpe, {MIN_SIZE} to {MAX_SIZE} (default: {DEFAULT_SIZE})"
+    parser.add_argument("--vocab_size", type=int, metavar="N", help=how)
     parser.add_argument("--out", metavar="DIR", help="the folder to make; default: data/<source>")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
     parser.add_argument("--shard_tokens", type=int, default=10**8, help="most tokens in a shard (default: 100000000)")
     parser.add_argument("--shards", type=int, help="fineweb10B: training shards to get, 200 MB each (default: 103)")
     how = "files: encoding of all of them (default: utf-8, or what a byte order mark says)"
     parser.add_argument("--encoding", metavar="NAME", default="utf-8", help=how)
+    several = dict(nargs="+", action="extend", default=[])
     how = "files: keys of .jsonl, columns of .csv that hold the text, joined by newlines (default: text)"
-    parser.add_argument("--text_key", metavar="KEY", nargs="+", action="extend", default=[], help=how)
+    parser.add_argument("--text_key", metavar="KEY", help=how, **several)
     how = "files: inside folders, take only names that match one of these, such as '*.md' '*.txt'"
-    parser.add_argument("--include", metavar="PATTERN", nargs="+", action="extend", default=[], help=how)
+    parser.add_argument("--include", metavar="PATTERN", help=how, **several)
 
     def refuse(message):
         raise UserError(f"{message}: see `python data/prepare.py --help`")

@@ -32,10 +32,10 @@ TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> 
 class TrainerError(Exception):
     """The base of every error that is told in one sentence: what was found, what was expected, what to do.
 
-    said: another rank prints it.
+    printed: another rank prints it.
     """
 
-    said = False
+    printed = False
 
 
 class UserError(TrainerError):
@@ -83,11 +83,8 @@ def sync_folder(folder: Path) -> None:
 
 def sha256_of_file(path: str | Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as file:
-        while size := file.readinto(block):
-            digest.update(block[:size])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- Shards ---------------------------------------------------------------------------------------------------------
@@ -182,48 +179,52 @@ def load_meta(folder: str | Path) -> dict:
     """meta.json of a prepared folder; where there is none, GPT-2's tokenizer, marked by "assumed": True.
 
     Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
-    source, files ({shard: {tokens, sha256}}). Raises UserError when they are missing or of another type. "command",
-    which makes the folder again, "order", of documents that come from several files, and "made_with" may be missing.
+    source, files ({shard: {tokens, sha256}}), and for the tokenizer "bpe" vocabulary ({sha256}). Raises UserError when
+    they are missing or of another type. "command", which makes the folder again, "order", of documents that come from
+    several files, and "made_with" may be missing.
     """
     check_folder(Path(folder))
     path = Path(folder) / "meta.json"
     if not path.exists():
         vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-        return {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot,
-                "splits": {}, "source": "unknown", "files": {}, "assumed": True}  # fmt: skip
+        assumed = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "assumed": True}
+        return assumed | {"splits": {}, "source": "unknown", "files": {}}
+    again = "delete the folder and prepare it again"
     try:
         meta = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}): delete the folder and prepare it again") from error
+        raise UserError(f"{path} is not JSON ({error}): {again}") from error
 
-    def check(value, kinds, what):
-        if type(value) not in kinds:
-            raise UserError(f"{path} has no valid {what}: delete the folder and prepare it again")
-        return value
+    def check(name, value, *kinds):
+        if type(value) not in kinds or (type(value) is int and value < 0):
+            raise UserError(f"{path} has no valid {name}: {again}")
 
-    check(meta, [dict], "content")
+    check("content", meta, dict)
     for key, kind in dict(tokenizer=str, vocab_size=int, eot=int, splits=dict, source=str, files=dict).items():
-        check(meta.get(key), [kind], key)
+        check(key, meta.get(key), kind)
     for key in ("command", "order"):
-        check(meta.get(key), [str, type(None)], key)
+        check(key, meta.get(key), str, type(None))
     for split in ("train", "val"):
-        counts = check(meta["splits"].get(split), [dict], f"splits.{split}")
-        check(counts.get("tokens"), [int], f"splits.{split}.tokens")
-        check(counts.get("bytes"), [int, type(None)], f"splits.{split}.bytes")
-        if counts["tokens"] < 0 or (counts.get("bytes") or 0) < 0:
-            raise UserError(f"{path} has negative counts for {split}: delete the folder and prepare it again")
+        counts = meta["splits"].get(split)
+        check(f"splits.{split}", counts, dict)
+        check(f"splits.{split}.tokens", counts.get("tokens"), int)
+        check(f"splits.{split}.bytes", counts.get("bytes"), int, type(None))
+    for name, shard in meta["files"].items():
+        check(f"files.{name}", shard, dict)
+        check(f"files.{name}.tokens", shard.get("tokens"), int)
+        check(f"files.{name}.sha256", shard.get("sha256"), str, type(None))
+        if Path(name).name != name or name == "..":
+            raise UserError(f"{path} names a file {name!r} outside its folder: {again}")
     vocab_size, eot = meta["vocab_size"], meta["eot"]
+    if meta["tokenizer"] == "bpe":
+        check("vocabulary", meta.get("vocabulary"), dict)
+        check("vocabulary.sha256", meta["vocabulary"].get("sha256"), str)
     known = TOKENIZER_SIZES.get(meta["tokenizer"], (min(max(vocab_size, 1), 2**20), eot))
-    if (vocab_size, eot) != known or not 0 <= eot < vocab_size:
+    if (vocab_size, eot) != known or not eot < vocab_size:
         raise UserError(
             f"{path} gives tokenizer {meta['tokenizer']!r} {vocab_size} tokens and end-of-text {eot}, which cannot be: "
-            "delete the folder and prepare it again"
+            f"{again}"
         )
-    for name, shard in meta["files"].items():
-        check(check(shard, [dict], f"files.{name}").get("tokens"), [int], f"files.{name}.tokens")
-        check(shard.get("sha256"), [str, type(None)], f"files.{name}.sha256")
-        if Path(name).name != name or name == "..":
-            raise UserError(f"{path} names a file {name!r} outside its folder: delete the folder and prepare it again")
     return meta
 
 

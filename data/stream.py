@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.bpe import read_vocabulary, vocabulary_hash
 from data.shards import HEADER_BYTES, UserError, find_shards, load_meta, read_shard, recorded_hashes
 
 
@@ -23,7 +24,10 @@ def derive_seed(*names) -> int:
 
 
 class TokenShards:
-    """The shards of one split as one long row of tokens, read and not mapped: a mapped file that shrinks kills."""
+    """The shards of one split as one long row of tokens, read and not mapped.
+
+    Truncating a memory-mapped file would raise SIGBUS.
+    """
 
     CHECKED = 1 << 28  # first tokens checked on opening: against the vocabulary, and shards wholly in them by hash
     READ_CHUNK = 1 << 22  # tokens read at once where all are read
@@ -166,16 +170,25 @@ def sequence_starts(
 class TokenStream:
     """A prepared folder as batches: training batches by step, evaluation batches in order, position and fingerprint.
 
-    doc_align: sequences start at document boundaries, and what does not fit is dropped. vocab_size: of the model, where
-    it is larger than the tokenizer's. Raises UserError for a folder that is not as meta.json says, holds one shard in
-    both splits, or is too small for one sequence.
+    Raises UserError for a folder that is not as meta.json says, holds one shard in both splits, or is too small for one
+    sequence.
     """
 
-    def __init__(self, folder: str | Path, seq_len: int, batch_tokens: int, seed: int = 0, vocab_size: int = 0,
-                 doc_align: bool = False):  # fmt: skip
+    def __init__(
+        self,
+        folder: str | Path,
+        seq_len: int,
+        batch_tokens: int,
+        seed: int = 0,
+        vocab_size: int = 0,  # of the model, where it is larger than the tokenizer's
+        doc_align: bool = False,  # sequences start at document boundaries, and what does not fit is dropped
+    ):
         self.folder, self.seq_len, self.seed = Path(folder), seq_len, seed
         self.seqs_per_batch = batch_tokens // seq_len
         self.meta = load_meta(self.folder)
+        self.vocabulary = None  # the content of the vocabulary's file, where the tokenizer is one of one's own
+        if self.meta["tokenizer"] == "bpe":
+            self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
         if 0 < vocab_size < self.meta["vocab_size"]:
             raise UserError(
                 f"--vocab_size {vocab_size} is less than the {self.meta['vocab_size']} of the tokenizer of {folder}; "
@@ -184,8 +197,18 @@ class TokenStream:
         vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
         self.train, self.val = (TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val"))
         self.check_shards()
-        self.aligned = self.align_to_documents() if doc_align else None
+        self.aligned = None
+        if doc_align:
+            self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
+            if not len(self.aligned):
+                raise UserError(
+                    f"--doc_align finds no document in {folder} with {seq_len} tokens after its start (token "
+                    f"{self.meta['eot']}); use a smaller --seq_len or remove it"
+                )
         self.per_epoch = sequences_per_epoch(self.train.n_tokens, seq_len, self.aligned)
+        # Races on FineWeb and llm.c's shards compare losses on the first tokens of the validation split.
+        races = self.meta.get("assumed") or (self.meta.get("made_with") or {}).get("source") == "fineweb10B"
+        self.eval_part = "first" if races else "spread"
 
     def check_shards(self) -> None:
         """Raises UserError when the shards are not those of meta.json, are shared by both splits, or too small."""
@@ -214,15 +237,6 @@ class TokenStream:
                     f"--seq_len {self.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
                 )
 
-    def align_to_documents(self) -> np.ndarray:
-        aligned = document_sequences(self.train, self.meta["eot"], self.seq_len)
-        if not len(aligned):
-            raise UserError(
-                f"--doc_align finds no document in {self.folder} with {self.seq_len} tokens after its start (token "
-                f"{self.meta['eot']}); use a smaller --seq_len or remove it"
-            )
-        return aligned
-
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """This rank's part of step's global batch: inputs and one target more, int64 (sequences, seq_len + 1)."""
         per_rank = self.seqs_per_batch // world_size
@@ -235,15 +249,29 @@ class TokenStream:
         available = (self.val.n_tokens - 1) // self.seq_len
         return min(available, max(1, eval_tokens // self.seq_len)) if eval_tokens else available
 
-    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator:
-        """This rank's part of the first eval_tokens validation tokens: yields inputs and targets, the same number of
-        times on every rank, int64 (micro_batch, seq_len) each. Targets of padding are -1: one static shape to compile.
+    def eval_starts(self, eval_tokens: int) -> np.ndarray:
+        """Where the sequences of an evaluation start, int64 (n,), ascending.
+
+        A part of the split stands for the whole: its sequences are spread evenly over it, or where eval_part is "first"
+        they are its first ones.
         """
         n_seqs = self.num_eval_seqs(eval_tokens)
+        index = np.arange(n_seqs, dtype=np.int64)
+        if self.eval_part == "spread":
+            index = index * self.num_eval_seqs(0) // n_seqs
+        return index * self.seq_len
+
+    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator:
+        """This rank's part of an evaluation: yields inputs and targets, int64 (micro_batch, seq_len) each.
+
+        The same number of times on every rank; targets of padding are -1: one static shape to compile.
+        """
+        all_starts = self.eval_starts(eval_tokens)
+        n_seqs = len(all_starts)
         per_rank = -(-n_seqs // world_size)
         mine = np.arange(rank * per_rank, min(n_seqs, (rank + 1) * per_rank))
         for i in range(0, per_rank, micro_batch):
-            starts = mine[i : i + micro_batch] * self.seq_len
+            starts = all_starts[mine[i : i + micro_batch]]
             sequences = np.zeros((micro_batch, self.seq_len + 1), dtype=np.int64)
             sequences[: len(starts)] = self.val.read_sequences(starts, self.seq_len + 1)
             targets = sequences[:, 1:].copy()
@@ -252,7 +280,7 @@ class TokenStream:
 
     def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
         """The last tokens of those that are evaluated, int64 (1, length or seq_len if that is less)."""
-        last = np.array([self.num_eval_seqs(eval_tokens) - 1]) * self.seq_len
+        last = self.eval_starts(eval_tokens)[-1:]
         return self.val.read_sequences(last, self.seq_len)[:, -length:]
 
     def position(self, step: int) -> dict:
@@ -272,7 +300,13 @@ class TokenStream:
         """What fingerprint sums up, and the tokenizer: a hash of each shard and what meta.json says, by name."""
         found = {str(self.folder / name): f"{n} tokens, {h[:12]}" for name, n, h in sum(self.shard_samples, [])}
         said = {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
-        return found | said | {f"meta.json's {key}": self.meta[key] for key in ("tokenizer", "vocab_size", "eot")}
+        vocabulary = {"the vocabulary's hash": vocabulary_hash(self.vocabulary)} if self.vocabulary else {}
+        return (
+            found
+            | said
+            | {f"meta.json's {key}": self.meta[key] for key in ("tokenizer", "vocab_size", "eot")}
+            | vocabulary
+        )
 
     def fingerprint(self) -> str:
         """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""

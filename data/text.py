@@ -1,12 +1,14 @@
-"""Which files are text, and their text as a stream of UTF-8: byte order marks, other encodings, what is not text."""
+"""Which files are text, and their text in UTF-8: byte order marks, other encodings, what is not text."""
 
 import codecs
 import contextlib
 import difflib
+import functools
 import gzip
-import io
-import os
+import itertools
+import tempfile
 import zlib
+from collections.abc import Iterable, Iterator
 from encodings.aliases import aliases
 from pathlib import Path
 from typing import BinaryIO
@@ -32,10 +34,7 @@ BYTE_ORDER_MARKS = {  # in this order: the mark of UTF-16 begins that of UTF-32
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-RAW = (
-    "utf-8",
-    "utf-8-sig",
-)  # read as it is, from after the byte order mark: bytes that do not decode stay what they are
+RAW = ("utf-8", "utf-8-sig")  # read as they are: bytes that do not decode stay in the text
 ACCEPTED = "text, .jsonl, .csv, .jsonl.gz or .csv.gz"  # what data/prepare.py reads, as its messages list it
 SAMPLE = 1 << 16  # bytes looked at in the beginning, in the middle and at the end of a file
 BLOCK = 1 << 18  # bytes read at once
@@ -74,12 +73,12 @@ def _sample(path: Path) -> bytes:
             return gzip.open(file).read(SAMPLE)
         size = path.stat().st_size
         if size <= 3 * SAMPLE:
-            return file.read(3 * SAMPLE)
-        pieces = []
+            return file.read()
+        sample = b""
         for offset in (0, size // 2, size - SAMPLE):
             file.seek(offset)
-            pieces.append(file.read(SAMPLE))
-        return b"".join(pieces)
+            sample += file.read(SAMPLE)
+        return sample
 
 
 def check_text(path: Path, encoding: str = "utf-8") -> str:
@@ -92,95 +91,59 @@ def check_text(path: Path, encoding: str = "utf-8") -> str:
     if not path.is_file():
         raise NotText(path, "not a regular file", f"give {ACCEPTED} files")
     if kind and not path.name.endswith((".jsonl.gz", ".csv.gz")):
-        advice = "unpack it first" if kind == "packed" else f"give {ACCEPTED} files"
-        raise NotText(path, kind, advice)
+        raise NotText(path, kind, "unpack it first" if kind == "packed" else f"give {ACCEPTED} files")
     try:
         sample = _sample(path)
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        return encoding  # who reads it finds the damage, and says so
+        return encoding  # reading it finds the damage, and names it
     encoding = marked_encoding(sample) if encoding == "utf-8" else encoding
+    bad = 0
     if encoding in RAW:
         bad = len(sample) - len(sample.decode("utf-8", errors="ignore").encode())
     else:
-        sample, bad = Utf8Reader(io.BytesIO(), path, encoding).decode(sample[:SAMPLE], final=False), 0
+        sample = b"".join(_to_utf8([sample[:SAMPLE]], path, encoding))
     if b"\0" in sample:
-        raise NotText(
-            path, "it has NUL bytes", "give text, and --encoding utf-16-le for UTF-16 without byte order mark"
-        )
+        advice = "give text, and --encoding utf-16-le for UTF-16 without byte order mark"
+        raise NotText(path, "it has NUL bytes", advice)
     if bad > max(1, len(sample) // 1000):
         why = f"{bad:,} of {len(sample):,} bytes are not UTF-8"
         raise NotText(path, why, "name its encoding, as in --encoding cp1252, or remove it")
     return encoding
 
 
-class Utf8Reader(io.RawIOBase):
-    """A binary stream in any encoding, read as UTF-8 without byte order mark. Reading raises NotText."""
-
-    def __init__(self, stream: BinaryIO, path: Path, encoding: str):
-        self.stream, self.path, self.encoding = stream, path, encoding
-        self.decoder, self.started, self.consumed, self.ready = codecs.getincrementaldecoder(encoding)(), False, 0, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def decode(self, block: bytes, final: bool) -> bytes:
-        """The text of the next bytes, as UTF-8. Raises NotText."""
-        self.consumed += len(block)
+def _to_utf8(blocks: Iterable[bytes], path: Path, encoding: str) -> Iterator[bytes]:
+    """Blocks of a file in any encoding, of which an empty one is the end -> blocks in UTF-8. Raises NotText."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    consumed = 0
+    for block in blocks:
+        consumed += len(block)
         try:
-            text = self.decoder.decode(block, final).encode()
+            yield decoder.decode(block, final=not block).encode()
         except UnicodeError as error:
-            why = f"not {self.encoding}: {error}"
+            why = f"not {encoding}: {error}"
             if isinstance(error, UnicodeDecodeError):
-                why = f"byte {self.consumed - len(error.object) + error.start:,} does not decode as {self.encoding}"
-            raise NotText(self.path, why, "name its own encoding with --encoding, or remove it") from error
-        if text and not self.started:
-            self.started, text = True, text.removeprefix(codecs.BOM_UTF8)
-        return text
-
-    def readinto(self, buffer) -> int:
-        while not self.ready:
-            block = self.stream.read(len(buffer))
-            self.ready = self.decode(block, final=not block)
-            if not block:
-                break
-        size = min(len(buffer), len(self.ready))
-        buffer[:size], self.ready = self.ready[:size], self.ready[size:]
-        return size
-
-
-def utf8_stream(stream: BinaryIO, path: Path, encoding: str) -> BinaryIO:
-    """A binary stream at its beginning, as UTF-8 without byte order mark. Reading it raises NotText."""
-    if encoding == "utf-8-sig":
-        stream.read(len(codecs.BOM_UTF8))
-    return stream if encoding in RAW else io.BufferedReader(Utf8Reader(stream, path, encoding), BLOCK)
+                why = f"byte {consumed - len(error.object) + error.start:,} does not decode as {encoding}"
+            raise NotText(path, why, "name its own encoding with --encoding, or remove it") from error
 
 
 @contextlib.contextmanager
-def open_unpacked(path: Path):
-    """A file as two binary streams: as it is, and unpacked where it is a .gz. Raises UserError when that is damaged."""
+def open_utf8(path: Path, encoding: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Opens a file as two binary streams: as it is, and its text, unpacked and in UTF-8 without byte order mark.
+
+    Text in another encoding is copied to a temporary file first, so that all that read it see UTF-8 only. Raises
+    NotText where it does not decode, and UserError for a damaged .gz, when it is opened or read.
+    """
     try:
-        with open(path, "rb") as file, gzip.open(file) if path.suffix == ".gz" else file as unpacked:
-            yield file, unpacked
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(open(path, "rb"))
+            text = opened.enter_context(gzip.open(file)) if path.suffix == ".gz" else file
+            if encoding not in RAW:
+                blocks = itertools.chain(iter(functools.partial(text.read, BLOCK), b""), [b""])
+                text = opened.enter_context(tempfile.TemporaryFile())
+                text.writelines(_to_utf8(blocks, path, encoding))
+                text.seek(0)
+            if encoding != "utf-8" and text.read(3) != codecs.BOM_UTF8:
+                text.seek(0)
+            yield file, text
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
-
-
-def utf8_size(path: Path, encoding: str) -> int:
-    """Bytes of a file's text as UTF-8. Raises NotText when any of it does not decode."""
-    if encoding in RAW:
-        return path.stat().st_size - len(codecs.BOM_UTF8) * (encoding == "utf-8-sig")
-    with open_unpacked(path) as (_, unpacked):
-        stream = utf8_stream(unpacked, path, encoding)
-        return sum(map(len, iter(lambda: stream.read(BLOCK), b"")))
-
-
-def utf8_part(path: Path, encoding: str, offset: int, size: int) -> bytes:
-    """`size` bytes of a file's text as UTF-8, from its byte `offset`."""
-    with open(path, "rb") as file:
-        stream = utf8_stream(file, path, encoding)
-        if encoding in RAW:
-            stream.seek(offset, os.SEEK_CUR)
-        else:
-            while offset:
-                offset -= len(stream.read(min(offset, BLOCK)))
-        return stream.read(size)

@@ -1,9 +1,10 @@
-"""Text to tokens and back: GPT-2's byte-pair encoding, and plain bytes."""
+"""Text to tokens and back: GPT-2's byte pairs, those of a vocabulary of one's own, and plain bytes."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from data.bpe import INVALID, parse_vocabulary
 from data.shards import TOKENIZER_SIZES, UserError
 
 
@@ -65,11 +66,58 @@ class GPT2Tokenizer:
         return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
 
-TOKENIZERS = {"gpt2": GPT2Tokenizer, "bytes": ByteTokenizer}
+class BPETokenizer:
+    """Byte pairs of a vocabulary file (data/bpe.py), by tiktoken: any bytes come back as they were.
+
+    The last token is end-of-text. Raises UserError for a file that is damaged; `where` names it.
+    """
+
+    name = "bpe"
+
+    def __init__(self, vocabulary: str, where: str = "the vocabulary"):
+        import tiktoken
+
+        pattern, ranks = parse_vocabulary(vocabulary, where)
+        self.eot = len(ranks)
+        self.vocab_size = self.eot + 1
+        self.tiktoken = tiktoken.Encoding(
+            "bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eot}
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
+        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
+
+    def encode_raw(self, raw: bytes) -> np.ndarray:
+        """bytes -> 1-D uint32 array. A byte that is not UTF-8 is a token of its own."""
+        try:
+            return self.tiktoken.encode_to_numpy(raw.decode("utf-8"), disallowed_special=())
+        except UnicodeDecodeError:
+            parts = INVALID.split(raw.decode("utf-8", errors="surrogateescape"))
+        tokens = [np.empty(0, dtype=np.uint32)]
+        for i, part in enumerate(parts):
+            if i % 2:
+                tokens.append(np.frombuffer(part.encode("utf-8", errors="surrogateescape"), dtype=np.uint8))
+            else:
+                tokens.append(self.tiktoken.encode_to_numpy(part, disallowed_special=()))
+        return np.concatenate(tokens, dtype=np.uint32)
+
+    def text_bytes(self, raw: bytes) -> int:
+        """How many bytes of text the tokens of encode_raw(raw) stand for."""
+        return len(raw)
+
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
+        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
 
-def get_tokenizer(name: str) -> ByteTokenizer | GPT2Tokenizer:
-    """The tokenizer called "gpt2" or "bytes". Raises UserError for other names and for a vocabulary out of reach."""
-    if name not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes")
-    return TOKENIZERS[name]()
+def get_tokenizer(name: str, vocabulary: str | None = None) -> ByteTokenizer | GPT2Tokenizer | BPETokenizer:
+    """The tokenizer called "gpt2", "bytes" or, with the content of its file, "bpe".
+
+    Raises UserError for other names and for a vocabulary out of reach.
+    """
+    if name == "bpe" and vocabulary:
+        return BPETokenizer(vocabulary)
+    if name not in ("gpt2", "bytes"):
+        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
+    return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()

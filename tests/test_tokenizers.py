@@ -1,0 +1,279 @@
+"""Byte-pair vocabularies of one's own: trained, kept, carried by runs; and the part of a split that is evaluated."""
+
+import json
+import shutil
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+import export
+import sample
+from conftest import ROOT, TINY, final, flags_of, rows, run_main
+from data import bpe, prepare
+from data.bpe import MAX_SIZE, VOCABULARY_FILE, bytes_of_letters, parse_vocabulary, read_vocabulary, train_vocabulary
+from data.shards import UserError, load_meta
+from data.stream import TokenStream
+from data.tokenizers import BPETokenizer
+from runtime.checkpoint import content_hash, read_checkpoint
+from train_gpt import make_config, train
+
+pytest.importorskip("tokenizers")
+SCRIPTS = (
+    "Plain words, don't they'll, 12345 and 3.14159.\n\n\tdef f(x):\n        return x**2  # done\n",
+    "Übung macht den Meister, façade, naïve, Ærø. ",
+    "Съешь ещё этих мягких французских булок. ",
+    "Η γρήγορη καφετιά αλεπού. ",
+    "敏捷的棕色狐狸跳过懒狗。",
+    "いろはにほへと ちりぬるを。カタカナ ",
+    "다람쥐 헌 쳇바퀴에 타고파. ",
+    "نص حكيم له سر قاطع وذو شأن عظيم. ",
+    "דג סקרן שט בים מאוכזב. ",
+    "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा। ",
+    "นายสังฆภัณฑ์ เฮงพิทักษ์ฝั่ง ",
+    "👩‍👩‍👧‍👦 🤷🏽‍♀️ e\u0301 \u00a0\u2003\u3000 \r\n\r\n \t \u0085x ",
+)
+
+
+@pytest.fixture(scope="module")
+def text() -> bytes:
+    """Two megabytes of several languages, and of code."""
+    code = b"".join(path.read_bytes() for path in sorted(ROOT.glob("*/*.py")))
+    return (code + "".join(SCRIPTS).encode() * 40) * 2
+
+
+@pytest.fixture(scope="module")
+def vocabulary(text) -> str:
+    return train_vocabulary([text], 1000)
+
+
+def test_tokens_are_those_of_the_trainer(text, vocabulary):
+    """The package that trains can also encode: both must cut the same text into the same bytes."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    pattern, ranks = parse_vocabulary(vocabulary, "here")
+    letter_of = {byte: letter for letter, byte in bytes_of_letters().items()}
+    names = {token: "".join(letter_of[byte] for byte in token) for token in ranks}
+    merges = []
+    for token, rank in ranks.items():  # the pair of older tokens that the ranks would merge last
+        if len(token) > 1:
+            parts = [bytes([byte]) for byte in token]
+            while len(parts) > 2:
+                pairs = [(ranks.get(a + b, MAX_SIZE), i) for i, (a, b) in enumerate(zip(parts, parts[1:]))]
+                least, i = min(pair for pair in pairs if pair[0] < rank)
+                parts[i : i + 2] = [parts[i] + parts[i + 1]]
+            merges.append(tuple(names[part] for part in parts))
+    theirs = Tokenizer(models.BPE({names[token]: rank for token, rank in ranks.items()}, merges))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    ours = BPETokenizer(vocabulary).encode_raw(text)
+    assert ours.tolist() == theirs.encode(text.decode()).ids
+    assert len(text) / len(ours) > 2
+
+
+def test_any_bytes_come_back(vocabulary):
+    tokenizer, rng = BPETokenizer(vocabulary), np.random.default_rng(0)
+    raws = [rng.bytes(n) for n in (1, 2, 3, 50, 5000)] + [script.encode() for script in SCRIPTS]
+    raws += [b"", b"\xff", b"a\xffb", "é".encode()[:1], b"<|endoftext|>", b"\xed\xa0\x80", b" " * 3000]
+    for raw in raws:
+        tokens = tokenizer.encode_raw(raw)
+        assert tokenizer.decode_bytes(tokens) == raw and tokenizer.text_bytes(raw) == len(raw)
+        assert tokens.size == 0 or tokens.max() < tokenizer.eot  # end-of-text in the text is text
+    assert tokenizer.decode_bytes([tokenizer.eot]) == b"<|endoftext|>"
+
+
+def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
+    halves = [text[: len(text) // 2], text[len(text) // 2 :]]
+    assert train_vocabulary([text], 1000) == vocabulary
+    assert train_vocabulary(halves, 300) == train_vocabulary(halves, 300)
+    assert parse_vocabulary(vocabulary, "")[1].keys() >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
+
+
+def prepared(folder, text: bytes, *flags, capsys=None):
+    (folder / "a.txt").write_bytes(text)
+    code = prepare.main(["files", str(folder / "a.txt"), "--tokenizer", "bpe", "--out", str(folder / "data"), *flags])
+    return code, folder / "data"
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory, text):
+    """A data folder with a vocabulary of its own, of a folder of files."""
+    folder = tmp_path_factory.mktemp("notes")
+    source = folder / "texts"
+    source.mkdir()
+    for i in range(60):
+        (source / f"{i}.txt").write_bytes(text[i * 5000 : (i + 1) * 5000])
+    prepare.prepare("files", [source], tokenizer="bpe", vocab_size=400, out=folder / "data", say=lambda line: None)
+    return folder / "data"
+
+
+def test_a_folder_has_its_vocabulary_and_only_learns_from_training(notes, text):
+    meta, kept = load_meta(notes), read_vocabulary(notes)
+    assert meta["tokenizer"] == "bpe" and meta["vocab_size"] == 400 and meta["eot"] == 399
+    assert meta["vocabulary"]["sha256"] == bpe.vocabulary_hash(kept)
+    stream = TokenStream(notes, 32, 512)
+    tokenizer, split = BPETokenizer(kept), meta["splits"]["train"]
+    tokens = np.concatenate([stream.train.read_tokens(0, 0, 10**9)])
+    raw = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
+    assert len(raw) == split["bytes"] and split["documents"] == (tokens == tokenizer.eot).sum()
+    documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot))
+    assert train_vocabulary([tokenizer.decode_bytes(part[1:]) for part in documents], 400) == kept
+
+
+def test_runs_and_checkpoints_carry_the_vocabulary(notes, tmp_path, capsys, text):
+    gone = shutil.copytree(notes, tmp_path / "gone")
+    flags = TINY | dict(data=str(gone), vocab_size=448, max_steps=2, save_every=1, keep=0)
+    train(make_config(**flags, out_dir=str(tmp_path / "run")))
+    kept = read_vocabulary(notes)
+    assert read_vocabulary(tmp_path / "run") == kept == final(tmp_path / "run")["vocabulary"]
+    train(make_config(**flags | dict(max_steps=3), out_dir=str(tmp_path / "run"), resume="newest"))
+    shutil.rmtree(gone)
+    model, tokenizer = sample.load(tmp_path / "run" / "ckpt_3.pt", "cpu", "fp32")
+    assert tokenizer.decode_bytes(tokenizer.encode("déjà vu")) == "déjà vu".encode()
+    (tmp_path / "text.txt").write_bytes(text[:3000])
+    assert sample.main(["--run", str(tmp_path / "run"), "--perplexity", str(tmp_path / "text.txt")]) == 0
+    assert "per byte" in capsys.readouterr().out
+    out = tmp_path / "out" / "model.safetensors"
+    out.parent.mkdir()
+    pytest.importorskip("safetensors")
+    assert export.main([str(tmp_path / "run"), "--to", "safetensors", "--out", str(out)]) == 0
+    assert read_vocabulary(out.parent) == kept
+
+
+def test_another_vocabulary_is_refused_with_both_hashes(notes, tmp_path, capsys, text):
+    flags = TINY | dict(vocab_size=448, max_steps=1)
+    train(make_config(**flags, data=str(notes), out_dir=str(tmp_path / "run")))
+    (tmp_path / "a.txt").write_bytes(text[50000:150000])
+    paths = ["files", str(tmp_path / "a.txt"), "--out"]
+    assert prepare.main([*paths, str(tmp_path / "other"), "--tokenizer", "bpe", "--vocab_size", "400"]) == 0
+    assert prepare.main([*paths, str(tmp_path / "same"), "--tokenizer", str(tmp_path / "run")]) == 0
+    start = flags | dict(init_from=str(tmp_path / "run"))
+    code, err = run_main(flags_of(start | dict(data=tmp_path / "other", out_dir=tmp_path / "a")), capsys)
+    hashes = [bpe.vocabulary_hash(read_vocabulary(folder))[:12] for folder in (notes, tmp_path / "other")]
+    assert code == 2 and all(digest in err for digest in hashes) and f"--tokenizer {tmp_path / 'run'}" in err
+    assert run_main(flags_of(start | dict(data=tmp_path / "same", out_dir=tmp_path / "b")), capsys)[0] == 0
+
+
+MISTAKES = {
+    "too small": (["--vocab_size", "257"], b"words and words", "--vocab_size is 257 and must be 258 to 65536"),
+    "too large": (["--vocab_size", "65537"], b"words and words", "--vocab_size is 65537 and must be"),
+    "one byte": ([], b"a", ""),
+    "no pair": ([], b"1\n" * 20, "no pair of bytes"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_told_in_one_sentence(case, tmp_path, capsys):
+    flags, content, says = MISTAKES[case]
+    code, folder = prepared(tmp_path, content, *flags)
+    err = capsys.readouterr().err
+    assert code == 2 and says in err and err.count("\n") == 1 and not folder.exists()
+
+
+def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
+    assert "is for --tokenizer bpe" in refused(capsys, "python", "--vocab_size", "400", "--out", tmp_path / "x")
+    assert "not otherwise" in refused(capsys, "fineweb10B", "--tokenizer", "bpe", "--out", tmp_path / "x")
+    assert "unknown tokenizer 'gpt5'" in refused(capsys, "python", "--tokenizer", "gpt5", "--out", tmp_path / "x")
+    for wrong in (
+        "{",
+        "{}",
+        '{"pattern": "mine", "tokens": []}',
+        '{"pattern": "gpt4-digits2", "tokens": ["6161", "6161"]}',
+    ):
+        (tmp_path / VOCABULARY_FILE).write_text(wrong)
+        err = refused(capsys, "python", "--tokenizer", tmp_path, "--out", tmp_path / "x")
+        assert str(tmp_path) in err and ("is not a vocabulary" in err or "is damaged" in err)
+    broken = shutil.copytree(notes, tmp_path / "broken")
+    (broken / VOCABULARY_FILE).unlink()
+    with pytest.raises(UserError, match="there is no vocabulary"):
+        TokenStream(broken, 32, 512)
+    (broken / VOCABULARY_FILE).write_text(read_vocabulary(notes).replace("gpt4", "gpt5"))
+    with pytest.raises(UserError, match="has the hash .*, and the data were made with a vocabulary of hash"):
+        TokenStream(broken, 32, 512)
+
+
+def refused(capsys, *argv) -> str:
+    assert prepare.main([str(arg) for arg in argv]) == 2
+    return capsys.readouterr().err
+
+
+def test_little_text_gives_fewer_tokens(tmp_path, capsys):
+    code, folder = prepared(tmp_path, b"the cat and the hat and the bat sat on the mat " * 50, "--vocab_size", "5000")
+    out = capsys.readouterr().out
+    assert code == 0 and "fewer than the --vocab_size of 5,000" in out and "bytes per token for training" in out
+    assert load_meta(folder)["vocab_size"] < 400
+
+
+def test_a_large_text_is_trained_on_a_part_in_little_memory(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.setattr(prepare, "BPE_SAMPLE", 1 << 20)
+    tracemalloc.start()
+    code, _ = prepared(tmp_path, text * 20, "--vocab_size", "300")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert code == 0 and "byte pairs are trained on the first 1 MB of the training split" in capsys.readouterr().out
+    assert peak < len(text) * 20 + (60 << 20)  # the text itself is made here
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The part of the validation split that is evaluated
+
+
+def write_folder(folder, order: str | None, texts) -> None:
+    for i, content in enumerate(texts):
+        (folder / f"{i:04d}.txt").write_text(content)
+    prepare.prepare("files", [folder], tokenizer="bytes", out=folder / "data", val_fraction=0.5, say=lambda line: None)
+    meta = json.loads((folder / "data" / "meta.json").read_text())
+    (folder / "data" / "meta.json").write_text(json.dumps(meta))
+
+
+def test_a_part_stands_for_the_whole_split(tmp_path):
+    """A thousand files of which the first ones, by name, are easy: letters alone, then letters and digits."""
+    rng = np.random.default_rng(0)
+    easy, hard = "abc ", "abcdefghijklmnopqrstuvwxyz0123456789 "
+    texts = ["".join(rng.choice(list(easy if i < 500 else hard), 300)) for i in range(1000)]
+    write_folder(tmp_path, None, texts)
+    val = np.fromfile(tmp_path / "data" / "val_000000.bin", dtype="<u2", offset=1024)
+    hardness = np.isin(val, np.frombuffer(b"0123456789xyz", dtype=np.uint8))
+    order = np.argsort(np.repeat(hardness[: len(val) // 301 * 301].reshape(-1, 301).mean(1), 301), kind="stable")
+    val[: len(order)] = val[order]  # as a folder in the order of its paths may be: the easy ones first
+    header = np.fromfile(tmp_path / "data" / "val_000000.bin", dtype=np.uint8, count=1024)
+    (tmp_path / "data" / "val_000000.bin").write_bytes(header.tobytes() + val.tobytes())
+    meta = json.loads((tmp_path / "data" / "meta.json").read_text())
+    meta["files"]["val_000000.bin"]["sha256"] = None
+    (tmp_path / "data" / "meta.json").write_text(json.dumps(meta))
+    flags = TINY | dict(data=str(tmp_path / "data"), max_steps=30, save_every=30)
+    whole = train(make_config(**flags | dict(eval_tokens=0), out_dir=str(tmp_path / "whole")))["val_loss"]
+    first = TokenStream(tmp_path / "data", 32, 512)
+    first.eval_part = "first"
+    assert first.eval_starts(32768).tolist() == list(range(0, 32768, 32))
+    for n in (8192, 16384, 32768):
+        again = dict(eval_tokens=n, init_from=str(tmp_path / "whole"), max_steps=1, muon_lr=1e-30, adam_lr=1e-30)
+        part = train(make_config(**flags | again, out_dir=str(tmp_path / f"part{n}")))["val_loss"]
+        assert part == pytest.approx(whole, rel=0.01), n
+        assert "spread over the validation split" in (tmp_path / f"part{n}" / "log.txt").read_text()
+
+
+def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
+    stream = TokenStream(data, 32, 512)
+    assert stream.eval_part == "spread" and stream.eval_starts(1024)[:3].tolist() == [0, 4 * 32, 8 * 32]
+    assert stream.eval_starts(0).tolist() == list(range(0, 135 * 32, 32))
+    bare = shutil.copytree(data, tmp_path / "bare")
+    (bare / "meta.json").unlink()
+    assert TokenStream(bare, 32, 512).eval_part == "first"
+    meta = json.loads((data / "meta.json").read_text()) | dict(made_with=dict(source="fineweb10B"))
+    fineweb = shutil.copytree(data, tmp_path / "fineweb")
+    (fineweb / "meta.json").write_text(json.dumps(meta))
+    assert TokenStream(fineweb, 32, 512).eval_part == "first"
+    flags = TINY | dict(data=str(data), max_steps=2, save_every=1, keep=0, eval_every=1, eval_tokens=512)
+    train(make_config(**flags, out_dir=str(tmp_path / "run")))
+    old = read_checkpoint(tmp_path / "run" / "ckpt_1.pt")
+    for part in ("spread", "first"):
+        checkpoint = {key: value for key, value in old.items() if part == "spread" or key != "eval_part"}
+        checkpoint["sha256"] = content_hash(checkpoint)
+        torch.save(checkpoint, tmp_path / f"{part}.pt")
+        train(make_config(**flags, out_dir=str(tmp_path / part), resume=str(tmp_path / f"{part}.pt")))
+        assert part in (tmp_path / part / "log.txt").read_text().split("evaluation on ")[1].splitlines()[0]
+    spread = rows(tmp_path / "run", "val_loss")[-1]
+    assert rows(tmp_path / "spread", "val_loss")[-1] == spread != rows(tmp_path / "first", "val_loss")[-1]
