@@ -5,11 +5,13 @@ import math
 import statistics
 import time
 
-from benchmarks.harness import Bench, Worker, median_min_max, synchronize, table, timed
+from benchmarks.harness import Bench, Worker, median_min_max, settle, synchronize, table, timed
 from data.stream import TokenStream, prefetch
-from runtime.dtype import settle_dtype
 from runtime.ranks import DistContext
-from train_gpt import TrainState, build, check_hardware, get_batch, launch, make_config, open_stream, train_step
+from runtime.start import open_stream
+from train_gpt import TrainState, build, get_batch, make_config, train_step
+
+DEPTHS = (None, 0, 1, 2, 4)  # of prefetching; None: no loader, the same batch every time
 
 
 def measure_loader(stream: TokenStream, dist_ctx: DistContext, batch_tokens: int) -> dict:
@@ -50,33 +52,30 @@ def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps
     return (time.perf_counter() - t0) / steps, wait_s / steps
 
 
-def data_case(flags: dict):
-    """Yields the loader's own figures; for (depth, steps) what train_steps measures."""
-    cfg = make_config(**flags)
-    dist_ctx = launch(cfg)
-    check_hardware(cfg, dist_ctx)
-    settle_dtype(cfg, dist_ctx)
+def data_case(flags: dict, steps: int):
+    """Yields the loader's own figures; then what train_steps measures at each of DEPTHS."""
+    cfg, dist_ctx = settle(make_config(**flags))
     stream = open_stream(cfg, dist_ctx)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
-    request = yield measure_loader(stream, dist_ctx, cfg.batch_tokens)
+    yield measure_loader(stream, dist_ctx, cfg.batch_tokens)
     while True:
-        request = yield train_steps(state, stream, *request)
+        yield [train_steps(state, stream, depth, steps) for depth in DEPTHS]
 
 
 def bench_data(bench: Bench) -> dict:
     """What the loader can deliver, and how long a step waits for it."""
     bench.reject_flags("prefetch")
-    steps = 3 if bench.quick else 10
-    rows = [dict(name="no loader", prefetch=None)] + [dict(name=f"prefetch {n}", prefetch=n) for n in (0, 1, 2, 4)]
-    times = [[] for _ in rows]
-    with Worker(bench, data_case, bench.flags) as worker:
+    with Worker(bench, data_case, bench.flags, 3 if bench.quick else 10) as worker:
         facts = worker.request()
-        for row, kept in [pair for _ in range(bench.repeats) for pair in zip(rows, times)]:
-            kept.append(worker.request((row["prefetch"], steps)))
-    for row, kept in zip(rows, times):
-        row |= median_min_max([1000 * seconds for seconds, _ in kept], "ms")
-        row |= median_min_max([seconds / alone for (seconds, _), (alone, _) in zip(kept, times[0])], "against_none")
-        row |= median_min_max([wait_s / seconds for seconds, wait_s in kept], "waits")
+        rounds = [worker.request() for _ in range(bench.repeats)]
+    rows, alone = [], [by_depth[0][0] for by_depth in rounds]
+    for i, depth in enumerate(DEPTHS):
+        seconds, waits = zip(*(by_depth[i] for by_depth in rounds))
+        row = dict(name="no loader" if depth is None else f"prefetch {depth}", prefetch=depth)
+        row |= median_min_max([1000 * s for s in seconds], "ms")
+        row |= median_min_max([s / none for s, none in zip(seconds, alone)], "against_none")
+        row |= median_min_max([wait_s / s for s, wait_s in zip(seconds, waits)], "waits")
+        rows.append(row)
     tokens = make_config(**bench.flags).batch_tokens
     note = f"The loader alone makes {facts['loader_tokens_per_s']:,.0f} tokens/s, a batch of {tokens:,} in "
     note += f"{1000 * facts['batch_s']:.2f} ms; training takes {1000 * tokens / rows[-1]['ms']:,.0f} tokens/s. "
@@ -84,7 +83,5 @@ def bench_data(bench: Bench) -> dict:
         note += f"To the device: {1e6 * facts['pinned_s']:.0f} us pinned, {1e6 * facts['pageable_s']:.0f} us pageable."
     else:
         note += "Pinned memory is for CUDA only."
-    columns = {"name": ("data", ""), "ms": ("ms/step", ",.1f"), "against_none": ("slowdown vs no loader", ".3f"),
-               "waits": ("data wait, % of step", ".2%")}  # fmt: skip
-    print(table("Data", rows, columns, (note,)))
+    print(table("Data", rows, "name ms against_none waits".split(), note))
     return dict(data=rows, **facts)

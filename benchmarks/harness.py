@@ -1,10 +1,10 @@
 """Cases in worker processes, interleaved measurements, memory, tables: what the benchmarks share.
 
-A case is a generator that runs in a process of its own. Its first value says what was set up; then it yields one value
-each time it is asked.
+A case is a generator in a process of its own: its first value says what was set up, each later one is a measurement.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -12,7 +12,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -25,26 +27,73 @@ import torch
 from torch import Tensor
 
 from data.shards import TOKENIZER_SIZES, TrainerError, UserError, load_meta
-from ops import attention_kernels
-from runtime.dtype import settle_dtype
+from ops.attention import attention_kernels
+from runtime.dtype import resolve_dtype
 from runtime.errors import explain_peer_failure
-from runtime.launch import (
-    ALLOC_CONF_VARIABLES,
-    cpu_cores,
-    device_name,
-    peak_flops,
-    peak_memory_mb,
-    select_device,
-)
-from train_gpt import (
-    Config,
-    TrainState,
-    build,
-    check_hardware,
-    launch,
-    make_config,
-    train_step,
-)
+from runtime.launch import ALLOC_CONF_VARIABLES, cpu_cores, device_name, peak_flops, peak_memory_mb, select_device
+from runtime.ranks import DistContext
+from runtime.start import check_hardware, launch
+from train_gpt import PRESETS, Config, TrainState, build, gpt_config, make_config, train_step
+
+COLUMNS = {  # key in a row -> heading, format; other keys are their own headings
+    "name": ("Config", ""),
+    "seq_len": ("T", "d"),
+    "variant": ("mask", ""),
+    "kind": ("category", ""),
+    "ms": ("ms/step", ",.1f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tokens": ("tokens/step", ",d"),
+    "peak_mb": ("peak MiB", ",.0f"),
+    "setup_s": ("startup, s", ".1f"),
+    "note": ("", ""),
+    # train
+    "vs_above": ("speedup vs last kept", ".2f"),
+    "vs_first": ("cumulative speedup", ".2f"),
+    "mfu": ("MFU (datasheet)", ".1%"),
+    "of_peak": ("MFU (measured matmul peak)", ".1%"),
+    "full_ms": ("full stack (interleaved), ms/step", ",.1f"),
+    "worth": ("slowdown", ".2f"),
+    # attention
+    "forward_ms": ("forward, ms", ".2f"),
+    "backward_ms": ("backward, ms", ".2f"),
+    "vs_naive": ("speedup vs naive", ".2f"),
+    "more_mb": ("extra peak MiB", ",.1f"),
+    # fit, profile
+    "of_best": ("fraction of best", ".0%"),
+    "share": ("fraction of step", ".1%"),
+    # memory
+    "formula_mb": ("formula", ",.1f"),
+    "measured_mb": ("measured", ",.1f"),
+    "differs": ("error", "+.0%"),
+    "resident_mb": ("process RSS", ",.0f"),
+    # data
+    "against_none": ("slowdown vs no loader", ".3f"),
+    "waits": ("data wait, % of step", ".2%"),
+    # infer, tour
+    "prefill_ms": ("TTFT, ms", ",.1f"),
+    "decode_ms": ("ms/token", ",.2f"),
+    "perplexity": ("perplexity", ",.3f"),
+    "sample": ("text", ""),
+    # scaling
+    "efficiency": ("efficiency", ".0%"),
+    "communication": ("exposed exchange", ".1%"),
+    "predicted_ms": ("predicted ms", ",.1f"),
+    "sent_mb": ("MiB sent per step and rank", ",.1f"),
+    "mbit": ("Mbit/s", ",.0f"),
+    # loss
+    "val_loss": ("final val_loss", ".4f"),
+    "sooner": ("times sooner (time)", ".3f"),
+    "fewer": ("times sooner (steps)", ".3f"),
+    "reached": ("seeds at target", ""),
+    "to_target_s": ("train_time to target, s", ".1f"),
+    "steps_to_target": ("steps to target", ".0f"),
+    "speedup": ("speedup", ".2f"),
+    "time_saved": ("saves of the time", ".1%"),
+    "time_p": ("p (time)", ".2g"),
+    "step_saved": ("saves of the steps", ".1%"),
+    "step_p": ("p (steps)", ".2g"),
+    "worst": ("worst text (time)", ""),
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Cases and their processes
@@ -58,6 +107,7 @@ class Bench:
     quick: bool = False
     repeats: int = 5
     limit_mb: int = 0  # memory that a case may use, in MiB; 0 = all there is
+    recipes: str = ""  # a file of them, for `loss`
 
     def __post_init__(self):
         self.device = select_device(make_config(**{k: v for k, v in self.flags.items() if k == "device"}).device)
@@ -76,12 +126,12 @@ class Bench:
 class CaseFailed(TrainerError):
     """A case that could not be run; the text is the reason.
 
-    worker: whose case it was. kind: "refused" (the user's mistake), "peer" (because another rank ended) or "failed".
+    kind: "refused" (the user's mistake), "peer" (because another rank ended) or "failed".
     """
 
-    def __init__(self, reason: str, worker: "Worker | None" = None, kind: str = "failed"):
+    def __init__(self, reason: str, kind: str = "failed"):
         super().__init__(reason)
-        self.worker, self.kind = worker, kind
+        self.kind = kind
 
 
 class Worker:
@@ -98,20 +148,18 @@ class Worker:
         theirs.close()
         self.started = False
 
-    def request(self, what=None):
-        """The next value of the case, whose yield returns `what` to it. Raises CaseFailed."""
+    def request(self):
+        """The next value of the case. Raises CaseFailed."""
         try:
             if self.started:
-                self.pipe.send(what)
+                self.pipe.send("next")
             self.started = True
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            code = self.process.exitcode
-            reason = "out of memory: killed by the system" if code == -9 else f"FAILED: died with exit code {code}"
-            raise CaseFailed(reason, self) from None
+            raise CaseFailed(explain_exit(self.process.exitcode)) from None
         if kind != "value":
-            raise CaseFailed(value, self, kind)
+            raise CaseFailed(value, kind)
         return value
 
     def close(self) -> None:
@@ -133,20 +181,22 @@ def worker_main(pipe, bench: Bench, case, args: tuple) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
     try:
         limit_memory(bench.limit_mb, bench.device)
-        values = case(*args)
-        value = next(values)
-        while True:
+        for value in case(*args):
             try:
                 pipe.send(("value", value))
-                what = pipe.recv()
+                pipe.recv()
             except (EOFError, OSError):  # nobody asks any more
                 return
-            value = values.send(what)
     except KeyboardInterrupt:
         return
     except Exception as error:
         with contextlib.suppress(OSError):  # the parent has gone
             pipe.send(explain_failure(error))
+
+
+def explain_exit(code: int) -> str:
+    """Why a process ended that said nothing; negative codes are signals."""
+    return "out of memory: killed by the system" if code == -9 else f"FAILED: died with exit code {code}"
 
 
 def explain_failure(error: Exception) -> tuple[str, str]:
@@ -156,7 +206,9 @@ def explain_failure(error: Exception) -> tuple[str, str]:
     if isinstance(error, TrainerError):
         return "failed", f"FAILED: {error}"
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    if says_out_of_memory(text) or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    # The words of PyTorch, its compiler, CUDA, cuBLAS and the system
+    words = "out of ?memory|alloc_failed|allocate memory|bad_alloc|not enough memory|can't start new thread|MemoryError"
+    if re.search(words, text, re.IGNORECASE):
         return "failed", "out of memory"
     if sentence := explain_peer_failure(error):
         return "peer", f"FAILED: {sentence}"
@@ -170,13 +222,6 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
-def says_out_of_memory(text: str) -> bool:
-    """Whether an error's text says so, in the words of PyTorch, its compiler, CUDA, cuBLAS or the system."""
-    words = ("out of memory", "outofmemory", "alloc_failed", "allocate memory", "bad_alloc", "not enough memory",
-             "can't start new thread")  # fmt: skip
-    return any(word in text.lower() for word in words)
-
-
 def limit_memory(limit_mb: int, device: torch.device) -> None:
     """Let this process allocate only so many MiB more; 0 = no limit. Raises UserError where that is impossible."""
     if not limit_mb:
@@ -187,23 +232,65 @@ def limit_memory(limit_mb: int, device: torch.device) -> None:
     elif device.type == "cpu" and sys.platform == "linux":
         import resource
 
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        now = int(status["VmData"].split()[0]) * 1024
+        now = proc_kib("/proc/self/status", "VmData") * 1024
         resource.setrlimit(resource.RLIMIT_DATA, (now + limit_mb * 2**20,) * 2)
     else:
         raise UserError(f"memory cannot be limited on {device.type} of this system; remove --limit_mb")
+
+
+def proc_kib(path: str, key: str) -> int:
+    """A figure in KiB out of one of Linux's files of "key: n kB" lines."""
+    return int(re.search(rf"^{key}:\s+(\d+)", Path(path).read_text(), re.MULTILINE)[1])
+
+
+def run_script(path: Path, *argv) -> tuple[str, str]:
+    """Standard output and error of a script of ours, in a process of its own. Raises CaseFailed with its last line."""
+    env = os.environ | dict(PYTHONIOENCODING="utf-8")
+    command = [sys.executable, str(path), *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=env)
+    if done.returncode == 0:
+        return done.stdout, done.stderr
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    said = lines[-1].removeprefix("error: ") if lines else ""
+    if done.returncode == 2:
+        raise CaseFailed(said, "refused")
+    if said.startswith("memory ran out"):
+        raise CaseFailed(said)
+    raise CaseFailed(f"FAILED: {said}" if said and done.returncode != -9 else explain_exit(done.returncode))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
 
 
-def run_interleaved(workers: list[Worker], rounds: int) -> list[list]:
-    """What each worker yields in `rounds` rounds of one request each: A B A B ... Raises CaseFailed."""
-    values = [[] for _ in workers]
-    for _ in range(rounds):
-        for worker, kept in zip(workers, values):
-            kept.append(worker.request())
+def measure_interleaved(
+    bench: Bench, rows: list[dict], cases: list[tuple], repeats: int, workers: dict[int, Worker] | None = None
+) -> list[list]:
+    """Run a case, (function, *args), for each row: its first value goes into the row, `repeats` more are returned.
+
+    One value of each in turn: A B A B. A case that fails leaves the reason as `note` in its row. workers: by the row's
+    number, those of an earlier call, whose cases yield as much again, and those of this one; the caller closes them.
+    """
+    values, running = [[] for _ in rows], {} if workers is None else workers
+    try:
+        for round_number, (i, row) in itertools.product(range(1 + repeats), enumerate(rows)):
+            if "note" in row:
+                continue
+            if i not in running:
+                running[i] = Worker(bench, *cases[i])
+            try:
+                value = running[i].request()
+            except CaseFailed as error:
+                row["note"] = str(error)
+                running.pop(i).close()
+                continue
+            if round_number == 0:
+                row |= value
+            else:
+                values[i].append(value)
+    finally:
+        for worker in running.values() if workers is None else ():
+            worker.close()
     return values
 
 
@@ -252,33 +339,43 @@ def progress(text: str) -> None:
     print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def table(title: str, rows: list[dict], columns: dict[str, tuple[str, str]], notes: tuple[str, ...] = ()) -> str:
-    """A Markdown table of the rows' keys in `columns` (key -> heading, format); what a row lacks stays blank."""
+def table(title: str, rows: list[dict], keys: list[str], note: str = "", columns: dict = COLUMNS) -> str:
+    """A Markdown table of the rows' `keys`, under the headings of `columns`; what all rows lack is left out.
 
-    def cell(row: dict, key: str, form: str) -> str:
-        value = row.get(key)
+    A cell is a figure with its range (name_min, name_max) or standard error (name_se), if the row has these.
+    """
+
+    def cell(row: dict, key: str) -> str:
+        value, (_, form) = row.get(key), columns.get(key, (key, ""))
         if value is None or isinstance(value, float) and not math.isfinite(value):
             return ""
         text = format(value, form)
+        if f"{key}_se" in row:
+            text += f" +- {row[f'{key}_se']:{form}}"
         if f"{key}_min" in row and row[f"{key}_min"] < row[f"{key}_max"]:
             text += f" ({row[f'{key}_min']:{form}}-{row[f'{key}_max']:{form}})"
         return text.replace("|", "\\|")
 
-    columns = {k: v for k, v in columns.items() if any(cell(row, k, v[1]) for row in rows)}
+    shown = [key for key in keys if any(cell(row, key) for row in rows)]
     lines = [f"### {title}", ""]
-    lines.append("| " + " | ".join(heading for heading, _ in columns.values()) + " |")
-    lines.append("|" + " --- |" * len(columns))
-    lines += ["| " + " | ".join(cell(row, k, form) for k, (_, form) in columns.items()) + " |" for row in rows]
-    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+    lines.append("| " + " | ".join(columns.get(key, (key, ""))[0] for key in shown) + " |")
+    lines.append("|" + " --- |" * len(shown))
+    lines += ["| " + " | ".join(cell(row, key) for key in shown) + " |" for row in rows]
+    return "\n".join([*lines, "", note]).rstrip() + "\n"
 
 
 def system_info(device: torch.device) -> dict:
     """Device and versions, for the report."""
-    return dict(
-        device=f"{device.type} ({device_name(device)})", cores=cpu_cores(), threads=torch.get_num_threads(),
-        torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(),
-        platform=platform.platform(), capability=torch.backends.cpu.get_cpu_capability(),
-    )  # fmt: skip
+    return {
+        "device": f"{device.type} ({device_name(device)})",
+        "cores": cpu_cores(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -292,21 +389,20 @@ def tokenizer_size(cfg: Config) -> int:
     return TOKENIZER_SIZES["bytes" if cfg.preset == "laptop" else "gpt2"][0]
 
 
-def dummy_batch(cfg: Config, n_seqs: int, device: torch.device) -> Tensor:
-    """Random tokens, int64 (n_seqs, seq_len + 1), the same every time."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(tokenizer_size(cfg), (n_seqs, cfg.seq_len + 1), generator=generator).to(device)
+def settle(cfg: Config, check: bool = True) -> tuple[Config, DistContext]:
+    """The flags with their dtype resolved and checked against this device, and where it runs. Raises UserError."""
+    dist_ctx = launch(cfg)
+    if check:
+        check_hardware(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
+    return dataclasses.replace(cfg, dtype=resolve_dtype(cfg, dist_ctx)[0]), dist_ctx
 
 
 def build_state(flags: dict, unfused: bool = False) -> tuple[TrainState, Tensor]:
-    """What train_step takes, for these trainer flags. Raises UserError.
+    """What train_step takes, for these trainer flags: the state, and tokens of a step, int64 (sequences, seq_len + 1).
 
-    unfused: the optimizer's loop over parameters.
+    unfused: the optimizer's loop over parameters. Raises UserError.
     """
-    cfg = make_config(**flags)
-    dist_ctx = launch(cfg)
-    check_hardware(cfg, dist_ctx)
-    settle_dtype(cfg, dist_ctx)
+    cfg, dist_ctx = settle(make_config(**flags))
     state = build(cfg, dist_ctx, tokenizer_size(cfg))
     state.optimizer.fused = not unfused
     for slots in state.optimizer.state.values() if unfused else ():
@@ -314,7 +410,9 @@ def build_state(flags: dict, unfused: bool = False) -> tuple[TrainState, Tensor]
             slots["step"] = slots["step"].cpu()  # as unfused Adam counts: it would wait for a GPU to read it
     if cfg.attn == "math":  # the naive attention in bf16 multiplies in bf16
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    return state, dummy_batch(cfg, cfg.batch_tokens // cfg.seq_len // dist_ctx.world_size, dist_ctx.device)
+    shape = (cfg.batch_tokens // cfg.seq_len // dist_ctx.world_size, cfg.seq_len + 1)
+    batch = torch.randint(tokenizer_size(cfg), shape, generator=torch.Generator().manual_seed(0))
+    return state, batch.to(dist_ctx.device)
 
 
 def step_case(flags: dict, unfused: bool = False):
@@ -325,11 +423,15 @@ def step_case(flags: dict, unfused: bool = False):
     losses = [train_step(state, batch, 1.0)[0].item() for _ in range(3)]
     once = timed(device, lambda: train_step(state, batch, 1.0))
     steps = max(1, math.ceil(0.2 / once))
-    yield dict(
-        loss=losses[-1], tokens=cfg.batch_tokens, micro_batch=state.micro_batch, peak_mb=peak_memory_mb(device),
-        flops=cfg.batch_tokens * state.raw_model.flops_per_token(), setup_s=time.perf_counter() - t0,
-        attention=attention_kernels(state.raw_model, state.micro_batch),
-        datasheet_flops=peak_flops(device, cfg.dtype),
-    )  # fmt: skip
+    yield {
+        "loss": losses[-1],
+        "tokens": cfg.batch_tokens,
+        "micro_batch": state.micro_batch,
+        "peak_mb": peak_memory_mb(device),
+        "flops": cfg.batch_tokens * state.raw_model.flops_per_token(),
+        "setup_s": time.perf_counter() - t0,
+        "attention": attention_kernels(state.raw_model, state.micro_batch),
+        "datasheet_flops": peak_flops(device, cfg.dtype),
+    }
     while True:
         yield timed(device, lambda: [train_step(state, batch, 1.0) for _ in range(steps)]) / steps

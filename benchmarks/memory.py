@@ -1,16 +1,17 @@
 """`bench.py memory`: weights, gradients, optimizer state and activations, by formula and measured."""
 
 import contextlib
+import dataclasses
 import itertools
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import (
+    COLUMNS,
     Bench,
-    CaseFailed,
-    Worker,
     build_state,
+    measure_interleaved,
     measure_memory,
     progress,
     table,
@@ -18,10 +19,10 @@ from benchmarks.harness import (
 )
 from data.shards import UserError
 from model import GPT, optimizer_groups
-from runtime.checks import AC_MODES, largest_divisor
-from runtime.dtype import settle_dtype
+from runtime.derived import AC_MODES, largest_divisor
+from runtime.dtype import resolve_dtype
 from runtime.footprint import least_checkpointing, memory_formula
-from runtime.launch import DTYPES, peak_memory_mb, select_device
+from runtime.launch import DTYPES, peak_memory_mb
 from runtime.memory import (
     ENOUGH_TOKENS,
     USABLE,
@@ -54,46 +55,63 @@ def plan_cards() -> list[dict]:
     rows = []
     for preset in (name for name in PRESETS if name.startswith("gpt2-")):
         cfg = make_config(preset=preset, dtype="bf16", device="cuda", compile="default", vocab_size=50304)
-        (model, optimizer_bytes), n_seqs = planned_model(cfg), cfg.batch_tokens // cfg.seq_len
-        rows += [plan_card(preset, gb, cfg, model, optimizer_bytes, n_seqs) for gb in GB]
+        model, optimizer_bytes = planned_model(cfg)
+        for gb in GB:
+            model.loss_chunk = largest_loss_chunk(model.cfg.vocab_size, gb * 10**9)
+            row = dict(preset=preset, gb=gb, loss_chunk=model.loss_chunk)
+            try:
+                row |= dict(offload="none") | plan_card(cfg, model, optimizer_bytes, USABLE * gb * 10**9)
+            except DoesNotFit:
+                with contextlib.suppress(DoesNotFit):
+                    row |= dict(offload="optimizer") | plan_card(cfg, model, 0, USABLE * gb * 10**9)
+            rows.append(row)
     return rows
 
 
-def plan_card(preset: str, gb: int, cfg: Config, model: GPT, optimizer_bytes: int, n_seqs: int) -> dict:
-    """A row of plan_cards; without `gib` where nothing fits."""
-    model.loss_chunk, available = largest_loss_chunk(model.cfg.vocab_size, gb * 10**9), USABLE * gb * 10**9
+def plan_card(cfg: Config, model: GPT, optimizer_bytes: int, available: float) -> dict:
+    """Checkpointing, micro-batch and GiB at the peak, for so many bytes. Raises DoesNotFit."""
     least = -(-ENOUGH_TOKENS // cfg.seq_len)
-    for offload, kept in (("none", optimizer_bytes), ("optimizer", 0)):
-        mode = least_checkpointing(AC_MODES, model, least, cfg.seq_len, kept, True, 1, available)
+    mode = least_checkpointing(AC_MODES, model, least, cfg.seq_len, optimizer_bytes, True, 1, available)
 
-        def peak(n: int, mode=mode, kept=kept) -> int:
-            return sum(memory_formula(model, mode, n, cfg.seq_len, kept, on_cpu=False, compiled=True).values())
+    def peak(n: int) -> int:
+        return sum(memory_formula(model, mode, n, cfg.seq_len, optimizer_bytes, on_cpu=False, compiled=True).values())
 
-        with contextlib.suppress(DoesNotFit):
-            fits = find_max_micro_batch(n_seqs, peak, available)
-            return dict(preset=preset, gb=gb, offload=offload, checkpointing=mode, loss_chunk=model.loss_chunk,
-                        micro_batch=fits, gib=peak(fits) / 2**30)  # fmt: skip
-    return dict(preset=preset, gb=gb)
+    fits = find_max_micro_batch(cfg.batch_tokens // cfg.seq_len, peak, available)
+    return dict(checkpointing=mode, micro_batch=fits, gib=peak(fits) / 2**30)
+
+
+def card_table(rows: list[dict]) -> str:
+    """The plan as a Markdown table: a row a preset, a column a card."""
+    lines = ["| Preset | " + " | ".join(f"{gb} GB" for gb in GB) + " |", "| --- |" + " --- |" * len(GB)]
+    for preset, cards in itertools.groupby(rows, lambda row: row["preset"]):
+        cells = [f"`{preset}`"]
+        for row in cards:
+            offload = ", offload" if row.get("offload") == "optimizer" else ""
+            found = f"{row['micro_batch']}, {row['checkpointing']}, {row['loss_chunk']:,}" if "gib" in row else "-"
+            cells.append(found + offload)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def plan_ranks(bench: Bench) -> dict:
     """Bytes per rank of 1, 2, 4 and 8 ranks under FSDP, by formula."""
-    cfg, rows = make_config(**bench.flags), []
-    device, micro_batch = select_device(cfg.device), cfg.micro_batch or 1
-    cfg.device = device.type
-    settle_dtype(cfg, DistContext(device))
-    (model, optimizer_bytes), mode = planned_model(cfg), cfg.checkpointing if cfg.checkpointing in AC_MODES else "none"
+    device, rows = bench.device, []
+    cfg = make_config(**bench.flags | dict(device=device.type))
+    cfg = dataclasses.replace(cfg, dtype=resolve_dtype(cfg, DistContext(device))[0])
+    micro_batch = cfg.micro_batch or 1
+    model, optimizer_bytes = planned_model(cfg)
     model.loss_chunk = fit_loss_chunk(cfg.loss_chunk, model.cfg.vocab_size, device)
+    mode = cfg.checkpointing if cfg.checkpointing in AC_MODES else "none"
+    where = dict(on_cpu=device.type == "cpu", compiled=cfg.compile != "off")
     for ranks in (1, 2, 4, 8):
-        parts = memory_formula(model, mode, micro_batch, cfg.seq_len, optimizer_bytes, on_cpu=device.type == "cpu",
-                               compiled=cfg.compile != "off", n_ranks=ranks)  # fmt: skip
-        rows.append(dict(ranks=ranks, total=sum(parts.values()) / 2**30) | {k: v / 2**30 for k, v in parts.items()})
-    columns = {"ranks": ("ranks", "d")} | {part: (part, ".2f") for part in (*parts, "total")}
+        parts = memory_formula(model, mode, micro_batch, cfg.seq_len, optimizer_bytes, n_ranks=ranks, **where)
+        rows.append({"ranks": ranks, "total": sum(parts.values()) / 2**30} | {k: v / 2**30 for k, v in parts.items()})
+    columns = {part: (part, ".2f") for part in (*parts, "total")}
     note = (
         f"GiB per rank under FSDP by formula: {cfg.preset}, {cfg.dtype}, --checkpointing {mode}, {micro_batch} "
         f"sequences of {cfg.seq_len} at once."
     )
-    print(table("Memory per rank", rows, columns, (note,)))
+    print(table("Memory per rank", rows, ["ranks", *columns], note, COLUMNS | columns))
     return dict(memory=rows)
 
 
@@ -102,7 +120,8 @@ def memory_case(flags: dict):
     state, batch = build_state(flags)
     device, batch = state.dist_ctx.device, batch[: state.micro_batch]
     train_step(state, batch.repeat(state.grad_accum_steps, 1), 1.0)
-    for p in state.raw_model.parameters():
+    params = list(state.raw_model.parameters())
+    for p in params:
         p.grad = torch.zeros_like(p)
 
     def forward() -> Tensor:
@@ -113,37 +132,33 @@ def memory_case(flags: dict):
     loss.backward()
     del loss
     _, peak, _ = measure_memory(device, lambda: forward().backward())
-    parts = dict(
-        weights=sum(p.nbytes for p in state.raw_model.parameters()),
-        gradients=sum(p.grad.nbytes for p in state.raw_model.parameters()),
-        optimizer=sum(t.nbytes for slots in state.optimizer.state.values() for t in slots.values()),
-    )
-    total = sum(parts.values()) + peak
-    parts |= dict(activations=activations, transient=peak - activations)
-    formula = memory_formula(
-        state.raw_model, state.cfg.checkpointing, state.micro_batch, state.cfg.seq_len, parts["optimizer"],
-        on_cpu=device.type == "cpu",
-    )  # fmt: skip
-    yield dict(formula=formula, measured=parts, peak=total,
-               resident_mb=peak_memory_mb(torch.device("cpu")))  # fmt: skip
+    measured = {
+        "weights": sum(p.nbytes for p in params),
+        "gradients": sum(p.grad.nbytes for p in params),
+        "optimizer": sum(t.nbytes for slots in state.optimizer.state.values() for t in slots.values()),
+        "activations": activations,
+        "transient": peak - activations,
+    }
+    cfg, on_cpu = state.cfg, device.type == "cpu"
+    shape = (state.raw_model, cfg.checkpointing, state.micro_batch, cfg.seq_len, measured["optimizer"])
+    resident_mb = peak_memory_mb(torch.device("cpu"))
+    yield dict(formula=memory_formula(*shape, on_cpu=on_cpu), measured=measured, resident_mb=resident_mb)
 
 
 def measure_mode(bench: Bench, mode: str, micro_batch: int) -> list[dict]:
     """The rows of one checkpointing mode."""
-    with Worker(bench, memory_case, {**bench.flags, "checkpointing": mode, "micro_batch": micro_batch}) as worker:
-        try:
-            facts = worker.request()
-        except CaseFailed as error:
-            return [dict(checkpointing=mode, note=str(error))]
-    parts = {part: (facts["formula"][part], facts["measured"][part]) for part in facts["formula"]}
-    parts["total at peak"] = sum(facts["formula"].values()), facts["peak"]
-    rows = [
-        dict(checkpointing=mode, part=part, formula_mb=formula / 2**20, measured_mb=measured / 2**20,
-             differs=formula / measured - 1)
-        for part, (formula, measured) in parts.items()
-    ]  # fmt: skip
+    facts, flags = {}, {**bench.flags, "checkpointing": mode, "micro_batch": micro_batch}
+    measure_interleaved(bench, [facts], [(memory_case, flags)], 0)
+    if "note" in facts:
+        return [dict(checkpointing=mode, note=facts["note"])]
+    rows, (formulas, measured) = [], (facts["formula"], facts["measured"])
+    for parts in (formulas, measured):
+        parts["total at peak"] = sum(parts.values())
+    for part, formula in formulas.items():
+        row = dict(checkpointing=mode, part=part, formula_mb=formula / 2**20, measured_mb=measured[part] / 2**20)
+        rows.append(row | dict(differs=formula / measured[part] - 1))
     rows[-1]["resident_mb"] = facts["resident_mb"]
-    progress(f"{mode}: {facts['peak'] / 2**20:,.0f} MiB at the peak")
+    progress(f"{mode}: {rows[-1]['measured_mb']:,.0f} MiB at the peak")
     return rows
 
 
@@ -160,28 +175,12 @@ def bench_memory(bench: Bench) -> dict:
     cfg = make_config(**bench.flags)  # the same micro-batch in all modes:
     micro_batch = cfg.micro_batch or largest_divisor(cfg.batch_tokens // cfg.seq_len, 8192 // cfg.seq_len)
     rows = [row for mode in ("none", "selective", "full") for row in measure_mode(bench, mode, micro_batch)]
-    columns = {
-        "checkpointing": ("checkpointing", ""), "part": ("part", ""), "formula_mb": ("formula", ",.1f"),
-        "measured_mb": ("measured", ",.1f"), "differs": ("error", "+.0%"),
-        "resident_mb": ("process RSS", ",.0f"), "note": ("", ""),
-    }  # fmt: skip
     note = (
         f"MiB, of a micro-step of {micro_batch} sequences while gradients are there. Transient is what the peak holds "
         "besides: a recomputed block, gradients of activations, logits. Error: of the formula, against the measurement."
     )
-    print(table("Memory", rows, columns, (note,)))
+    print(table("Memory", rows, "checkpointing part formula_mb measured_mb differs resident_mb note".split(), note))
     return dict(memory=rows)
-
-
-def card_table(rows: list[dict]) -> str:
-    """The plan as a Markdown table: a row a preset, a column a card."""
-    lines = ["| Preset | " + " | ".join(f"{gb} GB" for gb in GB) + " |", "| --- |" + " --- |" * len(GB)]
-    for preset, found in itertools.groupby(rows, lambda row: row["preset"]):
-        cells = [f"{row['micro_batch']}, {row['checkpointing']}, {row['loss_chunk']:,}"
-                 + (", offload" if row["offload"] == "optimizer" else "") if "gib" in row else "-"
-                 for row in found]  # fmt: skip
-        lines.append(f"| `{preset}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

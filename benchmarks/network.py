@@ -10,58 +10,50 @@ import os
 import signal
 import subprocess
 import sys
-from typing import NamedTuple
 
 
-class Node(NamedTuple):
-    """A namespace."""
-
-    name: str  # of the namespace; its interface is eth0
-    address: str
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, text=True)
 
 
 @contextlib.contextmanager
 def namespaces(n: int, mbit: float = 0):
-    """Yields n Nodes, each of whose links carries `mbit` Mbit/s each way (0 = as fast as it goes). Removes them."""
-    prefix = f"nanonet{os.getpid()}"
-    hub, nodes = f"{prefix}hub", [Node(f"{prefix}n{i}", f"10.77.0.{i + 1}") for i in range(n)]
+    """Yields the names of n namespaces, whose links carry `mbit` Mbit/s each way (0 = as fast as it goes).
+
+    Number i has the address 10.77.0.(i + 1) at eth0. Removes them at the end.
+    """
+    hub, *nodes = [f"nanonet{os.getpid()}{name}" for name in ("hub", *(f"n{i}" for i in range(n)))]
     made = []
     try:
-        for name in (hub, *(node.name for node in nodes)):
-            run("ip", "netns", "add", name)
+        for name in (hub, *nodes):
+            run(f"ip netns add {name}")
             made.append(name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        run("ip", "-n", hub, "link", "add", "br0", "type", "bridge")
-        run("ip", "-n", hub, "link", "set", "br0", "up")
+            run(f"ip -n {name} link set lo up")
+        run(f"ip -n {hub} link add br0 type bridge")
+        run(f"ip -n {hub} link set br0 up")
         for i, node in enumerate(nodes):
-            run("ip", "-n", node.name, "link", "add", "eth0", "type", "veth", "peer", "name", f"port{i}", "netns", hub)
-            run("ip", "-n", node.name, "addr", "add", f"{node.address}/24", "dev", "eth0")
-            run("ip", "-n", node.name, "link", "set", "eth0", "up")
-            run("ip", "-n", hub, "link", "set", f"port{i}", "master", "br0", "up")
-            for space, device in ((node.name, "eth0"), (hub, f"port{i}")):
-                if mbit:
-                    limit = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms"]
-                    run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+            run(f"ip -n {node} link add eth0 type veth peer name port{i} netns {hub}")
+            run(f"ip -n {node} addr add 10.77.0.{i + 1}/24 dev eth0")
+            run(f"ip -n {node} link set eth0 up")
+            run(f"ip -n {hub} link set port{i} master br0 up")
+            for space, device in ((node, "eth0"), (hub, f"port{i}")) if mbit else ():
+                run(f"tc -n {space} qdisc add dev {device} root tbf rate {mbit}mbit burst 128kb latency 100ms")
         yield nodes
     finally:
         for name in reversed(made):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def start_agent(node: Node, rank: int, nodes: list[Node], *argv: str, ranks: int = 1, env=None, **streams):
+def start_agent(node: str, rank: int, nodes: list[str], *argv: str, ranks: int = 1, env=None, **streams):
     """torchrun in the namespace of node number `rank`, a subprocess.Popen. ranks: those it starts.
 
     All namespaces have one host name, so who hosts the rendezvous, and under which address, has to be said.
     """
-    command = ["ip", "netns", "exec", node.name, sys.executable, "-m", "torch.distributed.run",
-               f"--nnodes={len(nodes)}", f"--nproc_per_node={ranks}", "--rdzv_backend=c10d",
-               f"--rdzv_endpoint={nodes[0].address}:29500", f"--rdzv_conf=is_host={int(rank == 0)}",
-               f"--local_addr={node.address}", *argv]  # fmt: skip
-    return subprocess.Popen(command, env={**(env or os.environ), "GLOO_SOCKET_IFNAME": "eth0"}, **streams)
+    command = f"ip netns exec {node} {sys.executable} -m torch.distributed.run --nnodes={len(nodes)}"
+    command += f" --nproc_per_node={ranks} --rdzv_backend=c10d --rdzv_endpoint=10.77.0.1:29500"
+    command += f" --rdzv_conf=is_host={int(rank == 0)} --local_addr=10.77.0.{rank + 1}"
+    env = {**(env or os.environ), "GLOO_SOCKET_IFNAME": "eth0"}
+    return subprocess.Popen([*command.split(), *argv], env=env, **streams)
 
 
 def main(n: int, mbit: float, argv: list[str]) -> int:

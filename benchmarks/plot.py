@@ -1,5 +1,6 @@
 """`bench.py plot`: validation losses of runs, of records and of nanoGPT's logs beside them, as one picture."""
 
+import gzip
 import io
 import math
 import re
@@ -8,23 +9,26 @@ from pathlib import Path
 import numpy as np
 
 from data.shards import UserError, atomic_write
-from runtime.logger import printable, read_rows
+from generation import printable
+from runtime.logger import read_rows
 
 X_AXES = {  # --x -> key in metrics.jsonl, the axis' label
-    "step": ("step", "step"), "tokens": ("tokens", "training tokens"),
-    "train_time": ("train_time_s", "training time (s)"), "wall_time": ("wall_time_s", "wall time (s)"),
-}  # fmt: skip
-COLORS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#db2777", "#0891b2", "#ca8a04", "#475569")
-STYLES = ("-", "--", "-.", ":")  # for the colors' first, second, ... turn
-DARK, GREY, PALE = "#1f2937", "#9ca3af", "#e5e7eb"
+    "step": ("step", "step"),
+    "tokens": ("tokens", "training tokens"),
+    "train_time": ("train_time_s", "training time (s)"),
+    "wall_time": ("wall_time_s", "wall time (s)"),
+}
+STYLES = ("-", "--", "-.", ":")  # for the first, second, ... turn of matplotlib's ten colors
 MOST_POINTS = 300  # of a line; of more, means are drawn
 
 
 def read_text(path: Path) -> str:
+    """The text of a file, which gzip has compressed if it is named so. Raises UserError."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); give folders whose files you may read") from None
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8", errors="replace")
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give folders whose files you may read") from None
 
 
 def read_nanogpt(log: str) -> list[dict]:
@@ -63,7 +67,7 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
                 "of records/"
             )
         curves[name if names.count(name) == 1 else folder] = [read_rows(read_text(file)) for file in files]
-        logs = [read_nanogpt(read_text(log)) for log in sorted(Path(folder).glob("baseline/*.txt"))]
+        logs = [read_nanogpt(read_text(log)) for log in sorted(Path(folder).glob("baseline/*.txt.gz"))]
         if any(logs) and logs not in curves.values():  # two records can have the same logs
             recipe = "nanoGPT's recipe"
             curves[recipe if recipe not in curves else f"{recipe} beside {name}"] = logs
@@ -104,8 +108,8 @@ def thinned(lines: np.ndarray) -> np.ndarray:
 
 def draw_curve(axes, label: str, train: list[np.ndarray], val: list[np.ndarray], look: dict) -> list[np.ndarray]:
     """Draw the `points` of a curve's seeds; returns those that the picture must show, each 2 x n."""
-    shown, dots = [], dict(marker="o", color=look["color"], markeredgecolor="white", markersize=6, zorder=4)
-    axes.plot([], [], linewidth=1.8, label=label, **dots | look)
+    shown, dots = [], dict(marker="o", markersize=5, zorder=4)
+    axes.plot([], [], label=label, **dots, **look)
     if train:
         line = thinned(mean_and_band(train))
         axes.plot(line[0], line[1], linewidth=0.8, alpha=0.4, **look)
@@ -113,8 +117,8 @@ def draw_curve(axes, label: str, train: list[np.ndarray], val: list[np.ndarray],
     if val:
         line, ends = thinned(mean_and_band(val)), np.stack([seed[:, -1] for seed in val], axis=1)
         axes.fill_between(line[0], line[2], line[3], color=look["color"], alpha=0.2, linewidth=0)
-        axes.plot(line[0], line[1], linewidth=1.8, **look)
-        axes.plot(ends[0], ends[1], linestyle="", **dots)
+        axes.plot(line[0], line[1], **look)
+        axes.plot(ends[0], ends[1], color=look["color"], linestyle="", **dots)
         shown += [line[[0, 1]], line[[0, 2]], line[[0, 3]], ends]
     return [line for line in shown if line.size] or [train[0]]
 
@@ -133,13 +137,10 @@ def set_axes(axes, shown: list[np.ndarray], targets: list[float], x: str) -> Non
     space = 0.05 * np.ptp(losses) or 0.1
     axes.set_ylim(losses.min() - space, losses.max() + space)
     for target in targets:
-        axes.axhline(target, color=DARK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        axes.axhline(target, color="black", linewidth=0.9, linestyle="--", zorder=1)
         axes.annotate(f"target {target:g}", (0, target), (4, 3), ("axes fraction", "data"), "offset points", fontsize=8)
     axes.set(xlabel=X_AXES[x][1], ylabel="validation loss (nats per token)", axisbelow=True)
-    axes.grid(axis="y", color=PALE, linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(length=3, color=GREY)
+    axes.grid(axis="y", alpha=0.4)
 
 
 def plot(folders: list[str], x: str, targets: list[float], out: str) -> str:
@@ -155,37 +156,33 @@ def plot(folders: list[str], x: str, targets: list[float], out: str) -> str:
     kind, shown, notes, picture = Path(out).suffix[1:].lower(), [], "", io.BytesIO()
     if kind not in ("svg", "png"):
         raise UserError(f"--out {out} does not end in .svg or .png; give a file's name that does")
-    style = {"svg.fonttype": "none", "svg.hashsalt": "plot", "text.parse_math": False, "font.size": 9}
-    style |= dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), DARK)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # not the user's style: the same picture everywhere
-        matplotlib.rcParams.update(style)
-        figure = Figure(dpi=150, layout="constrained", facecolor="white")
+        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "text.parse_math": False})
+        figure = Figure(dpi=150, layout="constrained")
         axes = figure.add_subplot()
         for number, (name, runs) in enumerate(read_curves(folders).items()):
             series = [[points(rows, X_AXES[x][0], loss) for rows in runs] for loss in ("train_loss", "val_loss")]
             train, val = ([seed for seed in seeds if seed.size] for seeds in series)
-            label, look = printable(name).lstrip("_"), dict(color=COLORS[number % 8], linestyle=STYLES[number // 8 % 4])
+            label = printable(name).lstrip("_")  # matplotlib hides what begins with one
             if not train + val:
                 notes += f"\n{label} has no loss over {x} and is left out"
                 continue
             label += f", {len(runs)} seeds" if len(runs) > 1 else ""
             label += f": {np.mean([seed[1, -1] for seed in val]):.4f}" if val else ": not evaluated yet"
+            look = dict(color=f"C{number % 10}", linestyle=STYLES[number // 10 % 4])
             shown += draw_curve(axes, label, train, val, look)
         if not shown:
             raise UserError(f"{', '.join(folders)}: no loss over {x} yet; wait for the first logged step")
-        axes.plot([], [], color=GREY, linewidth=0.8, label="thin: training loss; numbers: last validation loss")
+        axes.plot([], [], color="grey", linewidth=0.8, label="thin: training loss; numbers: last validation loss")
         set_axes(axes, shown, targets, x)
         figure.legend(loc="outside upper left", fontsize=8, frameon=False)
         figure.set_size_inches(7.2, 3.6 + 0.18 * len(axes.get_legend_handles_labels()[1]))
         without = ("Date", "Creator") if kind == "svg" else ("Software",)
         figure.savefig(picture, format=kind, metadata=dict.fromkeys(without))
-    content = picture.getvalue()
-    if kind == "svg":  # hundredths of a point are enough
-        content = re.sub(rb'(?<= d=")[^"]*', lambda path: re.sub(rb"(\.\d\d)\d+", rb"\1", path[0]), content)
     try:
         with atomic_write(Path(out)) as file:
-            file.write(content)
+            file.write(picture.getvalue())
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); give a file in a folder there is") from None
-    return f"{out}: validation loss over {x}, {len(content) / 1000:.0f} kB{notes}"
+    return f"{out}: validation loss over {x}, {len(picture.getvalue()) / 1000:.0f} kB{notes}"

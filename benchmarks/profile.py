@@ -54,8 +54,8 @@ def time_by_category(profiler, cuda: bool, steps: int) -> dict[str, float]:
 def profile_case(flags: dict, steps: int, trace: str):
     """Yields milliseconds of a step by category, and of whole steps with and without profiler; writes the trace.
 
-    `total` is what the categories are fractions of: on CUDA the step without profiler, as kernels last as long with it;
-    elsewhere the profiled step, as the profiler slows every operation.
+    Categories are fractions of `step_ms`: on CUDA the step without profiler, as kernels last as long with it; elsewhere
+    the profiled step, as the profiler slows every operation.
     """
     state, batch = build_state(flags)
     device = state.dist_ctx.device
@@ -69,7 +69,7 @@ def profile_case(flags: dict, steps: int, trace: str):
     profiler.export_chrome_trace(trace)
     spent, total = time_by_category(profiler, cuda, steps), plain_ms if cuda else profiled_ms
     spent[UNATTRIBUTED] = total - sum(spent.values())
-    yield dict(spent=spent, total=total, plain_ms=plain_ms, profiled_ms=profiled_ms)
+    yield dict(spent=spent, step_ms=total, plain_step_ms=plain_ms, profiled_step_ms=profiled_ms)
 
 
 def bench_profile(bench: Bench) -> dict:
@@ -78,14 +78,12 @@ def bench_profile(bench: Bench) -> dict:
     trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getpid()}.json"
     with Worker(bench, profile_case, bench.flags, 3 if bench.quick else 10, str(trace)) as worker:
         facts = worker.request()
-    rows = [dict(kind=kind, ms=ms, share=ms / facts["total"]) for kind, ms in facts["spent"].items()]
+    rows = [dict(kind=kind, ms=ms, share=ms / facts["step_ms"]) for kind, ms in facts.pop("spent").items()]
     rows.sort(key=lambda row: -row["ms"])
-    columns = {"kind": ("category", ""), "ms": ("ms/step", ",.1f"), "share": ("fraction of step", ".1%")}
     whole = "without the profiler" if bench.device.type == "cuda" else "under the profiler"
     note = (
-        f"A step takes {facts['profiled_ms']:,.1f} ms under the profiler and {facts['plain_ms']:,.1f} ms without; "
-        f"fractions are of the step {whole}. Trace for https://ui.perfetto.dev: {trace}"
+        f"A step takes {facts['profiled_step_ms']:,.1f} ms under the profiler and {facts['plain_step_ms']:,.1f} ms "
+        f"without; fractions are of the step {whole}. Trace for https://ui.perfetto.dev: {trace}"
     )
-    print(table("Where a step's time goes", rows, columns, (note,)))
-    return dict(profile=rows, step_ms=facts["total"], plain_step_ms=facts["plain_ms"],
-                profiled_step_ms=facts["profiled_ms"], trace=str(trace))  # fmt: skip
+    print(table("Where a step's time goes", rows, "kind ms share".split(), note))
+    return dict(profile=rows, trace=str(trace), **facts)

@@ -5,6 +5,7 @@ import functools
 import math
 import multiprocessing.connection
 import os
+import re
 import statistics
 import unittest.mock
 from collections import Counter
@@ -14,21 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.harness import Bench, CaseFailed, Worker, build_state, median_min_max, progress, table, timed
-from ops import cudagraph_mark_step, rank_groups, start_gather
-from runtime.checks import largest_divisor, uses_cudagraphs
+from benchmarks.harness import COLUMNS, Bench, CaseFailed, Worker, build_state, median_min_max, progress, table, timed
+from ops.exchange import start_gather
+from ops.parallel import rank_groups
+from ops.warmup import cudagraph_mark_step
+from runtime.derived import largest_divisor, uses_cudagraphs
 from runtime.launch import DTYPES, cpu_cores, peak_memory_mb
 from train_gpt import TrainState, make_config, train_step
 
-COLUMNS = {
-    "name": ("batch", ""), "ranks": ("ranks", "d"), "tokens": ("tokens/step", ",d"), "ms": ("ms/step", ",.1f"),
-    "tokens_per_s": ("tokens/s", ",.0f"), "efficiency": ("efficiency", ".0%"),
-    "communication": ("exposed exchange", ".1%"), "predicted_ms": ("predicted ms", ",.1f"),
-    "sent_mb": ("MiB sent per step and rank", ",.1f"), "measured_mb": ("measured", ",.1f"),
-    "mbit": ("Mbit/s", ",.0f"), "peak_mb": ("peak MiB per rank", ",.0f"), "note": ("", ""),
-}  # fmt: skip
-COLLECTIVES = {"all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all_single",
-               "reduce_scatter_tensor", "reduce_scatter_single"} & set(dir(dist))  # fmt: skip
+KEYS = "name ranks tokens ms tokens_per_s efficiency communication predicted_ms sent_mb measured_mb mbit".split()
+KEYS += ["peak_mb", "note"]
+HEADINGS = COLUMNS | {"peak_mb": ("peak MiB per rank", ",.0f")}
 NOTE = (
     "Exposed exchange: the fraction of a step that is saved by sending neither gradients, weights nor Muon's updates. "
     "Predicted: the time of a step that sends nothing, and the bytes at the speed of their collectives alone, Mbit/s. "
@@ -38,14 +35,6 @@ NOTE = (
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a step sends, and how long that takes
-
-KINDS = {  # of what is sent -> its collective; among the ranks that share one copy of the weights, or one part of it
-    "gradients, scattered": ("reduce-scatter", "shards"),
-    "gradients, averaged": ("all-reduce", "replicas"),
-    "weights": ("all-gather", "shards"),
-    "Muon, to the owner and back": ("all-to-all", "shards"),
-    "Muon, to all": ("all-gather", "replicas"),
-}
 
 
 def ring_factor(collective: str, group: dist.ProcessGroup | None) -> float:
@@ -58,16 +47,11 @@ def ring_factor(collective: str, group: dist.ProcessGroup | None) -> float:
     return (1 + twice) * (n - 1) / n
 
 
-def travelling_dtypes(state: TrainState) -> dict[str, torch.dtype]:
-    """In which dtype each of KINDS travels."""
-    grads, weights, updates = DTYPES[state.cfg.grad_comm], DTYPES[state.cfg.dtype], state.optimizer.ns_dtype
-    return dict(zip(KINDS, (grads, grads, weights, updates, updates)))
+def exchanges(state: TrainState) -> dict[str, tuple]:
+    """What ranks exchange in one optimizer step: kind -> collective, group, dtype, elements of the busiest rank.
 
-
-def bytes_per_step(state: TrainState) -> dict[str, float]:
-    """Bytes that the busiest rank sends in one optimizer step, of each of KINDS; it receives as many.
-
-    Under DDP the shards are whole. Norms and scalars are not counted.
+    A group is of the ranks that share one copy of the weights, or one part of it; under DDP the shards are whole. Norms
+    and scalars are not counted.
     """
     params = dict(state.raw_model.named_parameters())
     shards, replicas = rank_groups(params["wte.weight"])
@@ -87,11 +71,21 @@ def bytes_per_step(state: TrainState) -> dict[str, float]:
         updates += mine * n_replicas * -(-rows // n_shards) * cols
     # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and for
     # the backward pass of each, but the root's stay in between.
-    steps, groups, dtypes = state.grad_accum_steps, dict(shards=shards, replicas=replicas), travelling_dtypes(state)
-    numels = dict(zip(KINDS, (steps * total, total / n_shards, steps * (total + blocks), owned, updates)))
+    steps, grads, weights = state.grad_accum_steps, DTYPES[state.cfg.grad_comm], DTYPES[state.cfg.dtype]
     return {
-        kind: ring_factor(collective, groups[place]) * numels[kind] * dtypes[kind].itemsize
-        for kind, (collective, place) in KINDS.items()
+        "gradients, scattered": ("reduce-scatter", shards, grads, steps * total),
+        "gradients, averaged": ("all-reduce", replicas, grads, total / n_shards),
+        "weights": ("all-gather", shards, weights, steps * (total + blocks)),
+        "Muon, to the owner and back": ("all-to-all", shards, state.optimizer.ns_dtype, owned),
+        "Muon, to all": ("all-gather", replicas, state.optimizer.ns_dtype, updates),
+    }
+
+
+def bytes_per_step(state: TrainState) -> dict[str, float]:
+    """Bytes that the busiest rank sends in one optimizer step, by kind of exchange; it receives as many."""
+    return {
+        kind: ring_factor(collective, group) * numel * dtype.itemsize
+        for kind, (collective, group, dtype, numel) in exchanges(state).items()
     }
 
 
@@ -111,8 +105,9 @@ def early_fraction(state: TrainState) -> float:
     return early / sum(p.nbytes for p in state.raw_model.parameters()) if hasattr(state.model, "no_sync") else 0.0
 
 
-def predicted_seconds(compute: float, sent: dict[str, float], speeds: dict[str, float], early: float = 0.0,
-                      backward: float = 0.0) -> float:  # fmt: skip
+def predicted_seconds(
+    compute: float, sent: dict[str, float], speeds: dict[str, float], early: float = 0.0, backward: float = 0.0
+) -> float:
     """Seconds of a step: those of one that sends nothing, and bytes over bytes/s of each kind, but what DDP hides.
 
     early: the fraction of gradients whose all-reduce runs during the last backward pass, of `backward` seconds.
@@ -121,15 +116,15 @@ def predicted_seconds(compute: float, sent: dict[str, float], speeds: dict[str, 
     return compute + sum(seconds.values()) - min(early * seconds.get("gradients, averaged", 0.0), backward)
 
 
-def measure_speeds(state: TrainState, kinds) -> dict[str, float]:
-    """Bytes/s that a rank sends in each kind's collective alone, of 32 MiB (GPUs: 512), in all groups at once."""
-    groups, device = dict(zip(("shards", "replicas"), rank_groups(state.raw_model.head.weight))), state.dist_ctx.device
+def measure_speeds(state: TrainState) -> dict[str, float]:
+    """Bytes/s that a rank sends by kind of exchange, each alone, of 32 MiB (GPUs: 512), in all groups at once."""
+    device, speeds = state.dist_ctx.device, {}
+    size = 2 ** (29 if device.type == "cuda" else 25)
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # before 2.13
-    size, dtypes, speeds = 2 ** (29 if device.type == "cuda" else 25), travelling_dtypes(state), {}
-    for kind in kinds:
-        collective, group = KINDS[kind][0], groups[KINDS[kind][1]]
-        numel = size // group.size() // dtypes[kind].itemsize
-        pieces = torch.zeros((group.size(), numel), dtype=dtypes[kind], device=device)
+    for kind, (collective, group, dtype, _) in exchanges(state).items():
+        if ring_factor(collective, group) == 0:
+            continue
+        pieces = torch.zeros((group.size(), size // group.size() // dtype.itemsize), dtype=dtype, device=device)
         piece, whole = pieces[0].clone(), pieces.flatten()
         call = {
             "all-reduce": functools.partial(dist.all_reduce, whole, group=group),
@@ -144,15 +139,9 @@ def measure_speeds(state: TrainState, kinds) -> dict[str, float]:
 
 def time_together(device: torch.device, function) -> float:
     """Seconds that the slowest rank takes for function()."""
-
-    def call() -> None:
-        function()
-        if dist.is_initialized():
-            dist.barrier()
-
-    if dist.is_initialized():
-        dist.barrier()
-    return timed(device, call)
+    barrier = dist.barrier if dist.is_initialized() else int
+    barrier()
+    return timed(device, lambda: (function(), barrier()))
 
 
 def bytes_sent_here(device: torch.device) -> float:
@@ -172,8 +161,12 @@ def nothing_sent(model: nn.Module):
             tensor.zero_()
         return unittest.mock.Mock()  # to be waited for
 
+    collectives = (
+        "all_gather|all_gather_(into_tensor|single)|all_reduce|all_to_all_single|reduce_scatter_(tensor|single)"
+    )
+    names = [name for name in dir(dist) if re.fullmatch(collectives, name)]  # others in each version of PyTorch
     with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():  # DDP
-        with unittest.mock.patch.multiple(dist, **dict.fromkeys(COLLECTIVES, receive_zeros)):
+        with unittest.mock.patch.multiple(dist, **dict.fromkeys(names, receive_zeros)):
             yield
 
 
@@ -217,7 +210,7 @@ def measure_steps(flags: dict, repeats: int, threads: int = 0) -> dict:
     row["peak_mb"] = peak_memory_mb(device)
     if world_size > 1:
         row["sent"] = {kind: n for kind, n in bytes_per_step(state).items() if n}
-        row["speeds"] = measure_speeds(state, row["sent"])
+        row["speeds"] = measure_speeds(state)
         early = early_fraction(state)
         row["overlap"] = (early, backward_seconds(state, batch) if early else 0.0)
         row["predicted"] = [predicted_seconds(s, row["sent"], row["speeds"], *row["overlap"]) for s in row["compute"]]
@@ -243,17 +236,6 @@ def rank_case(flags: dict, repeats: int, threads: int, environment: dict):
     yield measure_rank(flags, repeats, threads)
 
 
-def scale_torchrun(bench: Bench) -> dict | None:
-    """The row of the ranks that torchrun started; None but on rank 0."""
-    row = measure_rank(bench.flags, bench.repeats)
-    if int(os.environ["RANK"]):
-        return None
-    row["name"] = "as given"
-    summarize_scaling(row)
-    print(table("Scaling: the ranks that torchrun started", [row], COLUMNS, (NOTE,)))
-    return dict(scaling=[row])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The launcher
 
@@ -265,41 +247,36 @@ def run_ranks(bench: Bench, flags: dict, world_size: int, threads: int) -> dict:
     that failed, not of those that lost it.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    environment = dict(
-        MASTER_ADDR="localhost", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
-        WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), OMP_NUM_THREADS=str(threads),
-    )  # fmt: skip
+    environment = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": str(threads),
+    }
     with contextlib.ExitStack() as exits:
-        workers = []
+        workers = {}  # those whose figures are still waited for, by their pipe
         for rank in range(world_size):
             place = environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))
-            workers.append(exits.enter_context(Worker(bench, rank_case, flags, bench.repeats, threads, place)))
-        try:
-            return first_values(workers)[0]
-        except CaseFailed:
-            for worker in workers:  # the others may wait for the one that failed, for minutes
-                worker.process.kill()
-            raise
-
-
-def first_values(workers: list[Worker]) -> list:
-    """The first value of each worker. Raises CaseFailed, of one that failed by itself and not for want of a peer."""
-    waiting, values, failures = {worker.pipe: i for i, worker in enumerate(workers)}, [None] * len(workers), []
-    while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), 5 if failures else None)
-        if not ready:
-            break
-        for pipe in ready:
-            i = waiting.pop(pipe)
-            try:
-                values[i] = workers[i].request()
-            except CaseFailed as error:
-                failures.append(error)
-        if any(error.kind != "peer" for error in failures):
-            break
-    if failures:
-        raise min(failures, key=lambda error: error.kind == "peer")
-    return values
+            worker = exits.enter_context(Worker(bench, rank_case, flags, bench.repeats, threads, place))
+            exits.callback(worker.process.kill)  # the others may wait for one that failed, for minutes
+            workers[worker.pipe] = rank, worker
+        values, failure = {}, None
+        while workers and (failure is None or failure.kind == "peer"):
+            ready = multiprocessing.connection.wait(list(workers), 5 if failure else None)
+            if not ready:  # nobody had a reason of its own
+                break
+            for pipe in ready:
+                rank, worker = workers.pop(pipe)
+                try:
+                    values[rank] = worker.request()
+                except CaseFailed as error:
+                    if failure is None or failure.kind == "peer":
+                        failure = error
+    if failure:
+        raise failure
+    return values[0]
 
 
 def summarize_scaling(row: dict) -> None:
@@ -352,10 +329,17 @@ def scale_machine(bench: Bench) -> dict:
         f"rank; each row was started {rounds} times, interleaved. {NOTE} For several nodes, start this command with "
         "torchrun on each."
     )
-    print(table("Scaling", rows, COLUMNS, (note,)))
+    print(table("Scaling", rows, KEYS, note, HEADINGS))
     return dict(scaling=rows)
 
 
 def bench_scaling(bench: Bench) -> dict | None:
-    """Strong and weak scaling over ranks on this machine; under torchrun, of the ranks that it started."""
-    return scale_torchrun(bench) if "WORLD_SIZE" in os.environ else scale_machine(bench)
+    """Strong and weak scaling over ranks on this machine; under torchrun, of its ranks: None but on rank 0."""
+    if "WORLD_SIZE" not in os.environ:
+        return scale_machine(bench)
+    row = dict(name="as given") | measure_rank(bench.flags, bench.repeats)
+    if int(os.environ["RANK"]):
+        return None
+    summarize_scaling(row)
+    print(table("Scaling: the ranks that torchrun started", [row], KEYS, NOTE, HEADINGS))
+    return dict(scaling=[row])

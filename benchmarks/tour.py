@@ -2,23 +2,22 @@
 
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Bench, CaseFailed, progress, table
+from benchmarks.harness import Bench, CaseFailed, progress, run_script, table
+from data.bpe import read_vocabulary
 from data.prepare import prepare
 from data.shards import load_meta
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
 from runtime.logger import read_rows
-from train_gpt import HERE, data_folder, make_config
+from runtime.start import HERE, data_folder
+from train_gpt import make_config
 
 TRAINING = {
     "fp32": "--dtype fp32",
@@ -29,43 +28,35 @@ TRAINING = {
 GENERATION = {"no cache": "--no_cache", "+ KV cache": "", "+ compile": "--compile", "+ int8": "--compile --int8"}
 
 
-def run(script: str, *argv) -> tuple[str, str]:
-    """Standard output and error of a script of ours. Raises CaseFailed with its last line."""
-    env = os.environ | dict(PYTHONIOENCODING="utf-8")
-    command = [sys.executable, str(HERE / script), *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=env)
-    if done.returncode:
-        raise CaseFailed(f"FAILED: {(done.stderr.strip() or done.stdout.strip() or 'no word').splitlines()[-1]}")
-    return done.stdout, done.stderr
-
-
-def trained_figures(folder: Path) -> dict:
-    """Memory, speed after the first logged step and perplexity of a run."""
-    summary = json.loads((folder / "summary.json").read_text())
+def train_stage(command: list, folder: Path) -> dict:
+    """Memory, speed after the first logged step and perplexity of a run into this folder. Raises CaseFailed."""
+    run_script(HERE / "train_gpt.py", *command, "--out_dir", folder)
     rows = read_rows((folder / "metrics.jsonl").read_text())
     logged = [row for row in rows if row.get("tokens_per_s") is not None]
-    peak, perplexity = max(row["peak_mem_mb"] for row in logged), math.exp(summary["val_loss"])
-    return dict(peak_mb=peak, tokens_per_s=logged[-1]["tokens_per_s"], perplexity=perplexity)
+    perplexity = math.exp(json.loads((folder / "summary.json").read_text())["val_loss"])
+    peak_mb = max(row["peak_mem_mb"] for row in logged)
+    return dict(peak_mb=peak_mb, tokens_per_s=logged[-1]["tokens_per_s"], perplexity=perplexity)
 
 
-def sampled_figures(trained: Path, command: list, text: Path, device: list) -> dict:
-    """Memory, speed, perplexity and the beginning of what sample.py writes."""
-    said, speed = run("sample.py", "--run", trained, *command)
-    int8 = [flag for flag in command if flag == "--int8"]
-    measured, _ = run("sample.py", "--run", trained, "--perplexity", text, *device, *int8)
-    figures = {name: re.search(rf"([\d,]+) {name}", speed) for name in ("tokens/s", "MiB")}
-    tokens_per_s, peak_mb = (float(found[1].replace(",", "")) if found else None for found in figures.values())
-    perplexity = math.exp(float(re.search(r"per token +\S+ +\S+ +(\S+)", measured)[1]))
-    sample = " ".join(said.split())[:60].replace("|", " ")
-    return dict(peak_mb=peak_mb, tokens_per_s=tokens_per_s, perplexity=perplexity, sample=sample)
+def sample_stage(command: list, run: Path, text: Path, device: list) -> dict:
+    """Memory, speed, perplexity of a text file, and the beginning of what sample.py writes. Raises CaseFailed."""
+    said, speed = run_script(HERE / "sample.py", "--run", run, *command)
+    same = [word for word in command if word == "--int8"]
+    measured, _ = run_script(HERE / "sample.py", "--run", run, "--perplexity", text, *device, *same)
+    figures = dict(perplexity=math.exp(float(re.search(r"per token +\S+ +\S+ +(\S+)", measured)[1])))
+    for key, unit in (("tokens_per_s", "tokens/s"), ("peak_mb", "MiB")):
+        found = re.search(rf"([\d,]+) {unit}", speed)
+        figures[key] = float(found[1].replace(",", "")) if found else None
+    return figures | dict(sample=" ".join(said.split())[:60].replace("|", " "))
 
 
-def validation_text(folder: Path, n_tokens: int, out: Path) -> Path:
+def write_validation_text(folder: Path, n_tokens: int, out: Path) -> None:
     """The first tokens of the validation split as a text file."""
     tokens = TokenStream(folder, n_tokens, n_tokens).val.read_sequences(np.array([0]), n_tokens)[0]
-    tokenizer = get_tokenizer(load_meta(folder)["tokenizer"])
+    meta = load_meta(folder)
+    vocabulary = read_vocabulary(folder) if meta["tokenizer"] == "bpe" else None
+    tokenizer = get_tokenizer(meta["tokenizer"], vocabulary)
     out.write_bytes(tokenizer.decode_bytes([token for token in tokens.tolist() if token != tokenizer.eot]))
-    return out
 
 
 def bench_tour(bench: Bench) -> dict:
@@ -79,35 +70,30 @@ def bench_tour(bench: Bench) -> dict:
         prepare("python", out=folder)
     given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     rows, device = [], ["--device", flags["device"]] if "device" in flags else []
+
+    def run_stage(name: str, script: str, command: list, stage, *args) -> None:
+        shown = shlex.join(["python", *script.split(), *map(str, command)])
+        rows.append(dict(stage=name, command=shown, note=""))
+        try:
+            rows[-1] |= stage(command, *args)
+        except CaseFailed as error:
+            rows[-1]["note"] = str(error)
+        progress(name)
+
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        text, trained = validation_text(folder, n_val, out / "val.txt"), None
-        for i, (stage, added) in enumerate(TRAINING.items()):
+        write_validation_text(folder, n_val, out / "val.txt")
+        for i, (name, added) in enumerate(TRAINING.items()):
             command = [*given, "--max_steps", steps, "--eval_tokens", n_val, "--eval_every", 0, *added.split()]
-            shown = shlex.join(["python", "train_gpt.py", *map(str, command)])
-            rows.append(dict(stage=f"train: {stage}", command=shown, note=""))
-            try:
-                run("train_gpt.py", *command, "--out_dir", out / str(i))
-                trained = out / str(i)
-                rows[-1] |= trained_figures(trained)
-            except CaseFailed as error:
-                rows[-1]["note"] = str(error)
-            progress(rows[-1]["stage"])
-        for stage, added in GENERATION.items() if trained else ():
+            run_stage(f"train: {name}", "train_gpt.py", command, train_stage, out / str(i))
+        trained = [i for i, row in enumerate(rows) if not row["note"]]
+        for name, added in GENERATION.items() if trained else ():
             command = ["--prompt", "def ", "--max_new_tokens", n_tokens, *device, *added.split()]
-            shown = shlex.join(["python", "sample.py", "--run", "RUN", *map(str, command)])
-            rows.append(dict(stage=f"sample: {stage}", command=shown, note=""))
-            try:
-                rows[-1] |= sampled_figures(trained, command, text, device)
-            except CaseFailed as error:
-                rows[-1]["note"] = str(error)
-            progress(rows[-1]["stage"])
-    columns = {"stage": ("stage", ""), "peak_mb": ("peak MiB", ",.0f"), "tokens_per_s": ("tokens/s", ",.0f"),
-               "perplexity": ("perplexity", ",.3f"), "command": ("command", ""), "sample": ("text", ""),
-               "note": ("", "")}  # fmt: skip
+            model = out / str(trained[-1])
+            run_stage(f"sample: {name}", "sample.py --run RUN", command, sample_stage, model, out / "val.txt", device)
     note = (
         f"Training: {steps} steps a stage; sampling: {n_tokens} tokens of the last stage's model. Perplexity a token: "
         f"training's of {n_val:,} validation tokens, sampling's of the same text."
     )
-    print(table("Tour", rows, columns, (note,)))
+    print(table("Tour", rows, "stage peak_mb tokens_per_s perplexity command sample note".split(), note))
     return dict(tour=rows)
