@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.bpe import VOCABULARY_FILE
 from data.shards import UserError, atomic_write
 from int8 import quantize
 from model import GPT, GPTConfig, NgramEmbedding
@@ -37,6 +38,8 @@ def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
     from safetensors.torch import save
 
     config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
+    if checkpoint.get("vocabulary"):
+        out.with_name(VOCABULARY_FILE).write_bytes(checkpoint["vocabulary"].encode("utf-8"))
     with atomic_write(out) as file:
         file.write(
             save({name: t.clone() for name, t in model.state_dict().items()}, {"format": "pt"})

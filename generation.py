@@ -1,18 +1,21 @@
 """Text from a model: the KV cache, and tokens drawn one after the other."""
 
+import re
 import weakref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ops.attention import add_bias
 
-def at(x: Tensor, index: Tensor) -> Tensor:
+
+def take_positions(x: Tensor, index: Tensor) -> Tensor:
     """Of x (B, T, ...), the entry at each row's own index, int64 (B,): (B, 1, ...)."""
     return x[torch.arange(len(x), device=x.device), index][:, None]
 
 
-def one_later(x: Tensor) -> Tensor:
+def shift_right(x: Tensor) -> Tensor:
     """x (B, T, ...) moved on by one place, with zeros at the first."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
 
@@ -32,7 +35,7 @@ class LayerCache:
         if name not in self.before:
             self.before[name] = torch.zeros_like(x[:, :1])
         if x.size(1) > 1:
-            before, last = one_later(x), at(x, self.length - 1)
+            before, last = shift_right(x), take_positions(x, self.length - 1)
         else:
             before, last = self.before[name].clone(), x
         self.before[name].copy_(last)
@@ -106,6 +109,24 @@ class KVCache:
         return (self.positions(window) >= self.doc_start[:, None])[:, None, None]
 
 
+def next_logits(model: nn.Module, idx: Tensor, cache: KVCache | None = None) -> Tensor:
+    """Logits of the token that follows each row of idx (B, T), fp32 (B, 1, vocab_size), by the blocks of training.
+
+    With a cache: idx is the prompts, if it is still empty, or (B, 1) and follows what it holds.
+    """
+    tokens = idx if cache is None else cache.read(idx, model.doc_eot)
+    if cache is not None and idx.size(1) == 1:
+        position = cache.length[:, None] - 1
+        biases = {w: model.attention_bias(position, cache.positions(w)) for w in set(model.windows)}
+        masks = {w: add_bias(cache.mask(w), bias) for w, bias in biases.items()}
+    else:
+        position = torch.arange(idx.size(1), device=idx.device)
+        masks = model.attention_masks(model.attn if cache is None else "sdpa", idx)
+    x = model.hidden(tokens, position, masks, cache and cache.layers)
+    last = x[:, -1:] if cache is None or idx.size(1) == 1 else take_positions(x, cache.lengths - 1)
+    return model.logits(last)
+
+
 class GenerationError(ValueError):
     """Text cannot be drawn from this model in the way that is asked for."""
 
@@ -126,7 +147,7 @@ def check_cache(model: nn.Module) -> None:
     try:
         whole = model(idx)
         cache = KVCache(model, torch.full((1,), n - 2, device=idx.device))
-        steps = [model(part, cache=cache) for part in (idx[:, : n - 2], idx[:, n - 2 : n - 1], idx[:, n - 1 :])]
+        steps = [model.next_logits(part, cache) for part in (idx[:, : n - 2], idx[:, n - 2 : n - 1], idx[:, n - 1 :])]
     finally:
         model.compute_dtype = dtype
     apart = (torch.cat(steps, dim=1) - whole[:, n - 3 :]).abs().max().item()
@@ -139,9 +160,18 @@ def check_cache(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size: int, temperature: float = 1.0,
-             top_k: int = 0, top_p: float = 1.0, seeds: list[int] | None = None, step=None,
-             use_cache: bool = True):  # fmt: skip
+def generate(
+    model: nn.Module,
+    prompts: list[Tensor],
+    n_tokens: int,
+    vocab_size: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seeds: list[int] | None = None,
+    step=None,
+    use_cache: bool = True,
+):
     """Continue prompts, integer (T >= 1,) each: yields n_tokens times the next token of all, int64 (B,), on the device.
 
     temperature 0 takes the likeliest token; top_k keeps the k likeliest (0 = all); top_p the fewest whose probability
@@ -162,7 +192,7 @@ def generate(model: nn.Module, prompts: list[Tensor], n_tokens: int, vocab_size:
         if len(set(lengths.tolist())) > 1:
             raise GenerationError("without a KV cache, prompts must be equally long; give one at a time")
         for draws in drawn:
-            logits = model(idx[:, -context:], last=True)[:, -1, :vocab_size]
+            logits = model.next_logits(idx[:, -context:])[:, -1, :vocab_size]
             token = sample_token(logits, draws, temperature, top_k, top_p)
             yield token[:, 0]
             idx = torch.cat((idx, token), dim=1)
@@ -187,10 +217,18 @@ def uniform(generators: list[torch.Generator], device: torch.device, n: int):
         yield from block[:, : n - start].split(1, dim=1)
 
 
-def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vocab_size: int, temperature: float,
-                top_k: int, top_p: float) -> Tensor:  # fmt: skip
+def decode_step(
+    model: nn.Module,
+    idx: Tensor,
+    cache: KVCache,
+    draws: Tensor,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> Tensor:
     """The token that follows idx (B, T) in each row, int64 (B, 1); a function of tensors, to be compiled whole."""
-    return sample_token(model(idx, cache=cache)[:, -1, :vocab_size], draws, temperature, top_k, top_p)
+    return sample_token(model.next_logits(idx, cache)[:, -1, :vocab_size], draws, temperature, top_k, top_p)
 
 
 def compile_decode_step(device: torch.device):
@@ -250,3 +288,19 @@ def read_when_there(host: Tensor, event) -> list[int]:
     if event is not None:
         event.synchronize()
     return host.tolist()
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which can change a terminal's state, replaced."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+@torch.no_grad()
+def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int, temperature: float = 0.8) -> str:
+    """A prompt, integer (T,), ">>>" and the continuation by a model in eval mode. Raises GenerationError."""
+    check_cache(model)
+    drawn = generate(model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed])
+    tokens = [token for (token,) in on_host(drawn)]
+    known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
+    texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
+    return printable(">>>".join(texts))

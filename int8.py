@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from generation import GenerationError
 from model import GPT, Linear, NgramEmbedding
-from ops import matvec, one_row
+from ops.linear import is_matvec, matvec
 
 FEW_ROWS = 16  # up to which the CPU's int8 kernel is faster than bf16 matmuls of what int8 stands for
 
@@ -40,7 +40,7 @@ class Int8Linear(Int8Weight):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, w = x.flatten(0, -2), self.weight_int8
-        if one_row(x):
+        if is_matvec(x):
             y = matvec(rows, w) * self.weight_scale
         elif not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # of which the kernel reads 16 at a time
             y = F.linear(rows, (w * self.weight_scale[:, None]).to(x.dtype))

@@ -1,7 +1,7 @@
 """What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
 Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only decides how it is
-computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops.py; text is drawn in generation.py.
+computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops/; text is drawn in generation.py.
 """
 
 import contextlib
@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-# fmt: off
-# isort: off
-from generation import KVCache, LayerCache, at, one_later
-from ops import (ChunkedLinearCrossEntropy, Fp8Linear, Matrix, ParamTableError, add_bias, apply_ac, attention,
-                 attention_mask, cached_attention, ce_fwd_bwd, chunk_sizes, gather_whole_matrices, hashed_uniform,
-                 kernel_fits, matrix_stacks, matvec, ngram_hashes, ngram_rows, norm, normal,
-                 offload_activations, one_row, rank_groups, recomputed, relu_squared, scatter_updates, softcap_logits,
-                 start_gather, state_on_device, to_local, zeros)
-# isort: on
-# fmt: on
+from generation import LayerCache, next_logits, shift_right
+from ops.attention import attention, attention_mask, cached_attention
+from ops.checkpointing import apply_ac, offload_activations, recomputed
+from ops.exchange import MuonSlice, gather_matrices, matrix_stacks, owned_part, scatter_updates, state_on_device
+from ops.init import normal, zeros
+from ops.linear import Fp8Linear, is_matvec, matvec
+from ops.loss import ChunkedLinearCrossEntropy, ce_fwd_bwd, kernel_fits, softcap_logits
+from ops.ngrams import hashed_uniform, ngram_hashes, ngram_rows
+from ops.parallel import to_local
+from ops.params import ParamGroupSpec, check_param_table, initialize, initialize_buffers, param_spec_name
+from ops.pointwise import norm, relu_squared
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. GPTConfig
@@ -77,7 +78,7 @@ class GPTConfig:
 class Linear(nn.Linear):
     """Linear layer without bias in the activations' dtype: the weight stays fp32 and is cast at each use.
 
-    Several n_out: as many matrices in one weight, each orthogonalized on its own by Muon.
+    Several n_out: as many matrices stacked in one weight, each orthogonalized on its own by Muon.
     """
 
     fp8 = False
@@ -88,7 +89,7 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.to(x.dtype)
-        if one_row(x):
+        if is_matvec(x):
             return matvec(x, w).to(x.dtype)
         return Fp8Linear.apply(x, w) if self.fp8 else F.linear(x, w)
 
@@ -108,23 +109,35 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
 
 
-def previous(name: str, x: Tensor, starts: Tensor | None, past: LayerCache | None) -> Tensor:
+class AttnContext(NamedTuple):
+    """What the blocks know of a sequence besides x (B, T, n_embd)."""
+
+    cos: Tensor  # (T, 1, rotary_dim / 2) or (B, T, 1, rotary_dim / 2), in the compute dtype
+    sin: Tensor
+    starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: documents do not matter
+    mask: object  # what attention_mask made for this layer's window
+    past: LayerCache | None = None  # this layer's, while text is drawn
+
+
+def previous(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
     """Of x (B, T, ...), what belongs to the token before, also while text is drawn; zeros where there is none.
 
-    starts: bool (B, T, 1, 1), where a document begins, or None. name: of what is remembered, one a use in a layer.
+    name: the key of this use in the layer's cache, unique in a layer.
     """
-    before = one_later(x) if past is None else past.shift(name, x)
-    return before if starts is None else before.masked_fill(starts.view(*starts.shape[:2], *[1] * (x.dim() - 2)), 0)
+    before = shift_right(x) if ctx.past is None else ctx.past.shift(name, x)
+    if ctx.starts is None:
+        return before
+    return before.masked_fill(ctx.starts.view(*ctx.starts.shape[:2], *[1] * (x.dim() - 2)), 0)
 
 
-def look_back(k: Tensor, rotary_dim: int, starts: Tensor | None, past: LayerCache | None) -> Tensor:
+def shift_keys(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
     """Keys (B, T, H, D) with the dimensions beyond rotary_dim of the token before; zeros where there is none.
 
-    A query then finds what followed an earlier token like its own in one layer instead of two (partial key offset, of
-    the NanoGPT speedrun).
+    Partial key offset, of the NanoGPT speedrun: a query finds what followed an earlier token like its own in one layer
+    instead of two (one-layer induction).
     """
-    turned, still = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    return torch.cat((turned, previous("key", still, starts, past)), dim=-1)
+    k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
+    return torch.cat((k_rot, previous("key", k_pass, ctx)), dim=-1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -136,16 +149,17 @@ class CausalSelfAttention(nn.Module):
         self.qkv = Linear(cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
-                past: LayerCache | None) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         batch, length, n_embd = x.shape
+        # Along the heads: queries, keys, values.
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
         q, k = norm(qk).split(self.n_head, 2)
-        q, k = apply_rotary_emb(q, cos, sin), apply_rotary_emb(look_back(k, self.rotary_dim, starts, past), cos, sin)
+        q = apply_rotary_emb(q, ctx.cos, ctx.sin)
+        k = apply_rotary_emb(shift_keys(k, self.rotary_dim, ctx), ctx.cos, ctx.sin)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if past is not None:
-            k, v = past.append(k, v)
-        y = attention(q, k, v, mask, self.backend) if past is None else cached_attention(q, k, v, mask)
+        if ctx.past is not None:
+            k, v = ctx.past.append(k, v)
+        y = attention(q, k, v, ctx.mask, self.backend) if ctx.past is None else cached_attention(q, k, v, ctx.mask)
         return self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
 
 
@@ -171,19 +185,17 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
-                past: LayerCache | None) -> Tensor:  # fmt: skip
-        if past is not None:
-            return self._forward(x, cos, sin, starts, mask, past)
+    def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
+        if ctx.past is not None:
+            return self._forward(x, ctx)
         with offload_activations(self.compiled is not None) if self.offload else contextlib.nullcontext():
-            return (self.compiled or self.forward_with_ac)(x, cos, sin, starts, mask, past)
+            return (self.compiled or self.forward_with_ac)(x, ctx)
 
-    def forward_with_ac(self, *inputs) -> Tensor:
-        return apply_ac(self.checkpointing, self, *inputs)
+    def forward_with_ac(self, x: Tensor, ctx: AttnContext) -> Tensor:
+        return apply_ac(self.checkpointing, self, x, ctx)
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None, mask,
-                 past: LayerCache | None) -> Tensor:  # fmt: skip
-        x = x + self.attn(norm(x), cos, sin, starts, mask, past)
+    def _forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
+        x = x + self.attn(norm(x), ctx)
         return x + self.mlp(norm(x))
 
 
@@ -194,19 +206,27 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
-    How it is computed, the result differing by rounding: `attn` is the attention backend, `loss_chunk` the tokens
+    Arguments that change speed, memory and rounding only: `attn` is the attention backend, `loss_chunk` the tokens
     whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (MLP, and the head where the
     loss kernel makes its gradient) rounds more. Each block's `checkpointing` is none, selective or full.
-    What is computed: with `doc_eot`, tokens do not attend across the documents that this token starts. `ngram_dropout`
-    is the probability of dropping an n-gram in training mode; which ones follows from the n-gram, its place in the
-    sequence and `step_seed`, to be set anew for each step, so ranks and micro-batches do not matter.
+    Arguments that change the model: with `doc_eot`, tokens do not attend across the documents that this token starts.
+    `ngram_dropout` is the probability of dropping an n-gram in training mode. Which ones are dropped is a function of
+    the n-gram, its place in the sequence and `step_seed`, new for each step: ranks and micro-batches do not matter.
     """
 
     extrapolates = True  # False: positions end at seq_len, so longer texts are drawn from their last seq_len tokens
 
-    def __init__(self, cfg: GPTConfig, compute_dtype: torch.dtype = torch.float32, loss_chunk: int = 0,
-                 attn: str = "sdpa", doc_eot: int | None = None, fp8: bool = False, offload: bool = False,
-                 ngram_dropout: float = 0.0):  # fmt: skip
+    def __init__(
+        self,
+        cfg: GPTConfig,
+        compute_dtype: torch.dtype = torch.float32,
+        loss_chunk: int = 0,
+        attn: str = "sdpa",
+        doc_eot: int | None = None,
+        fp8: bool = False,
+        offload: bool = False,
+        ngram_dropout: float = 0.0,
+    ):
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
         self.ngram_dropout, self.step_seed = ngram_dropout, 0
@@ -224,7 +244,7 @@ class GPT(nn.Module):
         self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
         self.register_buffer("frequency", torch.empty(cfg.rotary_dim // 2), persistent=False)
         self.reset_buffers()
-        check_param_table(self)
+        check_param_table(self, PARAM_TABLE, OPTIMIZERS)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -236,21 +256,6 @@ class GPT(nn.Module):
         self.frequency.copy_(frequency)
         self.cos.copy_(angle.cos())
         self.sin.copy_(angle.sin())
-
-    def apply_compile(self, mode: str, probing: bool = False) -> None:
-        """Compile each block and the loss in place: blocks share one compilation, and parameter names stay.
-
-        probing: for many sizes in little time; blocks keep the same for backward, but their operations are not fused.
-        """
-        unfused = probing and self.attn != "flex"  # which makes all scores unless it is fused
-        how = dict(backend="aot_eager_decomp_partition") if unfused else dict(mode=mode)
-        # Layers that differ in a constant, windows, and evaluation are compilations of one function.
-        torch._dynamo.config.recompile_limit = 16 + 4 * len(self.blocks)
-        for block in self.blocks:
-            block.compiled = torch.compile(block.forward_with_ac, dynamic=False, fullgraph=True, **how)
-        self.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=probing, fullgraph=True)
-        if self.cos.is_cuda:  # of evaluation, and of a loss without kernel; a CPU saves less than it takes to compile
-            self.compiled_loss = torch.compile(self.chunk_loss, dynamic=probing, fullgraph=True)
 
     def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
         """What is added to the scores of attention, fp32 (..., H, T, S), or None: ALiBi and relative positions go here.
@@ -265,48 +270,45 @@ class GPT(nn.Module):
         bias = self.attention_bias(position, position)
         return {w: attention_mask(backend, idx, w, self.doc_eot, bias) for w in set(self.windows)}
 
-    def cached_masks(self, cache: KVCache, position: Tensor) -> dict[int, Tensor]:
-        """The same for one new token a row, at position (B, 1), over the slots of a cache."""
-        biases = {w: self.attention_bias(position, cache.positions(w)) for w in set(self.windows)}
-        return {w: add_bias(cache.mask(w), bias) for w, bias in biases.items()}
+    def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of rotary position embedding; position: as embed has it."""
+        if position.dim() == 1:  # from the first token on
+            cos, sin = self.cos[: position.size(0)], self.sin[: position.size(0)]
+        else:  # while text is drawn, also beyond the context
+            angle = position[..., None, None] * self.frequency
+            cos, sin = angle.cos(), angle.sin()
+        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: KVCache | None = None,
-                last: bool = False) -> Tensor:  # fmt: skip
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """idx and targets are integer (B, T), T <= seq_len; a target of -1 is not counted.
 
         With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
-        Without: fp32 logits (B, T, vocab_size), or with `last` those of the last position only, (B, 1, vocab_size).
-        With a cache: idx is the prompts, if it is still empty, or (B, 1) and follows what it holds; the logits are
-        those of each row's last position, (B, 1, vocab_size). Raises ValueError for more tokens than the context has,
-        and for targets with a cache.
+        Without: fp32 logits (B, T, vocab_size). Raises ValueError for more tokens than the context has.
         """
-        if cache is not None and targets is not None:
-            raise ValueError("a KV cache is for generation and cannot be combined with targets; pass one of them")
-        length, decoding = idx.size(1), cache is not None and idx.size(1) == 1
+        length = idx.size(1)
         if length > self.cfg.seq_len:
             raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
-        tokens = idx if cache is None else cache.read(idx, self.doc_eot)
-        if decoding:
-            position = cache.length[:, None] - 1
-            angle = position[..., None, None] * self.frequency
-            cos, sin, masks = angle.cos(), angle.sin(), self.cached_masks(cache, position)
-        else:
-            position = torch.arange(length, device=idx.device)
-            cos, sin = self.cos[:length], self.sin[:length]
-            masks = self.attention_masks(self.attn if cache is None else "sdpa", idx)
-        cos, sin = cos.to(self.compute_dtype), sin.to(self.compute_dtype)
-        starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
+        position = torch.arange(length, device=idx.device)
+        x = self.hidden(idx, position, self.attention_masks(self.attn, idx))
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x.flatten(0, 1), targets.flatten())
+
+    def hidden(self, tokens: Tensor, position: Tensor, masks: dict, layers: list[LayerCache] | None = None) -> Tensor:
+        """What the last block puts out, normalized, (B, T, n_embd); in training, evaluation and while text is drawn.
+
+        tokens, position: as embed takes them. masks: of attention, by window. layers: the KV caches.
+        """
+        cos, sin = self.rotary_tables(position)
+        starts = None
+        if self.doc_eot is not None:
+            starts = (tokens[:, -position.size(-1) :] == self.doc_eot)[..., None, None]
         x = norm(self.embed(tokens, position).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, starts, masks[self.windows[i]], cache and cache.layers[i])
-        x = norm(x)
-        if targets is not None:
-            return self.loss(x.flatten(0, 1), targets.flatten())
-        if cache is not None and not decoding:
-            x = at(x, cache.lengths - 1)
-        elif last:
-            x = x[:, -1:]
-        return self.logits(x)
+            x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], layers and layers[i]))
+        return norm(x)
+
+    next_logits = next_logits  # a method, since FSDP gathers weights for methods of the model
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Embeddings of the last T of tokens (B, S) and of the n-grams that each ends, summed: (B, T, n_embd).
@@ -336,7 +338,7 @@ class GPT(nn.Module):
     def flops_per_token(self) -> float:
         """Floating-point operations of a token of a whole context, forward and backward.
 
-        6 a weight that multiplies, once for each place where it stands, and 12 * n_embd a token attended to.
+        6 per matmul weight, counted once per use, and 12 * n_embd per token attended to.
         """
         t = self.cfg.seq_len
         attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
@@ -381,90 +383,26 @@ def cross_entropy(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The parameter table
 
-
-class ParamGroupSpec(NamedTuple):
-    """How the parameters whose names match are initialized and optimized."""
-
-    pattern: str  # regular expression for the whole name
-    init: Callable | str  # normal(std), zeros, ones, constant(x), orthogonal(), or "module": as its module makes it
-    optim: str  # one of OPTIMIZERS: "muon", for matrices, or "adam"
-    lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
-    betas: tuple[float, float] = (0.8, 0.95)  # Adam's; Muon's momentum, once it has risen, is the first
-    wd_mul: float = 0.0  # multiple of weight_decay
-
-
+MUON = dict(betas=(0.95, 0.0), wd_mul=1.0)  # momentum, and a number that it does not use
 # Every parameter must match exactly one row. Matrices inside the blocks are for Muon, everything else is for Adam.
 PARAM_TABLE = {
-    "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", 75.0),
-    "ngrams": ParamGroupSpec(r"ngrams\.weight", zeros, "adam", 12.0),
+    "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", lr_mul=75.0),
+    "ngrams": ParamGroupSpec(r"ngrams\.weight", zeros, "adam", lr_mul=12.0),
     "head": ParamGroupSpec(r"head\.weight", zeros, "adam"),
-    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0),
-    "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5), "muon", 1.0, (0.95, 0.0), 1.0),
-    "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros, "muon", 1.0, (0.95, 0.0), 1.0),
+    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", **MUON),
+    "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5), "muon", **MUON),
+    "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros, "muon", **MUON),
 }
 
 
-def param_spec_name(name: str) -> str:
-    """The row of PARAM_TABLE that matches the parameter. Raises ParamTableError unless exactly one does."""
-    rows = [row for row, spec in PARAM_TABLE.items() if re.fullmatch(spec.pattern, name)]
-    if len(rows) != 1:
-        pattern = re.sub(r"\d+", r"\\d+", re.escape(name))
-        row = "_".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
-        example = f'"{row}": ParamGroupSpec(r"{pattern}", "module", "adam"),'
-        found = f"rows {', '.join(rows)}" if rows else "no row"
-        raise ParamTableError(f"parameter {name} matches {found} of PARAM_TABLE in model.py; it needs one: {example}")
-    return rows[0]
+def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
+    """Initial weights and buffers. seed_of: of a parameter's name; each is drawn whole, by a generator of its own."""
+    initialize(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)  # a whole model, for rows that say "module"
 
 
-def check_param_table(model: nn.Module) -> None:
-    """Raises ParamTableError for a parameter without exactly one row, or with one that cannot be."""
-    places: dict[nn.Parameter, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        row = param_spec_name(name)
-        optim = PARAM_TABLE[row].optim
-        if optim not in OPTIMIZERS or optim == "muon" and param.dim() != 2:
-            raise ParamTableError(
-                f"parameter {name} of shape {tuple(param.shape)} has optim {optim!r} in PARAM_TABLE in model.py; "
-                f"expected one of {', '.join(OPTIMIZERS)}, and muon for matrices only"
-            )
-        other = places.setdefault(param, name)
-        if param_spec_name(other) != row:
-            names = "|".join(re.escape(place) for place in (other, name))
-            raise ParamTableError(
-                f"{name} is the same parameter as {other}, and each has a row in PARAM_TABLE in model.py; put one in "
-                f'their places that says how both start and are trained: "tied": ParamGroupSpec(r"{names}", ...)'
-            )
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise ParamTableError(f"module {name} has get_extra_state, which checkpoints do not hold; use a buffer")
-        if any(isinstance(value, torch.Generator) for value in vars(module).values()):
-            raise ParamTableError(
-                f"module {name} keeps a generator, whose draws are neither recomputed nor resumed; draw from torch's, "
-                "or make one within the forward pass, seeded from GPT.step_seed"
-            )
-
-
-def initial_weight(name: str, shape: torch.Size, seed: int, made: GPT | None) -> Tensor:
-    """The full initial tensor, fp32 on the CPU, whatever the ranks and devices; `seed` is this tensor's own.
-
-    made: what the constructors make, for rows that say "module". Raises ParamTableError for what they do not make.
-    """
-    init = PARAM_TABLE[param_spec_name(name)].init
-    if init != "module":
-        return init(torch.empty(shape, device="cpu"), torch.Generator().manual_seed(seed))
-    try:
-        return made.get_parameter(name).detach()
-    except AttributeError:
-        raise ParamTableError(
-            f'parameter {name} has init "module", and GPT(cfg) alone does not make it; make it in the constructor of a '
-            "part of it"
-        ) from None
-
-
-def constructors_matter(model: GPT) -> bool:
-    """Whether initial values are those of the modules' constructors: a row says so, or there are buffers of an edit."""
-    rows = {PARAM_TABLE[param_spec_name(name)].init for name, _ in model.named_parameters()}
-    return "module" in rows or {name for name, _ in model.named_buffers()} != {"cos", "sin", "frequency"}
+def init_buffers(model: GPT, seed_of: Callable[[str], int]) -> None:
+    """The buffers alone."""
+    initialize_buffers(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
@@ -474,7 +412,7 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
     """
     groups: dict[tuple, dict] = {}
     for name, param in model.named_parameters():
-        row = param_spec_name(name)
+        row = param_spec_name(name, PARAM_TABLE)
         spec = PARAM_TABLE[row]
         if optimizer == "adamw":
             kind, lr, betas, decay = "adam", adam_lr, (0.9, 0.95), weight_decay
@@ -483,8 +421,15 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
             kind, betas, decay = spec.optim, spec.betas, spec.wd_mul * weight_decay
         module, _, leaf = name.rpartition(".")
         split = getattr(model.get_submodule(module), "split", ()) if leaf == "weight" else ()
-        settings = dict(role=row, kind=kind, lr=lr, initial_lr=lr, betas=betas, weight_decay=decay,
-                        split=split if len(split) > 1 else ())  # fmt: skip
+        settings = dict(
+            role=row,
+            kind=kind,
+            lr=lr,
+            initial_lr=lr,
+            betas=betas,
+            weight_decay=decay,
+            split=split if len(split) > 1 else (),
+        )
         group = groups.setdefault(tuple(settings.values()), dict(params=[], names=[], **settings))
         group["params"].append(param)
         group["names"].append(name)
@@ -494,26 +439,27 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Muon + Adam
 
-# The values of ParamGroupSpec.optim: the state of each parameter and, of what Optimizer does not do itself, a function
-# update(group, param, grad, *state), elementwise and in place. Under FSDP the tensors are this rank's rows.
+# The values of ParamGroupSpec.optim: names of each parameter's state tensors, and an update function, None where
+# Optimizer has it built in: update(group, param, grad, *state), elementwise and in place, under FSDP on rows alone.
 OPTIMIZERS = {"muon": (("momentum",), None), "adam": (("exp_avg", "exp_avg_sq"), None)}
 
-STACKED = 2**26  # numbers that a rank orthogonalizes at once: they need memory several times over
+MAX_STACK_NUMEL = 2**26  # numbers that a rank orthogonalizes at once: they need memory several times over
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
 # singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
 NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780, -1.9908, 0.4541))
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """A nearly semi-orthogonal matrix for each of x (M, rows, cols): all but tiny singular values end in [0.7, 1.3].
+    """A nearly semi-orthogonal matrix for each of x (M, rows, cols): singular values above 0.01 end in [0.7, 1.3].
 
-    Quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), in the dtype of x. All-zero matrices stay zero.
+    Of the largest, that is: smaller ones grow 76-fold. Quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), in
+    the dtype of x. All-zero matrices stay zero.
     """
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
-    gram, x = gram / scale, x / scale.sqrt()  # a tighter bound of singular values than the norm of x
+    gram, x = gram / scale, x / scale.sqrt()  # a tighter bound of the largest singular value than the norm of x
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     # Aspect ratio >= 4 in full fp32: iterate on the Gram matrix and apply the accumulated polynomial to x once
     # (17 small-matmul equivalents instead of 27). Unstable in bf16 and TF32.
@@ -532,28 +478,41 @@ def newton_schulz(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def even_rows(x: Tensor) -> Tensor:
-    """Each of x (M, rows, cols) with rows of one length, and the Frobenius norm that it had; all-zero rows stay.
+def normalize_rows(x: Tensor) -> Tensor:
+    """Each of x (M, rows, cols) with rows rescaled to equal length, its Frobenius norm kept; all-zero rows stay.
 
-    Every neuron then moves as far (NorMuon, Li et al. 2025, with the rows' own lengths for their running means).
+    Every neuron then moves as far. NorMuon (Li et al. 2025) divides by a running mean, here by a row's present length.
     """
     even = F.normalize(x.float(), dim=-1)
     norms = [torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True, dtype=torch.float32) for t in (x, even)]
     return (even * (norms[0] / norms[1].clamp(min=1e-6))).to(x.dtype)
 
 
-def scale_tall_(x: Tensor) -> Tensor:
-    """Each of x (M, rows, cols) times max(1, rows / cols) ** 0.5, in place."""
-    return x.mul_((x.size(1) / x.size(2)) ** 0.5) if x.size(1) > x.size(2) else x
+def orthogonalize(x: Tensor, n_upright: int) -> list[Tensor]:
+    """Muon's updates of matrices x (M, rows, cols), of which those after the first n_upright are transposed.
+
+    Rows of one length, times max(1, rows / cols) ** 0.5; returns the upright ones and the others as they should stand.
+    """
+    x = newton_schulz(x)
+    updates = [normalize_rows(part) for part in (x[:n_upright], x[n_upright:].mT)]
+    for update in updates:
+        update.mul_(max(1.0, update.size(1) / update.size(2)) ** 0.5)
+    return updates
 
 
 class Optimizer(torch.optim.Optimizer):
     """Muon for the matrices inside the blocks, Adam (decoupled weight decay) for all else; for 1..N ranks.
 
-    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): Nesterov momentum, then each matrix's update
-    is replaced by its orthogonal factor with even rows. Matrices of one shape, or of it transposed, are stacked over
-    all groups and orthogonalized in one batched call, in `ns_dtype`; the ranks divide the stack among them, evenly or
-    not, and exchange the results, in `ns_dtype` too, while the next stack or Adam is at work.
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), for one matrix w with gradient g:
+
+        momentum.lerp_(g, 1 - beta)
+        update = newton_schulz(g.lerp(momentum, beta))  # Nesterov
+        update = normalize_rows(update) * max(1, rows / cols) ** 0.5
+        w -= lr * (update + weight_decay * w)
+
+    Matrices of one shape, or of it transposed, are stacked over all groups and orthogonalized in one batched call, in
+    `ns_dtype`; the ranks divide the stack among them, evenly or not, and exchange the results, in `ns_dtype` too, while
+    the next stack or Adam is at work.
     Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
     a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards;
     stacks are of one group and shape there. With hybrid sharding both hold: shards meet within their group, and the
@@ -595,11 +554,12 @@ class Optimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None and p not in self.state:  # it was frozen before
                     self.make_state(group, p)
-        arriving: list[tuple] = []
-        for stack in matrix_stacks(self.param_groups, self.state, STACKED, self.fused):
-            arriving.append((stack, *self.muon_updates(stack, skip)))
-            if len(arriving) > 1 or arriving[0][-1] is None:  # one stack travels while the next is worked on
-                self.apply_updates(*arriving.pop(0), skip)
+        pending = []
+        for stack in matrix_stacks(self.param_groups, self.state, MAX_STACK_NUMEL, self.fused):
+            updates, arrival = self.muon_updates(stack, skip)
+            pending.append((stack, updates, arrival))
+            if len(pending) > 1 or not arrival:  # one stack travels while the next is worked on
+                self.apply_updates(*pending.pop(0), skip)
         for group in self.param_groups:
             by_shape: dict[object, list[Tensor]] = {}
             for p in group["params"] if group["kind"] != "muon" else ():
@@ -607,7 +567,7 @@ class Optimizer(torch.optim.Optimizer):
                     by_shape.setdefault(p.shape if self.fused else p, []).append(p)
             for params in by_shape.values():
                 (self.adam_update if group["kind"] == "adam" else self.other_update)(group, params, skip)
-        for last in arriving:
+        for last in pending:
             self.apply_updates(*last, skip)
 
     def other_update(self, group: dict, params: list[Tensor], skip: Tensor) -> None:
@@ -624,59 +584,58 @@ class Optimizer(torch.optim.Optimizer):
         slots = [[self.state[p][slot] for p in params] for slot in ("exp_avg", "exp_avg_sq", "step")]
         with state_on_device(skip.device, *slots[:2]) as (exp_avgs, exp_avg_sqs):
             adamw(
-                [to_local(p) for p in params], [to_local(p.grad) for p in params], exp_avgs, exp_avg_sqs, [], slots[2],
-                fused=self.fused, foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
-                lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, maximize=False,
+                [to_local(p) for p in params],
+                [to_local(p.grad) for p in params],
+                exp_avgs,
+                exp_avg_sqs,
+                [],
+                slots[2],
+                fused=self.fused,
+                foreach=False,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=self.eps,
+                maximize=False,
                 found_inf=skip.float() if self.fused else None,
-            )  # fmt: skip
+            )
 
-    def muon_updates(self, stack: list[Matrix], skip: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """The updates of a stack, each in a row of its own, and whether other ranks' are still to arrive."""
-        shards, replicas = rank_groups(stack[0].param)
-        grads, betas, shape = [m.grad for m in stack], [m.group["momentum"] for m in stack], stack[0].weight.shape
-        # The ranks that hold the same part divide the stack, and within each part those that share its shards: every
-        # matrix is made whole on one rank.
-        n_parts, part = (replicas.size(), replicas.rank()) if replicas else (1, 0)
-        most = chunk_sizes(len(stack), n_parts)[0]
-        mine = slice(part * most, (part + 1) * most)
-        updates = grads[0].new_empty((n_parts * most, shape.numel()), dtype=self.ns_dtype)
-        turned = [m.weight.shape != shape for m in stack[mine]]
-        n, straight = len(turned), turned.count(False)
-        ours = updates[mine][:n]
-        x = ours.view(n, *shape)
+    def muon_updates(self, stack: list[MuonSlice], skip: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """The updates of a stack, each in a row of its own, and what to wait for until other ranks' are there, or None.
+
+        Overwrites the gradients.
+        """
+        grads = [m.grad for m in stack]
+        betas = [m.group["momentum"] for m in stack]
+        mine = owned_part(stack)
         with state_on_device(skip.device, [m.momentum for m in stack]) as (momenta,):
             for grad, momentum in zip(grads, momenta):
                 # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
                 torch.where(skip, momentum, grad, out=grad)
             torch._foreach_lerp_(momenta, grads, [1 - beta for beta in betas])
-            if n:  # there may be more ranks than matrices
-                nesterov = torch._foreach_lerp(grads[mine], momenta[mine], betas[mine])
-                torch._foreach_copy_([t.mT if turn else t for t, turn in zip(x, turned)], nesterov)
-        if shards:
-            (rows, cols), split = stack[0].param.shape, stack[0].split
-            x = gather_whole_matrices(x, rows, shards)
-            if len(set(split)) == 1:
-                x = scale_tall_(even_rows(newton_schulz(x.view(-1, split[0], cols))))
-            else:
-                parts = x.split(split, dim=1)
-                x = torch.cat([scale_tall_(even_rows(newton_schulz(part))) for part in parts], dim=1)
-            ours.copy_(scatter_updates(x.reshape(-1, rows, cols), n, shards).view_as(ours))
-        else:
-            x = newton_schulz(x)
-            for made, kept in ((x[:straight], ours[:straight]), (x[straight:].mT, ours[straight:])):
-                if len(made):
-                    scale_tall_(kept.view(made.shape).copy_(even_rows(made)))
-        return updates, start_gather(updates, replicas) if replicas else None
+            nesterov = torch._foreach_lerp(grads[mine], momenta[mine], betas[mine]) if grads[mine] else []
+        batches = gather_matrices(stack, nesterov, self.ns_dtype)
+        return scatter_updates(stack, [orthogonalize(*batch) for batch in batches], self.ns_dtype)
 
-    def apply_updates(self, stack: list[Matrix], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
+    def apply_updates(self, stack: list[MuonSlice], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
         if arrival:
             arrival.wait()
         for _, alike in itertools.groupby(stack, lambda matrix: (id(matrix.group), matrix.weight.shape)):
             matrices = list(alike)
             group, weight, n = matrices[0].group, matrices[0].weight, len(matrices)
-            ours, updates = updates[:n].view(n, *weight.shape).to(weight.dtype), updates[n:]
-            sgd(
-                [m.weight for m in matrices], list(ours.unbind()), [None] * n, fused=True,
-                lr=group["lr"], weight_decay=group["weight_decay"], momentum=0.0, dampening=0.0,
-                nesterov=False, maximize=False, found_inf=skip.float(),
-            )  # fmt: skip
+            these, updates = updates[:n], updates[n:]
+            sgd(  # without momentum: w -= lr * (update + weight_decay * w)
+                [m.weight for m in matrices],
+                list(these.view(n, *weight.shape).to(weight.dtype).unbind()),
+                [None] * n,
+                fused=True,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                momentum=0.0,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                found_inf=skip.float(),
+            )

@@ -19,15 +19,15 @@ import torch
 from data.prepare import encode_file
 from data.shards import UserError
 from data.tokenizers import get_tokenizer
-from generation import check_cache, compile_decode_step, generate, on_host
+from generation import check_cache, compile_decode_step, generate, on_host, printable
 from int8 import quantize
 from model import GPT, GPTConfig
+from ops.cpu import skip_trial_programs
 from runtime.checkpoint import BEST, as_evaluated, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.checks import check_compiler
 from runtime.dtype import sampling_dtype
 from runtime.errors import report_error
-from runtime.launch import DTYPES, peak_memory_mb, select_device, skip_trial_programs
-from runtime.logger import printable
+from runtime.launch import DTYPES, peak_memory_mb, select_device
 
 
 def find_file(run: str, best: bool = False) -> Path:
@@ -72,20 +72,29 @@ def load(path: Path, device: str, dtype: str, int8: bool = False, cached: bool =
         check_cache(model.eval())
     if int8 and not quantized:
         quantize(model)
-    return model.freeze(), get_tokenizer(checkpoint["tokenizer"])
+    return model.freeze(), get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
 
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake."""
-    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="sample.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--run", required=True, help="folder of a run, a checkpoint file, or one from export.py")
     parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     parser.add_argument("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
     parser.add_argument("--interactive", action="store_true", help="continue each line that is typed")
     parser.add_argument("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
-    parser.add_argument("--stride", type=int, default=0, help="tokens between the contexts of --perplexity; 0 = a whole"
-                        " context, which is fastest; fewer give every token more to go by")  # fmt: skip
+    parser.add_argument(
+        "--stride",
+        type=int,
+        default=0,
+        help="tokens between the contexts of --perplexity; 0 = a whole"
+        " context, which is fastest; fewer give every token more to go by",
+    )
     parser.add_argument("--num_samples", type=int, default=1, help="texts to write for each prompt, 32 at once")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
@@ -141,8 +150,18 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     if args.stride and args.perplexity is None:
         raise UserError("--stride is for --perplexity, which was not given; remove it")
     if args.perplexity is not None:
-        for name in ("prompt", "interactive", "num_samples", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
-                     "no_cache", "compile"):  # fmt: skip
+        for name in (
+            "prompt",
+            "interactive",
+            "num_samples",
+            "max_new_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "seed",
+            "no_cache",
+            "compile",
+        ):
             if getattr(args, name) != parser.get_default(name):
                 raise UserError(f"--{name} does nothing for --perplexity; remove one of them")
     if args.no_cache and (args.compile or len(args.prompt) > 1):
@@ -174,12 +193,23 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
         print_batch(model, tokenizer, texts, [args.seed + i % args.num_samples for i in chosen], first, args, step)
 
 
-def print_batch(model: GPT, tokenizer, texts: list[str], seeds: list[int], first: int, args: argparse.Namespace,
-                step) -> None:  # fmt: skip
+def print_batch(
+    model: GPT, tokenizer, texts: list[str], seeds: list[int], first: int, args: argparse.Namespace, step
+) -> None:
     """Continue texts, each with its seed; `first` is the number of the first of them, from 0."""
     tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
-    drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, args.temperature, args.top_k,
-                     args.top_p, seeds, step, not args.no_cache)  # fmt: skip
+    drawn = generate(
+        model,
+        tokens,
+        args.max_new_tokens,
+        tokenizer.vocab_size,
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        seeds,
+        step,
+        not args.no_cache,
+    )
     alone = len(args.prompt) * args.num_samples == 1
     shown = printable if sys.stdout.isatty() else str  # a file gets what was drawn
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
@@ -257,8 +287,10 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
 
     loss = summed_loss(model, tokens, tokenizer.eot, stride, say)
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
-    print(f"{path}: contexts of {model.cfg.seq_len} tokens, {stride} apart; each token is predicted once, the first "
-          "from the end of text before it")  # fmt: skip
+    print(
+        f"{path}: contexts of {model.cfg.seq_len} tokens, {stride} apart; each token is predicted once, the first "
+        "from the end of text before it"
+    )
     print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
     for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
         if n:

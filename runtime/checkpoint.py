@@ -8,21 +8,33 @@ import hashlib
 import json
 import math
 import re
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from data.shards import TOKENIZER_SIZES, RunError, UserError, atomic_write
-from ops import copy_from_full_tensor_, full_tensor_on_rank0, persistent_buffers, to_local
+from ops.init import persistent_buffers
+from ops.parallel import copy_from_full_tensor_, eval_mode, full_tensor_on_rank0, to_local
 from runtime.logger import RunLogger
-from runtime.ranks import DistContext, dist_max
+from runtime.ranks import DistContext, dist_max, run_on_rank0
+from runtime.watch import check_replicas
 
-# What every checkpoint holds, as train_gpt.snapshot makes it; old ones have no "position", "tokens", "extra" or
-# "optimizer_type".
-CHECKPOINT_SCHEMA = dict(step=int, clock=dict, config=dict, model_config=dict, tokenizer=str, data=str, scaler=dict,
-                         model=dict, optimizer=dict)  # fmt: skip
+# What every checkpoint holds, as snapshot makes it; old ones have no "position", "tokens", "extra",
+# "optimizer_type", "vocabulary" or "eval_part".
+CHECKPOINT_SCHEMA = dict(
+    step=int,
+    clock=dict,
+    config=dict,
+    model_config=dict,
+    tokenizer=str,
+    data=str,
+    scaler=dict,
+    model=dict,
+    optimizer=dict,
+)
 
 
 class CorruptCheckpointError(UserError):
@@ -103,6 +115,33 @@ def strip_wrapper_prefixes(named: dict, known) -> dict:
 def state_names(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by its names, several for one that stands in several places."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
+
+
+def snapshot(state, stream, timer, best: bool = False) -> dict:
+    """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part.
+
+    state, stream, timer: the trainer's. best: without the optimizer, and with the weights as they are evaluated.
+    """
+    check_replicas(state.model, state.dist_ctx, state.step)
+    if best:
+        with eval_mode(state.raw_model, state.extra.get("eval_weights", {})) as model:
+            tensors = collect_tensors(model)
+    else:
+        tensors = collect_tensors(state.raw_model, state.optimizer, state.extra)
+    return {
+        "step": state.step,
+        "clock": timer.state(),
+        "config": dataclasses.asdict(state.cfg),
+        "model_config": dataclasses.asdict(state.raw_model.cfg),
+        "tokenizer": stream.meta["tokenizer"],
+        "vocabulary": stream.vocabulary,  # of byte pairs of one's own, so that text needs no data folder
+        "data": stream.fingerprint(),
+        "position": stream.position(state.step),
+        "eval_part": stream.eval_part,
+        "scaler": state.scaler.state_dict(),
+        "tokens": state.tokens,
+        **tensors,
+    }
 
 
 def collect_tensors(
@@ -250,8 +289,9 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, checkpoint: dict,
-                   path) -> None:  # fmt: skip
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, checkpoint: dict, path
+) -> None:
     """Copy the checkpoint's optimizer state and loss scale into ours. Raises UserError for another optimizer's."""
 
     def refuse(why: str) -> None:
@@ -333,7 +373,7 @@ def newest_valid(folder: Path, say, rename: bool = True) -> Path:
         except CorruptCheckpointError as error:
             if rename:
                 path.rename(path.with_name(path.name + ".damaged"))
-            say(f"passing over a checkpoint{f', renamed to {path.name}.damaged' if rename else ''}: {error}")
+            say(f"skipping a damaged checkpoint{f', renamed to {path.name}.damaged' if rename else ''}: {error}")
     raise UserError(
         f"{folder} has no valid checkpoint; give a run's folder that has one, or another --out_dir to start"
     )
@@ -349,16 +389,16 @@ class CheckpointManager:
         self.writing: dict[str, Future] = {}  # the latest of each name, on rank 0
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, step: int, make_snapshot, name: str = "", must: bool = True) -> None:
+    def save(self, step: int, make_snapshot, best: bool = False, wait: bool = True) -> None:
         """Save what make_snapshot() returns on rank 0, unless this step is saved; every rank calls both.
 
-        Returns when the copy is made. name: of the file, for what is not the newest checkpoint. There is one copy of
-        each name at a time: when the last one is still being written, this one waits for it if it `must` be saved, and
-        is else left out after two seconds.
+        Returns when the copy is made. best: as BEST. There is one copy of each kind at a time: when the last one is
+        still being written, this one waits for it, or without `wait` is left out after two seconds.
         """
-        if not name and step == self.step:
+        name = BEST if best else ""
+        if not best and step == self.step:
             return
-        wait([*filter(None, [self.writing.get(name)])], timeout=None if must else 2)
+        wait_for([*filter(None, [self.writing.get(name)])], timeout=None if wait else 2)
         busy = name in self.writing and not self.writing[name].done()
         if dist_max(self.dist_ctx, busy):  # the others wait here, on the CPU, and not in a collective that times out
             self.logger.info("WARNING: a checkpoint is left out, as the one before is still being written")
@@ -397,7 +437,10 @@ class CheckpointManager:
                 self.logger.info(f"WARNING: {old} could not be deleted ({error})")
 
     def finish(self) -> None:
-        """Wait for what is being written. Raises RunError when the newest checkpoint could not be."""
+        """Wait for what is being written. Raises RunError, on every rank, when the newest checkpoint could not be."""
+        run_on_rank0(self.dist_ctx, self.wait_for_writing)
+
+    def wait_for_writing(self) -> None:
         for written in self.writing.values():
             written.result()
         if self.failed:

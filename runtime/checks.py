@@ -4,7 +4,6 @@ A row is (when, sentence): the first that holds refuses the run before any work 
 attributes, `hw` is what check_device knows of the device; sentences may name their values, as in {f.n_embd}.
 """
 
-import math
 import os
 import re
 from types import SimpleNamespace
@@ -12,40 +11,10 @@ from types import SimpleNamespace
 import torch
 
 from data.shards import UserError
+from runtime.derived import AC_MODES, activation_budget, is_sharded, lr_cap, uses_cudagraphs
 from runtime.dtype import hardware_dtype
-from runtime.flags import closest
+from runtime.flags import check_ranges, closest
 from runtime.launch import ALLOC_CONF_VARIABLES
-from runtime.ranks import DistContext
-
-AC_MODES = ("none", "selective", "full")
-
-
-def activation_budget(f) -> float:
-    """The fraction of activation memory that --checkpointing leaves the compiler; 1 for its modes, nan for nonsense."""
-    if f.checkpointing in ("auto", *AC_MODES):
-        return 1.0
-    try:
-        return float(f.checkpointing)
-    except ValueError:
-        return math.nan
-
-
-def lr_cap(f) -> float:
-    """The multiple of the learning rates that --schedule_from allows at most; nan for nonsense."""
-    try:
-        return 1.0 if f.schedule_from in ("start", "here") else float(f.schedule_from)
-    except ValueError:
-        return math.nan
-
-
-def uses_cudagraphs(f) -> bool:
-    """Whether this --compile mode replays CUDA graphs on a GPU; the modes are treated alike on a CPU."""
-    return f.compile in ("reduce-overhead", "max-autotune")
-
-
-def is_sharded(f) -> bool:
-    """Whether each rank holds a part of the weights only."""
-    return f.parallel in ("fsdp", "hsdp")
 
 
 def nearest_batch(f) -> int:
@@ -53,106 +22,190 @@ def nearest_batch(f) -> int:
 
 
 FLAG_RULES = (
-    (lambda f: f.bf16 and f.dtype not in ("auto", "bf16"),
-     "--bf16 and --dtype {f.dtype} contradict each other; give one of them"),
-    (lambda f: f.warmup_frac + f.cooldown_frac > 1,
-     "--warmup_frac {f.warmup_frac} and --cooldown_frac {f.cooldown_frac} add up to more than 1; lower one"),
-    (lambda f: f.n_embd % (2 * f.n_head),
-     "--n_embd {f.n_embd} cannot be cut into {f.n_head} heads of an even size; make it a multiple of {heads} or change "
-     "--n_head"),
-    (lambda f: f.batch_tokens % f.seq_len,
-     "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}"),
-    (lambda f: f.ngram_dropout > 0 and f.ngram < 2 or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
-     "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
-     "n-grams to drop, as with --ngram 4"),
-    (lambda f: f.checkpointing not in ("auto", *AC_MODES) and not 0 < activation_budget(f) < 1,
-     "--checkpointing is {f.checkpointing!r}; expected auto, none, selective, full or a number between 0 and 1"),
-    (lambda f: activation_budget(f) < 1 and f.compile == "off",
-     "--checkpointing {f.checkpointing} is a budget for the compiler; add --compile"),
-    (lambda f: uses_cudagraphs(f) and is_sharded(f),
-     "--compile {f.compile} records CUDA graphs, which FSDP's moving weights break; use --compile "
-     "max-autotune-no-cudagraphs or default"),
-    (lambda f: f.deterministic and f.compile.startswith("max-autotune"),
-     "--compile {f.compile} picks kernels by timing, so no rerun is sure to be the same; use default"),
-    (lambda f: f.profile and f.max_steps < f.profile + 3,
-     "--profile {f.profile} starts after 3 steps; use --max_steps {profiled} or more"),
-    (lambda f: f.trials > 1 and f.target_val_loss,
-     "--trials compares runs of one length, so none may stop early; remove --target_val_loss"),
-    (lambda f: f.trials > 1 and f.minutes,
-     "--trials compares runs of one length, which --minutes would choose for each; give --max_steps instead"),
-    (lambda f: f.trials > 1 and f.resume not in ("", "auto"),
-     "--trials continues with --resume auto, not with {f.resume!r}, which is about one run"),
-    (lambda f: not f.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
-     "torchrun --max-restarts needs a folder to come back to; give --out_dir"),
-    (lambda f: f.init_from.startswith("gpt2") and not os.path.exists(f.init_from),
-     "--init_from {f.init_from}: GPT-2's weights do not fit, as this model has no learned positions, biases or "
-     "LayerNorm; give a run or checkpoint of this trainer"),
-    (lambda f: f.init_from in ("scratch", "resume") and not os.path.exists(f.init_from),
-     "--init_from {f.init_from} is nanoGPT's; a run starts from scratch by itself, and --resume continues one"),
-    (lambda f: f.init_partial and not f.init_from,
-     "--init_partial is about the weights that --init_from takes, which was not given; remove it"),
-    (lambda f: f.schedule_from == "here" and not f.resume,
-     "--schedule_from here continues at the rate of a run that is resumed; add --resume"),
-    (lambda f: f.schedule_from not in ("start", "here") and not 0 <= lr_cap(f) <= 1,
-     "--schedule_from is {f.schedule_from!r}; expected start, here or a fraction of the learning rates"),
-    (lambda f: f.resume and f.init_from,
-     "--resume and --init_from contradict each other; give one of them"),
-)  # fmt: skip
+    (
+        lambda f: f.bf16 and f.dtype not in ("auto", "bf16"),
+        "--bf16 and --dtype {f.dtype} contradict each other; give one of them",
+    ),
+    (
+        lambda f: not re.fullmatch(r"[SL]+(:[1-9]\d*)?", f.window),
+        "--window is {f.window!r}; expected letters S and L, as in SSSL or SSSL:256",
+    ),
+    (
+        lambda f: f.warmup_frac + f.cooldown_frac > 1,
+        "--warmup_frac {f.warmup_frac} and --cooldown_frac {f.cooldown_frac} add up to more than 1; lower one",
+    ),
+    (
+        lambda f: f.n_embd % (2 * f.n_head),
+        "--n_embd {f.n_embd} cannot be cut into {f.n_head} heads of an even size; make it a multiple of {heads}, or "
+        "change --n_head",
+    ),
+    (
+        lambda f: f.batch_tokens % f.seq_len,
+        "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}",
+    ),
+    (
+        lambda f: f.ngram_dropout > 0 and f.ngram < 2 or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
+        "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
+        "n-grams to drop, as with --ngram 4",
+    ),
+    (
+        lambda f: f.checkpointing not in ("auto", *AC_MODES) and not 0 < activation_budget(f) < 1,
+        "--checkpointing is {f.checkpointing!r}; expected auto, none, selective, full or a number between 0 and 1",
+    ),
+    (
+        lambda f: activation_budget(f) < 1 and f.compile == "off",
+        "--checkpointing {f.checkpointing} is a budget for the compiler; add --compile",
+    ),
+    (
+        lambda f: uses_cudagraphs(f) and is_sharded(f),
+        "--compile {f.compile} records CUDA graphs, which FSDP's moving weights break; use --compile "
+        "max-autotune-no-cudagraphs or default",
+    ),
+    (
+        lambda f: f.deterministic and f.compile.startswith("max-autotune"),
+        "--compile {f.compile} picks kernels by timing, so no rerun is sure to be the same; use default",
+    ),
+    (
+        lambda f: f.profile and f.max_steps < f.profile + 3,
+        "--profile {f.profile} starts after 3 steps; use --max_steps {profiled} or more",
+    ),
+    (
+        lambda f: f.trials > 1 and f.target_val_loss,
+        "--trials compares runs of one length, so none may stop early; remove --target_val_loss",
+    ),
+    (
+        lambda f: f.trials > 1 and f.minutes,
+        "--trials compares runs of one length, which --minutes would choose for each; give --max_steps instead",
+    ),
+    (
+        lambda f: f.trials > 1 and f.resume not in ("", "auto"),
+        "--trials continues with --resume auto, not with {f.resume!r}, which is about one run",
+    ),
+    (
+        lambda f: not f.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
+        "torchrun --max-restarts needs a folder to come back to; give --out_dir",
+    ),
+    (
+        lambda f: f.init_from.startswith("gpt2") and not os.path.exists(f.init_from),
+        "--init_from {f.init_from}: GPT-2's weights do not fit, as this model has no learned positions, biases or "
+        "LayerNorm; give a run or checkpoint of this trainer",
+    ),
+    (
+        lambda f: f.init_from in ("scratch", "resume") and not os.path.exists(f.init_from),
+        "--init_from {f.init_from} is nanoGPT's; a run starts from scratch by itself, and --resume continues one",
+    ),
+    (
+        lambda f: f.init_partial and not f.init_from,
+        "--init_partial is about the weights that --init_from takes, which was not given; remove it",
+    ),
+    (
+        lambda f: f.schedule_from == "here" and not f.resume,
+        "--schedule_from here continues at the rate of a run that is resumed; add --resume",
+    ),
+    (
+        lambda f: f.schedule_from not in ("start", "here") and not 0 <= lr_cap(f) <= 1,
+        "--schedule_from is {f.schedule_from!r}; expected start, here or a fraction of the learning rates",
+    ),
+    (lambda f: f.resume and f.init_from, "--resume and --init_from contradict each other; give one of them"),
+)
 
 DEVICE_RULES = (
-    (lambda f, hw: f.attn == "flex" and not hw.cuda,
-     "--attn flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
-    (lambda f, hw: f.attn in ("cudnn", "efficient", "varlen", "fa3", "fa4") and not hw.cuda,
-     "--attn {f.attn} runs on CUDA only, not on {hw.type}; use auto, blocked or sdpa"),
-    (lambda f, hw: f.attn in ("flash", "fa3", "fa4") and hw.cuda and hw.masked,
-     "--attn {f.attn} takes no mask, as --window and --doc_mask need; use --attn flex or varlen"),
-    (lambda f, hw: f.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and hw.cuda and hw.dtype == "fp32",
-     "--attn {f.attn} needs bf16 or fp16; add --bf16, or use --attn efficient"),
-    (lambda f, hw: f.fp8 and hw.capability < (8, 9),
-     "--fp8 needs a CUDA device of compute capability 8.9 or newer (L4, RTX 40, H100); remove it"),
-    (lambda f, hw: f.fp8 and (hw.dtype != "bf16" or f.n_embd % 16 or f.vocab_size % 16),
-     "--fp8 needs bf16 and sizes that 16 divides, not {hw.dtype}, --n_embd {f.n_embd} and --vocab_size {f.vocab_size}"),
-    (lambda f, hw: is_sharded(f) and hw.type == "mps",
-     "--parallel {f.parallel} does not run on MPS; remove it"),
-    (lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn == "cudnn"),
-     "--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn"),
-    (lambda f, hw: f.attn == "flex" and f.checkpointing == "selective" and f.compile == "off",
-     "--checkpointing selective cannot see into uncompiled FlexAttention; add --compile"),
-    (lambda f, hw: uses_cudagraphs(f) and hw.cuda and (f.offload == "activations" or f.attn == "varlen" and f.doc_mask),
-     "--compile {f.compile} records CUDA graphs, which want activations in their places and as many documents each "
-     "time; use --compile max-autotune-no-cudagraphs or default"),
-)  # fmt: skip
+    (
+        lambda f, hw: f.attn == "flex" and not hw.cuda,
+        "--attn flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa",
+    ),
+    (
+        lambda f, hw: f.attn in ("cudnn", "efficient", "varlen", "fa3", "fa4") and not hw.cuda,
+        "--attn {f.attn} runs on CUDA only, not on {hw.type}; use auto, blocked or sdpa",
+    ),
+    (
+        lambda f, hw: f.attn in ("flash", "fa3", "fa4") and hw.cuda and hw.masked,
+        "--attn {f.attn} takes no mask, as --window and --doc_mask need; use --attn flex or varlen",
+    ),
+    (
+        lambda f, hw: f.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and hw.cuda and hw.dtype == "fp32",
+        "--attn {f.attn} needs bf16 or fp16; add --bf16, or use --attn efficient",
+    ),
+    (
+        lambda f, hw: f.fp8 and hw.capability < (8, 9),
+        "--fp8 needs a CUDA device of compute capability 8.9 or newer (L4, RTX 40, H100); remove it",
+    ),
+    (
+        lambda f, hw: f.fp8 and (hw.dtype != "bf16" or f.n_embd % 16 or f.vocab_size % 16),
+        "--fp8 needs bf16 and sizes that 16 divides, not {hw.dtype}, --n_embd {f.n_embd} and "
+        "--vocab_size {f.vocab_size}",
+    ),
+    (lambda f, hw: is_sharded(f) and hw.type == "mps", "--parallel {f.parallel} does not run on MPS; remove it"),
+    (
+        lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn == "cudnn"),
+        "--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn",
+    ),
+    (
+        lambda f, hw: f.attn == "flex" and f.checkpointing == "selective" and f.compile == "off",
+        "--checkpointing selective cannot see into uncompiled FlexAttention; add --compile",
+    ),
+    (
+        lambda f, hw: (
+            uses_cudagraphs(f) and hw.cuda and (f.offload == "activations" or f.attn == "varlen" and f.doc_mask)
+        ),
+        "--compile {f.compile} records CUDA graphs, which want activations in their places and as many documents each "
+        "time; use --compile max-autotune-no-cudagraphs or default",
+    ),
+)
 
 # What is accepted, and said once: it changes nothing here, or not what one may think.
 NO_EFFECT = (
-    (lambda f, hw: f.alloc_conf and not hw.cuda,
-     "--alloc_conf has no effect on {hw.type}: it is about CUDA memory"),
-    (lambda f, hw: f.alloc_conf and hw.cuda and os.environ.get(ALLOC_CONF_VARIABLES[0]) != f.alloc_conf,
-     "--alloc_conf gives way to PYTORCH_ALLOC_CONF, as the environment or an earlier run here set it"),
-    (lambda f, hw: f.offload != "none" and not hw.cuda,
-     "--offload {f.offload} has no effect on {hw.type}: everything is in host memory already"),
-    (lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or is_sharded(f)),
-     "--bucket_cap_mb {f.bucket_cap_mb} has no effect: it is about the gradients that DDP's ranks exchange"),
-    (lambda f, hw: f.parallel == "ddp" and hw.world_size == 1,
-     "--parallel ddp has no effect on one process; start several with torchrun"),
-    (lambda f, hw: f.shard_size and f.parallel != "hsdp",
-     "--shard_size {f.shard_size} has no effect without --parallel hsdp"),
-    (lambda f, hw: f.grad_comm == "bf16" and hw.world_size == 1,
-     "--grad_comm bf16 has no effect on one process, which sends its gradients to nobody"),
-    (lambda f, hw: f.ngram == 1,
-     "--ngram 1 has no effect: every token has an embedding of its own already; 2 is the least that adds some"),
-    (lambda f, hw: "S" in f.window and not hw.windowed,
-     "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens"),
-    (lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram < 2,
-     "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds"),
-    (lambda f, hw: f.optimizer == "adamw" and f.muon_lr != hw.preset.muon_lr,
-     "--muon_lr {f.muon_lr:g} has no effect with --optimizer adamw"),
-    (lambda f, hw: f.preset.startswith("gpt2") and not f.data,
-     "--preset {f.preset} without --data trains on Python's source as bytes; for GPT-2's tokens run `python "
-     "data/prepare.py fineweb10B` and add --data data/fineweb10B"),
-    (lambda f, hw: hw.masked and f.attn in ("auto", "sdpa") and hw.cuda,
-     "a window or document mask keeps SDPA from its flash kernel; --attn flex or varlen takes them"),
-)  # fmt: skip
+    (lambda f, hw: f.alloc_conf and not hw.cuda, "--alloc_conf has no effect on {hw.type}: it is about CUDA memory"),
+    (
+        lambda f, hw: f.alloc_conf and hw.cuda and os.environ.get(ALLOC_CONF_VARIABLES[0]) != f.alloc_conf,
+        "--alloc_conf gives way to PYTORCH_ALLOC_CONF, as the environment or an earlier run here set it",
+    ),
+    (
+        lambda f, hw: f.offload != "none" and not hw.cuda,
+        "--offload {f.offload} has no effect on {hw.type}: everything is in host memory already",
+    ),
+    (
+        lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or is_sharded(f)),
+        "--bucket_cap_mb {f.bucket_cap_mb} has no effect: it is about the gradients that DDP's ranks exchange",
+    ),
+    (
+        lambda f, hw: f.parallel == "ddp" and hw.world_size == 1,
+        "--parallel ddp has no effect on one process; start several with torchrun",
+    ),
+    (
+        lambda f, hw: f.shard_size and f.parallel != "hsdp",
+        "--shard_size {f.shard_size} has no effect without --parallel hsdp",
+    ),
+    (
+        lambda f, hw: f.grad_comm == "bf16" and hw.world_size == 1,
+        "--grad_comm bf16 has no effect on one process, which sends its gradients to nobody",
+    ),
+    (
+        lambda f, hw: f.ngram == 1,
+        "--ngram 1 has no effect: every token has an embedding of its own already; 2 is the least that adds some",
+    ),
+    (
+        lambda f, hw: "S" in f.window and not hw.windowed,
+        "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens",
+    ),
+    (
+        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram < 2,
+        "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds",
+    ),
+    (
+        lambda f, hw: f.optimizer == "adamw" and f.muon_lr != hw.preset.muon_lr,
+        "--muon_lr {f.muon_lr:g} has no effect with --optimizer adamw",
+    ),
+    (
+        lambda f, hw: f.preset.startswith("gpt2") and not f.data,
+        "--preset {f.preset} without --data trains on Python's source as bytes; for GPT-2's tokens run `python "
+        "data/prepare.py fineweb10B` and add --data data/fineweb10B",
+    ),
+    (
+        lambda f, hw: hw.masked and f.attn in ("auto", "sdpa") and hw.cuda,
+        "a window or document mask keeps SDPA from its flash kernel; --attn flex or varlen takes them",
+    ),
+)
 
 
 def sentence_of(text: str, f, hw=None) -> str:
@@ -161,7 +214,8 @@ def sentence_of(text: str, f, hw=None) -> str:
 
 
 def check_flags(f) -> None:
-    """Raises UserError for flags that cannot go together."""
+    """Raises UserError for numbers out of range and flags that cannot go together."""
+    check_ranges(f)
     for when, text in FLAG_RULES:
         if when(f):
             raise UserError(sentence_of(text, f))
@@ -176,9 +230,15 @@ def check_device(f, preset, device: torch.device, windowed: bool, world_size: in
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
     hw = SimpleNamespace(
-        type=device.type, cuda=cuda, capability=capability, windowed=windowed,
-        dtype=hardware_dtype(f.dtype, device), masked=windowed or f.doc_mask, world_size=world_size, preset=preset,
-    )  # fmt: skip
+        type=device.type,
+        cuda=cuda,
+        capability=capability,
+        windowed=windowed,
+        dtype=hardware_dtype(f.dtype, device),
+        masked=windowed or f.doc_mask,
+        world_size=world_size,
+        preset=preset,
+    )
     for when, text in DEVICE_RULES:
         if when(f, hw):
             raise UserError(sentence_of(text, f, hw))
@@ -223,11 +283,20 @@ def check_recomputation(f, checkpointing: str, effects: dict) -> None:
 
 
 ALLOC_CONF_KEYS = {
-    "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse",
-    "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction", "pinned_num_register_threads",
-    "pinned_reserve_segment_size_mb", "pinned_use_background_threads", "pinned_use_cuda_host_register",
-    "release_lock_on_cudamalloc", "roundup_power2_divisions", "throw_on_cudamalloc_oom",
-}  # fmt: skip
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "graph_capture_record_stream_reuse",
+    "max_non_split_rounding_mb",
+    "max_split_size_mb",
+    "per_process_memory_fraction",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "release_lock_on_cudamalloc",
+    "roundup_power2_divisions",
+    "throw_on_cudamalloc_oom",
+}
 
 
 def check_alloc_conf(text: str) -> None:
@@ -243,42 +312,3 @@ def check_alloc_conf(text: str) -> None:
             raise UserError(
                 f"--alloc_conf has no setting {part.strip()!r}{closest(key, ALLOC_CONF_KEYS)}; expected key:value"
             )
-
-
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`; at least 1."""
-    return max(m for i in range(1, math.isqrt(n) + 1) if n % i == 0 for m in (i, n // i) if m <= max(1, most))
-
-
-def ranks_per_shard(f, dist_ctx: DistContext) -> int:
-    """The ranks that share one copy of the weights. Raises UserError when they do not divide the world."""
-    world_size = dist_ctx.world_size
-    if f.parallel != "hsdp":
-        return world_size if is_sharded(f) else 1
-    shard_size = f.shard_size or dist_ctx.local_world_size
-    if world_size % shard_size:
-        raise UserError(
-            f"--shard_size {shard_size}{'' if f.shard_size else ', the ranks of a node,'} does not divide the "
-            f"{world_size} ranks; use --shard_size {largest_divisor(world_size, shard_size)}, or --parallel fsdp"
-        )
-    return shard_size
-
-
-def seqs_per_rank(f, world_size: int) -> int:
-    """Sequences that each rank takes per step. Raises UserError when the ranks cannot share the batch evenly."""
-    n_seqs, micro_batch = f.batch_tokens // f.seq_len, f.micro_batch or 1
-    can = [ranks for ranks in range(1, 2 * world_size) if n_seqs % (ranks * micro_batch) == 0]
-    or_ranks = f"or {' or '.join(map(str, can[-4:]))} ranks" if can else "or another --batch_tokens"
-    if n_seqs % world_size:
-        near = max(1, round(n_seqs / world_size)) * world_size * f.seq_len
-        raise UserError(
-            f"--batch_tokens {f.batch_tokens} is {n_seqs} sequences of {f.seq_len}, which {world_size} ranks cannot "
-            f"share evenly; use --batch_tokens {near}, {or_ranks}"
-        )
-    n_seqs //= world_size
-    if n_seqs % micro_batch:
-        raise UserError(
-            f"--micro_batch {micro_batch} does not divide the {n_seqs} sequences that each rank takes per step; "
-            f"use --micro_batch {largest_divisor(n_seqs, micro_batch)}, {or_ranks}"
-        )
-    return n_seqs

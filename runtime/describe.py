@@ -4,31 +4,36 @@ from pathlib import Path
 
 import torch
 
-from ops import attention_kernels
-from runtime.checks import is_sharded, ranks_per_shard
+from ops.attention import attention_kernels
+from runtime.derived import is_sharded, ranks_per_copy
 from runtime.launch import allocator_settings, device_summary, software_versions
 from runtime.ranks import DistContext
 
 
-def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int,
-             learning_rates: tuple[float, float], repository: Path) -> list[str]:  # fmt: skip
+def describe(
+    f, dist_ctx: DistContext, stream, model, micro_batch: int, learning_rates: tuple[float, float], repository: Path
+) -> list[str]:
     """f: the flags as attributes; stream: the run's TokenStream; model: its GPT; learning_rates: Muon's and Adam's."""
     device, meta, tokens = dist_ctx.device, stream.meta, f.batch_tokens * f.max_steps
     parallel = "DDP" if dist_ctx.world_size > 1 else "one process"
     if is_sharded(f):
-        parallel = f"FSDP2, 1/{ranks_per_shard(f, dist_ctx)} of the weights a rank"
+        parallel = f"FSDP2, 1/{ranks_per_copy(f, dist_ctx)} of the weights a rank"
     n_params = sum(p.numel() for p in model.parameters())
     grad_accum_steps = f.batch_tokens // f.seq_len // dist_ctx.world_size // micro_batch
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
     muon = f"muon_lr {learning_rates[0]:.4g}, " if f.optimizer == "muon" else ""
     dropout = f", ngram_dropout {model.ngram_dropout:.2g}" if model.ngrams is not None else ""
+    evaluated = f"{stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens"
+    if stream.num_eval_seqs(f.eval_tokens) < stream.num_eval_seqs(0):
+        parts = dict(first="the first {}", spread="{} spread over the validation split")
+        evaluated = parts[stream.eval_part].format(evaluated)
     lines = [
         software_versions(device, repository),
         f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, "
         f"attention {attention_kernels(model, micro_batch)}, matmul precision {torch.get_float32_matmul_precision()}",
         f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
         f"tokenizer {meta['tokenizer']}{assumed}, "
-        f"evaluation on {stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens",
+        f"evaluation on {evaluated}",
         f"model: {n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
         f"adam_lr {learning_rates[1]:.4g}{dropout}",
         f"batch: {f.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {grad_accum_steps} grad_accum_steps x "

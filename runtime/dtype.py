@@ -30,17 +30,16 @@ def saved_dtype(dtype: str, config: dict) -> str:
     return saved if dtype == "auto" and saved in list(DTYPES) else dtype
 
 
-def settle_dtype(f, dist_ctx: DistContext) -> list[str]:
-    """Make f.dtype bf16, fp16 or fp32, the same on every rank; returns lines to say. f: flags as attributes."""
-    f.dtype, said = hardware_dtype(f.dtype, dist_ctx.device), []
-    if f.dtype == "auto" and f.deterministic:
-        f.dtype = "fp32"
-        said.append("dtype auto: fp32, as --deterministic leaves nothing to timing")
-    if f.dtype == "auto":
-        tokens = f.micro_batch * f.seq_len or f.batch_tokens // dist_ctx.world_size
-        f.dtype, line = run_on_rank0(dist_ctx, lambda: faster_dtype(f.n_embd, tokens))
-        said.append(line)
-    return said
+def resolve_dtype(f, dist_ctx: DistContext) -> tuple[str, list[str]]:
+    """bf16, fp16 or fp32 for the flags f, the same on every rank, and lines to say."""
+    dtype = hardware_dtype(f.dtype, dist_ctx.device)
+    if dtype != "auto":
+        return dtype, []
+    if f.deterministic:
+        return "fp32", ["dtype auto: fp32, as --deterministic leaves nothing to timing"]
+    tokens = f.micro_batch * f.seq_len or f.batch_tokens // dist_ctx.world_size
+    dtype, note = run_on_rank0(dist_ctx, lambda: faster_dtype(f.n_embd, tokens))
+    return dtype, [note]
 
 
 def sampling_dtype(dtype: str, config: dict, n_embd: int, device: torch.device) -> str:

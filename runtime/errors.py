@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from data.shards import TrainerError, UserError
 from generation import GenerationError
-from ops import ParamTableError
-from runtime.checks import is_sharded
+from ops.init import ModelError
+from runtime.derived import is_sharded
 
 FILE_MISTAKES = (PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -132,7 +132,7 @@ def explain_peer_failure(error: Exception) -> str:
     )
 
 
-def or_reason(function):
+def never_fatal(function):
     """A decorator for what is nice to have, and must not end a run: the text that it makes, or why it failed.
 
     Its first argument is the TrainState. Where ranks hold shards it fails, as the others would wait for this one.
@@ -151,15 +151,21 @@ def or_reason(function):
 
 
 EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about them
-    ("(must|to) have the same dtype|expected scalar type",
-     "weights are fp32, and activations have --dtype: use model.Linear, which casts, or .to(x.dtype), or --dtype fp32"),
-    ("meta tensor|[Dd]evice meta",
-     "under FSDP the model is made without values first, so that constructors cannot read any"),
-    ("ready only once",
-     "under DDP all of a loss must come from GPT.forward, and checkpoint(..., use_reentrant=False)"),
-    ("once_differentiable",
-     "norm and relu_squared of ops.py have no second derivative: call F.rms_norm and F.relu(x).square()"),
-)  # fmt: skip
+    (
+        "(must|to) have the same dtype|expected scalar type",
+        "weights are fp32, and activations have --dtype: use model.Linear, which casts, or .to(x.dtype), or "
+        "--dtype fp32",
+    ),
+    (
+        "meta tensor|[Dd]evice meta",
+        "under FSDP the model is made without values first, so that constructors cannot read any",
+    ),
+    ("ready only once", "under DDP all of a loss must come from GPT.forward, and checkpoint(..., use_reentrant=False)"),
+    (
+        "once_differentiable",
+        "norm and relu_squared of ops/pointwise.py have no second derivative: call F.rms_norm and F.relu(x).square()",
+    ),
+)
 
 
 def explain_edit(error: Exception) -> str:
@@ -179,7 +185,7 @@ def explain_edit(error: Exception) -> str:
 
 def explain(error: Exception) -> str:
     """The sentence that says what ended a run; "" for what only a traceback can tell."""
-    if isinstance(error, (TrainerError, ParamTableError, GenerationError)):
+    if isinstance(error, (TrainerError, ModelError, GenerationError)):
         return str(error)
     explanations = (explain_oom, explain_io_error, explain_compile_error, explain_peer_failure, explain_edit)
     return next(filter(None, (explanation(error) for explanation in explanations)), "")
@@ -190,11 +196,11 @@ def report_error(error: Exception) -> int:
 
     Raises the error again when there is nothing better to say of it than its traceback.
     """
-    mistakes = (UserError, ParamTableError, GenerationError, *FILE_MISTAKES)
+    mistakes = (UserError, ModelError, GenerationError, *FILE_MISTAKES)
     sentence = explain(error)
     if not sentence:
         raise error
     rank = os.environ.get("RANK")
-    if not getattr(error, "said", False):
+    if not getattr(error, "printed", False):
         print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, mistakes) else 1

@@ -103,8 +103,9 @@ def parse_flags(argv: list[str], fields: tuple[dataclasses.Field, ...], defaults
 
     Raises UserError; --help prints and exits.
     """
-    parser = _Parser(prog="train_gpt.py", allow_abbrev=False, description=description,
-                     argument_default=argparse.SUPPRESS)  # fmt: skip
+    parser = _Parser(
+        prog="train_gpt.py", allow_abbrev=False, description=description, argument_default=argparse.SUPPRESS
+    )
     for f in fields:
         kind, meta = type(f.default), dict(help="", choices=None, const=None) | dict(f.metadata)
         if kind not in PARSERS:
@@ -114,8 +115,14 @@ def parse_flags(argv: list[str], fields: tuple[dataclasses.Field, ...], defaults
         metavar = None if meta["choices"] else {bool: "true|false", str: "TEXT"}.get(kind, kind.__name__.upper())
         const = meta["const"] or kind is bool
         optional = {"nargs": "?", "const": const} if const else {}
-        parser.add_argument(f"--{f.name}", type=PARSERS[kind], choices=meta["choices"],
-                            metavar=metavar, help=(meta["help"] + default).replace("%", "%%"), **optional)  # fmt: skip
+        parser.add_argument(
+            f"--{f.name}",
+            type=PARSERS[kind],
+            choices=meta["choices"],
+            metavar=metavar,
+            help=(meta["help"] + default).replace("%", "%%"),
+            **optional,
+        )
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]

@@ -1,68 +1,71 @@
 """The memory model: bytes of a training step by counting, and the activation checkpointing that fits by it."""
 
-from ops import query_blocks
+from ops.attention import query_blocks
 
 
-def block_tensors(model, micro_batch: int, seq_len: int, lean: bool) -> dict[str, int]:
+def block_tensors(model, micro_batch: int, seq_len: int, fused_norms: bool) -> dict[str, int]:
     """Bytes that one block's forward pass saves for backward without checkpointing, of each kind of tensor.
 
-    Without windows or documents. lean: norms keep what they put out and not what they got, as compiled, and ours on a
-    CPU.
+    Without windows or documents. fused_norms: norms keep what they put out and not what they got, as compiled ones do,
+    and ours on a CPU.
     """
     cfg, size, tokens = model.cfg, model.compute_dtype.itemsize, micro_batch * seq_len
-    numbers = tokens * cfg.n_embd
+    numel = tokens * cfg.n_embd
     kept = {
-        "outputs of the two norms": 2 * numbers * size,
-        "rotated queries and keys": 2 * numbers * size,
-        "output of attention": numbers * size,
-        "inside of the MLP": 4 * numbers * size,
-        "its squared ReLU": 4 * numbers * size,
+        "outputs of the two norms": 2 * numel * size,
+        "rotated queries and keys": 2 * numel * size,
+        "output of attention": numel * size,
+        "inside of the MLP": 4 * numel * size,
+        "its squared ReLU": 4 * numel * size,
     }
-    if lean:
-        kept["normalized queries and keys"] = 2 * numbers * size
+    if fused_norms:
+        kept["normalized queries and keys"] = 2 * numel * size
         kept["scales of the norms"] = 4 * tokens * (2 + 2 * cfg.n_head)
     else:
-        kept["inputs of the two norms"] = 2 * numbers * size
+        kept["inputs of the two norms"] = 2 * numel * size
     if model.attn == "blocked":
-        kept["values"] = numbers * size
+        kept["values"] = numel * size
         scores = sum((end - start) * end for start, end in query_blocks(seq_len))
         kept["probabilities of attention"] = micro_batch * cfg.n_head * scores * size
     else:
-        kept["queries, keys and values"] = 3 * numbers * size
+        kept["queries, keys and values"] = 3 * numel * size
     if model.attn == "math":
         kept["probabilities of attention"] = micro_batch * cfg.n_head * seq_len**2 * size
     return kept
 
 
-def checkpointed_tensors(model, mode: str, micro_batch: int, seq_len: int, lean: bool) -> dict[str, int]:
+def checkpointed_tensors(model, mode: str, micro_batch: int, seq_len: int, fused_norms: bool) -> dict[str, int]:
     """The same, with this --checkpointing."""
-    numbers, size = micro_batch * seq_len * model.cfg.n_embd, model.compute_dtype.itemsize
+    numel, size = micro_batch * seq_len * model.cfg.n_embd, model.compute_dtype.itemsize
     if mode == "none":
-        return block_tensors(model, micro_batch, seq_len, lean)
-    kept = {"input of the block": numbers * size}
+        return block_tensors(model, micro_batch, seq_len, fused_norms)
+    kept = {"input of the block": numel * size}
     if mode == "selective":  # what matmuls and attention put out
         kept |= {
-            "queries, keys and values": 3 * numbers * size,
-            "output of attention": numbers * size,
-            "its projection": numbers * size,
-            "inside of the MLP": 4 * numbers * size,
-            "output of the MLP": numbers * size,
+            "queries, keys and values": 3 * numel * size,
+            "output of attention": numel * size,
+            "its projection": numel * size,
+            "inside of the MLP": 4 * numel * size,
+            "output of the MLP": numel * size,
         }
     return kept
 
 
-def saved_tensors(model, mode: str, micro_batch: int, seq_len: int, lean: bool) -> dict[str, int]:
+def saved_tensors(model, mode: str, micro_batch: int, seq_len: int, fused_norms: bool) -> dict[str, int]:
     """Bytes that a micro-step's forward pass keeps for backward, of each kind of tensor."""
     cfg, size = model.cfg, model.compute_dtype.itemsize
-    numbers, kept = micro_batch * seq_len * cfg.n_embd, checkpointed_tensors(model, mode, micro_batch, seq_len, lean)
+    numel, kept = (
+        micro_batch * seq_len * cfg.n_embd,
+        checkpointed_tensors(model, mode, micro_batch, seq_len, fused_norms),
+    )
     saved = {f"blocks: {name}": cfg.n_layer * size for name, size in kept.items()}
-    first = mode == "none" or not lean  # else it is the input of the first block
-    saved["first and last norm"] = (1 + first) * numbers * size
+    first = mode == "none" or not fused_norms  # else it is the input of the first block
+    saved["first and last norm"] = (1 + first) * numel * size
     if model.loss_chunk:
-        saved["gradient of the head's input"] = numbers * size  # both of the head's gradients are made early
+        saved["gradient of the head's input"] = numel * size  # both of the head's gradients are made early
         saved["gradient of the head's weight"] = 4 * cfg.vocab_size * cfg.n_embd
     else:
-        saved["input of the head"] = 0 if lean else numbers * size
+        saved["input of the head"] = 0 if fused_norms else numel * size
         saved["soft-capped logits and log-probabilities"] = 2 * logits_bytes(model, micro_batch * seq_len)
     if size < 4 and mode == "none":
         saved["blocks' weights, cast"] = size * sum(p.numel() for p in model.blocks.parameters())
@@ -74,46 +77,70 @@ def logits_bytes(model, n_tokens: int) -> int:
     return 4 * min(model.loss_chunk or n_tokens, n_tokens) * model.cfg.vocab_size
 
 
-def transient_bytes(model, mode: str, micro_batch: int, seq_len: int, lean: bool, compiled: bool) -> int:
+def transient_bytes(model, mode: str, micro_batch: int, seq_len: int, fused_norms: bool, compiled: bool) -> int:
     """Bytes at the peak beyond what is kept: the loss at work, or a block recomputed, with the gradients inside it."""
-    size, numbers = model.compute_dtype.itemsize, micro_batch * seq_len * model.cfg.n_embd
-    whole = sum(block_tensors(model, micro_batch, seq_len, lean).values())
-    recomputed = whole - sum(checkpointed_tensors(model, mode, micro_batch, seq_len, lean).values())
-    inside, logits = recomputed + (5 if lean else 10) * numbers * size, logits_bytes(model, micro_batch * seq_len)
+    size, numel = model.compute_dtype.itemsize, micro_batch * seq_len * model.cfg.n_embd
+    whole = sum(block_tensors(model, micro_batch, seq_len, fused_norms).values())
+    recomputed = whole - sum(checkpointed_tensors(model, mode, micro_batch, seq_len, fused_norms).values())
+    inside, logits = recomputed + (5 if fused_norms else 10) * numel * size, logits_bytes(model, micro_batch * seq_len)
     if model.loss_chunk:  # logits and their gradient, and where nothing is fused four fp32 copies besides
         return max(inside, logits * (2 * size if compiled else size + 16) // 4)
     return max(inside - 2 * logits, 2 * logits)
 
 
-def memory_formula(model, mode: str, micro_batch: int, seq_len: int, optimizer_bytes: int, *, on_cpu: bool,
-                   compiled: bool = False, n_ranks: int = 1) -> dict[str, int]:  # fmt: skip
+def memory_formula(
+    model,
+    mode: str,
+    micro_batch: int,
+    seq_len: int,
+    optimizer_bytes: int,
+    *,
+    on_cpu: bool,
+    compiled: bool = False,
+    n_ranks: int = 1,
+) -> dict[str, int]:
     """Bytes of a step by counting: weights, gradients, optimizer state, activations kept for backward, transient.
 
     optimizer_bytes: on the device, unsharded. n_ranks share the weights under FSDP; embeddings and head are then whole
     from forward to backward, as are a block at work and the next one.
     """
-    weights, size, lean = sum(p.numel() for p in model.parameters()), model.compute_dtype.itemsize, on_cpu or compiled
+    weights, size, fused_norms = (
+        sum(p.numel() for p in model.parameters()),
+        model.compute_dtype.itemsize,
+        on_cpu or compiled,
+    )
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     block = sum(p.numel() for p in model.blocks[0].parameters())
-    saved = saved_tensors(model, mode, micro_batch, seq_len, lean)
+    saved = saved_tensors(model, mode, micro_batch, seq_len, fused_norms)
     if n_ranks > 1:
         saved.pop("blocks' weights, cast", None)  # they are gathered as such, and again for backward
     parts = dict(
-        weights=4 * weights // n_ranks, gradients=4 * trained // n_ranks, optimizer=optimizer_bytes // n_ranks,
+        weights=4 * weights // n_ranks,
+        gradients=4 * trained // n_ranks,
+        optimizer=optimizer_bytes // n_ranks,
         activations=sum(saved.values()),
-        transient=transient_bytes(model, mode, micro_batch, seq_len, lean, compiled),
-    )  # fmt: skip
+        transient=transient_bytes(model, mode, micro_batch, seq_len, fused_norms, compiled),
+    )
     if n_ranks > 1:
         parts["whole weights"] = size * (weights - block * (len(model.blocks) - 2))
     return parts
 
 
-def least_checkpointing(modes: list[str], model, micro_batch: int, seq_len: int, optimizer_bytes: int, compiled: bool,
-                        n_ranks: int, available: float) -> str:  # fmt: skip
+def least_checkpointing(
+    modes: list[str],
+    model,
+    micro_batch: int,
+    seq_len: int,
+    optimizer_bytes: int,
+    compiled: bool,
+    n_ranks: int,
+    available: float,
+) -> str:
     """The first of the modes of --checkpointing whose formula is at most `available` bytes; else the last one."""
     for mode in modes:
-        parts = memory_formula(model, mode, micro_batch, seq_len, optimizer_bytes, on_cpu=False, compiled=compiled,
-                               n_ranks=n_ranks)  # fmt: skip
+        parts = memory_formula(
+            model, mode, micro_batch, seq_len, optimizer_bytes, on_cpu=False, compiled=compiled, n_ranks=n_ranks
+        )
         if sum(parts.values()) <= available:
             break
     return mode

@@ -1,7 +1,5 @@
 """Devices, ranks and threads: where a run happens, and what that hardware and its PyTorch can do."""
 
-import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -10,23 +8,27 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import unittest.mock
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from data.shards import UserError
-from runtime.ranks import DistContext, meet
+from ops.cpu import tune_glibc_malloc
+from runtime.ranks import DistContext, rendezvous
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def init_distributed(device: str = "auto", alloc_conf: str = "", deterministic: bool = False,
-                     matmul_precision: str = "highest", attn: str = "auto",
-                     need_group: bool = False) -> DistContext:  # fmt: skip
+def init_distributed(
+    device: str = "auto",
+    alloc_conf: str = "",
+    deterministic: bool = False,
+    matmul_precision: str = "highest",
+    attn: str = "auto",
+    need_group: bool = False,
+) -> DistContext:
     """Choose the device and join the other ranks, if torchrun started any; may be called again in a process.
 
     Sets what belongs to the process: the CUDA allocator, threads, determinism, matmul precision, the flash kernel
@@ -70,10 +72,15 @@ def join_process_group(device: torch.device, rank: int, world_size: int) -> None
     """NCCL on CUDA, gloo elsewhere, by torchrun's store, or alone by one of this process. Raises UserError."""
     store = dist.HashStore()
     if "WORLD_SIZE" in os.environ:
-        store = meet(rank, world_size, device.type)
+        store = rendezvous(rank, world_size, device.type)
     on_cuda = device.type == "cuda"
-    dist.init_process_group("nccl" if on_cuda else "gloo", device_id=device if on_cuda else None, store=store,
-                            rank=rank, world_size=world_size)  # fmt: skip
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        device_id=device if on_cuda else None,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def set_flash_impl(attn: str) -> None:
@@ -88,50 +95,6 @@ def set_flash_impl(attn: str) -> None:
             torch.nn.attention.activate_flash_attention_impl(attn.upper())
         except Exception as error:  # whatever its package raises
             raise UserError(f"--attn {attn} needs a package that does not load ({error}); use flash") from None
-
-
-def tune_glibc_malloc() -> None:
-    """Have glibc keep what a step frees for the next one: given back, it costs a page fault for every 4 KiB again.
-
-    Other C libraries are left alone, and so is one that the environment sets up (GLIBC_TUNABLES, MALLOC_...).
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt and not any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
-        mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well ...
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
-        if Path("/sys/kernel/mm/transparent_hugepage").exists():
-            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages; PyTorch looks when it first allocates
-
-
-def skip_trial_programs() -> None:
-    """Spare Inductor programs that tell whether g++ knows the CPU's AMX instructions, 4 seconds of them.
-
-    Whether it accepts their flags says as much, unless TORCHINDUCTOR_VEC_ISA_OK asks for the programs.
-    """
-    if sys.platform != "linux" or os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") != "1":
-        return
-    with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
-
-        def takes_flags(isa: VecISA, code: str) -> bool:
-            trial = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
-            return subprocess.run(trial, capture_output=True).returncode == 0
-
-        with unittest.mock.patch.object(VecISA, "check_build", takes_flags):
-            pick_vec_isa()  # keeps its answer
-
-
-def precompile_header() -> None:
-    """Starts g++ on PyTorch's header, which every CPU kernel includes, while the model is made and traced."""
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    def work():
-        with contextlib.suppress(Exception):
-            CppPythonBindingsCodeCache.load_async("")
-
-    skip_trial_programs()
-    threading.Thread(target=work).start()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -156,9 +119,21 @@ def select_device(name: str) -> torch.device:
 
 # Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets; MFU is blank for anything else.
 PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
-    "A10G": 70, "A10": 125, "A6000": 155, "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71,
-}  # fmt: skip
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "A10": 125,
+    "A6000": 155,
+    "RTX 5090": 210,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

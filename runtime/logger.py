@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import statistics
 import sys
@@ -217,7 +216,7 @@ def read_finished_run(folder: Path) -> tuple[dict, dict] | None:
         done = summary["stopped_by"] == "max_steps" and summary["step"] == flags["max_steps"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{folder} is not a run as it was left ({error!r}); delete it or give another --out_dir"
+            f"{folder} has an unreadable summary.json or log.txt ({error!r}); delete it or give another --out_dir"
         ) from None
     return (summary, flags) if done else None
 
@@ -260,7 +259,7 @@ def closing_lines(summary: dict, trained_s: float, folder: Path, max_steps: int)
         hint = f"to continue: python train_gpt.py --out_dir {folder} --resume"
         hint += "; the learning rate has not cooled down" if why == "max_minutes" else ""
     return (
-        f"stopped by {why} at step {step}: train_time {summary['train_time_s']:.1f} s (data waiting "
+        f"stopped by {why} at step {step}: train_time {summary['train_time_s']:.1f} s (data stall "
         f"{summary['data_wait_s'] / max(trained_s, 1e-9):.2%}), wall time {summary['wall_time_s']:.1f} s; "
         f"everything is in {folder}\n{hint}"
     )
@@ -273,11 +272,6 @@ def trials_line(summaries: list[dict], folder: Path) -> str:
         f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} +- {statistics.stdev(losses):.4f}, "
         f"train_time {seconds:.1f} s each"
     )
-
-
-def printable(text: str) -> str:
-    """The text with control characters, which can change a terminal's state, replaced."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def new_run_folder(preset: str) -> Path:

@@ -5,8 +5,9 @@ import math
 import torch
 
 from data.shards import UserError
-from ops import dummy_micro_step
-from runtime.checks import AC_MODES, largest_divisor, ranks_per_shard, seqs_per_rank
+from ops.compile import apply_compile
+from ops.warmup import dummy_micro_step
+from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank
 from runtime.footprint import least_checkpointing
 from runtime.ranks import DistContext, dist_max
 
@@ -26,18 +27,28 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
     rank. Raises UserError.
     """
     n_seqs, cuda = seqs_per_rank(f, dist_ctx.world_size), dist_ctx.device.type == "cuda"
-    n_shards = ranks_per_shard(f, dist_ctx)
+    n_shards = ranks_per_copy(f, dist_ctx)
     optimizer_bytes = 0 if f.offload == "optimizer" else sum(map(state_bytes, groups))
     modes = [f.checkpointing if f.checkpointing in AC_MODES else "none"]
     if f.checkpointing == "auto" and cuda and f.offload != "activations":
         # selective cannot see into uncompiled FlexAttention
         modes = [mode for mode in AC_MODES if mode != "selective" or f.attn != "flex" or f.compile != "off"]
         least, most_bytes = f.micro_batch or min(n_seqs, -(-ENOUGH_TOKENS // f.seq_len)), available_memory()
-        by_formula = least_checkpointing(modes, model, least, f.seq_len, optimizer_bytes, f.compile != "off", n_shards,
-                                         -dist_max(dist_ctx, -most_bytes))  # fmt: skip
+        by_formula = least_checkpointing(
+            modes,
+            model,
+            least,
+            f.seq_len,
+            optimizer_bytes,
+            f.compile != "off",
+            n_shards,
+            -dist_max(dist_ctx, -most_bytes),
+        )
         modes = modes[modes.index(by_formula) :]
+    if f.attn == "flex":
+        torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     if f.compile != "off" and cuda and not f.micro_batch:
-        model.apply_compile("default", probing=True)
+        apply_compile(model, "default", activation_budget(f), probing=True)
     for mode in modes:
         for block in model.blocks:
             block.checkpointing = mode
@@ -55,8 +66,9 @@ def state_bytes(group: dict) -> int:
     return (4 if group["kind"] == "muon" else 8) * sum(p.numel() for p in group["params"] if p.requires_grad)
 
 
-def fit_micro_batch(model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int,
-                    dist_ctx: DistContext) -> int:  # fmt: skip
+def fit_micro_batch(
+    model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int, dist_ctx: DistContext
+) -> int:
     """As many sequences as fit into a GPU.
 
     n_seqs: those of a step, which the result divides. optimizer_bytes: what the optimizer will need on the device.

@@ -1,6 +1,7 @@
-"""Ranks: how they meet, agree, and share what one of them found out."""
+"""Ranks: their rendezvous, how they agree, and share what one of them found out."""
 
 import contextlib
+import math
 import os
 import platform
 import sys
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.shards import RunError, TrainerError, UserError, sha256_of_file
-from ops import ParamTableError
+from ops.init import ModelError
 
 PATIENCE_S = 600.0  # with ranks that come later, as torchrun has with nodes
 RENDEZVOUS_ADVICE = (
@@ -39,7 +40,7 @@ class DistContext:
     cpu_group: dist.ProcessGroup | None = None
 
 
-def meet(rank: int, world_size: int, device: str) -> dist.Store:
+def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     """A store for these ranks, started together, alone. Raises UserError when some do not come, or differ in `device`.
 
     torchrun keeps its own store over restarts, with the addresses of ranks that have died in it, and counts restarts on
@@ -49,7 +50,8 @@ def meet(rank: int, world_size: int, device: str) -> dist.Store:
     try:
         store = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
     except RuntimeError as error:
-        raise UserError(f"rank {rank} reaches nobody at {endpoint} ({error}); {RENDEZVOUS_ADVICE}") from None
+        found = f"rank {rank} cannot reach the rendezvous at {endpoint} ({error})"
+        raise UserError(f"{found}; {RENDEZVOUS_ADVICE}") from None
     word, name, missing, devices = os.urandom(8).hex(), os.urandom(8).hex(), list(range(1, world_size)), {0: device}
     late = f"did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
     if rank:
@@ -61,7 +63,7 @@ def meet(rank: int, world_size: int, device: str) -> dist.Store:
         except dist.DistStoreError:
             raise UserError(f"rank 0 of {world_size} {late}") from None
         if verdict:
-            raise said_here(UserError(verdict), False)
+            raise printed_by(UserError(verdict), False)
         return dist.PrefixStore(name, store)
     while missing and time.monotonic() < deadline:
         for other in missing:
@@ -97,7 +99,7 @@ def run_on_rank0(dist_ctx: DistContext, function):
     if dist_ctx.world_size > 1:
         dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
     if answer[1] is not None:
-        raise said_here(answer[1], dist_ctx.rank == 0)
+        raise printed_by(answer[1], dist_ctx.rank == 0)
     return answer[0]
 
 
@@ -109,17 +111,17 @@ def agree(dist_ctx: DistContext):
         yield
     except TrainerError as raised:
         error = raised
-    except ParamTableError as raised:
+    except ModelError as raised:
         error = UserError(str(raised))
     errors = gather_objects(dist_ctx, error)
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
-        raise said_here(errors[first], dist_ctx.rank == first)
+        raise printed_by(errors[first], dist_ctx.rank == first)
 
 
-def said_here(error: TrainerError, here: bool) -> TrainerError:
+def printed_by(error: TrainerError, here: bool) -> TrainerError:
     """An error that several ranks raise, and whether this one says it."""
-    error.said = not here
+    error.printed = not here
     return error
 
 
@@ -148,32 +150,44 @@ def dist_max(dist_ctx: DistContext, value: float) -> float:
     return box.item()
 
 
-def late_max(dist_ctx: DistContext):
-    """A function of a value, for every step: the largest that the ranks gave the call before, as nobody waits for it.
+class StopVotes:
+    """Why to stop before the next step, alike on all ranks. A vote counts a step later, so that nobody waits for it."""
 
-    On one rank it returns the value itself. At the end, None starts nothing and takes what is under way. alike: a hash
-    of what all ranks must do alike; raises RunError, on every rank, when they gave different ones.
-    """
-    box, work = torch.zeros(3, dtype=torch.float64), None
+    REASONS = ("", "max_minutes", "signal")
 
-    def largest(value: float | None, alike: int = 0) -> float:
-        nonlocal work
-        if dist_ctx.world_size == 1:
-            return value
-        if work:
-            work.wait()
-        (earlier, most, least), work = box.tolist(), None
+    def __init__(self, dist_ctx: DistContext, max_steps: int, max_minutes: float, timer, signals: list):
+        """max_minutes: of the timer's wall_time_here, 0 = never; signals: the names of those caught so far."""
+        self.dist_ctx, self.timer, self.signals = dist_ctx, timer, signals
+        self.max_steps, self.max_seconds = max_steps, 60 * max_minutes or math.inf
+        self.box, self.work = torch.zeros(3, dtype=torch.float64), None
+
+    def reason(self, step: int, model: torch.nn.Module) -> str:
+        """ "max_steps", "max_minutes", "signal", or "" to continue; step: updates done.
+
+        Raises RunError, on every rank, when the model ran different blocks on some, by the hashes of watch_blocks.
+        """
+        vote = 2 if self.signals else 1 if self.timer.wall_time_here >= self.max_seconds else 0
+        decided = self.REASONS[self.delayed_max(vote, getattr(model, "blocks_run", [0])[-1])]
+        return "max_steps" if step >= self.max_steps and decided != "signal" else decided
+
+    def delayed_max(self, vote: int, blocks_hash: int) -> int:
+        if self.dist_ctx.world_size == 1:
+            return vote
+        if self.work:
+            self.work.wait()
+        most_votes, most, least = self.box.tolist()
         if most != -least:
-            raise said_here(
-                RunError(f"ranks ran different blocks, or have gradients for different parameters: {SAME_BLOCKS}"),
-                dist_ctx.rank == 0,
-            )
-        box.copy_(torch.tensor([value or 0.0, alike, -alike], dtype=box.dtype))  # all digits of the hash
-        if value is not None:
-            work = dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group, async_op=True)
-        return earlier
+            error = RunError(f"ranks ran different blocks, or have gradients for different parameters: {SAME_BLOCKS}")
+            raise printed_by(error, self.dist_ctx.rank == 0)
+        self.box.copy_(torch.tensor([vote, blocks_hash, -blocks_hash], dtype=self.box.dtype))  # all digits of the hash
+        self.work = dist.all_reduce(self.box, dist.ReduceOp.MAX, group=self.dist_ctx.cpu_group, async_op=True)
+        return int(most_votes)
 
-    return largest
+    def close(self) -> None:
+        """Wait for the vote that is under way."""
+        if self.work:
+            self.work.wait()
+            self.work = None
 
 
 def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
@@ -193,7 +207,7 @@ def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
 # What has to be alike
 
 
-def check_alike(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
+def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
     """Raises UserError, on every rank, when a rank has another value of one of these facts than rank 0 has."""
     if not dist_max(dist_ctx, facts != run_on_rank0(dist_ctx, lambda: facts)):
         return
@@ -218,7 +232,7 @@ def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) ->
     if flags.get("parallel") == "hsdp" and not flags["shard_size"]:
         facts["so many ranks on its node:"] = dist_ctx.local_world_size
     facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
-    check_alike(dist_ctx, facts, "start all of them alike, and resume from a folder that all of them see")
+    check_same_on_all_ranks(dist_ctx, facts, "start all of them alike, and resume from a folder that all of them see")
     check_clocks(dist_ctx)
 
 
@@ -249,10 +263,10 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
         told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
         if node not in told:
             error = RunError("another node was told to stop; all has been saved, and --resume continues")
-            raise said_here(error, dist_ctx.local_rank == 0)
+            raise printed_by(error, dist_ctx.local_rank == 0)
 
 
-def leave(code: int) -> None:
+def exit_process(code: int) -> None:
     """End this process with an exit code; among ranks, without the clean-up of Python.
 
     A thread of gloo that is late to release a tensor would find Python gone, and end the process with SIGABRT.

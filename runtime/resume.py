@@ -1,13 +1,29 @@
 """Continuing a run: which one --resume means, its flags, and that it continues at the same place of the same data."""
 
+import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from data.bpe import vocabulary_hash
 from data.shards import UserError, load_meta, recorded_hashes
-from runtime.checkpoint import BEST, list_checkpoints
-from runtime.dtype import saved_dtype
-from runtime.logger import read_finished_run
+from runtime.checkpoint import (
+    BEST,
+    find_checkpoint,
+    list_checkpoints,
+    load_extra,
+    load_optimizer,
+    load_weights,
+    model_config,
+    read_checkpoint,
+)
+from runtime.dtype import resolve_dtype, saved_dtype
+from runtime.flags import check_values
+from runtime.logger import RunLogger, read_finished_run
+from runtime.ranks import DistContext, agree, dist_max, run_on_rank0
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "init_partial", "trials", "profile")  # not taken from a checkpoint
 
@@ -24,6 +40,12 @@ def check_minutes(given: dict) -> None:
     """Raises UserError when --minutes and what it chooses are both given."""
     if given.get("minutes") and "max_steps" in given:
         raise UserError("--minutes chooses --max_steps, so that both cannot be given; remove one of them")
+
+
+def merge_flags(given: dict, fields: tuple[dataclasses.Field, ...], presets: dict[str, dict]) -> dict:
+    """The flags that are given, or with --resume those of the run with the given ones over them. Raises UserError."""
+    by_name = {field.name: field for field in fields}
+    return check_values(flags_of_run(given, set(by_name), presets, Path("runs")), by_name)
 
 
 def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: Path) -> dict:
@@ -83,12 +105,21 @@ def check_same_stream(checkpoint: dict, fingerprint: str, position: dict, folder
         )
 
 
-def check_tokenizer(checkpoint: dict, tokenizer: str, folder: Path, path: Path) -> None:
+def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
     """Raises UserError when a checkpoint's model reads other tokens than the data are made of."""
+    tokenizer, folder = stream.meta["tokenizer"], stream.folder
     if checkpoint["tokenizer"] != tokenizer:
         raise UserError(
             f"{path} reads tokens of {checkpoint['tokenizer']!r}, and {folder} holds those of {tokenizer!r}; prepare "
             f"the data with --tokenizer {checkpoint['tokenizer']}"
+        )
+    theirs, ours = (
+        (vocabulary_hash(text) if text else "") for text in (checkpoint.get("vocabulary"), stream.vocabulary)
+    )
+    if theirs != ours:
+        raise UserError(
+            f"{path} reads byte pairs of the vocabulary with hash {theirs[:12]}, and {folder} holds those of "
+            f"{ours[:12]}; prepare the data with --tokenizer {path.parent}"
         )
 
 
@@ -98,8 +129,17 @@ def changed_flags(flags: dict, before: dict, path: Path) -> str:
     Raises UserError under --trials if one of them matters.
     """
     changed = sorted(k for k, v in flags.items() if before.get(k, v) != v and k not in (*RUN_FLAGS, "data"))
-    harmless = {"checkpointing", "eval_every", "save_every", "sample_every", "log_every", "keep", "prefetch",
-                "max_minutes", "wandb"}  # fmt: skip
+    harmless = {
+        "checkpointing",
+        "eval_every",
+        "save_every",
+        "sample_every",
+        "log_every",
+        "keep",
+        "prefetch",
+        "max_minutes",
+        "wandb",
+    }
     if flags["trials"] > 1 and set(changed) - harmless:
         raise UserError(
             f"{path} was made with other values of {', '.join(k for k in changed if k not in harmless)}, and --trials "
@@ -132,3 +172,95 @@ def load_finished_trial(folder: Path, flags: dict, data: Path) -> dict | None:
     if summary.get("files") != recorded_hashes(load_meta(data)):
         raise UserError(f"{folder} was trained on other data; give the same --data, or another --out_dir")
     return summary
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run starts from
+
+
+class Start(NamedTuple):
+    """A checkpoint to take weights from, with the path of its file, and whether to resume its run; or None."""
+
+    path: Path | None
+    checkpoint: dict | None
+    resumes: bool
+
+
+def find_start(f, dist_ctx: DistContext, logger: RunLogger) -> Start:
+    """What --resume and --init_from mean, on every rank the same; also after torchrun's restart. Raises UserError."""
+    restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
+    args = (logger.folder, f.resume, f.init_from, logger.info, restarted)
+    path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*args))
+    with agree(dist_ctx):
+        checkpoint = read_checkpoint(path, verify=False) if path else None
+    return Start(path, checkpoint, resumes)
+
+
+def resolve_flags(
+    f, start: Start, dist_ctx: DistContext, stream, model_kind: type, lr_multiplier: Callable, ngram_dropout: Callable
+):
+    """The flags in effect, and lines to say of them: a resumed run's, and --dtype. Raises UserError.
+
+    f: the flags as given; model_kind: GPTConfig; lr_multiplier(step, f) and ngram_dropout(f, stream): of training.
+    """
+    notes = []
+    with agree(dist_ctx):
+        if start.path:
+            model_config(start.checkpoint, model_kind, start.path)
+            check_tokenizer(start.checkpoint, stream, start.path)
+            notes = [f"weights from {start.path}"]
+        if start.resumes:
+            f, note = resolve_resume_flags(f, start, stream, lr_multiplier, ngram_dropout)
+            notes = [note]
+    if f.schedule_from == "here":
+        f = dataclasses.replace(f, schedule_from="start")  # nothing was resumed
+    dtype, dtype_notes = resolve_dtype(f, dist_ctx)
+    return dataclasses.replace(f, dtype=dtype), notes + dtype_notes
+
+
+def resolve_resume_flags(f, start: Start, stream, lr_multiplier: Callable, ngram_dropout: Callable) -> tuple:
+    """The flags to continue a run with, and a line about those that have changed. Raises UserError."""
+    path, step, saved = start.path, start.checkpoint["step"], start.checkpoint["config"]
+    known = {field.name for field in dataclasses.fields(f)}
+    before = type(f)(**{name: value for name, value in saved.items() if name in known})
+    present = lr_multiplier(max(0, step - 1), before)
+    f = dataclasses.replace(
+        f,
+        max_steps=before.max_steps if f.minutes and f.minutes == before.minutes else f.max_steps,
+        dtype=saved_dtype(f.dtype, saved),  # measured when the run began
+        schedule_from=repr(present) if f.schedule_from == "here" else f.schedule_from,
+    )
+    flags = dataclasses.asdict(f)
+    check_steps(flags, start.checkpoint, path)
+    note, changed = f"resumed from {path}", changed_flags(flags, saved, path)
+    if changed:
+        note += f"; flags that have changed: {changed}"
+    if f.max_steps != before.max_steps and step < f.max_steps:
+        following = lr_multiplier(step, f)
+        note += f"; the learning rate goes from {present:.3g} to {following:.3g} of its full value"
+        note += " (--schedule_from here keeps it from rising)" if following > present else ""
+    was, now = ngram_dropout(before, stream), ngram_dropout(f, stream)
+    if was != now:
+        note += f"; n-gram dropout goes from {was:.2f} to {now:.2f}"
+    return f, note
+
+
+def load_start(state, stream, timer, start: Start) -> list[str]:
+    """Take a checkpoint's weights; to resume its run, the optimizer, step and clock too. Raises UserError.
+
+    state: the trainer's; returns lines to say of it.
+    """
+    path, checkpoint = start.path, start.checkpoint
+    may_differ = () if start.resumes else ("seq_len",)
+    partial = state.cfg.init_partial and not start.resumes
+    left = load_weights(state.raw_model, checkpoint, path, may_differ, partial)
+    if not start.resumes:
+        return [f"not taken from {path}: {left}"] if left else []
+    state.step = checkpoint["step"]
+    state.tokens = checkpoint.get("tokens", state.step * state.cfg.batch_tokens)
+    state.extra.update(load_extra(state.raw_model, checkpoint))
+    stream.eval_part = checkpoint.get("eval_part", "first")  # its losses stay comparable
+    check_same_stream(checkpoint, stream.fingerprint(), stream.position(state.step), stream.folder, path)
+    load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
+    timer.train_time, timer.wall_before = checkpoint["clock"]["train_time"], checkpoint["clock"]["wall_time"]
+    return []

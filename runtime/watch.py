@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 from data.shards import RunError
-from runtime.ranks import SAME_BLOCKS, DistContext, gather_objects, run_on_rank0, said_here
+from runtime.ranks import SAME_BLOCKS, DistContext, gather_objects, printed_by, run_on_rank0
 
 
-def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 2.0) -> list[int]:
+def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 2.0) -> None:
     """Starts a thread that ends this process, with a sentence, when another rank waits for a block not run here.
 
-    Returns [forward passes, blocks begun in the last one, whether it is over, a hash of all blocks run so far], kept up
-    to date by hooks, and at its end check_gradients' hash, which ranks may be a backward pass apart in.
+    Keeps in `model.blocks_run` [forward passes, blocks begun in the last one, whether it is over, a hash of all blocks
+    run so far], up to date by hooks, and at its end check_gradients' hash, which ranks may be a backward pass apart in.
     """
-    place, alive, rank = [0, 0, 0, 0, 0], weakref.ref(model), dist_ctx.rank
+    alive, rank = weakref.ref(model), dist_ctx.rank
+    place = model.blocks_run = [0, 0, 0, 0, 0]
     name = run_on_rank0(dist_ctx, lambda: os.urandom(8).hex())
 
     def begin(*_) -> None:
@@ -39,7 +40,7 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
     for index, block in enumerate(dict.fromkeys(model.blocks)):
         block.register_forward_pre_hook(lambda *_, index=index: note(index), prepend=True)
     if dist_ctx.world_size == 1:
-        return place
+        return
     store = dist.distributed_c10d._get_default_store()
 
     def look() -> None:
@@ -64,15 +65,15 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
             return
 
     threading.Thread(target=look_while_there_is_a_store, daemon=True).start()
-    return place
 
 
-def check_gradients(model: torch.nn.Module, ran: list[int]) -> None:
+def check_gradients(model: torch.nn.Module) -> None:
     """Under FSDP, hashes which blocks ran and which parameters have a gradient, so that ranks that differ are told.
 
     Under DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
     """
-    if hasattr(model, "reshard"):
+    if hasattr(model, "blocks_run"):
+        ran = model.blocks_run
         ran[-1] += ran[-2]
         for p in model.parameters():
             ran[-1] = (ran[-1] * 3 + (p.grad is not None)) % 2**31
@@ -97,4 +98,4 @@ def check_replicas(model: torch.nn.Module, dist_ctx: DistContext, step: int) -> 
                 f"at step {step} the ranks hold different values of {names[i]}: something updates it in another way on "
                 "each; what is drawn for an update must be the same on all ranks that hold the same weights"
             )
-            raise said_here(error, dist_ctx.rank == 0)
+            raise printed_by(error, dist_ctx.rank == 0)

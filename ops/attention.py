@@ -1,0 +1,194 @@
+"""Attention, with one meaning on every backend: causal, with an optional window and document boundaries."""
+
+import contextlib
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ops.init import ModelError
+
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "fa4": SDPBackend.FLASH_ATTENTION,
+}
+
+
+class Varlen(NamedTuple):
+    """What varlen_attn takes in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    window: tuple[int, int]
+
+
+TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")  # backends that can add a bias to the scores
+
+
+def attention_mask(backend: str, tokens: Tensor, window: int, eot: int | None, bias: Tensor | None = None):
+    """Which keys each query sees, in the form that `backend` takes; None where plain causal attention says the same.
+
+    tokens: integer (B, T). window: keys seen, the query's own included; 0 = all. eot: the token that starts a document,
+    which sees no other; None = documents do not matter. bias: added to the scores, (H, T, T), for TAKES_BIAS only.
+    Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or with a bias floating; else a BlockMask or Varlen. Raises
+    ModelError for a bias that the backend does not take.
+    """
+    batch, length = tokens.shape
+    if bias is not None and backend not in TAKES_BIAS:
+        raise ModelError(f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa")
+    window = 0 if not torch.compiler.is_exporting() and window >= length else window  # exported, for every length
+    if backend == "varlen":
+        cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
+        if eot is not None:
+            cu_seqlens = torch.cat((cu_seqlens, (tokens.flatten() == eot).nonzero()[:, 0])).unique().int()
+            torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
+        return Varlen(cu_seqlens, length, (window - 1 if window else -1, 0))
+    doc_ids = None if eot is None else (tokens == eot).cumsum(1)
+    if backend == "flex":
+        if doc_ids is None:
+            return causal_block_mask(window, length, tokens.device)
+        return block_mask(window, length, tokens.device, doc_ids)
+    if doc_ids is None and not window and bias is None:
+        return None
+    key = torch.arange(length, device=tokens.device)
+    query = key[:, None]
+    mask = (key <= query) & (key > query - window) if window else key <= query
+    mask = mask if doc_ids is None else mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    return add_bias(mask, bias)
+
+
+def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
+    """A bool mask and what is added to the scores as one mask: -inf where nothing is seen."""
+    return mask if bias is None else torch.where(mask, bias, -math.inf)
+
+
+def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor | None = None):
+    """FlexAttention's BlockMask of a causal window (0 = all), within documents numbered by doc_ids (B, T) if given."""
+    from torch.nn.attention.flex_attention import create_block_mask  # two seconds that nobody else should pay
+
+    def mask_mod(b, h, q, k):
+        inside = (k <= q) & (k > q - window) if window else k <= q
+        return inside if doc_ids is None else inside & (doc_ids[b, q] == doc_ids[b, k])
+
+    batch = None if doc_ids is None else len(doc_ids)
+    compiled = doc_ids is not None and device.type == "cuda"  # else it would make the whole (B, T, T)
+    return create_block_mask(mask_mod, batch, None, length, length, device=device, _compile=compiled)
+
+
+causal_block_mask = functools.cache(block_mask)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel=None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, by one kernel, the best of several or PyTorch's choice."""
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(q.dtype)
+    with sdpa_kernel(kernel) if kernel is not None else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention to a KV cache. Not by cuDNN, which re-plans for every key length."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_attention(q, k, v, mask, kernels if q.is_cuda else None)
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+    """FlexAttention (Dong et al. 2024); on a GPU compiled by itself where nothing around it is."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    if torch.compiler.is_compiling() or not q.is_cuda:
+        return flex(q, k, v, block_mask=mask)
+    return compiled_flex_attention()(q, k, v, block_mask=mask)
+
+
+@functools.cache
+def compiled_flex_attention():
+    """Uncompiled, FlexAttention makes the whole matrix of scores."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    return torch.compile(flex, dynamic=False)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Varlen) -> Tensor:
+    """All sequences of the batch in one row, with the offsets of documents."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    lengths = (mask.cu_seqlens, mask.cu_seqlens, mask.max_seqlen, mask.max_seqlen)
+    out = varlen_attn(*flat, *lengths, window_size=mask.window)
+    return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
+
+
+def query_blocks(length: int) -> list[tuple[int, int]]:
+    """Start and end of each block of queries of blocked_attention, which sees the keys before its end: four at most."""
+    size = max(128, -(-length // 4))
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Matmuls and a softmax for a block of queries at a time, without the keys after the block; q and k equally long.
+
+    On a CPU it beats SDPA's kernel, compiled in all dtypes, else in bf16: with that, steps of the default run take 26 %
+    longer compiled, and 19 % eager. It keeps the probabilities for backward, and has few blocks, to keep compilation
+    short. Scores are rounded to the dtype of q; SDPA's are fp32.
+    """
+    (batch, n_head, length, head_dim), out = q.shape, []
+    if mask is None:
+        position = torch.arange(length, device=q.device)
+        mask = position <= position[:, None]
+    if mask.is_floating_point():
+        bias = mask.to(q.dtype)
+    else:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+    bias = bias.expand(batch, n_head, length, length)
+    q, k, v = (t.flatten(0, 1).contiguous() for t in (q / math.sqrt(head_dim), k, v))
+    for start, end in query_blocks(length):
+        hidden = bias[:, :, start:end, :end].flatten(0, 1)
+        scores = torch.baddbmm(hidden, q[:, start:end], k[:, :end].mT)
+        out.append(scores.softmax(-1) @ v[:, :end])
+    return torch.cat(out, dim=1).view(batch, n_head, length, head_dim)
+
+
+# The values of --attn: each takes q, k and v (B, H, T, D) and what attention_mask made for it, and computes the same.
+# What changes the result belongs in model.py (GPT.attention_bias, CausalSelfAttention), which decoding uses as well.
+ATTENTION_BACKENDS = {
+    "auto": sdpa_attention,
+    "sdpa": sdpa_attention,
+    **{name: functools.partial(sdpa_attention, kernel=kernel) for name, kernel in SDPA_BACKENDS.items()},
+    "blocked": blocked_attention,
+    "flex": flex_attention,
+    "varlen": varlen_attention,
+}
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
+    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made."""
+    return ATTENTION_BACKENDS[backend](q, k, v, mask)
+
+
+def attention_kernels(model, micro_batch: int) -> str:
+    """Backend and kernels of a GPT's attention: as PyTorch chooses for such tensors, not as a flag says."""
+    backend, cfg, device = model.attn, model.cfg, model.cos.device
+    if backend not in ("auto", "sdpa", *SDPA_BACKENDS):
+        return backend
+    q = torch.empty(
+        (micro_batch, cfg.n_head, cfg.seq_len, cfg.head_dim),
+        dtype=model.compute_dtype,
+        device=device,
+        requires_grad=True,
+    )
+    names, tokens = [], torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=device)
+    for _, mask in sorted(model.attention_masks("sdpa", tokens).items()):
+        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
+        with sdpa_kernel(SDPA_BACKENDS[backend]) if backend in SDPA_BACKENDS else contextlib.nullcontext():
+            choice = torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None)
+        names += [name.lower() for name, kernel in SDPBackend.__members__.items() if int(kernel) == choice]
+    return f"{backend} ({', '.join(dict.fromkeys(names))})"

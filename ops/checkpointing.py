@@ -1,0 +1,105 @@
+"""Activation checkpointing, and activations offloaded to host memory."""
+
+import contextlib
+import functools
+import random
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+
+def apply_ac(mode: str, module: nn.Module, *inputs) -> Tensor:
+    """module._forward(*inputs), of which backward recomputes nothing, all, or all but matmuls and attention.
+
+    mode: "none", "full" or "selective". What is recomputed draws the same numbers (from the global generators of torch,
+    Python and numpy), and finds the module's buffers as they were.
+    """
+    if mode == "none" or not torch.is_grad_enabled():
+        return module._forward(*inputs)
+    contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+    if torch.compiler.is_compiling():  # which sees buffers and draws itself
+        options = dict(context_fn=contexts) if mode == "selective" else {}
+    else:
+        options = dict(context_fn=functools.partial(ac_contexts, module, contexts if mode == "selective" else None))
+    return checkpoint(module._forward, *inputs, use_reentrant=False, **options)
+
+
+def recomputed(module: nn.Module, function):
+    """The function, of which backward keeps the inputs and recomputes the rest; it is a part of the module."""
+
+    def call(*inputs):
+        contexts = functools.partial(ac_contexts, module, None)
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
+
+    return call
+
+
+def ac_contexts(module: nn.Module, contexts) -> tuple:
+    """The contexts of a forward pass and of its recomputation, around those that `contexts()` makes if it is given."""
+    forward, again = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
+    buffers = [(owner, name, t.clone()) for owner in module.modules() for name, t in owner._buffers.items()]
+    return forward, recomputation(again, (random.getstate(), np.random.get_state()), buffers)
+
+
+@contextlib.contextmanager
+def recomputation(context, draws: tuple, buffers: list[tuple[nn.Module, str, Tensor]]):
+    """Python's and numpy's generators and these buffers as they were, within; as they are now, afterwards."""
+    buffers_now, draws_now = (
+        [owner._buffers[name] for owner, name, _ in buffers],
+        (random.getstate(), np.random.get_state()),
+    )
+    random.setstate(draws[0])
+    np.random.set_state(draws[1])
+    for owner, name, before in buffers:
+        owner._buffers[name] = before.clone()
+    try:
+        with context:
+            yield
+    finally:
+        random.setstate(draws_now[0])
+        np.random.set_state(draws_now[1])
+        for (owner, name, _), now in zip(buffers, buffers_now):
+            owner._buffers[name] = now
+
+
+def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """Selective activation checkpointing: keep the outputs of matmuls and attention, recompute everything else."""
+    name = str(op)
+    costly = ("mm.default", "scaled_dot_product", "flash_attention", "flex_attention", "varlen_attn")
+    keep = any(part in name for part in costly)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def offload_activations(strided: bool):
+    """A context whose forward passes keep what backward needs in host memory; strided: for a compiled backward pass."""
+    return saved_tensors_hooks(functools.partial(offload_pack, strided=strided), offload_unpack)
+
+
+OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
+
+
+def offload_pack(tensor: Tensor, strided: bool):
+    """What backward needs, in pinned host memory; masks, parameters, small tensors and CPU tensors stay where they are.
+
+    strided: it comes back with the strides it had, gaps and all, which a compiled backward pass insists on.
+    """
+    stays = not tensor.is_cuda or isinstance(tensor, nn.Parameter) or tensor.dtype == torch.bool
+    if stays or tensor.numel() < OFFLOAD_MIN_NUMEL:
+        return tensor
+    if strided and 0 in tensor.stride():  # one number stands for many
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return tensor.device, strided and tensor.stride(), host.copy_(tensor, non_blocking=True)
+
+
+def offload_unpack(packed) -> Tensor:
+    """The tensor that offload_pack was given, on its device."""
+    if isinstance(packed, Tensor):
+        return packed
+    device, strides, host = packed
+    if not strides:
+        return host.to(device, non_blocking=True)
+    return torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device).copy_(host, non_blocking=True)

@@ -1,0 +1,110 @@
+"""lm_head and cross-entropy in chunks: the logits of a whole batch never exist."""
+
+import functools
+import hashlib
+import inspect
+
+import torch
+from torch import Tensor
+
+from ops.linear import quantize_fp8
+
+
+def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
+    """tanh soft-capping to (-softcap, softcap) (Gemma 2, 2024); 0 disables."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+# SHA-256 of the sources that the loss kernel below was derived from: Linear.forward, GPT.logits, GPT.chunk_loss and
+# cross_entropy in model.py, softcap_logits and ce_fwd_bwd here. Whoever changes them for good, all alike, renews it.
+KERNEL_SOURCES = "871c3af2424ee978f80fdd78aef409e5ce867c3c0d788eba99f925dd2aebb833"
+
+
+@functools.cache
+def kernel_fits(*functions) -> bool:
+    """Whether these functions are the ones that the loss kernel was derived from, letter by letter."""
+    try:
+        text = "".join(inspect.getsource(function) for function in (*functions, softcap_logits, ce_fwd_bwd))
+    except OSError:  # typed into a notebook
+        return False
+    return hashlib.sha256(text.encode()).hexdigest() == KERNEL_SOURCES
+
+
+def ce_fwd_bwd(
+    logits: Tensor, targets: Tensor, softcap: float, grad_scale: float, fp8: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Summed cross entropy of soft-capped logits (N, V), fp32 (), and grad_scale times its gradient, in their dtype.
+
+    Each number of the gradient is within 1 before it is scaled. With fp8 it comes in e5m2 as well, else None does.
+    """
+    target, counted = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
+    at_target = softcap_logits(logits.gather(1, target).float(), softcap)
+    if 0 < softcap < 70:  # then no exponential overflows without the maximum, and tanh(x) = 2 sigmoid(2 x) - 1
+        half = (logits.float() * (2 / softcap)).sigmoid_()
+        capped = (half * (2 * softcap)).sub_(softcap)
+        log_z = capped.exp().sum(-1, keepdim=True).log()
+        slope = (half - half.square()) * 4
+    else:
+        capped = softcap_logits(logits.float(), softcap)
+        log_z = capped.logsumexp(-1, keepdim=True)
+        slope = 1 - (capped / softcap).square() if softcap else 1.0
+    loss = torch.where(counted, log_z - at_target, 0).sum()
+    grad = (capped - log_z).exp_()
+    if torch.compiler.is_compiling():  # to be one pass with what stands around it
+        grad -= (torch.arange(logits.size(1), device=logits.device) == target).float()
+    else:
+        grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
+    grad = grad.mul_(slope).mul_(torch.where(counted, grad_scale, 0.0))
+    return loss, grad.to(logits.dtype), grad.to(torch.float8_e5m2) if fp8 else None
+
+
+def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (M, N), fp32, += a (M, K) @ b (K, N). CUDA adds 16-bit matrices up in fp32, unrounded, as in Liger."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+class ChunkedLinearCrossEntropy(torch.autograd.Function):
+    """lm_head and cross entropy, `chunk` tokens at a time: the logits of the whole batch never exist.
+
+    The gradients are made in the forward pass while each chunk's logits are there, as in Liger Kernel (Hsu et al.
+    2024), so nothing is computed twice. Until backward it keeps the gradient by x, in x's dtype, and that by the
+    weight, in fp32; the caller's graph keeps x and the weight besides.
+
+    fp8: logits and dx are float8 matmuls, whose sizes must be multiples of 16; the weight's gradient sums over tokens
+    and stays in x's dtype. Scales are known before, as in modded-nanogpt, but the weight's, which is made once: x is
+    RMS-normalized, so it is within sqrt(n_embd) and e4m3 holds it as it is.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False):
+        w = weight.to(x.dtype)
+        ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
+        if fp8:
+            ctx.grad_scale = 2.0**15  # the power of two below e5m2's largest number
+            w8, w_scale = quantize_fp8(w, dim=())
+            wt8, one = w8.t().contiguous(), torch.ones_like(w_scale)
+        dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        for rows in (slice(i, i + chunk) for i in range(0, x.size(0), chunk)):
+            if fp8:
+                x8 = x[rows].to(torch.float8_e4m3fn)
+                logits = torch._scaled_mm(x8, w8.t(), one, w_scale, out_dtype=x.dtype, use_fast_accum=True)
+            else:
+                logits = x[rows] @ w.T
+            loss, dlogits, dlogits8 = ce_fn(logits, targets[rows], softcap, ctx.grad_scale, fp8)
+            dx[rows] = torch._scaled_mm(dlogits8, wt8.t(), one, w_scale, out_dtype=x.dtype) if fp8 else dlogits @ w
+            add_matmul_(dw, dlogits.T, x[rows])
+            total += loss
+        ctx.save_for_backward(dx, dw)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dx, dw = ctx.saved_tensors
+        grad = grad.float() / ctx.grad_scale
+        return (dx.float() * grad).to(dx.dtype), (dw * grad).to(ctx.weight_dtype), *(None,) * 5

@@ -1,0 +1,126 @@
+"""From flags to the first step: the device and the ranks, the run's folder and log, the data."""
+
+import contextlib
+import dataclasses
+import random
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.bpe import VOCABULARY_FILE
+from data.prepare import prepare
+from data.shards import UserError
+from data.stream import TokenStream
+from data.tokenizers import get_tokenizer
+from runtime.checks import check_device
+from runtime.derived import is_sharded, ranks_per_copy, seqs_per_rank
+from runtime.describe import describe
+from runtime.errors import catch_signals, explain
+from runtime.launch import init_distributed
+from runtime.logger import RunLogger, new_run_folder
+from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ranks, dist_max, run_on_rank0
+
+HERE = Path(__file__).resolve().parent.parent
+PAGES = ["train_gpt.py", "model.py", "generation.py"]
+ROOMS = [path.relative_to(HERE).as_posix() for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py")]
+SOURCE_FILES = {name: HERE / name for name in [*PAGES, *sorted(ROOMS)]}
+
+
+def launch(f) -> DistContext:
+    """Choose the device, join the other ranks, if torchrun started any and they are alike, and seed the generators.
+
+    f: the flags. Raises UserError.
+    """
+    dist_ctx = init_distributed(
+        f.device, f.alloc_conf, f.deterministic, f.matmul_precision, f.attn, need_group=is_sharded(f)
+    )
+    check_ranks(dist_ctx, dataclasses.asdict(f), SOURCE_FILES)
+    torch.manual_seed(f.seed)  # nothing draws from the global generators before the first step
+    random.seed(f.seed)
+    np.random.seed(f.seed % 2**32)
+    return dist_ctx
+
+
+def check_hardware(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[str]:
+    """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect.
+
+    preset: the flags as they are when none is given. windows: of the layers, in tokens; 0 = the whole context.
+    """
+    with agree(dist_ctx):
+        seqs_per_rank(f, dist_ctx.world_size)
+        ranks_per_copy(f, dist_ctx)
+        windowed = any(0 < window < f.seq_len for window in windows)
+        notes = check_device(f, preset, dist_ctx.device, windowed, dist_ctx.world_size)
+    return notes
+
+
+def data_folder(f) -> Path:
+    return Path(f.data or HERE / "data" / "python")
+
+
+def open_stream(f, dist_ctx: DistContext) -> TokenStream:
+    """The data folder, checked, the same on all ranks; makes the default corpus first. Raises UserError."""
+    folder = data_folder(f)
+    with agree(dist_ctx):
+        if not f.data and dist_ctx.local_rank == 0:  # each node has its own standard library
+            prepare("python", out=folder)
+    with agree(dist_ctx):
+        stream = TokenStream(folder, f.seq_len, f.batch_tokens, f.seed, f.vocab_size, f.doc_align)
+    check_same_on_all_ranks(dist_ctx, stream.facts(), f"give every node the same data in {folder}")
+    return stream
+
+
+def run_folder(f, dist_ctx: DistContext) -> Path:
+    """--out_dir, or a new folder that is named by the time; the same on every rank. Raises UserError."""
+    return Path(f.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(f.preset)))
+
+
+@contextlib.contextmanager
+def open_run(f, dist_ctx: DistContext):
+    """Yields the logger of the run's folder, locked, and the list that signals land in by name.
+
+    The log also gets the error that ends a run. Raises UserError.
+    """
+    logger = RunLogger(run_folder(f, dist_ctx), dist_ctx.rank == 0, made=not f.out_dir)
+    with contextlib.closing(logger), catch_signals() as signals:
+        run_on_rank0(dist_ctx, logger.lock)
+        try:
+            yield logger, signals
+        except Exception as error:
+            if logger.log:  # the command line prints it on standard error, which may be lost
+                logger.log.write(f"ended: {explain(error) or traceback.format_exc()}")
+            raise
+
+
+def start_log(
+    logger: RunLogger, state, stream: TokenStream, rates: tuple[float, float], notes: list[str]
+) -> list[dict]:
+    """Open the run's log and say what is in effect; returns the rows of metrics.jsonl of a resumed run.
+
+    state: the trainer's; rates: Muon's and Adam's; notes: more lines. Raises UserError.
+    """
+    flags = dataclasses.asdict(state.cfg)
+    if state.cfg.wandb:
+        run_on_rank0(state.dist_ctx, lambda: logger.start_wandb(flags))
+    past_metrics = logger.open(flags, state.step, SOURCE_FILES)
+    if stream.vocabulary and logger.is_rank0:
+        (logger.folder / VOCABULARY_FILE).write_bytes(stream.vocabulary.encode("utf-8"))
+    described = describe(state.cfg, state.dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE)
+    for line in (*described, *notes):
+        logger.info(line)
+    return past_metrics
+
+
+def find_tokenizer(stream: TokenStream, dist_ctx: DistContext, logger: RunLogger):
+    """The tokenizer for samples; None, with a line that says why, if a rank has none: tokens suffice to train."""
+    tokenizer, reason = None, "another rank has no tokenizer"
+    try:
+        tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+    except UserError as error:
+        reason = str(error)
+    if dist_max(dist_ctx, tokenizer is None):  # sampling under FSDP takes all ranks
+        logger.info(f"no samples will be printed: {reason}")
+        return None
+    return tokenizer
