@@ -6,12 +6,16 @@ import hashlib
 import http.server
 import json
 import math
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only cost, here and in the processes started
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as the scripts set it: faster compilation
@@ -23,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from data import prepare
+from data import download
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
@@ -32,9 +36,24 @@ from train_gpt import main, make_config, sample_text, train
 
 ROOT = Path(__file__).resolve().parent
 
-TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=8, max_steps=20, device="cpu",
-            dtype="fp32", ngram=0, loss_chunk=100, eval_every=0, eval_tokens=2048, log_every=1,
-            muon_lr=0.02, adam_lr=0.004)  # fmt: skip
+TINY = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    seq_len=32,
+    batch_tokens=512,
+    micro_batch=8,
+    max_steps=20,
+    device="cpu",
+    dtype="fp32",
+    ngram=0,
+    loss_chunk=100,
+    eval_every=0,
+    eval_tokens=2048,
+    log_every=1,
+    muon_lr=0.02,
+    adam_lr=0.004,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data and models
@@ -52,8 +71,14 @@ def make_data(folder: Path, eot: bool = True) -> Path:
     for name, part in parts.items():
         write_shard(folder / name, part)
     splits = {"train": dict(tokens=29000, bytes=28999, documents=1), "val": dict(tokens=4333, bytes=4333, documents=1)}
-    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, splits=splits, source="test",
-                files={name: dict(tokens=len(part), sha256="") for name, part in parts.items()})  # fmt: skip
+    meta = dict(
+        tokenizer="bytes",
+        vocab_size=257,
+        eot=256,
+        splits=splits,
+        source="test",
+        files={name: dict(tokens=len(part), sha256="") for name, part in parts.items()},
+    )
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -112,8 +137,11 @@ def compiler_works() -> bool:
 
 def tiny_run(out_dir, **flags) -> dict:
     """A run of the tiny model with these flags, in this process; returns its summary."""
-    return train(make_config(**TINY | {key: str(v) if isinstance(v, Path) else v for key, v in flags.items()},
-                             out_dir=str(out_dir)))  # fmt: skip
+    return train(
+        make_config(
+            **TINY | {key: str(v) if isinstance(v, Path) else v for key, v in flags.items()}, out_dir=str(out_dir)
+        )
+    )
 
 
 def run_main(argv: list[str], capsys) -> tuple[int, str]:
@@ -143,6 +171,53 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 def run_torchrun(script, *argv, options=()) -> subprocess.CompletedProcess:
     """`script ARGV` as two ranks under torchrun."""
     return run_python(*TORCHRUN, *options, script, *argv, timeout=600)
+
+
+def in_a_fork(env: dict, script, argv: tuple, cwd, outputs: tuple) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    for descriptor, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), descriptor)
+    sys.argv = [str(script), *map(str, argv)]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def forked(script, *argv, outputs, env=os.environ, cwd=ROOT) -> multiprocessing.Process:
+    """`python SCRIPT ARGV` as a fork of a process that has imported everything. outputs: files for stdout, stderr."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["conftest", "torch._dynamo", "torch.distributed.fsdp"])
+    env = dict(env) | dict(PYTHONPATH=str(ROOT))
+    process = context.Process(target=in_a_fork, args=(env, script, argv, cwd, outputs), daemon=True)
+    process.start()
+    return process
+
+
+def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNamespace:
+    """`script ARGV` as two ranks without torchrun: their exit codes, stdout and stderr (files in the folder), by rank.
+
+    nodes: the working directories of two nodes, with a rank each; else both are on one node. A rank that has not
+    noticed five seconds after the other failed is ended, as torchrun would.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1" if nodes else "2", TORCHELASTIC_USE_AGENT_STORE="True")
+    shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+    outputs, ranks = [(folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt") for rank in range(2)], []
+    for rank, cwd in enumerate(nodes or (ROOT, ROOT)):
+        place = dict(LOCAL_RANK="0", GROUP_RANK=str(rank)) if nodes else dict(LOCAL_RANK=str(rank), GROUP_RANK="0")
+        env = {**os.environ, **shared, **place, "RANK": str(rank)}
+        ranks.append(forked(script, *argv, outputs=outputs[rank], env=env, cwd=cwd))
+    deadline = time.monotonic() + timeout
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
+        if any(rank.exitcode for rank in ranks):
+            deadline = min(deadline, time.monotonic() + 5)
+        time.sleep(0.02)
+    for rank in ranks:
+        if rank.exitcode is None:
+            rank.kill()
+        rank.join()
+    stdout, stderr = ([path.read_text() if path.exists() else "" for path in paths] for paths in zip(*outputs))
+    return SimpleNamespace(codes=[rank.exitcode for rank in ranks], stdout=stdout, stderr=stderr)
 
 
 def rows(folder, key: str) -> list:
@@ -189,6 +264,24 @@ def short_samples():
     with pytest.MonkeyPatch.context() as patch:
         shorten_samples(patch)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(request, tmp_path_factory):
+    """What takes long, and all workers share, starts with the first test of all: a module's `begin`, by one worker."""
+    base, started = tmp_path_factory.getbasetemp(), []
+    for module in dict.fromkeys(item.module for item in request.session.items if hasattr(item.module, "begin")):
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"begun-{module.__name__}"
+        wanted = {name for item in request.session.items if item.module is module for name in item.fixturenames}
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            started.append(module.begin(folder, wanted))
+        module.BEGUN = folder
+    yield
+    for process in started:
+        if request.session.shouldstop or request.session.shouldfail:
+            process.terminate()
+        process.wait()  # another worker's tests may need it
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +389,7 @@ def server(monkeypatch):
         handler.address = f"http://127.0.0.1:{running.server_address[1]}"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         monkeypatch.setenv("HF_ENDPOINT", handler.address + "/")
-        monkeypatch.setattr(prepare.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
         yield handler
         running.shutdown()
         thread.join()
@@ -317,6 +410,20 @@ def measured(folder, name: str, flags: str = SMALL) -> dict:
     report = json.loads((folder / "out.json").read_text())
     assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] == name and name in report["command"]
     return report
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
+def pytest_cmdline_main(config) -> None:
+    """The whole suite runs in two processes: a test has one thread."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    whole &= config.option.markexpr in config.getini("addopts") and not config.option.usepdb
+    apart = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
+    if whole and apart and config.option.numprocesses is None and config.option.dist == "no":
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
 STARTS_PROCESSES = re.compile("rank|kill|dies|signal|sigterm|torchrun|restart|scaling|parent")

@@ -1,4 +1,4 @@
-"""The laws of the trainer: `python -m pytest test_train.py`. For two ranks, torchrun launches this file once."""
+"""The invariants of the trainer: `python -m pytest test_train.py`. For two ranks, torchrun launches this file once."""
 
 import dataclasses
 import hashlib
@@ -33,10 +33,13 @@ from conftest import (
 from data.shards import UserError, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
 from model import GPT, GPTConfig, Optimizer, optimizer_groups, param_spec_name
+from ops import parallel
+from runtime import start
 from runtime.checkpoint import content_hash, list_checkpoints, read_checkpoint
 from runtime.launch import cpu_cores
-from runtime.ranks import DistContext, leave, run_on_rank0
-from train_gpt import get_batch, make_config, open_stream
+from runtime.ranks import DistContext, exit_process, run_on_rank0
+from runtime.start import open_stream
+from train_gpt import get_batch, make_config
 
 CPU = DistContext(torch.device("cpu"))
 
@@ -150,7 +153,7 @@ def test_prefetch_keeps_order_and_passes_errors_on():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One process: the launch shape changes nothing
+# One process: the layout changes nothing
 
 
 def noisy_gpt(noisy) -> GPT:
@@ -286,7 +289,7 @@ def test_fresh_processes_give_the_same_bits(data, tmp_path):
 def test_initial_weights_depend_on_seed_and_name_alone():
     def drawn(seed, **shape) -> dict:
         gpt = GPT(GPTConfig(**dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32) | shape))
-        train_gpt.init_weights(gpt, seed)
+        train_gpt.init_weights(gpt, train_gpt.seed_of(make_config(seed=seed)))
         return gpt.state_dict()
 
     name = "blocks.0.attn.qkv.weight"
@@ -302,7 +305,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     drawn_here = torch.empty(96, 32).normal_(generator=torch.Generator().manual_seed(seed))
     torch.testing.assert_close(weights[name], drawn_here * (0.33 / 32) ** 0.5, rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="blocks.0.extra matches .*; it needs (exactly )?one"):
-        param_spec_name("blocks.0.extra")
+        param_spec_name("blocks.0.extra", model.PARAM_TABLE)
 
 
 def test_overfits_one_batch(tmp_path):
@@ -325,8 +328,8 @@ def test_overfits_one_batch(tmp_path):
 
 
 def test_a_run_keeps_its_sources(plain):
-    log, kept, names = (plain / "log.txt").read_text(), plain / "source", sorted(train_gpt.SOURCE_FILES)
-    assert {"train_gpt.py", "model.py", "ops.py", "data/stream.py"} <= set(names)
+    log, kept, names = (plain / "log.txt").read_text(), plain / "source", sorted(start.SOURCE_FILES)
+    assert {"train_gpt.py", "model.py", "ops/loss.py", "data/stream.py"} <= set(names)
     assert sorted(path.relative_to(kept).as_posix() for path in kept.rglob("*") if path.is_file()) == names
     for name in names:
         content = (ROOT / name).read_bytes()
@@ -356,11 +359,11 @@ RANK_CASES = {
     "fsdp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, parallel="fsdp", sample_every=3),
     "ddp_selective": dict(checkpointing="selective"),
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
-    "fsdp_ngrams": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, doc_mask=True, parallel="fsdp", init_from="",
-                        max_steps=5),
-    "ddp_dropout": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="",
-                        max_steps=8),
-}  # fmt: skip
+    "fsdp_ngrams": dict(
+        ngram=3, ngram_rows=65, ngram_dropout=0.4, doc_mask=True, parallel="fsdp", init_from="", max_steps=5
+    ),
+    "ddp_dropout": dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, micro_batch=2, init_from="", max_steps=8),
+}
 COMPILED_RANK_CASES = {
     "ddp_compiled": COMPILED | dict(checkpointing="selective", max_steps=6),
     "fsdp_compiled": COMPILED | dict(checkpointing="full", parallel="fsdp", max_steps=6),
@@ -396,18 +399,18 @@ def run_case(folder: Path, flags: dict) -> bool:
             grads.update({name: full(p.grad) for name, p in used})
         step(self, skip)
 
-    no_sync, calls = train_gpt.maybe_no_sync, []
+    no_sync, calls = parallel.maybe_no_sync, []
 
-    def checked(state, last):
+    def checked(model, last):
         """FSDP's gradients are there after every micro-step: in shards, as none are kept whole until the last."""
-        if flags.get("parallel") == "fsdp" and len(calls) % state.grad_accum_steps:
-            assert all(p.grad is not None for p in state.raw_model.parameters())
+        if flags.get("parallel") == "fsdp" and calls and not calls[-1]:
+            assert all(p.grad is not None for p in model.parameters())
         calls.append(last)
-        return no_sync(state, last)
+        return no_sync(model, last)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Optimizer, "step", step_and_note)
-        patch.setattr(train_gpt, "maybe_no_sync", checked)
+        patch.setattr(parallel, "maybe_no_sync", checked)
         tiny_run(folder, **flags)
     torch.save(grads, f"{folder}.grads{dist.get_rank()}.pt")
     weights = torch.cat([full(p).flatten() for _, p in used])
@@ -421,7 +424,7 @@ def worker(folder: Path, cases: dict) -> None:
     refuse_what_nccl_refuses()
     patch = pytest.MonkeyPatch()
     shorten_samples(patch)
-    patch.setattr(model, "STACKED", 4096)  # one matrix of the MLP a rank, so that Muon takes several goes
+    patch.setattr(model, "MAX_STACK_NUMEL", 4096)  # one matrix of the MLP a rank, so that Muon takes several goes
     report = {}
     for name, case in cases.items():
         flags = dict(data=folder / "data", init_from=folder / "noisy.pt") | case
@@ -433,10 +436,10 @@ def worker(folder: Path, cases: dict) -> None:
         raise UserError("rank 0 only")
 
     with pytest.raises(UserError, match="rank 0 only"):  # an error on rank 0 is everyone's
-        run_on_rank0(train_gpt.launch(make_config(device="cpu")), mistake)
+        run_on_rank0(start.launch(make_config(device="cpu")), mistake)
     if dist.get_rank() == 0:
         (folder / "report.json").write_text(json.dumps(report))
-    leave(0)
+    exit_process(0)
 
 
 @pytest.fixture(scope="module")
@@ -509,9 +512,9 @@ def test_resume_at_another_world_size(two_ranks, data, noisy, tmp_path, plain):
 
 
 def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
-    for case, start in (("ddp_resumed", 10), ("ddp_watched", 0)):
+    for case, first in (("ddp_resumed", 10), ("ddp_watched", 0)):
         for key in ("train_loss", "grad_norm"):
-            assert rows(two_ranks / case, key) == rows(two_ranks / "ddp_half", key)[start:]
+            assert rows(two_ranks / case, key) == rows(two_ranks / "ddp_half", key)[first:]
         ours, theirs = final(two_ranks / case)["model"], final(two_ranks / "ddp_half")["model"]
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

@@ -1,7 +1,7 @@
 """What the worked edits are held to, in a process of its own that imports the edited copies one after the other.
 
 `python tests/edit_cases.py FOLDER TITLE ...` trains each copy FOLDER/<title>/repo in many ways and leaves what is wrong
-in FOLDER/alone.json; under torchrun two ranks do, in ranks.json, and compare with what the first run left.
+in FOLDER/alone.json; two ranks do the same, in ranks.json, and compare with what the first run left.
 """
 
 import contextlib
@@ -22,9 +22,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 OURS = ("train_gpt", "model", "ops", "generation", "sample", "export", "int8", "data", "runtime")
-TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=16, max_steps=4, device="cpu",
-            dtype="fp32", ngram=3, ngram_rows=512, loss_chunk=0, eval_every=2, eval_tokens=1024, log_every=1,
-            save_every=2, keep=0, muon_lr=0.02, adam_lr=0.004, cooldown_frac=0.5, attn="sdpa")  # fmt: skip
+TINY = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    seq_len=32,
+    batch_tokens=512,
+    micro_batch=16,
+    max_steps=4,
+    device="cpu",
+    dtype="fp32",
+    ngram=3,
+    ngram_rows=512,
+    loss_chunk=0,
+    eval_every=2,
+    eval_tokens=1024,
+    log_every=1,
+    save_every=2,
+    keep=0,
+    muon_lr=0.02,
+    adam_lr=0.004,
+    cooldown_frac=0.5,
+    attn="sdpa",
+)
+UNWATCHED = dict(eval_every=0, save_every=0)  # evaluated and saved at the end alone, which must not change the rest
 
 
 def plain_loss(model, x, y):
@@ -90,7 +111,7 @@ def tokens_are_counted(copy) -> bool:
 
 
 def embedding_stays(copy) -> bool:
-    start = noise("wte.weight", (320, 32), copy.ours.train_gpt.derive_seed(0, "wte.weight") >> 1, None)
+    start = noise("wte.weight", (320, 32), None, copy.ours.train_gpt.derive_seed(0, "wte.weight") >> 1, None)
     state, weight = copy.checkpoint["optimizer"], copy.checkpoint["model"]["wte.weight"]
     return torch.equal(weight, start) and not state["wte.weight"] and bool(state["head.weight"])
 
@@ -116,8 +137,8 @@ def figure_is_logged(copy) -> bool:
 
 def heads_are_shared(copy) -> bool:
     model, _ = copy.ours.sample.load(copy.folder / "plain" / "ckpt_4.pt", "cpu", "fp32")
-    cache = copy.ours.model.KVCache(model, torch.tensor([5]))
-    model(torch.arange(5)[None], cache=cache)
+    cache = copy.ours.generation.KVCache(model, torch.tensor([5]))
+    model.next_logits(torch.arange(5)[None], cache)
     split = {g["split"] for g in copy.state.optimizer.param_groups if g["role"] == "qkv"}
     return cache.layers[0].k.shape[1] == 1 and split == {(32, 16, 16)}
 
@@ -184,11 +205,11 @@ def imported(repo: Path) -> SimpleNamespace:
         del sys.modules[name]
     sys.path[0] = str(repo)
     importlib.invalidate_caches()
-    names = ("train_gpt", "model", "sample", "export")
-    return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    names = "train_gpt model generation sample export ops.params runtime.start runtime.checkpoint data.shards".split()
+    return SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
 
 
-def noise(name: str, shape, seed: int, made) -> torch.Tensor:
+def noise(name: str, shape, table, seed: int, made) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
@@ -203,7 +224,7 @@ class Copy:
         if self.case.fine_tuned:
             self.flags |= dict(init_from=str(folder / "base.pt"), init_partial=True)
         else:
-            self.ours.train_gpt.initial_weight = noise
+            self.ours.params.initial_weight = noise
 
     def train(self, name: str, **flags) -> dict:
         """A run; returns its rows and first gradients."""
@@ -236,7 +257,7 @@ class Copy:
         """What a run is refused with."""
         try:
             self.train(name, **flags)
-        except self.ours.train_gpt.UserError as error:
+        except self.ours.shards.UserError as error:
             return str(error)
         return "not refused"
 
@@ -264,6 +285,11 @@ def compare(got: dict, want: dict, rtol: float = 2e-5) -> list[str]:
     return wrong + compare_grads(got["grads"], want["grads"])
 
 
+def unwatched(run: dict) -> dict:
+    """The run as one with the flags UNWATCHED leaves it."""
+    return run | dict(rows=[row for row in run["rows"] if "val_loss" not in row or row["step"] == TINY["max_steps"]])
+
+
 def compare_grads(got: dict, want: dict) -> list[str]:
     wrong = [f"gradients of {got.keys() ^ want.keys()}"] if got.keys() != want.keys() else []
     for name in got.keys() & want.keys():
@@ -276,13 +302,13 @@ def compare_grads(got: dict, want: dict) -> list[str]:
 def reference_grads(copy: Copy) -> dict:
     """The first gradients by autograd through the model as it is called, in one piece."""
     ours, cfg = copy.ours.train_gpt, copy.ours.train_gpt.make_config(**copy.flags, out_dir=copy.out("reference"))
-    dist_ctx = ours.launch(cfg)
-    stream = ours.open_stream(cfg, dist_ctx)
+    dist_ctx = copy.ours.start.launch(cfg)
+    stream = copy.ours.start.open_stream(cfg, dist_ctx)
     state = ours.build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     state.raw_model.ngram_dropout = ours.get_ngram_dropout(cfg, stream)
     if cfg.init_from:
-        checkpoint = ours.read_checkpoint(Path(cfg.init_from))
-        ours.load_weights(state.raw_model, checkpoint, cfg.init_from, (), True)
+        checkpoint = copy.ours.checkpoint.read_checkpoint(Path(cfg.init_from))
+        copy.ours.checkpoint.load_weights(state.raw_model, checkpoint, cfg.init_from, (), True)
     ours.reseed_step(state)
     batch = ours.get_batch(stream, dist_ctx, 0)
     if copy.title == "Shorter sequences first":
@@ -298,7 +324,7 @@ def sampled(copy: Copy) -> list[str]:
     model, tokenizer = sample.load(path, "cpu", "fp32")
     model.doc_eot = 256 if copy.flags.get("doc_mask") else None
     cfg = copy.ours.train_gpt.make_config(**copy.flags)
-    stream = copy.ours.train_gpt.open_stream(cfg, copy.ours.train_gpt.launch(cfg))
+    stream = copy.ours.start.open_stream(cfg, copy.ours.start.launch(cfg))
     ((x, y),) = stream.eval_batches(cfg.eval_tokens, 32, 0, 1)
     x, y = torch.from_numpy(x), torch.from_numpy(y)
     loss = (weighted if copy.case.loss is weighted else plain_loss)(model, x, y).item()
@@ -323,8 +349,12 @@ def sampled(copy: Copy) -> list[str]:
 
 
 def exported(copy: Copy) -> list[str]:
-    """The exported program gives the checkpoint's logits, or it is refused in a sentence."""
-    run, out = copy.folder / "plain" / "ckpt_4.pt", copy.folder / "program.pt2"
+    """The exported program gives the checkpoint's logits, or it is refused in a sentence.
+
+    One layer and one step: tracing costs by the layer, and those of a model differ in their weights alone.
+    """
+    copy.train("small", n_layer=1, ngram=2, max_steps=1, **UNWATCHED)
+    run, out = copy.folder / "small" / "ckpt_1.pt", copy.folder / "program.pt2"
     with contextlib.redirect_stdout(None), open(copy.folder / "export.txt", "w") as said:
         with contextlib.redirect_stderr(said):
             code = copy.ours.export.main([str(run), "--to", "torch-export", "--out", str(out)])
@@ -359,7 +389,7 @@ def check_alone(folder: Path, title: str) -> dict[str, list[str]]:
     if copy.case.cut:
         ways["micro_batch 4"] = dict(micro_batch=4, loss_chunk=100)
     for name, flags in ways.items():
-        found[name] = compare(copy.train(name, **flags), plain)
+        found[name] = compare(copy.train(name, **flags, **UNWATCHED), unwatched(plain))
     half = copy.folder / "half"
     half.mkdir()
     (half / "ckpt_2.pt").write_bytes((copy.folder / "plain" / "ckpt_2.pt").read_bytes())
@@ -389,18 +419,19 @@ def check_ranks(folder: Path, title: str) -> dict[str, list[str]]:
     copy, found = Copy(folder, title), {}
     want = torch.load(copy.folder / "plain.pt")
     for parallel in ("ddp", "fsdp"):
-        got = copy.train(parallel, parallel=parallel, micro_batch=4)
-        again = copy.train(f"{parallel} full", parallel=parallel, micro_batch=4, checkpointing="full")
+        flags = dict(parallel=parallel, micro_batch=4)
+        got = copy.train(parallel, **flags, save_every=0)
+        again = copy.train(f"{parallel} full", **flags, checkpointing="full", **UNWATCHED)
         state = torch.cat([t.detach().double().flatten() for t in held_by(copy.state)])
         everyones = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, state)
         if rank() == 0:
-            found["alike"] = (
+            found[f"{parallel} alike"] = (
                 [] if all(torch.equal(state, other) for other in everyones) else ["the ranks hold other values"]
             )
             if copy.case.cut or parallel == "fsdp":  # what depends on how the batch is cut is the same for both
                 found[parallel] = compare(got, want)
-            found[f"{parallel} full"] = compare(again, got)
+            found[f"{parallel} full"] = compare(again, unwatched(got))
             want = want if copy.case.cut else got
     return found
 
@@ -415,11 +446,13 @@ def main(folder: Path, titles: list[str]) -> None:
                 raise
             report[title] = {"error": [f"{type(error).__name__}: {error}", traceback.format_exc()]}
     if rank() == 0:
-        (folder / f"{check.__name__.removeprefix('check_')}.json").write_text(json.dumps(report))
+        (folder / "report").write_text(json.dumps(report))
+        (folder / "report").rename(folder / f"{check.__name__.removeprefix('check_')}.json")  # there when it is whole
 
 
 if __name__ == "__main__":
     sys.path.insert(0, "")
+    sys.dont_write_bytecode = False  # two ranks take what the first process has compiled
     main(Path(sys.argv[1]), sys.argv[2:])
     sys.stdout.flush()
     os._exit(0)

@@ -11,7 +11,7 @@ import torch
 
 import sample
 import train_gpt
-from conftest import TINY, final, flags_of, run_main, run_torchrun
+from conftest import TINY, final, flags_of, run_main, run_ranks
 from runtime import dtype
 from runtime.checkpoint import content_hash
 from runtime.logger import SECTION
@@ -54,13 +54,15 @@ def as_an_old_checkpoint(path: Path) -> None:
 # What decides
 
 
-@pytest.mark.parametrize("fp32, bf16, name", [(0.184, 0.912, "bf16"), (1.0, 1.2, "bf16"), (1.0, 1.19, "fp32"),
-                                              (0.03, 0.009, "fp32")])  # fmt: skip
+@pytest.mark.parametrize(
+    "fp32, bf16, name", [(0.184, 0.912, "bf16"), (1.0, 1.2, "bf16"), (1.0, 1.19, "fp32"), (0.03, 0.009, "fp32")]
+)
 def test_bf16_must_be_faster_on_a_cpu(fp32, bf16, name, cpu):
     asked, cfg = cpu(fp32, bf16), make_config()
     said = f"dtype auto: {name}, matmuls of this model reach {bf16:.3f} TFLOP/s in bf16 and {fp32:.3f} in fp32"
-    assert dtype.settle_dtype(cfg, DistContext(torch.device("cpu"))) == [said] and cfg.dtype == name
-    assert dtype.settle_dtype(cfg, DistContext(torch.device("cpu"))) == [] and asked == [(128, 8192)]
+    assert dtype.resolve_dtype(cfg, DistContext(torch.device("cpu"))) == (name, [said])
+    again = dtype.resolve_dtype(make_config(dtype=name), DistContext(torch.device("cpu")))
+    assert again == (name, []) and asked == [(128, 8192)]
 
 
 def test_hardware_decides_on_gpus(monkeypatch, cpu):
@@ -68,7 +70,7 @@ def test_hardware_decides_on_gpus(monkeypatch, cpu):
     for kind, has_bf16, name in (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
         cfg = make_config()
-        assert dtype.settle_dtype(cfg, DistContext(torch.device(kind))) == [] and cfg.dtype == name
+        assert dtype.resolve_dtype(cfg, DistContext(torch.device(kind))) == (name, [])
     assert asked == []
 
 
@@ -165,9 +167,15 @@ def test_samples_are_drawn_in_the_dtype_of_the_run(data, tmp_path, cpu, monkeypa
         and asked[0][0] == 32
     )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    for saved, kind, name in (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"),
-                              ("fp32", "cpu", "fp32"), ("fp16", "cpu", "fp32"), ([], "cpu", "fp32"),
-                              (torch.zeros(3), "cpu", "fp32")):  # fmt: skip
+    for saved, kind, name in (
+        ("bf16", "cuda", "fp32"),
+        ("fp16", "cuda", "fp16"),
+        ("bf16", "mps", "fp32"),
+        ("fp32", "cpu", "fp32"),
+        ("fp16", "cpu", "fp32"),
+        ([], "cpu", "fp32"),
+        (torch.zeros(3), "cpu", "fp32"),
+    ):
         assert dtype.sampling_dtype("auto", dict(dtype=saved), 32, torch.device(kind)) == name
     assert dtype.sampling_dtype("bf16", {}, 32, torch.device("cuda")) == "bf16"  # as it was asked for
 
@@ -188,8 +196,8 @@ def ranks_script(folder: Path) -> None:
 
 def test_all_ranks_take_rank_0s_dtype(data, tmp_path):
     (tmp_path / "data").symlink_to(data)
-    done = run_torchrun(__file__, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_ranks(tmp_path, __file__, tmp_path)
+    assert done.codes == [0, 0], done
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["bf16 torch.bfloat16"] * 2
 
 

@@ -21,7 +21,8 @@ from conftest import ROOT, TINY, final, flags_of, rows, run_main, run_python
 from data.shards import UserError
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, ParamGroupSpec
-from ops import constant, normal, ones, orthogonal, zeros
+from ops.init import constant, normal, ones, orthogonal, zeros
+from runtime import start
 from runtime.checkpoint import BEST, read_checkpoint
 from runtime.flags import integer
 from train_gpt import make_config, train
@@ -64,7 +65,7 @@ def gated(monkeypatch):
 
 def drawn(seed=0, **shape) -> dict:
     gpt = GPT(GPTConfig(**SHAPE | shape))
-    train_gpt.init_weights(gpt, seed)
+    train_gpt.init_weights(gpt, train_gpt.seed_of(make_config(seed=seed)))
     return gpt.state_dict()
 
 
@@ -96,7 +97,7 @@ def test_a_constructor_may_read_other_layers(monkeypatch):
     for place in ("cpu", "meta"):
         with torch.device(place):
             gpt = GPT(GPTConfig(**SHAPE))
-        train_gpt.init_weights(gpt.to_empty(device="cpu"), 3)
+        train_gpt.init_weights(gpt.to_empty(device="cpu"), train_gpt.seed_of(make_config(seed=3)))
         mlp = gpt.blocks[1].mlp
         parts = mlp.mix.parametrizations.weight
         torch.testing.assert_close(parts.original0[:, 0], parts.original1.norm(dim=1))
@@ -145,8 +146,19 @@ def test_rows_that_cannot_be_are_refused_when_the_model_is_built(gated, data, tm
 # Flags
 
 
-@pytest.mark.parametrize("text, value", [("12", 12), ("1e3", 1000), ("4k", 4000), ("2M", 2_000_000), ("1.5b", 1.5e9),
-                                         ("1_000", 1000), ("0.5k", 500), ("16.1k", 16100)])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("12", 12),
+        ("1e3", 1000),
+        ("4k", 4000),
+        ("2M", 2_000_000),
+        ("1.5b", 1.5e9),
+        ("1_000", 1000),
+        ("0.5k", 500),
+        ("16.1k", 16100),
+    ],
+)
 def test_integers_as_people_write_them(text, value):
     assert integer(text) == value and type(integer(text)) is int
     assert train_gpt.parse_args(["--max_steps", text])["max_steps"] == value
@@ -166,7 +178,10 @@ def test_whole_floats_are_integers():
 
 def test_a_plain_dataclass_field_is_a_flag(monkeypatch, data, tmp_path):
     edited = dataclasses.make_dataclass(
-        "Config", [("z_loss", float, 0.5), ("loud", bool, False), ("tag", str, "x")], bases=(train_gpt.Config,)
+        "Config",
+        [("z_loss", float, 0.5), ("loud", bool, False), ("tag", str, "x")],
+        bases=(train_gpt.Config,),
+        frozen=True,
     )
     monkeypatch.setattr(train_gpt, "Config", edited)
     given = train_gpt.parse_args(["--z_loss", "0.25", "--loud", "--n_layer", "2"])
@@ -177,14 +192,23 @@ def test_a_plain_dataclass_field_is_a_flag(monkeypatch, data, tmp_path):
     assert final(tmp_path / "run")["config"]["z_loss"] == 1.0
 
 
-@pytest.mark.parametrize("argv, says", [
-    ("--block_size 256", "--seq_len"), ("--max_iters 5000", "--max_steps"), ("--learning_rate 1e-3", "--muon_lr"),
-    ("--batch_size 12", "--micro_batch"), ("--dropout 0.1", "--weight_decay"), ("--eval_interval 10", "--eval_every"),
-    ("--init_from gpt2", "GPT-2's weights do not fit"), ("--init_from scratch", "starts from scratch by itself"),
-    ("--schedule_from here", "add --resume"), ("--minutes 5 --max_steps 10", "remove one of them"),
-    ("--resume --out_dir x --minutes 5 --max_steps 10", "remove one of them"),
-    ("--trials 2 --minutes 5", "give --max_steps instead"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ("--block_size 256", "--seq_len"),
+        ("--max_iters 5000", "--max_steps"),
+        ("--learning_rate 1e-3", "--muon_lr"),
+        ("--batch_size 12", "--micro_batch"),
+        ("--dropout 0.1", "--weight_decay"),
+        ("--eval_interval 10", "--eval_every"),
+        ("--init_from gpt2", "GPT-2's weights do not fit"),
+        ("--init_from scratch", "starts from scratch by itself"),
+        ("--schedule_from here", "add --resume"),
+        ("--minutes 5 --max_steps 10", "remove one of them"),
+        ("--resume --out_dir x --minutes 5 --max_steps 10", "remove one of them"),
+        ("--trials 2 --minutes 5", "give --max_steps instead"),
+    ],
+)
 def test_names_of_other_trainers_get_the_right_answer(argv, says, capsys):
     code, err = run_main(argv.split(), capsys)
     assert code == 2 and err.count("\n") == 1 and says in err
@@ -243,9 +267,9 @@ def test_more_steps_say_what_they_do_to_the_learning_rate(copy, tmp_path, capsys
     longer = shutil.copytree(copy, tmp_path / "longer")
     assert run_main(["--resume", str(copy), "--max_steps", "16"], capsys)[0] == 0
     assert (
-        "the learning rate goes from 0.005 to 0.02 (--schedule_from here keeps it from rising)"
+        "the learning rate goes from 0.25 to 1 of its full value (--schedule_from here keeps it from rising)"
         in (copy / "log.txt").read_text()
-    )  # 0.02 at its peak, 1 of 4 cool-down steps left
+    )  # 1 of 4 cool-down steps left
     assert rows(copy, "lr")[8] == pytest.approx(0.02)
     assert run_main(["--resume", str(longer), "--max_steps", "16", "--schedule_from", "here"], capsys)[0] == 0
     rates = rows(longer, "lr")[8:]
@@ -293,8 +317,9 @@ def test_the_best_weights_are_kept(data, tmp_path, monkeypatch, capsys):
         (["--run", str(tmp_path / "run"), "--best"], ""),
         (["--run", str(tmp_path), "--best"], "no ckpt_best"),
     ):
-        done = run_python("sample.py", *argv, "--max_new_tokens", "5")
-        assert (done.returncode == 2 and says in done.stderr) if says else done.returncode == 0
+        capsys.readouterr()
+        assert sample.main([*argv, "--max_new_tokens", "5"]) == (2 if says else 0)
+        assert says in capsys.readouterr().err
     flags |= dict(resume=str(tmp_path / "run" / BEST), out_dir=str(tmp_path / "other"))
     with pytest.raises(UserError, match="holds weights only, so it cannot be resumed; use --init_from"):
         train(make_config(**flags))
@@ -392,7 +417,7 @@ def test_default_folders_never_collide(data, tmp_path, monkeypatch):
     flags = {k: v for k, v in TINY.items()} | dict(data=str(data), max_steps=1)
     for _ in range(3):
         train(make_config(**flags))
-    train_gpt.train_trials(make_config(**flags, trials=2))
+    train_gpt.train_trials(make_config(**flags, trials=2), train)
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 4 and all(list(folder.rglob("summary.json")) for folder in folders)
 
@@ -408,11 +433,14 @@ def test_mistakes_leave_no_folder(more, data, tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("runs/*")) and not list(tmp_path.glob("none*"))
 
 
-@pytest.mark.parametrize("end, says, not_says", [
-    (dict(max_steps=2), "next: python sample.py --run", "--max_steps 20 "),
-    (dict(max_minutes=1e-9), "--resume; the learning rate has not cooled down", "next:"),
-    (dict(target_val_loss=100.0, eval_every=1), "to continue: python train_gpt.py --out_dir", "cooled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "end, says, not_says",
+    [
+        (dict(max_steps=2), "next: python sample.py --run", "--max_steps 20 "),
+        (dict(max_minutes=1e-9), "--resume; the learning rate has not cooled down", "next:"),
+        (dict(target_val_loss=100.0, eval_every=1), "to continue: python train_gpt.py --out_dir", "cooled"),
+    ],
+)
 def test_the_last_line_fits_the_end(end, says, not_says, data, tmp_path):
     train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run")) | end))
     last = (tmp_path / "run" / "log.txt").read_text().splitlines()[-1]
@@ -421,8 +449,8 @@ def test_the_last_line_fits_the_end(end, says, not_says, data, tmp_path):
 
 def test_the_head_of_a_log_says_what_runs(plain):
     head = (plain / "log.txt").read_text().splitlines()[:11]
-    for start in ("command: ", "sources: train_gpt.py sha256 ", "torch ", "device: ", "data: ", "batch: ", "step  1/"):
-        assert any(line.startswith(start) for line in head), start
+    for begin in ("command: ", "sources: train_gpt.py sha256 ", "torch ", "device: ", "data: ", "batch: ", "step  1/"):
+        assert any(line.startswith(begin) for line in head), begin
 
 
 def test_samples_of_bytes_do_not_reach_the_terminal_as_commands(data, tmp_path, monkeypatch, capsys):
@@ -432,7 +460,7 @@ def test_samples_of_bytes_do_not_reach_the_terminal_as_commands(data, tmp_path, 
         def decode_bytes(self, tokens):
             return b"a\x1b[2Jb\x07\x9b\r\n\tc"
 
-    monkeypatch.setattr(train_gpt, "get_tokenizer", lambda name: Tokenizer())
+    monkeypatch.setattr(start, "get_tokenizer", lambda name: Tokenizer())
     train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1)))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\n\tc" in out
@@ -457,9 +485,9 @@ def test_an_ordinary_run_prints_nothing_of_pytorchs_own(data, tmp_path):
 
 def test_where_runs_and_data_go_from_another_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert train_gpt.data_folder(make_config()) == ROOT / "data" / "python"  # and runs/ lies in the present folder
+    assert start.data_folder(make_config()) == ROOT / "data" / "python"  # and runs/ lies in the present folder
     assert "in the folder that you are in" in (ROOT / "README.md").read_text()
-    assert "`data/python`, beside the code" in (ROOT / "README.md").read_text()
+    assert "corpus to `data/python`, beside\nthe code" in (ROOT / "README.md").read_text()
 
 
 def test_train_returns_the_model(data, tmp_path):
@@ -473,7 +501,8 @@ def test_train_returns_the_model(data, tmp_path):
 
 def test_a_finished_run_is_finished_however_late(data, tmp_path, monkeypatch):
     """The last step also passes --max_minutes: the run has done what it was to do, and --trials go on."""
-    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", 61.0)
+    late = property(lambda timer: 61.0 if timer.started or timer.train_time else 0.0)
+    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", late)
     summary = train(
         make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1, max_minutes=1))
     )
@@ -482,10 +511,13 @@ def test_a_finished_run_is_finished_however_late(data, tmp_path, monkeypatch):
     assert summary["stopped_by"] == "max_minutes" and summary["step"] < 9
 
 
-@pytest.mark.parametrize("error, says", [
-    (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), "ended: memory ran out: 2.00 GiB were asked for"),
-    (ZeroDivisionError("of a kind"), "ZeroDivisionError: of a kind"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), "ended: memory ran out: 2.00 GiB were asked for"),
+        (ZeroDivisionError("of a kind"), "ZeroDivisionError: of a kind"),
+    ],
+)
 def test_every_end_stands_in_the_log(error, says, data, tmp_path, monkeypatch):
     def train_step(*_):
         raise error
@@ -512,3 +544,10 @@ def test_an_evaluation_that_was_missed_comes_first_after_a_resume(copy):
     found = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     steps = [(row["step"], "val_loss" in row) for row in found]
     assert steps[4:6] == [(4, True), (5, False)] and steps[-1] == (8, True) and steps.count((8, True)) == 1
+
+
+def test_what_a_step_draws_is_not_what_orders_an_epoch(data, tmp_path):
+    seeds = []
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=3)
+    train(make_config(**flags), on_step=lambda state, loss: seeds.append(state.raw_model.step_seed))
+    assert len({*seeds, *(train_gpt.derive_seed(0, epoch) for epoch in range(3))}) == 6

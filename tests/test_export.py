@@ -8,14 +8,14 @@ import torch
 
 import export
 import sample
-from conftest import run_python, tiny_run
+from conftest import flags_of, run_main, run_python, tiny_run
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory):
+def windowed(data, tmp_path_factory):
     """A run's folder, of a model with everything that changes the graph."""
     folder = tmp_path_factory.mktemp("windowed") / "run"
-    tiny_run(folder, window="SL:5", ngram=3, ngram_rows=50, max_steps=3)
+    tiny_run(folder, data=data, window="SL:5", ngram=3, ngram_rows=50, max_steps=3)
     return folder
 
 
@@ -23,8 +23,10 @@ def windowed(tmp_path_factory):
 def expected(windowed):
     """The model's logits for ids of several batches and lengths."""
     model, _ = sample.load(sample.find_file(windowed), "cpu", "fp32")
-    ids = [torch.randint(257, shape, generator=torch.Generator().manual_seed(0)) for shape in
-           ((1, 1), (1, 32), (3, 4), (2, 17), (9, 5))]  # fmt: skip
+    ids = [
+        torch.randint(257, shape, generator=torch.Generator().manual_seed(0))
+        for shape in ((1, 1), (1, 32), (3, 4), (2, 17), (9, 5))
+    ]
     return [(idx, model(idx)) for idx in ids]
 
 
@@ -43,7 +45,7 @@ def test_safetensors(windowed, tmp_path, capsys):
     assert config["n_layer"] == 2 and config["window"] == "SL:5" and config["tokenizer"] == "bytes"
 
 
-def test_int8_file_is_what_int8_makes(windowed, tmp_path, capsys):
+def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     path = exported(windowed, "int8", tmp_path / "m.pt", capsys)
     (tmp_path / "text").write_text("some text " * 50)
     printed = []
@@ -52,8 +54,9 @@ def test_int8_file_is_what_int8_makes(windowed, tmp_path, capsys):
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] == printed[2]
     for flag in ("--init_from", "--resume"):
-        done = run_python("train_gpt.py", flag, path, "--max_steps", "4", "--out_dir", tmp_path / "run")
-        assert done.returncode == 2 and "holds rounded weights" in done.stderr
+        flags = flags_of(dict(data=data, max_steps=4, out_dir=tmp_path / "run"))
+        code, err = run_main([flag, str(path), *flags], capsys)
+        assert code == 2 and "holds rounded weights" in err
     assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
 
@@ -85,11 +88,17 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "to, out, says",
-    [("onnx", "m.onnx", "needs onnx,"), ("safetensors", "m", "needs safetensors,"),
-     ("int8", "there", "there already"), ("int8", "no/m", "no folder"), ("onnx", "x.onnx", "x.onnx.data is there"),
-     ("safetensors", "config.json", "another name"), ("int8", "", "the name of a file"),
-     ("torch-export", "m.bin", "reads .pt2 files only")],
-)  # fmt: skip
+    [
+        ("onnx", "m.onnx", "needs onnx,"),
+        ("safetensors", "m", "needs safetensors,"),
+        ("int8", "there", "there already"),
+        ("int8", "no/m", "no folder"),
+        ("onnx", "x.onnx", "x.onnx.data is there"),
+        ("safetensors", "config.json", "another name"),
+        ("int8", "", "the name of a file"),
+        ("torch-export", "m.bin", "reads .pt2 files only"),
+    ],
+)
 def test_what_cannot_be_exported_is_said(to, out, says, windowed, tmp_path, capsys, monkeypatch):
     found = export.importlib.util.find_spec
     missing = says.startswith("needs")

@@ -23,7 +23,7 @@ from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, 
 from data import prepare
 from data.shards import UserError
 from model import optimizer_groups
-from runtime import checks, memory
+from runtime import checks, memory, start
 from runtime.memory import find_max_micro_batch, fit_loss_chunk, fit_memory, largest_loss_chunk
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
@@ -32,43 +32,52 @@ from train_gpt import make_config, train
 # The user's mistakes: one sentence, exit code 2
 
 
-@pytest.mark.parametrize("flags, sentence", [
-    (["--n_layers", "3"], "unknown flag --n_layers; did you mean n_layer"),
-    (["--n_layer", "3.5"], "invalid int value: '3.5'"),
-    (["--preset", "laptpo"], "invalid choice: 'laptpo'"),
-    (["--batch_tokens", "500"], "not a multiple of --seq_len 32; use --batch_tokens 512"),
-    (["--micro_batch", "5"], "does not divide the 16 sequences .* use --micro_batch 4"),
-    (["--n_head", "3"], "cannot be cut into 3 heads"),
-    (["--window", "SLX"], "window is 'SLX'; expected letters S and L"),
-    (["--warmup_frac", "0.7", "--cooldown_frac", "0.7"], "add up to more than 1"),
-    (["--muon_lr", "nan"], "--muon_lr is nan; expected a finite number"),
-    (["--max_steps", "0"], "--max_steps is 0; expected a finite number of at least 1"),
-    (["--bf16", "--dtype", "fp32"], "contradict each other"),
-    (["--ngram_dropout", "0.3", "--ngram", "0"], "n-grams to drop"),
-    (["--ngram_dropout", "1", "--ngram", "3"], "expected a probability below 1"),
-    (["--resume", "--init_from", "x.pt"], "contradict each other"),
-    (["--resume"], "has no valid checkpoint; give a run's folder that has one, or another --out_dir to start"),
-    (["--wandb", "yes"], "invalid true or false value: 'yes'"),
-    (["--resume", "gone.pt"], "no checkpoint gone.pt"),
-    (["--attn", "flex"], "flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
-    (["--attn", "varlen"], "--attn varlen runs on CUDA only, not on cpu; use auto, blocked or sdpa"),
-    (["--attn", "cudnn"], "--attn cudnn runs on CUDA only"),
-    (["--attn", "fa3"], "--attn fa3 runs on CUDA only"),
-    (["--fp8"], "--fp8 needs a CUDA device of compute capability 8.9 or newer"),
-    (["--checkpointing", "some"], "expected auto, none, selective, full or a number between 0 and 1"),
-    (["--checkpointing", "1.5"], "expected auto, none, selective, full or a number between 0 and 1"),
-    (["--checkpointing", "0.5"], "is a budget for the compiler; add --compile"),
-    (["--alloc_conf", "expandable_segment:True"], "no setting .*; did you mean expandable_segments"),
-    (["--alloc_conf", "backend:cudaMallocAsync"], "cannot set backend, which is fixed when torch is imported"),
-    (["--alloc_conf", "max_split_size_mb"], "no setting 'max_split_size_mb'.*expected key:value"),
-    (["--compile", "reduce-overhead", "--parallel", "fsdp"], "records CUDA graphs, which FSDP's moving weights break"),
-    (["--compile", "max-autotune", "--deterministic"], "picks kernels by timing"),
-    (["--profile", "50"], "--profile 50 starts after 3 steps; use --max_steps 53 or more"),
-    (["--seq_len=32", "--doc_align", "--vocab_size=300", "--data", "NO_DOCS"], "finds no document"),
-    (["--vocab_size", "200"], "less than the 257 of"),
-    (["--seq_len=8192", "--batch_tokens=8192", "--micro_batch=1"], "has 4333 tokens, too few .* --seq_len below 4333"),
-    (["--data", "/nowhere"], "/nowhere.*python data/prepare.py"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (["--n_layers", "3"], "unknown flag --n_layers; did you mean n_layer"),
+        (["--n_layer", "3.5"], "invalid int value: '3.5'"),
+        (["--preset", "laptpo"], "invalid choice: 'laptpo'"),
+        (["--batch_tokens", "500"], "not a multiple of --seq_len 32; use --batch_tokens 512"),
+        (["--micro_batch", "5"], "does not divide the 16 sequences .* use --micro_batch 4"),
+        (["--n_head", "3"], "cannot be cut into 3 heads"),
+        (["--window", "SLX"], "window is 'SLX'; expected letters S and L"),
+        (["--warmup_frac", "0.7", "--cooldown_frac", "0.7"], "add up to more than 1"),
+        (["--muon_lr", "nan"], "--muon_lr is nan; expected a finite number"),
+        (["--max_steps", "0"], "--max_steps is 0; expected a finite number of at least 1"),
+        (["--bf16", "--dtype", "fp32"], "contradict each other"),
+        (["--ngram_dropout", "0.3", "--ngram", "0"], "n-grams to drop"),
+        (["--ngram_dropout", "1", "--ngram", "3"], "expected a probability below 1"),
+        (["--resume", "--init_from", "x.pt"], "contradict each other"),
+        (["--resume"], "has no valid checkpoint; give a run's folder that has one, or another --out_dir to start"),
+        (["--wandb", "yes"], "invalid true or false value: 'yes'"),
+        (["--resume", "gone.pt"], "no checkpoint gone.pt"),
+        (["--attn", "flex"], "flex cannot train here: FlexAttention has a backward pass on CUDA only; use --attn sdpa"),
+        (["--attn", "varlen"], "--attn varlen runs on CUDA only, not on cpu; use auto, blocked or sdpa"),
+        (["--attn", "cudnn"], "--attn cudnn runs on CUDA only"),
+        (["--attn", "fa3"], "--attn fa3 runs on CUDA only"),
+        (["--fp8"], "--fp8 needs a CUDA device of compute capability 8.9 or newer"),
+        (["--checkpointing", "some"], "expected auto, none, selective, full or a number between 0 and 1"),
+        (["--checkpointing", "1.5"], "expected auto, none, selective, full or a number between 0 and 1"),
+        (["--checkpointing", "0.5"], "is a budget for the compiler; add --compile"),
+        (["--alloc_conf", "expandable_segment:True"], "no setting .*; did you mean expandable_segments"),
+        (["--alloc_conf", "backend:cudaMallocAsync"], "cannot set backend, which is fixed when torch is imported"),
+        (["--alloc_conf", "max_split_size_mb"], "no setting 'max_split_size_mb'.*expected key:value"),
+        (
+            ["--compile", "reduce-overhead", "--parallel", "fsdp"],
+            "records CUDA graphs, which FSDP's moving weights break",
+        ),
+        (["--compile", "max-autotune", "--deterministic"], "picks kernels by timing"),
+        (["--profile", "50"], "--profile 50 starts after 3 steps; use --max_steps 53 or more"),
+        (["--seq_len=32", "--doc_align", "--vocab_size=300", "--data", "NO_DOCS"], "finds no document"),
+        (["--vocab_size", "200"], "less than the 257 of"),
+        (
+            ["--seq_len=8192", "--batch_tokens=8192", "--micro_batch=1"],
+            "has 4333 tokens, too few .* --seq_len below 4333",
+        ),
+        (["--data", "/nowhere"], "/nowhere.*python data/prepare.py"),
+    ],
+)
 def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
     if "NO_DOCS" in flags:
         flags = [str(make_data(tmp_path / "no_docs", eot=False)) if flag == "NO_DOCS" else flag for flag in flags]
@@ -102,8 +111,12 @@ def own_lines(stderr: str) -> str:
 
 
 def test_no_compiler_is_said(data, tmp_path):
-    done = run_python("train_gpt.py", *flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), "--compile",
-                      env=os.environ | {"CXX": "/no/such/compiler"})  # fmt: skip
+    done = run_python(
+        "train_gpt.py",
+        *flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")),
+        "--compile",
+        env=os.environ | {"CXX": "/no/such/compiler"},
+    )
     assert done.returncode == 2 and "--compile finds no C++ compiler" in own_lines(done.stderr)
 
 
@@ -119,8 +132,12 @@ def test_compiler_that_fails_is_said(data, tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", n_layer=1, micro_batch=1, batch_tokens=32)
-    done = run_python("train_gpt.py", *flags_of(flags), "--compile",
-                      env=os.environ | {"CXX": str(fussy_compiler(tmp_path)), "TMPDIR": str(tmp_path)})  # fmt: skip
+    done = run_python(
+        "train_gpt.py",
+        *flags_of(flags),
+        "--compile",
+        env=os.environ | {"CXX": str(fussy_compiler(tmp_path)), "TMPDIR": str(tmp_path)},
+    )
     said = own_lines(done.stderr)
     assert done.returncode == 1 and "the C++ compiler could not compile" in said and "-mnew?" in said
 
@@ -129,31 +146,55 @@ def test_compiler_that_fails_is_said(data, tmp_path):
 # The tables of runtime/checks.py: a case for every row, of which no earlier row says anything
 
 FLAG_CASES = (
-    dict(bf16=True, dtype="fp16"), dict(warmup_frac=0.5, cooldown_frac=0.6), dict(n_head=5),
+    dict(bf16=True, dtype="fp16"),
+    dict(window="SX"),
+    dict(warmup_frac=0.5, cooldown_frac=0.6),
+    dict(n_head=5),
     dict(batch_tokens=1000),
-    dict(ngram_dropout=0.5, ngram=0), dict(checkpointing="1.0"), dict(checkpointing="0.5"),
-    dict(compile="max-autotune", parallel="fsdp"), dict(compile="max-autotune", deterministic=True),
-    dict(profile=9, max_steps=9), dict(trials=2, target_val_loss=3.0),
-    dict(trials=2, minutes=5.0), dict(trials=2, resume="newest"),
-    dict(TORCHELASTIC_MAX_RESTARTS="3"), dict(init_from="gpt2-xl"), dict(init_from="scratch"),
+    dict(ngram_dropout=0.5, ngram=0),
+    dict(checkpointing="1.0"),
+    dict(checkpointing="0.5"),
+    dict(compile="max-autotune", parallel="fsdp"),
+    dict(compile="max-autotune", deterministic=True),
+    dict(profile=9, max_steps=9),
+    dict(trials=2, target_val_loss=3.0),
+    dict(trials=2, minutes=5.0),
+    dict(trials=2, resume="newest"),
+    dict(TORCHELASTIC_MAX_RESTARTS="3"),
+    dict(init_from="gpt2-xl"),
+    dict(init_from="scratch"),
     dict(init_partial=True),
-    dict(schedule_from="here"), dict(schedule_from="1.5"), dict(resume="auto", init_from="x.pt"),
-)  # fmt: skip
+    dict(schedule_from="here"),
+    dict(schedule_from="1.5"),
+    dict(resume="auto", init_from="x.pt"),
+)
 DEVICE_CASES = (
-    ("cpu", dict(attn="flex")), ("cpu", dict(attn="varlen")), ("cuda", dict(attn="flash", doc_mask=True)),
-    ("cuda", dict(attn="cudnn", dtype="fp32")), ("cpu", dict(fp8=True)), ("cuda", dict(fp8=True, dtype="fp16")),
-    ("mps", dict(parallel="hsdp")), ("cuda", dict(deterministic=True)),
+    ("cpu", dict(attn="flex")),
+    ("cpu", dict(attn="varlen")),
+    ("cuda", dict(attn="flash", doc_mask=True)),
+    ("cuda", dict(attn="cudnn", dtype="fp32")),
+    ("cpu", dict(fp8=True)),
+    ("cuda", dict(fp8=True, dtype="fp16")),
+    ("mps", dict(parallel="hsdp")),
+    ("cuda", dict(deterministic=True)),
     ("cuda", dict(attn="flex", checkpointing="selective")),
     ("cuda", dict(compile="reduce-overhead", offload="activations")),
-)  # fmt: skip
+)
 NO_EFFECT_CASES = (
-    ("cpu", dict(alloc_conf="max_split_size_mb:64")), ("cuda", dict(alloc_conf="max_split_size_mb:64")),
-    ("cpu", dict(offload="optimizer")), ("cpu", dict(bucket_cap_mb=50)), ("cpu", dict(parallel="ddp")),
-    ("cpu", dict(shard_size=2)), ("cpu", dict(grad_comm="bf16")), ("cpu", dict(ngram=1)),
-    ("cpu", dict(window="SL:256")), ("cpu", dict(ngram_rows=99, ngram=0)),
-    ("cpu", dict(optimizer="adamw", muon_lr=0.5)), ("cpu", dict(preset="gpt2-small")),
+    ("cpu", dict(alloc_conf="max_split_size_mb:64")),
+    ("cuda", dict(alloc_conf="max_split_size_mb:64")),
+    ("cpu", dict(offload="optimizer")),
+    ("cpu", dict(bucket_cap_mb=50)),
+    ("cpu", dict(parallel="ddp")),
+    ("cpu", dict(shard_size=2)),
+    ("cpu", dict(grad_comm="bf16")),
+    ("cpu", dict(ngram=1)),
+    ("cpu", dict(window="SL:256")),
+    ("cpu", dict(ngram_rows=99, ngram=0)),
+    ("cpu", dict(optimizer="adamw", muon_lr=0.5)),
+    ("cpu", dict(preset="gpt2-small")),
     ("cuda", dict(doc_mask=True)),
-)  # fmt: skip
+)
 
 
 def unchecked(**flags) -> train_gpt.Config:
@@ -162,7 +203,9 @@ def unchecked(**flags) -> train_gpt.Config:
 
 
 def check_hardware(device: str, **flags) -> list[str]:
-    return train_gpt.check_hardware(make_config(**flags), DistContext(torch.device(device)))
+    cfg, preset = make_config(**flags), make_config(preset=flags.get("preset", "laptop"))
+    windows = train_gpt.gpt_config(cfg, 257).layer_windows()
+    return start.check_hardware(cfg, preset, DistContext(torch.device(device)), windows)
 
 
 @pytest.fixture
@@ -278,12 +321,13 @@ def help_of(main, capsys) -> str:
 def test_checkpointing_is_what_memory_makes_necessary(monkeypatch):
     ctx = DistContext(torch.device("cuda"))
     monkeypatch.setattr(memory, "fit_micro_batch", lambda model, n_seqs, *_: n_seqs)
+    monkeypatch.setattr(memory, "apply_compile", lambda *_, **__: None)
 
     def chosen(gb: float, ctx=ctx, **flags) -> tuple[str, int]:
         monkeypatch.setattr(memory, "available_memory", lambda: memory.USABLE * gb * 10**9)
         cfg = make_config(preset="gpt2-medium", dtype="bf16", vocab_size=50304, device="cuda", **flags)
         gpt, _ = planned_model(cfg)
-        gpt.loss_chunk, gpt.apply_compile = largest_loss_chunk(50304, int(gb * 10**9)), lambda *_, **__: None
+        gpt.loss_chunk = largest_loss_chunk(50304, int(gb * 10**9))
         groups = optimizer_groups(gpt, cfg.optimizer, 0.02, 0.006, 0.05)
         n_seqs = fit_memory(cfg, gpt, groups, ctx)
         assert len({block.checkpointing for block in gpt.blocks}) == 1
@@ -327,8 +371,15 @@ def test_docs_say_what_presets_train_with():
 
 def test_loss_chunk_by_device(monkeypatch):
     cpu, cuda, gib = torch.device("cpu"), torch.device("cuda"), 10**9
-    for total, vocab_size, chunk in ((8, 50304, 4096), (16, 50304, 8192), (24, 50304, 16384), (141, 50304, 16384),
-                                      (141, 320, 16384), (24, 2**20, 2048), (2, 50304, 2048)):  # fmt: skip
+    for total, vocab_size, chunk in (
+        (8, 50304, 4096),
+        (16, 50304, 8192),
+        (24, 50304, 16384),
+        (141, 50304, 16384),
+        (141, 320, 16384),
+        (24, 2**20, 2048),
+        (2, 50304, 2048),
+    ):
         properties = SimpleNamespace(total_memory=total * gib)
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
@@ -357,6 +408,7 @@ def test_readme_names_real_commands_and_flags(capsys):
     torchrun = [option for action in get_args_parser()._actions for option in action.option_strings]
     known |= {re.match(r"-*(\w+)", option)[1] for option in torchrun} | {"shutdown"}
     known |= {"nodes", "ntasks", "gpus", "cpus", "time", "signal", "kill", "pid"}  # of Slurm and py-spy
+    known |= {"batch_size", "start"}  # of nanoGPT
     readme = (ROOT / "README.md").read_text()
     for page in (readme, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))):
         assert set(re.findall(r"(?<![\w-])--(\w+)", page)) - known == set()

@@ -18,7 +18,7 @@ from conftest import TINY, flags_of, quiet, run_python
 from data import prepare
 from data.shards import UserError
 from data.stream import TokenStream
-from runtime import checks
+from runtime import checks, derived, start
 from runtime.checkpoint import content_hash, list_checkpoints, load_optimizer, load_weights, read_checkpoint
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
@@ -49,8 +49,27 @@ def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
     return bytes(out)
 
 
-JUNK = (None, True, -1, 0, 1, 2**40, 10**30, 1.5, math.nan, math.inf, "", "x", "../../etc/passwd", "bytes", [], [1], {},
-        {"tokens": 1}, {"x": {"tokens": -5}})  # fmt: skip
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**40,
+    10**30,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "../../etc/passwd",
+    "bytes",
+    [],
+    [1],
+    {},
+    {"tokens": 1},
+    {"x": {"tokens": -5}},
+)
 
 
 def replaced(value, rng: random.Random, junk=JUNK):
@@ -147,7 +166,7 @@ def test_fuzzed_checkpoints(data, plain, tmp_path):
     original = list_checkpoints(plain)[0]
     raw, content = original.read_bytes(), read_checkpoint(original)
     cfg = make_config(**TINY | dict(data=str(data)))
-    state = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    state = train_gpt.build(cfg, start.launch(cfg), 257)
     before = [p.detach().clone() for p in state.raw_model.parameters()]
     junk = (*JUNK, torch.zeros(3), torch.zeros(()), torch.tensor([[math.nan]]), torch.zeros(2, dtype=torch.bool))
 
@@ -176,13 +195,19 @@ def test_fuzzed_checkpoints(data, plain, tmp_path):
 
 
 FLAG_LINES = (
-    "--preset gpt2-small --data data/fineweb10B --compile", "--n_layer 3 --n_head 2 --n_embd 64 --seq_len 128",
-    "--window SSSL:256 --softcap 0 --loss_chunk 100", "--optimizer adamw --adam_lr 1e-3 --weight_decay 0.1",
-    "--batch_tokens 65536 --seq_len 256 --micro_batch 4", "--dtype bf16 --bf16 --checkpointing full --offload none",
-    "--compile reduce-overhead --checkpointing 0.5 --attn sdpa", "--warmup_frac 0.1 --cooldown_frac 0.5 --max_steps 9",
-    "--resume auto --out_dir runs/x --save_every 10 --keep 3", "--alloc_conf pinned_num_register_threads:8",
-    "--doc_align --doc_mask true --wandb false --profile", "--eval_every 5 --eval_tokens 0 --target_val_loss 3.28",
-)  # fmt: skip
+    "--preset gpt2-small --data data/fineweb10B --compile",
+    "--n_layer 3 --n_head 2 --n_embd 64 --seq_len 128",
+    "--window SSSL:256 --softcap 0 --loss_chunk 100",
+    "--optimizer adamw --adam_lr 1e-3 --weight_decay 0.1",
+    "--batch_tokens 65536 --seq_len 256 --micro_batch 4",
+    "--dtype bf16 --bf16 --checkpointing full --offload none",
+    "--compile reduce-overhead --checkpointing 0.5 --attn sdpa",
+    "--warmup_frac 0.1 --cooldown_frac 0.5 --max_steps 9",
+    "--resume auto --out_dir runs/x --save_every 10 --keep 3",
+    "--alloc_conf pinned_num_register_threads:8",
+    "--doc_align --doc_mask true --wandb false --profile",
+    "--eval_every 5 --eval_tokens 0 --target_val_loss 3.28",
+)
 
 
 def fuzzed_flags(rng: random.Random) -> list[str]:
@@ -191,8 +216,31 @@ def fuzzed_flags(rng: random.Random) -> list[str]:
         at = rng.randrange(len(words))
         how = rng.randrange(5)
         if how == 0:
-            words[at] = rng.choice(["-1", "0", "nan", "inf", "1e400", "9" * 30, "9" * 400, "", "None", "%s", "--", "=",
-                                    "--x", "é", "1_000", "0x10", "true", "../..", "\udc80", "SS", "L:0"])  # fmt: skip
+            words[at] = rng.choice(
+                [
+                    "-1",
+                    "0",
+                    "nan",
+                    "inf",
+                    "1e400",
+                    "9" * 30,
+                    "9" * 400,
+                    "",
+                    "None",
+                    "%s",
+                    "--",
+                    "=",
+                    "--x",
+                    "é",
+                    "1_000",
+                    "0x10",
+                    "true",
+                    "../..",
+                    "\udc80",
+                    "SS",
+                    "L:0",
+                ]
+            )
         elif how == 1:
             letter = rng.randrange(len(words[at]) + 1)
             words[at] = words[at][:letter] + rng.choice("-_=x7 .,:\t[") + words[at][letter + rng.randrange(2) :]
@@ -215,8 +263,10 @@ def test_fuzzed_flags(monkeypatch):
 
         def parse(words=words, parsed=parsed):
             cfg = make_config(**train_gpt.parse_args(words))
-            train_gpt.check_hardware(cfg, DistContext(torch.device("cpu")))
-            checks.seqs_per_rank(cfg, 2)
+            windows = train_gpt.gpt_config(cfg, 257).layer_windows()
+            preset = train_gpt.Config(**train_gpt.PRESETS[cfg.preset])
+            start.check_hardware(cfg, preset, DistContext(torch.device("cpu")), windows)
+            derived.seqs_per_rank(cfg, 2)
             parsed.append(cfg)
 
         outcomes.append(refused(parse))

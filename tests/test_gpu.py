@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import model
-import ops
+import ops.checkpointing
 import train_gpt
 from conftest import (
     TINY,
@@ -19,8 +19,14 @@ from conftest import (
 )
 from generation import compile_decode_step, generate, on_host
 from int8 import quantize
-from ops import attention, attention_mask
-from train_gpt import get_batch, make_config, open_stream
+from ops.attention import attention, attention_mask
+from ops.checkpointing import OFFLOAD_MIN_NUMEL, offload_pack, offload_unpack
+from ops.linear import Fp8Linear
+from ops.loss import ChunkedLinearCrossEntropy, add_matmul_, ce_fwd_bwd
+from ops.pointwise import norm
+from runtime import start
+from runtime.start import open_stream
+from train_gpt import get_batch, make_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -44,19 +50,19 @@ GPU_SAME = {
 
 @pytest.mark.parametrize("case", GPU_SAME)
 def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, monkeypatch):
-    pack, packed = ops.offload_pack, []
+    pack, packed = offload_pack, []
 
     def noting(tensor, strided):
         kept = pack(tensor, strided)
         packed.extend([tensor.numel()] if kept is not tensor else [])
         return kept
 
-    monkeypatch.setattr(ops, "offload_pack", noting)
+    monkeypatch.setattr(ops.checkpointing, "offload_pack", noting)
     tiny_run(tmp_path / "run", data=data, init_from=noisy, device="cuda", **GPU_SAME[case])
     assert_same_run(tmp_path / "run", plain, rtol=1e-4)
     # 16 sequences of 32 tokens make 1 << 16 numbers in an MLP's hidden layer: just enough to be worth sending
     least_times = 2 * TINY["max_steps"] if "offload activations" in case else 0
-    assert len(packed) >= least_times and set(packed) <= {ops.OFFLOAD_MIN_NUMEL} and bool(packed) == bool(least_times)
+    assert len(packed) >= least_times and set(packed) <= {OFFLOAD_MIN_NUMEL} and bool(packed) == bool(least_times)
 
 
 @pytest.mark.parametrize("strided", [False, True])
@@ -64,14 +70,18 @@ def test_gpu_offload_returns_what_it_took(strided):
     tensors = [torch.randn(300, 500, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     tensors += [tensors[0].t(), tensors[0][:, ::2], tensors[0][:256, :256]]
     for tensor in tensors:
-        packed = ops.offload_pack(tensor, strided)
+        packed = offload_pack(tensor, strided)
         assert packed is not tensor and packed[-1].is_pinned()
-        back = ops.offload_unpack(packed)
+        back = offload_unpack(packed)
         assert back.device == tensor.device and back.dtype == tensor.dtype and torch.equal(back, tensor)
         assert not strided or back.stride() == tensor.stride()
-    stay = [torch.randn(100, device="cuda"), torch.ones(300, 500, device="cuda") > 0, torch.ones(300, 500),
-            torch.nn.Parameter(tensors[0])]  # fmt: skip
-    assert all(ops.offload_pack(tensor, strided) is tensor for tensor in stay)
+    stay = [
+        torch.randn(100, device="cuda"),
+        torch.ones(300, 500, device="cuda") > 0,
+        torch.ones(300, 500),
+        torch.nn.Parameter(tensors[0]),
+    ]
+    assert all(offload_pack(tensor, strided) is tensor for tensor in stay)
 
 
 @pytest.mark.parametrize("docs", [False, True])
@@ -95,7 +105,7 @@ def test_gpu_gradient_of_the_head_is_not_rounded_in_between(dtype):
     a, b = torch.randn(300, 512, device="cuda").to(dtype), torch.randn(512, 128, device="cuda").to(dtype)
     total = torch.randn(300, 128, device="cuda")
     want, address = total.double() + a.double() @ b.double(), total.data_ptr()
-    ops.add_matmul_(total, a, b)
+    add_matmul_(total, a, b)
     assert total.data_ptr() == address
     torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-4)  # bf16 would be off by 0.1
 
@@ -116,17 +126,17 @@ def test_gpu_fp8_matmuls_are_close(compiled):
     x[0, :9] *= 1e6  # a scale a token keeps the others
     x[0, 9], w[3] = 0, 0
     x.requires_grad_(), w.requires_grad_()
-    got, want = wrap(ops.Fp8Linear.apply)(x, w.bfloat16()), x.float() @ w.T
+    got, want = wrap(Fp8Linear.apply)(x, w.bfloat16()), x.float() @ w.T
     grad = torch.randn_like(want).bfloat16()
     pairs = [(got, want)]
     pairs += zip(torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad.float()))
     for a, b in pairs:
         assert ((a - b).norm(dim=-1) <= 0.06 * b.norm(dim=-1)).all()
 
-    flat, targets, heads = ops.norm(x.detach()).flatten(0, 1), torch.randint(-1, 80, (300,), device="cuda"), []
+    flat, targets, heads = norm(x.detach()).flatten(0, 1), torch.randint(-1, 80, (300,), device="cuda"), []
     flat, head = flat.requires_grad_(), (0.05 * w.detach()).requires_grad_()
     for fp8 in (False, True):
-        loss = ops.ChunkedLinearCrossEntropy.apply(flat, head, targets, 15.0, 128, wrap(ops.ce_fwd_bwd), fp8)
+        loss = ChunkedLinearCrossEntropy.apply(flat, head, targets, 15.0, 128, wrap(ce_fwd_bwd), fp8)
         heads.append((loss, *torch.autograd.grad(loss, (flat, head))))
     for a, b in zip(*heads):
         assert (a - b).norm() <= 0.08 * b.norm() and a.isfinite().all()
@@ -153,7 +163,7 @@ TEN_STEPS = {
 @pytest.mark.parametrize("case", TEN_STEPS)
 def test_gpu_ten_steps_never_wait_for_the_device(case, data):
     cfg = make_config(**TINY | dict(data=str(data), device="cuda", dtype="bf16") | TEN_STEPS[case])
-    dist_ctx = train_gpt.launch(cfg)
+    dist_ctx = start.launch(cfg)
     state, stream = train_gpt.build(cfg, dist_ctx, 257, 256), open_stream(cfg, dist_ctx)
     state.raw_model.ngram_dropout = max(0.0, cfg.ngram_dropout)
     batches = [get_batch(stream, dist_ctx, step) for step in range(12)]
@@ -173,13 +183,18 @@ def test_gpu_ten_steps_never_wait_for_the_device(case, data):
     assert not torch.stack(list(state.skipped)).any() or cfg.dtype == "fp16"
 
 
-@pytest.mark.parametrize("dtype, compile", [
-    pytest.param("bf16", "off", id="bf16"), pytest.param("fp16", "off", id="fp16"),
-    pytest.param("bf16", "default", id="bf16, compiled"), pytest.param("fp16", "default", id="fp16, compiled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, compile",
+    [
+        pytest.param("bf16", "off", id="bf16"),
+        pytest.param("fp16", "off", id="fp16"),
+        pytest.param("bf16", "default", id="bf16, compiled"),
+        pytest.param("fp16", "default", id="fp16, compiled"),
+    ],
+)
 def test_gpu_step_skips_without_waiting(dtype, compile, data, monkeypatch):
     cfg = make_config(**TINY | dict(data=str(data), device="cuda", dtype=dtype, compile=compile))
-    dist_ctx = train_gpt.launch(cfg)
+    dist_ctx = start.launch(cfg)
     state = train_gpt.build(cfg, dist_ctx, 257)
     batch = get_batch(open_stream(cfg, dist_ctx), dist_ctx, 0).cuda()
     train_gpt.train_step(state, batch, 1.0)
@@ -200,7 +215,7 @@ def test_gpu_dropout_is_recomputed_as_it_was(compile, data, monkeypatch):
     monkeypatch.setattr(model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.3, self.training))
     for checkpointing in ("none", "full", "selective"):
         cfg = make_config(**TINY | dict(data=str(data), device="cuda", compile=compile, checkpointing=checkpointing))
-        dist_ctx = train_gpt.launch(cfg)
+        dist_ctx = start.launch(cfg)
         state = train_gpt.build(cfg, dist_ctx, 257)
         with torch.no_grad():
             for p in state.raw_model.parameters():

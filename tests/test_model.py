@@ -13,13 +13,19 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import generation
 import model
-import ops
+import ops.checkpointing
 import train_gpt
 from conftest import TINY, compiler_works, final, random_gpt, rows, run_python, saved_for_backward, tiny_run
 from generation import KVCache, compile_decode_step, generate, sample_token
 from int8 import quantize, round_to_int8
-from model import GPTConfig, Optimizer, even_rows, newton_schulz
-from ops import attention, attention_mask, norm, relu_squared, softcap_logits
+from model import GPTConfig, Optimizer, newton_schulz, normalize_rows
+from ops.attention import attention, attention_mask
+from ops.compile import apply_compile
+from ops.linear import Fp8Linear
+from ops.loss import ChunkedLinearCrossEntropy, ce_fwd_bwd, softcap_logits
+from ops.ngrams import hashed_uniform
+from ops.pointwise import norm, relu_squared
+from runtime import start
 from runtime.footprint import checkpointed_tensors
 from runtime.ranks import DistContext
 from train_gpt import make_config, select_attn_backend
@@ -54,8 +60,10 @@ def test_eager_norm_and_relu_against_pytorchs(transposed, shape, dtype, rtol):
     wide[0, -1] *= 1e-5  # where epsilon matters
     wide[0, 0] = 0
     x, dy = wide[..., :64], torch.randn((*shape[:-1], 128), generator=generator).to(dtype)[..., ::2]  # not contiguous
-    for ours, theirs in ((norm, lambda t: F.rms_norm(t, (64,), eps=torch.finfo(torch.float32).eps)),
-                         (relu_squared, lambda t: F.relu(t) ** 2)):  # fmt: skip
+    for ours, theirs in (
+        (norm, lambda t: F.rms_norm(t, (64,), eps=torch.finfo(torch.float32).eps)),
+        (relu_squared, lambda t: F.relu(t) ** 2),
+    ):
         if dtype == torch.float64 and ours is norm:
             theirs = functools.partial(F.rms_norm, normalized_shape=(64,))
         results = []
@@ -72,9 +80,16 @@ def test_eager_norm_and_relu_against_pytorchs(transposed, shape, dtype, rtol):
         assert (norm(wide.clone())[0, 0] == 0).all()
 
 
-@pytest.mark.parametrize("dtype, length, window, docs",
-                         [("fp32", 300, 0, False), ("fp32", 128, 5, False), ("fp32", 600, 0, True),
-                          ("fp32", 257, 40, True), ("bf16", 256, 0, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, length, window, docs",
+    [
+        ("fp32", 300, 0, False),
+        ("fp32", 128, 5, False),
+        ("fp32", 600, 0, True),
+        ("fp32", 257, 40, True),
+        ("bf16", 256, 0, False),
+    ],
+)
 def test_blocked_attention_against_pytorchs(dtype, length, window, docs):
     generator = torch.Generator().manual_seed(0)
     dtype, rtol = (torch.float32, 1e-4) if dtype == "fp32" else (torch.bfloat16, 0.02)
@@ -104,8 +119,10 @@ def test_blocked_attention_compiled():
     inputs = [[t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2)]
     losses = [compiled(*inputs[0], "blocked"), both(*inputs[1], "sdpa")]
     for weights in ((1, 0), (0, 1)):
-        grads = [torch.autograd.grad(sum(w * x for w, x in zip(weights, loss)), qkv, retain_graph=True)
-                 for loss, qkv in zip(losses, inputs)]  # fmt: skip
+        grads = [
+            torch.autograd.grad(sum(w * x for w, x in zip(weights, loss)), qkv, retain_graph=True)
+            for loss, qkv in zip(losses, inputs)
+        ]
         for got, want in zip(*grads):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -114,10 +131,15 @@ def test_auto_attention_is_blocked_where_that_pays():
     cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
     for flags in (compiled, compiled | dict(seq_len=1024), dict(dtype="bf16"), dict(dtype="bf16", seq_len=512)):
         assert select_attn_backend(make_config(**flags), cpu) == "blocked"
-    for flags, device in (({}, cpu), (compiled, cuda), (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
-                          (dict(dtype="fp32"), cpu), (dict(dtype="bf16", seq_len=1024), cpu),
-                          (dict(dtype="bf16", checkpointing="selective"), cpu),
-                          (compiled | dict(preset="gpt2-small"), cuda)):  # fmt: skip
+    for flags, device in (
+        ({}, cpu),
+        (compiled, cuda),
+        (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
+        (dict(dtype="fp32"), cpu),
+        (dict(dtype="bf16", seq_len=1024), cpu),
+        (dict(dtype="bf16", checkpointing="selective"), cpu),
+        (compiled | dict(preset="gpt2-small"), cuda),
+    ):
         assert select_attn_backend(make_config(**flags), device) == "auto"
     assert select_attn_backend(make_config(attn="flash", compile="default"), cpu) == "flash"
 
@@ -199,8 +221,9 @@ def reference_gpt(weights: dict, cfg: GPTConfig, idx) -> torch.Tensor:
     return cfg.softcap * (logits / cfg.softcap).tanh() if cfg.softcap else logits
 
 
-@pytest.mark.parametrize("shape", [dict(), dict(window="SSL:4"), dict(window="S", softcap=0.0, n_head=1),
-                                   dict(ngram=4, ngram_rows=50)])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape", [dict(), dict(window="SSL:4"), dict(window="S", softcap=0.0, n_head=1), dict(ngram=4, ngram_rows=50)]
+)
 def test_model_against_its_description(shape):
     gpt = random_gpt(**shape)
     idx = torch.randint(70, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -263,8 +286,8 @@ def test_chunked_loss_is_the_loss(chunk, softcap):
     capped = softcap * torch.tanh(logits / softcap) if softcap else logits
     expected = F.cross_entropy(capped, targets, ignore_index=-1, reduction="sum")
     expected_grads = torch.autograd.grad(expected / 3, (x, w))
-    ce_fn = ops.ce_fwd_bwd
-    loss = ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn)
+    ce_fn = ce_fwd_bwd
+    loss = ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, chunk, ce_fn)
     torch.testing.assert_close(loss, expected)
     for got, want in zip(torch.autograd.grad(loss / 3, (x, w)), expected_grads):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -326,13 +349,13 @@ def test_dropped_ngrams():
 
 def test_hashed_uniform_looks_random():
     place = torch.arange(256)[:, None]
-    draws = torch.cat([ops.hashed_uniform(torch.full((256, 1), 12345), place, s).T for s in range(512)])
+    draws = torch.cat([hashed_uniform(torch.full((256, 1), 12345), place, s).T for s in range(512)])
     assert 0 <= draws.min() and draws.max() < 1
     assert draws.mean() == pytest.approx(0.5, abs=0.005) and draws.var() == pytest.approx(1 / 12, abs=0.002)
     for table in (draws, draws.T):  # steps among each other, and places
         assert torch.corrcoef(table).fill_diagonal_(0).abs().max() < 6 / table.size(1) ** 0.5
     neighbours = torch.arange(54321, 54347).expand(256, -1)  # n-grams that differ in their first letter
-    draws = torch.stack([ops.hashed_uniform(neighbours, place, seed) for seed in range(64)], -1).flatten(0, 1)
+    draws = torch.stack([hashed_uniform(neighbours, place, seed) for seed in range(64)], -1).flatten(0, 1)
     assert len((draws < 0.5).unique(dim=0)) == len(draws)  # each n-gram at each place has a history of its own
 
 
@@ -442,15 +465,12 @@ def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
 
 
 @torch.no_grad()
-def test_a_cache_is_refused_with_targets_and_for_a_second_prompt():
+def test_a_cache_is_refused_for_a_second_prompt():
     gpt, idx = random_gpt(), torch.zeros((2, 20), dtype=torch.int64)
     cache = KVCache(gpt, torch.tensor([20, 20]))
-    with pytest.raises(ValueError, match="cache .* cannot be combined with targets"):
-        gpt(idx, idx, cache=cache)
-    assert cache.length.tolist() == [0, 0]  # a refused call leaves it as it was
-    torch.testing.assert_close(gpt(idx, cache=cache), gpt(idx)[:, -1:])
+    torch.testing.assert_close(gpt.next_logits(idx, cache), gpt(idx)[:, -1:])
     with pytest.raises(ValueError, match="takes one token at a time"):
-        gpt(idx[:, :5], cache=cache)
+        gpt.next_logits(idx[:, :5], cache)
     assert cache.length.tolist() == [20, 20]
 
 
@@ -485,8 +505,14 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0)[:, 0], minlength=4) / 4000
     torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
-    for options, drawn in (((1.0, 2, 1.0), {0, 1}), ((1.0, 0, 0.8), {0, 1}), ((1.0, 0, 0.81), {0, 1, 2}),
-                           ((1.0, 0, 1e-9), {0}), ((0, 0, 1.0), {0}), ((1.0, 9, 1.0), {0, 1, 2, 3})):  # fmt: skip
+    for options, drawn in (
+        ((1.0, 2, 1.0), {0, 1}),
+        ((1.0, 0, 0.8), {0, 1}),
+        ((1.0, 0, 0.81), {0, 1, 2}),
+        ((1.0, 0, 1e-9), {0}),
+        ((0, 0, 1.0), {0}),
+        ((1.0, 9, 1.0), {0, 1, 2, 3}),
+    ):
         assert set(sample_token(logits, draws, *options).flatten().tolist()) == drawn
 
 
@@ -495,14 +521,14 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
 
 
 def test_checkpointing_keeps_fewer_bytes_for_backward(monkeypatch):
-    selective, caches = ops.create_selective_checkpoint_contexts, []
+    selective, caches = ops.checkpointing.create_selective_checkpoint_contexts, []
 
     def contexts(policy):
         caching, cached = selective(policy)
         caches.append(caching.storage)  # what it keeps does not pass through hooks
         return caching, cached
 
-    monkeypatch.setattr(ops, "create_selective_checkpoint_contexts", contexts)
+    monkeypatch.setattr(ops.checkpointing, "create_selective_checkpoint_contexts", contexts)
     kept = {}
     for mode in ("none", "selective", "full"):
         gpt = random_gpt(n_layer=6, loss_chunk=10)
@@ -526,12 +552,14 @@ def test_budget_of_the_compiler_acts(monkeypatch):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     kept, idx = {}, torch.zeros((8, 32), dtype=torch.int64)
-    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: None)  # compiles for evaluation as well
+    no_effects = dict(drawn=False, written=[])
+    monkeypatch.setattr(train_gpt, "warm_up", lambda *_: no_effects)  # it compiles for evaluation as well
     for mode in ("0.1", "0.3"):
         cfg = make_config(**TINY | dict(compile="default", checkpointing=mode, loss_chunk=0))
         state = train_gpt.build(cfg, DistContext(idx.device), 257)
         kept[mode] = bytes_kept(state.raw_model, idx)
-        state.raw_model.apply_compile("default", probing=True)  # to see how much memory a compiled step needs
+        # to see how much memory a compiled step needs
+        apply_compile(state.raw_model, "default", float(mode), probing=True)
         assert bytes_kept(state.raw_model, idx) == kept[mode]
     assert kept["0.1"] < 0.9 * kept["0.3"], kept
 
@@ -550,12 +578,12 @@ def test_memory_model_knows_what_a_compiled_block_keeps(mode):
     cos, sin = gpt.cos.bfloat16(), gpt.sin.bfloat16()
     block.checkpointing = mode
     torch._dynamo.reset()
-    gpt.apply_compile("default", probing=True)
+    apply_compile(gpt, "default", probing=True)
     with saved_for_backward() as (storages, _):
-        block(x, cos, sin, None, None, None).sum().backward()
+        block(x, model.AttnContext(cos, sin, None, None)).sum().backward()
     kept = sum(size for pointer, size in storages.items() if pointer not in {p.data_ptr() for p in block.parameters()})
     kept -= sum(p.numel() * 2 for p in block.parameters()) if mode == "none" else 0  # cast
-    formula = sum(checkpointed_tensors(gpt, mode, 32, 64, lean=True).values())
+    formula = sum(checkpointed_tensors(gpt, mode, 32, 64, fused_norms=True).values())
     assert kept == pytest.approx(formula, rel=0.1), (kept, formula)
 
 
@@ -564,7 +592,8 @@ def test_flex_attention_is_fused_in_probing_too(monkeypatch):
     how = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: how.append(options) or function)
     for attn in ("sdpa", "flex"):
-        model.GPT(GPTConfig(vocab_size=70, n_layer=1, n_head=2, n_embd=32), attn=attn).apply_compile("default", True)
+        gpt = model.GPT(GPTConfig(vocab_size=70, n_layer=1, n_head=2, n_embd=32), attn=attn)
+        apply_compile(gpt, "default", probing=True)
     assert [options.get("backend") for options in how] == ["aot_eager_decomp_partition", None, None, None]
 
 
@@ -617,7 +646,7 @@ def test_fp8_products_are_close(rowwise_scales):
     w[3] = 0
     w[5] *= 1e-4
     x.requires_grad_(), w.requires_grad_()
-    got = ops.Fp8Linear.apply(x, w)
+    got = Fp8Linear.apply(x, w)
     assert got.dtype == torch.bfloat16 and got.shape == (4, 16, 48) and not got[..., 3].any()
     assert_rows_close(got, x.float() @ w.float().T, 0.06)
     at_most = x.float().abs() @ w.float().abs().T
@@ -637,12 +666,12 @@ def test_fp8_gradient_of_logits_stays_in_range(softcap):
     targets[5] = -1
     exact = logits.float().requires_grad_()
     want = torch.autograd.grad(model.cross_entropy(softcap_logits(exact, softcap), targets, True), exact)[0]
-    loss, grad, grad8 = ops.ce_fwd_bwd(logits, targets, softcap, 2.0**15, True)
+    loss, grad, grad8 = ce_fwd_bwd(logits, targets, softcap, 2.0**15, True)
     assert loss.isfinite() and grad8.dtype == torch.float8_e5m2 and not grad[5].any() and not grad8.float()[5].any()
     assert (grad8.float().abs() <= 2**15).all() and grad8.float().abs().max() >= (2**15 if softcap == 0 else 2**13)
     error = (grad8.float() / 2**15 - want).abs()
     assert (error <= 2**-3 * want.abs() + 2e-6).all(), error.max()
-    assert ops.ce_fwd_bwd(logits, targets, softcap, 1.0)[2] is None
+    assert ce_fwd_bwd(logits, targets, softcap, 1.0)[2] is None
 
 
 @pytest.mark.parametrize("softcap", [15.0, 0.0])
@@ -651,11 +680,11 @@ def test_fp8_head_is_close(size, softcap):
     torch.manual_seed(0)
     x, w = torch.randn(72, 256), torch.randn(80, 256) * size
     x[0], x[1] = 0, torch.eye(256)[7]  # as small, and in one number as large, as what is normalized can be
-    x, w = ops.norm(x).bfloat16().requires_grad_(), w.requires_grad_()
+    x, w = norm(x).bfloat16().requires_grad_(), w.requires_grad_()
     targets = torch.randint(-1, 80, (72,))
     values = {}
     for fp8 in (False, True):
-        loss = ops.ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, 32, ops.ce_fwd_bwd, fp8)
+        loss = ChunkedLinearCrossEntropy.apply(x, w, targets, softcap, 32, ce_fwd_bwd, fp8)
         values[fp8] = (loss, *torch.autograd.grad(loss / 72, (x, w)))
     (want, *want_grads), (got, *grads) = values[False], values[True]
     assert got.item() == pytest.approx(want.item(), rel=0.05 if size > 1 else 0.01)
@@ -666,7 +695,7 @@ def test_fp8_head_is_close(size, softcap):
 def test_fp8_head_adds_small_probabilities_up():
     x, w = torch.ones((16, 16), dtype=torch.bfloat16, requires_grad=True), torch.full((1 << 17, 16), 1e-3)
     w[0] = 0
-    loss = ops.ChunkedLinearCrossEntropy.apply(x, w, torch.zeros(16).long(), 15.0, 16, ops.ce_fwd_bwd, True)
+    loss = ChunkedLinearCrossEntropy.apply(x, w, torch.zeros(16).long(), 15.0, 16, ce_fwd_bwd, True)
     assert_rows_close(torch.autograd.grad(loss, x)[0], torch.full((16, 16), 1e-3), 2**-3)
 
 
@@ -705,7 +734,7 @@ def test_freed_memory_is_kept_for_the_next_step():
         import ctypes, os, resource
         ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with large pages a fault may be 4 KiB or 2 MiB
         import torch
-        from runtime.launch import tune_glibc_malloc
+        from ops.cpu import tune_glibc_malloc
 
         def faults():  # of big allocations, when they come again and again
             for repeat in range(6):
@@ -733,24 +762,19 @@ def test_freed_memory_is_kept_for_the_next_step():
 
 
 @pytest.mark.soak
-def test_header_compiled_ahead_is_the_one_that_kernels_use(tmp_path):
+def test_nothing_is_compiled_on_trial_and_kernels_have_no_debug_lines(tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     code = """if True:
-        import sys, threading
+        import sys
         from runtime import set_environment
         set_environment()
         import torch
         from pathlib import Path
-        from runtime.launch import precompile_header
-        folder = Path(sys.argv[1])
-        precompile_header()
-        [thread] = set(threading.enumerate()) - {threading.main_thread()}
-        thread.join()
-        ahead = sorted(folder.glob("*/precompiled_headers/*"))
+        from ops.cpu import skip_trial_programs
+        skip_trial_programs()
         torch.compile(torch.sin)(torch.ones(64))
-        assert sorted(folder.glob("*/precompiled_headers/*")) == ahead != []
-        kernels = list(folder.rglob("*.so"))
+        kernels = list(Path(sys.argv[1]).rglob("*.so"))
         assert 1 <= len(kernels) <= 2 and not any(b".debug_line" in path.read_bytes() for path in kernels)
     """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHINDUCTOR", "AOT_INDUCTOR"))}
@@ -816,7 +840,7 @@ def test_muon_against_torch(monkeypatch):
     start = [torch.randn(s, generator=generator) for s in shapes]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     group = dict(params=ours, names=list("abcd"), kind="muon", lr=0.05, betas=(0.9, 0.0), weight_decay=0.3, split=())
-    monkeypatch.setattr(model, "even_rows", lambda x: x)
+    monkeypatch.setattr(model, "normalize_rows", lambda x: x)
     optimizer = Optimizer([group], ns_dtype=torch.bfloat16)
     oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
     random_steps(optimizer, ours)
@@ -831,10 +855,10 @@ def test_rows_are_made_even():
     x = torch.randn((3, 6, 4), generator=torch.Generator().manual_seed(0))
     x[1] *= 10
     x[1, 2] = 0
-    even = even_rows(x)
+    even = normalize_rows(x)
     torch.testing.assert_close(even.norm(dim=(1, 2)), x.norm(dim=(1, 2)))
     lengths = even.norm(dim=-1)
-    assert lengths[1, 2] == 0 and torch.equal(even_rows(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
+    assert lengths[1, 2] == 0 and torch.equal(normalize_rows(torch.zeros(1, 2, 3)), torch.zeros(1, 2, 3))
     lengths[1, 2] = lengths[1, 0]
     torch.testing.assert_close(lengths, lengths[:, :1].expand(3, 6))
     torch.testing.assert_close(F.cosine_similarity(even, x, dim=-1), (x.norm(dim=-1) > 0).float())
@@ -844,7 +868,7 @@ def test_momentum_rises_over_300_steps():
     rising = [train_gpt.get_momentum(step, 0.95) for step in (0, 150, 299, 300, 10**6)]
     assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95])
     assert train_gpt.get_momentum(0, 0.5) == 0.5  # of a row of the table that wants less
-    state = train_gpt.build(make_config(**TINY), train_gpt.launch(make_config(**TINY)), 257)
+    state = train_gpt.build(make_config(**TINY), start.launch(make_config(**TINY)), 257)
     batch, state.step = torch.zeros((16, 33), dtype=torch.int64), 150
     train_gpt.train_step(state, batch, 1.0)
     assert {group["momentum"] for group in state.optimizer.param_groups if group["kind"] == "muon"} == {rising[1]}
@@ -853,7 +877,7 @@ def test_momentum_rises_over_300_steps():
 def test_muon_orthogonalizes_stacked_matrices_one_by_one():
     p = torch.nn.Parameter(torch.zeros(12, 4))
     p.grad = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    expected = -torch.cat([even_rows(newton_schulz(part[None]))[0] for part in p.grad.split(4)])
+    expected = -torch.cat([normalize_rows(newton_schulz(part[None]))[0] for part in p.grad.split(4)])
     Optimizer(
         [dict(params=[p], names=["p"], kind="muon", lr=1.0, betas=(0.95, 0.0), weight_decay=0.0, split=(4, 4, 4))]
     ).step()
@@ -873,7 +897,7 @@ def test_optimizer_one_by_one_is_the_same():
     states, cfg = {}, make_config(**TINY)
     batch = torch.randint(257, (16, 33), generator=torch.manual_seed(0))
     for fused in (True, False):
-        states[fused] = train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+        states[fused] = train_gpt.build(cfg, start.launch(cfg), 257)
         states[fused].optimizer.fused = fused
         for _ in range(3):
             train_gpt.train_step(states[fused], batch, 1.0)

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import model
-from conftest import random_gpt, run_torchrun
-from model import GPT, PARAM_TABLE, GPTConfig, Optimizer, even_rows, newton_schulz, optimizer_groups
-from runtime.ranks import leave
+import ops.exchange
+from conftest import random_gpt, run_ranks
+from model import GPT, PARAM_TABLE, GPTConfig, Optimizer, newton_schulz, normalize_rows, optimizer_groups
+from runtime.ranks import exit_process
 
 MLP_PROJ = PARAM_TABLE["proj"]._replace(pattern=r"blocks\.\d+\.mlp\.proj\.weight", lr_mul=2.0)
 ATTN_PROJ = PARAM_TABLE["proj"]._replace(
@@ -60,7 +61,7 @@ def plain_muon(optimizer: Optimizer) -> None:
             update = p.grad * (1 - beta) + momentum * beta
             for w, x in zip(p.split(group["split"] or len(p)), update.split(group["split"] or len(p))):
                 scale = max(1, len(w) / w.size(1)) ** 0.5
-                w.mul_(1 - lr * group["weight_decay"]).sub_(even_rows(newton_schulz(x[None]))[0], alpha=lr * scale)
+                w.mul_(1 - lr * group["weight_decay"]).sub_(normalize_rows(newton_schulz(x[None]))[0], alpha=lr * scale)
 
 
 def assert_close(ours: dict, theirs: dict) -> None:
@@ -83,20 +84,20 @@ def test_muon_is_a_plain_loop_over_matrices(case, fused):
 def ranks_weights(tmp_path_factory) -> list[dict]:
     """What each of two ranks had in the end, for each case, with stacks of all matrices and of few."""
     folder = tmp_path_factory.mktemp("muon")
-    done = run_torchrun(__file__, folder)
-    assert done.returncode == 0, done.stderr
+    done = run_ranks(folder, __file__, folder)
+    assert done.codes == [0, 0], done.stderr
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 def rank_main(folder: Path) -> None:
     dist.init_process_group("gloo")
     weights = {}
-    for stacked in (model.STACKED, 3 * 32 * 32):
-        model.STACKED = stacked
+    for stacked in (model.MAX_STACK_NUMEL, 3 * 32 * 32):
+        model.MAX_STACK_NUMEL = stacked
         weights |= {(case, stacked): stepped(case) for case in CASES}
     torch.save(weights, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
-    leave(0)
+    exit_process(0)
 
 
 def test_two_ranks_are_one(ranks_weights):
@@ -124,7 +125,7 @@ def be_rank(monkeypatch):
 def test_eight_ranks_share_the_matrices_of_gpt2_small_evenly(be_rank, monkeypatch):
     shapes, work = [], lambda x: shapes.append(tuple(x.shape)) or x
     monkeypatch.setattr(model, "newton_schulz", work)
-    monkeypatch.setattr(model, "even_rows", lambda x: x)
+    monkeypatch.setattr(model, "normalize_rows", lambda x: x)
     for kernel in ("sgd", "adamw"):
         monkeypatch.setattr(model, kernel, lambda *args, **kwargs: None)
     with torch.device("meta"):
@@ -147,13 +148,13 @@ def test_a_stack_travels_while_the_next_is_orthogonalized(be_rank, monkeypatch):
         def wait(self):
             events.append("arrived")
 
-    def note(name, function):
-        monkeypatch.setattr(model, name, lambda *args, **kwargs: events.append(name) or function(*args, **kwargs))
+    def note(name, function, room=model):
+        monkeypatch.setattr(room, name, lambda *args, **kwargs: events.append(name) or function(*args, **kwargs))
 
     note("newton_schulz", newton_schulz)
-    note("start_gather", lambda parts, group: Travel())
+    note("start_gather", lambda parts, group: Travel(), ops.exchange)
     note("adamw", model.adamw)
-    monkeypatch.setattr(model, "STACKED", 32 * 32)
+    monkeypatch.setattr(model, "MAX_STACK_NUMEL", 32 * 32)
     stepped("as it is")
     step = events[: len(events) // 4]
     travelling = [step[:i].count("start_gather") - step[:i].count("arrived") for i in range(len(step) + 1)]

@@ -32,10 +32,11 @@ from conftest import (
     python_process,
     rows,
     run_main,
+    run_ranks,
     tiny_run,
 )
 from data.shards import RunError, UserError, write_shard
-from runtime import ranks
+from runtime import derived, ranks, start
 from runtime.memory import agreed_peak
 from test_train import COMPILED, CPU, compiler_works, plain_loop, worker
 from train_gpt import make_config
@@ -46,10 +47,11 @@ NODE_CASES = {
     "hsdp": dict(parallel="hsdp", micro_batch=4, save_every=10, keep=0),
     "hsdp_accum": dict(parallel="hsdp", micro_batch=2, checkpointing="full"),
     "hsdp_resumed": dict(parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt", init_from=""),
-    "hsdp_thin": dict(parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5,
-                      vocab_size=257),
+    "hsdp_thin": dict(
+        parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257
+    ),
     "hsdp_bf16": dict(parallel="hsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
-}  # fmt: skip
+}
 MORE_NODE_CASES = {
     "fsdp": dict(parallel="fsdp", micro_batch=4),
     "fsdp_bf16": dict(parallel="fsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
@@ -83,7 +85,7 @@ def no_agent_stays():
     STARTED.clear()
 
 
-def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), cwd=None):
+def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=()):
     """One torchrun agent of several (Popen), with `ARGV` as its ranks. host: whether it has the rendezvous."""
     hosts = "" if host is None else f",is_host={int(host)}"
     options = (*options, f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}")
@@ -92,7 +94,6 @@ def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, o
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
     )  # else a node that comes back never meets the others
     process = python_process(*torchrun, f"--rdzv_endpoint=localhost:{port}", *options, __file__, *argv, env=env)
-    process |= dict(cwd=cwd) if cwd else {}
     with open(output, "a") as file:
         STARTED.append(subprocess.Popen(**process, stdout=file, stderr=file))
     return STARTED[-1]
@@ -169,8 +170,10 @@ def test_nodes_with_networks_of_their_own(n_nodes, n_ranks, data, noisy, tmp_pat
     with network.namespaces(n_nodes) as nodes, open(tmp_path / "output.txt", "w") as output:
         env = os.environ | dict(PYTHONPATH=str(ROOT))
         argv = (__file__, "cases", tmp_path, json.dumps(shape))
-        started = [network.start_agent(node, i, nodes, *map(str, argv), ranks=n_ranks, env=env, stdout=output,
-                                       stderr=output) for i, node in enumerate(nodes)]  # fmt: skip
+        started = [
+            network.start_agent(node, i, nodes, *map(str, argv), ranks=n_ranks, env=env, stdout=output, stderr=output)
+            for i, node in enumerate(nodes)
+        ]
         assert [process.wait(300) for process in started] == [0] * n_nodes, (tmp_path / "output.txt").read_text()
     tiny_run(tmp_path / "one", data=data, init_from=noisy, **shape)
     for case in ("ddp", "fsdp", "hsdp"):
@@ -193,10 +196,10 @@ def test_two_nodes_in_every_way(data, noisy, plain, tmp_path):
 
 def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
     made = []
-    monkeypatch.setattr(train_gpt, "prepare", lambda source, out: made.append(source))
-    monkeypatch.setattr(train_gpt, "data_folder", lambda cfg: data)
+    monkeypatch.setattr(start, "prepare", lambda source, out: made.append(source))
+    monkeypatch.setattr(start, "data_folder", lambda cfg: data)
     for local_rank in (0, 1, 2):
-        train_gpt.open_stream(make_config(**TINY), ranks.DistContext(CPU.device, local_rank=local_rank))
+        start.open_stream(make_config(**TINY), ranks.DistContext(CPU.device, local_rank=local_rank))
     assert made == ["python"]
 
 
@@ -235,16 +238,19 @@ def mistaken_rank(folder: Path) -> None:
         return 1.0
 
     def probe(*_):
-        dist_ctx = train_gpt.launch(make_config(device="cpu"))
+        dist_ctx = start.launch(make_config(device="cpu"))
         assert agreed_peak(lambda _: 5.0 + rank, 1, 8, dist_ctx) == 6.0  # the largest
         return agreed_peak(out_of_memory, 8, 8, dist_ctx)
 
     changes["memory"] = None
     more = {
-        "flags": dict(max_steps=4 + rank), "shard_size": dict(parallel="hsdp", shard_size=3),
-        "batch": dict(batch_tokens=480, micro_batch=5), "data": dict(data="other"), "no_data": dict(data="nowhere"),
+        "flags": dict(max_steps=4 + rank),
+        "shard_size": dict(parallel="hsdp", shard_size=3),
+        "batch": dict(batch_tokens=480, micro_batch=5),
+        "data": dict(data="other"),
+        "no_data": dict(data="nowhere"),
         "unseen": dict(out_dir="run", resume="auto"),
-    }  # fmt: skip
+    }
     for name in MISTAKES:
         with pytest.MonkeyPatch.context() as patch:
             if name == "memory":
@@ -256,23 +262,20 @@ def mistaken_rank(folder: Path) -> None:
             codes[name] = train_gpt.main(flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {})))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
-    ranks.leave(0)
+    ranks.exit_process(0)
 
 
 def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path):
-    port, nodes = free_port(), []
-    for node in range(2):
-        cwd = tmp_path / f"node{node}"
-        make_data(cwd / "data")
-        make_data(cwd / "other")
-        if node:
-            tokens = torch.arange(17889).numpy().astype("uint16") % 256
-            write_shard(cwd / "other" / "a_train_1.bin", tokens)
-        nodes.append((cwd, tmp_path / f"output{node}.txt"))
-    tiny_run(nodes[0][0] / "run", data=nodes[0][0] / "data", max_steps=2)
-    agents = [start_node(port, output, "mistakes", tmp_path, ranks=1, cwd=cwd) for cwd, output in nodes]
-    assert [agent.wait(300) for agent in agents] == [0, 0], [output.read_text() for _, output in nodes]
-    outputs = [output.read_text().replace(os.uname().nodename, "HOST") for _, output in nodes]
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for node in nodes:
+        make_data(node / "data")
+        make_data(node / "other")
+    tokens = torch.arange(17889).numpy().astype("uint16") % 256
+    write_shard(nodes[1] / "other" / "a_train_1.bin", tokens)
+    tiny_run(nodes[0] / "run", data=nodes[0] / "data", max_steps=2)
+    done = run_ranks(tmp_path, __file__, "mistakes", tmp_path, nodes=nodes)
+    assert done.codes == [0, 0], done
+    outputs = [said.replace(os.uname().nodename, "HOST") for said in done.stderr]
     for rank in range(2):
         assert set(json.loads((tmp_path / f"codes{rank}.json").read_text()).values()) == {2}
     for name, sentence in MISTAKES.items():
@@ -280,7 +283,7 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
         errors = [line for line in said if line.startswith("error")]
         assert len(errors) == 1 and sentence in errors[0], (name, said)
         assert errors[0].startswith(f"error [rank {int(name == 'unseen')}]"), errors
-    assert not any((cwd / "out_flags").exists() for cwd, _ in nodes)
+    assert not any((node / "out_flags").exists() for node in nodes)
 
 
 @pytest.mark.parametrize("rank, hosted", [(0, True), (1, True), (0, False), (1, False)])
@@ -293,7 +296,7 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
     for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=hosted)).items():
         monkeypatch.setenv(name, str(value))
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
-    found = f"rank {1 - rank} of 2 did not come to" if hosted else f"rank {rank} reaches nobody at"
+    found = f"rank {1 - rank} of 2 did not come to" if hosted else f"rank {rank} cannot reach the rendezvous at"
     assert code == 2 and f"error [rank {rank}]: {found} 127.0.0.1:{port}" in err and err.count("error") == 1
     assert "start the same command on every node, with torchrun" in err
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
@@ -309,9 +312,9 @@ def test_ranks_meet_in_a_store_that_dead_ones_have_used(device, monkeypatch):
     for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=True)).items():
         monkeypatch.setenv(name, str(value))
     with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(ranks.meet, 0, 2, "cpu")]
+        met = [pool.submit(ranks.rendezvous, 0, 2, "cpu")]
         time.sleep(0.1)  # rank 0 answers the dead one first
-        met.append(pool.submit(ranks.meet, 1, 2, device))
+        met.append(pool.submit(ranks.rendezvous, 1, 2, device))
         if device == "cpu":
             ours, theirs = (one.result(30) for one in met)
             ours.set("key", "value")
@@ -319,7 +322,7 @@ def test_ranks_meet_in_a_store_that_dead_ones_have_used(device, monkeypatch):
             return
         errors = [one.exception(30) for one in met]
     assert {str(error) for error in errors} == {"rank 1 runs on cuda, and rank 0 on cpu; give all the same --device"}
-    assert [error.said for error in errors] == [False, True]
+    assert [error.printed for error in errors] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,7 +339,7 @@ def mortal_rank(folder: Path, out: str) -> None:
 
     train_gpt.train_step = slow_step
     flags = TINY | dict(data=folder / "data", out_dir=folder / out, max_steps=120, save_every=2, eval_every=3)
-    ranks.leave(train_gpt.main(flags_of(flags | dict(resume="auto", micro_batch=2))))
+    ranks.exit_process(train_gpt.main(flags_of(flags | dict(resume="auto", micro_batch=2))))
 
 
 def last_step(run: Path) -> int:
@@ -431,9 +434,9 @@ def test_nodes_that_die_and_come_back(data, tmp_path):
         )
 
 
-@pytest.mark.parametrize("node, stopped_by, ends", [
-    ("0", "SIGTERM", False), ("1", "signal", True), ("1", "max_steps", False)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "node, stopped_by, ends", [("0", "SIGTERM", False), ("1", "signal", True), ("1", "max_steps", False)]
+)
 def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, stopped_by, ends, monkeypatch):
     monkeypatch.setenv("GROUP_RANK", node)
     monkeypatch.setattr(ranks, "gather_objects", lambda dist_ctx, ours: [("0", True), ("0", False), ours])
@@ -444,9 +447,9 @@ def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, s
 def test_world_sizes_that_can_share_a_batch_are_named():
     cfg = make_config(**TINY | dict(batch_tokens=12 * 32, micro_batch=2))
     with pytest.raises(UserError, match="which 5 ranks cannot share evenly; use --batch_tokens 320, or 1 or 2 or 3 or"):
-        train_gpt.seqs_per_rank(cfg, 5)
+        derived.seqs_per_rank(cfg, 5)
     with pytest.raises(UserError, match="does not divide the 3 sequences that each rank takes .* or 1 or 2 or 3 or 6"):
-        train_gpt.seqs_per_rank(cfg, 4)
+        derived.seqs_per_rank(cfg, 4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

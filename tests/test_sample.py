@@ -127,12 +127,18 @@ def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "flags, says",
-    [("--stride 8", "--stride is for --perplexity"), ("--perplexity F --compile", "--compile does nothing"),
-     ("--no_cache --compile", "remove one of them"),
-     ("--perplexity F --top_k 9", "--top_k does nothing"), ("--max_new_tokens 0", "expected at least 1"),
-     ("--perplexity F --interactive", "does nothing"), ("--perplexity F --stride 33", "at most the model"),
-     ("--interactive --prompt a", "remove --prompt"), ("--stride -1 --perplexity F", "expected at least 0")],
-)  # fmt: skip
+    [
+        ("--stride 8", "--stride is for --perplexity"),
+        ("--perplexity F --compile", "--compile does nothing"),
+        ("--no_cache --compile", "remove one of them"),
+        ("--perplexity F --top_k 9", "--top_k does nothing"),
+        ("--max_new_tokens 0", "expected at least 1"),
+        ("--perplexity F --interactive", "does nothing"),
+        ("--perplexity F --stride 33", "at most the model"),
+        ("--interactive --prompt a", "remove --prompt"),
+        ("--stride -1 --perplexity F", "expected at least 0"),
+    ],
+)
 def test_flags_of_sample_that_cannot_be(flags, says, noisy, tmp_path, capsys):
     (tmp_path / "F").write_text("text")
     argv = ["--run", str(noisy), *(str(tmp_path / flag) if flag == "F" else flag for flag in flags.split())]
@@ -141,9 +147,12 @@ def test_flags_of_sample_that_cannot_be(flags, says, noisy, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "key, value, says",
-    [("vocab_size", 200, "less than the 257 of its tokenizer, bytes"), ("head", math.nan, "not finite"),
-     ("tokenizer", "llama", "unknown tokenizer 'llama'")],
-)  # fmt: skip
+    [
+        ("vocab_size", 200, "less than the 257 of its tokenizer, bytes"),
+        ("head", math.nan, "not finite"),
+        ("tokenizer", "llama", "unknown tokenizer 'llama'"),
+    ],
+)
 def test_a_checkpoint_that_cannot_be_sampled_is_said(key, value, says, noisy, tmp_path, capsys):
     checkpoint = read_checkpoint(noisy)
     if key == "tokenizer":

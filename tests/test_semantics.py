@@ -12,15 +12,21 @@ import torch.nn.functional as F
 from torch import nn
 
 import model as model_module
+import ops.params
 import sample
 import train_gpt
-from conftest import TINY, TORCHRUN, final, flags_of, random_gpt, rows, run_main, run_python, tiny_run
+from conftest import TINY, final, flags_of, random_gpt, rows, run_main, run_ranks, tiny_run
 from data.shards import UserError
 from generation import GenerationError, check_cache, generate
 from model import GPT, PARAM_TABLE, GPTConfig, Linear, ParamGroupSpec, optimizer_groups
-from ops import ParamTableError, attention_mask, kernel_fits, norm, normal
+from ops.attention import attention_mask
+from ops.init import ModelError, normal
+from ops.loss import kernel_fits
+from ops.pointwise import norm
+from runtime import minutes as minutes_room
+from runtime import start
 from runtime.checkpoint import read_checkpoint
-from runtime.ranks import leave
+from runtime.ranks import exit_process
 from train_gpt import make_config, train
 
 SHAPE = dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
@@ -28,7 +34,7 @@ SHAPE = dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
 
 def built(**flags):
     cfg = make_config(**TINY | flags)
-    return train_gpt.build(cfg, train_gpt.launch(cfg), 257)
+    return train_gpt.build(cfg, start.launch(cfg), 257)
 
 
 def some_batch(n=16, seed=0) -> torch.Tensor:
@@ -155,7 +161,7 @@ def test_the_mean_is_over_the_targets_that_count():
 
 
 def test_a_backend_that_changes_attention_is_refused(data, tmp_path, monkeypatch):
-    from ops import ATTENTION_BACKENDS
+    from ops.attention import ATTENTION_BACKENDS
 
     def alibi(q, k, v, mask):
         position = torch.arange(q.size(2))
@@ -170,19 +176,19 @@ def test_a_backend_that_changes_attention_is_refused(data, tmp_path, monkeypatch
     for name, function in dict(sharper=sharper, own=own).items():
         monkeypatch.setitem(ATTENTION_BACKENDS, name, function)
         monkeypatch.setitem(train_gpt.ATTENTION_BACKENDS, name, function)
-    with pytest.raises(ParamTableError, match="--attn sharper computes something else than softmax attention"):
+    with pytest.raises(ModelError, match="--attn sharper computes something else than softmax attention"):
         gpt = random_gpt()
         gpt.attn = "sharper"
         model_module.GPT.attention_masks  # noqa: B018
-        train_gpt.check_attention(gpt)
+        ops.checks.check_attention(gpt)
     gpt.attn = "own"
-    train_gpt.check_attention(gpt)
+    ops.checks.check_attention(gpt)
 
 
 def test_a_bias_needs_a_backend_that_takes_it():
     bias = torch.zeros(2, 4, 4)
     for backend in ("flash", "flex", "varlen"):
-        with pytest.raises(ParamTableError, match=f"--attn {backend} adds no bias"):
+        with pytest.raises(ModelError, match=f"--attn {backend} adds no bias"):
             attention_mask(backend, torch.zeros((1, 4), dtype=torch.int64), 0, None, bias)
 
 
@@ -212,7 +218,7 @@ def test_a_bias_is_added_in_training_and_decoding(windows, monkeypatch):
 
 def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(data, tmp_path, monkeypatch, capsys):
     """A look at the token before that decoding does not have: the text would come from another model."""
-    monkeypatch.setattr(train_gpt, "initial_weight", lambda name, shape, seed, made: torch.randn(shape) * 0.1)
+    monkeypatch.setattr(ops.params, "initial_weight", lambda name, shape, table, seed, made: torch.randn(shape) * 0.1)
     forward = model_module.MLP.forward
     monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, x + F.pad(x, (0, 0, 1, -1))))
     tiny_run(tmp_path / "run", data=data, max_steps=1, sample_every=1)
@@ -257,7 +263,7 @@ def test_numpys_draws_resume_and_are_recomputed(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(model_module.MLP, "forward", noisy)
     monkeypatch.setattr(
-        train_gpt, "initial_weight", lambda name, shape, seed, made: torch.ones(shape).cumsum(0) % 7 * 0.03
+        ops.params, "initial_weight", lambda name, shape, table, seed, made: torch.ones(shape).cumsum(0) % 7 * 0.03
     )
     flags = dict(data=data, max_steps=4, save_every=2, keep=0, micro_batch=16)
     tiny_run(tmp_path / "run", **flags)
@@ -277,8 +283,9 @@ def test_parameters_without_a_gradient_stay_as_they_are():
     for s in (state, other):
         train_gpt.train_step(s, some_batch(), 1.0)
     before = {name: p.detach().clone() for name, p in state.raw_model.named_parameters()}
-    slots = {n: {k: t.clone() for k, t in state.optimizer.state[p].items()} for n, p in
-             state.raw_model.named_parameters()}  # fmt: skip
+    slots = {
+        n: {k: t.clone() for k, t in state.optimizer.state[p].items()} for n, p in state.raw_model.named_parameters()
+    }
     unused = ("wte.weight", "blocks.0.mlp.fc.weight")
     for s in (state, other):
         for name, p in s.raw_model.named_parameters():
@@ -322,23 +329,21 @@ def test_tied_parameters_need_one_row(monkeypatch):
     init = GPT.__init__
 
     def tied(self, *args, **kwargs):
-        check, model_module.check_param_table = model_module.check_param_table, lambda model: None
+        check, model_module.check_param_table = model_module.check_param_table, lambda *_: None
         init(self, *args, **kwargs)
         model_module.check_param_table = check
         self.head.weight = self.wte.weight
-        check(self)
+        check(self, model_module.PARAM_TABLE, model_module.OPTIMIZERS)
 
     monkeypatch.setattr(GPT, "__init__", tied)
-    with pytest.raises(
-        ParamTableError, match=r'head.weight is the same .* "tied": ParamGroupSpec\(r"wte\\.weight\|head'
-    ):
+    with pytest.raises(ModelError, match=r'head.weight is the same .* "tied": ParamGroupSpec\(r"wte\\.weight\|head'):
         GPT(GPTConfig(**SHAPE))
 
 
 def test_a_missing_row_has_an_example_with_a_name_of_its_own():
     for name, row in (("blocks.3.mlp.mix.weight", "mlp_mix_weight"), ("blocks.0.attn.mix.weight", "attn_mix_weight")):
-        with pytest.raises(ParamTableError, match=f'"{row}": ParamGroupSpec'):
-            model_module.param_spec_name(name)
+        with pytest.raises(ModelError, match=f'"{row}": ParamGroupSpec'):
+            model_module.param_spec_name(name, model_module.PARAM_TABLE)
 
 
 def test_a_generator_of_ones_own_is_refused(monkeypatch):
@@ -349,7 +354,7 @@ def test_a_generator_of_ones_own_is_refused(monkeypatch):
         self.generator = torch.Generator()
 
     monkeypatch.setattr(model_module.MLP, "__init__", drawing)
-    with pytest.raises(ParamTableError, match="blocks.0.mlp keeps a generator"):
+    with pytest.raises(ModelError, match="blocks.0.mlp keeps a generator"):
         GPT(GPTConfig(**SHAPE))
 
 
@@ -411,9 +416,9 @@ def test_any_optimizer_of_torch_will_do(data, noisy, tmp_path, monkeypatch):
     flags = dict(data=data, max_steps=6, save_every=3, keep=0, cooldown_frac=0.0, micro_batch=16, loss_chunk=0)
     tiny_run(tmp_path / "run", **flags, init_from=noisy)
     cfg = make_config(**TINY | flags | dict(data=str(data)))
-    gpt, dist_ctx = GPT(GPTConfig(**final(tmp_path / "run")["model_config"])), train_gpt.launch(cfg)
+    gpt, dist_ctx = GPT(GPTConfig(**final(tmp_path / "run")["model_config"])), start.launch(cfg)
     gpt.load_state_dict(read_checkpoint(noisy)["model"])
-    optimizer, stream = torch.optim.SGD(gpt.parameters(), lr=0.1, momentum=0.8), train_gpt.open_stream(cfg, dist_ctx)
+    optimizer, stream = torch.optim.SGD(gpt.parameters(), lr=0.1, momentum=0.8), start.open_stream(cfg, dist_ctx)
     for step in range(6):
         batch = train_gpt.get_batch(stream, dist_ctx, step)
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -483,7 +488,7 @@ def test_minutes_leave_no_trace_in_buffers_and_extra_state(data, tmp_path, monke
     monkeypatch.setattr(GPT, "forward", counting)
     monkeypatch.setattr(train_gpt, "train_step", noted)
     monkeypatch.setattr(
-        train_gpt, "steps_within", lambda minutes, step, *rest: [step(i) for i in range(3)] and (4, "4")
+        minutes_room, "steps_within", lambda minutes, step, *rest: [step(i) for i in range(3)] and (4, "4")
     )
     flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), minutes=1.0)
     train(make_config(**flags, out_dir=str(tmp_path / "run")))
@@ -512,13 +517,19 @@ def test_extra_state_is_saved_and_restored_as_it_was(data, tmp_path):
         train(make_config(**flags, out_dir=str(tmp_path / "bad")), on_step=on_step)
 
 
-@pytest.mark.parametrize("metrics, says", [
-    (dict(train_loss=1.0), "state.metrics has 'train_loss'"), (dict(x=torch.zeros(3)), r"tensor of shape \(3,\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "metrics, says",
+    [
+        (dict(train_loss=1.0), "state.metrics has 'train_loss'"),
+        (dict(x=torch.zeros(3)), r"tensor of shape \(3,\)"),
+    ],
+)
 def test_metrics_that_cannot_be_are_refused(metrics, says, data, tmp_path):
     with pytest.raises(UserError, match=says):
-        train(make_config(**TINY, data=str(data), out_dir=str(tmp_path / "run")),
-              on_step=lambda state, loss: state.metrics.update(metrics))  # fmt: skip
+        train(
+            make_config(**TINY, data=str(data), out_dir=str(tmp_path / "run")),
+            on_step=lambda state, loss: state.metrics.update(metrics),
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -612,40 +623,47 @@ def thaw() -> None:
 
 
 EDITS = {
-    "blocks": lambda: run_blocks(1), "unused": leave_unused, "experts": route_by_rank, "noise": add_noise,
-    "apart": update_by_rank, "thaw": thaw,
-}  # fmt: skip
+    "blocks": lambda: run_blocks(1),
+    "unused": leave_unused,
+    "experts": route_by_rank,
+    "noise": add_noise,
+    "apart": update_by_rank,
+    "thaw": thaw,
+}
 
 
 def rank_main(data: str, out: str, parallel: str, edit: str) -> None:
     EDITS[edit]()
-    train_gpt.initial_weight = lambda name, shape, seed, made: normal(0.1, by_fan_in=False)(
+    ops.params.initial_weight = lambda name, shape, table, seed, made: normal(0.1, by_fan_in=False)(
         torch.empty(shape), torch.Generator().manual_seed(seed)
     )
     flags = flags_of(TINY | dict(data=data, out_dir=out, parallel=parallel, max_steps=4, save_every=2))
-    leave(train_gpt.main(flags))
+    exit_process(train_gpt.main(flags))
 
 
 @pytest.mark.parametrize("edit", ["blocks", "unused", "noise"])
 def test_two_ranks_may_have_different_graphs_and_draws_under_ddp(edit, data, tmp_path):
-    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", "ddp", edit, timeout=120)
-    assert done.returncode == 0, done.stderr  # with equal weights, which saving has compared
+    done = run_ranks(tmp_path, __file__, data, tmp_path / "run", "ddp", edit, timeout=120)
+    assert done.codes == [0, 0], done.stderr  # with equal weights, which saving has compared
     losses = rows(tmp_path / "run", "train_loss")
     assert len(losses) == 4 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("parallel, edit, says", [
-    ("fsdp", "blocks", "under --parallel fsdp every rank must run the same blocks"),
-    ("fsdp", "unused", "the ranks had gradients for different parameters"),
-    ("fsdp", "experts", "gradients for different parameters"),
-    ("ddp", "apart", "the ranks hold different values of wte.weight"),
-    ("ddp", "thaw", "wte.weight was frozen when DDP was set up"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parallel, edit, says",
+    [
+        ("fsdp", "blocks", "under --parallel fsdp every rank must run the same blocks"),
+        ("fsdp", "unused", "the ranks had gradients for different parameters"),
+        ("fsdp", "experts", "gradients for different parameters"),
+        ("ddp", "apart", "the ranks hold different values of wte.weight"),
+        ("ddp", "thaw", "wte.weight was frozen when DDP was set up"),
+    ],
+)
 def test_two_ranks_that_fall_apart_end_in_a_sentence(parallel, edit, says, data, tmp_path):
-    done = run_python(*TORCHRUN, __file__, data, tmp_path / "run", parallel, edit, timeout=120)
-    assert done.returncode != 0 and says in done.stderr, done.stderr
+    done = run_ranks(tmp_path, __file__, data, tmp_path / "run", parallel, edit, timeout=120)
+    assert 0 not in done.codes and any(says in said for said in done.stderr), done
 
 
 if __name__ == "__main__":
-    assert os.environ["RANK"]  # under torchrun
+    assert os.environ["RANK"]
     rank_main(*sys.argv[1:])

@@ -4,15 +4,20 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+import ops.params
 import train_gpt
-from conftest import ROOT, TORCHRUN, compiler_works, make_data, run_python
+from conftest import ROOT, compiler_works, make_data, python_process, run_python, run_ranks
 from tests.edit_cases import CASES, TINY, name_of, noise
 
-COPIED = ("train_gpt.py", "model.py", "ops.py", "generation.py", "sample.py", "export.py", "int8.py", "data", "runtime")
-DRIVER = "tests/edit_cases.py"
+COPIED = ("train_gpt.py", "model.py", "ops", "generation.py", "sample.py", "export.py", "int8.py", "data", "runtime")
+DRIVER = ROOT / "tests" / "edit_cases.py"
+BEGUN = Path()  # the folder that conftest.py gives to `begin`
 
 
 def worked_edits() -> dict[str, str]:
@@ -30,10 +35,19 @@ def test_every_worked_edit_is_small_and_has_a_case():
     assert f"\n{len(edits)} edits of the page" in (ROOT / "docs" / "edits.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory):
-    """A folder with an edited copy of the repository for each worked edit, data, and a run of the unedited page."""
-    folder = tmp_path_factory.mktemp("edits")
+# ---------------------------------------------------------------------------------------------------------------------
+# What the tests look at: made by one process, beside the other tests
+
+
+def begin(folder: Path, wanted: set[str]) -> subprocess.Popen:
+    """Start trying the edits alone and, where wanted, on two ranks: alone.json and ranks.json; `ended` at the end."""
+    with open(folder / "output.txt", "w") as file:
+        argv = (__file__, folder, *{"alone", "two_ranks"} & wanted)
+        return subprocess.Popen(**python_process(*argv), stdout=file, stderr=file)
+
+
+def make_copies(folder: Path) -> None:
+    """An edited copy of the repository for each worked edit, data, and a run of the unedited page."""
     make_data(folder / "data")
     for title, diff in worked_edits().items():
         repo = folder / name_of(title) / "repo"
@@ -47,27 +61,42 @@ def copies(tmp_path_factory):
         patched = subprocess.run(["patch", "-p1"], input=diff, text=True, cwd=repo, capture_output=True)
         assert patched.returncode == 0, f"{title}: {patched.stdout}{patched.stderr}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "initial_weight", noise)
+        patch.setattr(ops.params, "initial_weight", noise)
         train_gpt.train(train_gpt.make_config(**TINY, data=str(folder / "data"), out_dir=str(folder / "base")))
     shutil.copy(folder / "base" / "ckpt_4.pt", folder / "base.pt")
-    return folder
 
 
-@pytest.fixture(scope="module")
-def alone(copies):
-    """What one process found wrong, by edit and by what was tried."""
+def try_edits(folder: Path, wanted: list[str]) -> None:
+    if not wanted or not compiler_works():
+        return
+    make_copies(folder)
+    done = run_python(DRIVER, folder, *CASES, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    if "two_ranks" in wanted:
+        done = run_ranks(folder, DRIVER, folder, *CASES, timeout=1200)
+        assert done.codes == [0, 0], [said[-4000:] for said in done.stderr]
+
+
+def found(name: str) -> dict:
+    """What was found wrong, by edit and by what was tried."""
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
-    done = run_python(DRIVER, copies, *CASES, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((copies / "alone.json").read_text())
+    deadline, ended = time.monotonic() + 1200, False
+    while not (BEGUN / name).exists():
+        assert not ended and time.monotonic() < deadline, (BEGUN / "output.txt").read_text()
+        ended = (BEGUN / "ended").exists()
+        time.sleep(0.05)
+    return json.loads((BEGUN / name).read_text())
 
 
 @pytest.fixture(scope="module")
-def two_ranks(copies, alone):
-    done = run_python(*TORCHRUN, DRIVER, copies, *CASES, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((copies / "ranks.json").read_text())
+def alone(begun):
+    return found("alone.json")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(begun):
+    return found("ranks.json")
 
 
 @pytest.mark.parametrize("title", CASES)
@@ -80,3 +109,10 @@ def test_a_worked_edit_is_right(title, alone):
 def test_two_ranks_train_a_worked_edit_as_one(title, two_ranks):
     assert {name: wrong for name, wrong in two_ranks[title].items() if wrong} == {}
     assert two_ranks[title].keys() >= {"ddp full", "fsdp", "fsdp full"}
+
+
+if __name__ == "__main__":
+    try:
+        try_edits(Path(sys.argv[1]), sys.argv[2:])
+    finally:
+        Path(sys.argv[1], "ended").touch()
