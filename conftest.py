@@ -420,7 +420,7 @@ def measured(folder, name: str, flags: str = SMALL) -> dict:
 def pytest_cmdline_main(config) -> None:
     """The whole suite runs in two processes: a test has one thread."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    whole &= config.option.markexpr in config.getini("addopts") and not config.option.usepdb
+    whole &= config.option.markexpr in config.getini("addopts") and not (config.option.usepdb or config.option.trace)
     apart = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
     if whole and apart and config.option.numprocesses is None and config.option.dist == "no":
         config.option.numprocesses, config.option.dist = 2, "worksteal"

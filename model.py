@@ -616,8 +616,8 @@ class Optimizer(torch.optim.Optimizer):
                 torch.where(skip, momentum, grad, out=grad)
             torch._foreach_lerp_(momenta, grads, [1 - beta for beta in betas])
             nesterov = torch._foreach_lerp(grads[mine], momenta[mine], betas[mine]) if grads[mine] else []
-        batches = gather_matrices(stack, nesterov, self.ns_dtype)
-        return scatter_updates(stack, [orthogonalize(*batch) for batch in batches], self.ns_dtype)
+        updates = [orthogonalize(*batch) for batch in gather_matrices(stack, nesterov, self.ns_dtype)]
+        return scatter_updates(stack, updates, self.ns_dtype)
 
     def apply_updates(self, stack: list[MuonSlice], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
         if arrival:

@@ -273,6 +273,12 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
     return cfg.muon_lr, cfg.adam_lr or 0.006
 
 
+def logged_lr(state: TrainState, lr_multiplier: float) -> float:
+    if isinstance(state.optimizer, Optimizer):
+        return learning_rates(state.cfg)[0] * lr_multiplier
+    return state.optimizer.param_groups[0]["lr"]
+
+
 def make_groups(cfg: Config, model: GPT) -> list[dict]:
     """Parameters with their optimizer, learning rate, betas and decay, as the table in model.py says."""
     return optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
@@ -503,8 +509,10 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, signals: li
         while True:
             # What is due after the step before comes first, so that every N-th step, a stop and a resume take one path.
             stop = votes.reason(state.step, state.raw_model)
+            if loss is None and stop in ("max_minutes", "signal"):  # every start does one step, or a restart loops
+                stop = ""
             if loss is not None and (due(cfg.log_every) or state.step == 1):
-                failure = progress.log_step(loss, norm, learning_rates(cfg)[0] * lr_multiplier)
+                failure = progress.log_step(loss, norm, logged_lr(state, lr_multiplier))
                 if failure:
                     stop = "failure"
                     save()

@@ -263,13 +263,24 @@ def _is_done(folder, made_with, shards, files, say):
         raise UserError(f"{folder} was made from something else ({other} differs): choose another --out or delete it")
     sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
-    if not whole or sum("train" in name for name in meta["files"]) < shards:
+    if not whole or not _has_vocabulary(folder, meta) or sum("train" in name for name in meta["files"]) < shards:
         return False
     note = (
         ", but it was made with its documents in the order of their paths, so that a part of the validation split is "
         "no fair sample; remove it to make it again"
     )
     say(f"already there: {folder}{note * _keeps_order_of_paths(folder, files)}")
+    return True
+
+
+def _has_vocabulary(folder, meta):
+    """Whether the folder has the vocabulary that its meta.json names, or none is named."""
+    if "vocabulary" not in meta:
+        return True
+    try:
+        read_vocabulary(folder, meta["vocabulary"]["sha256"])
+    except UserError:
+        return False
     return True
 
 
@@ -447,39 +458,29 @@ def prepare(
     kind = tokenizer if tokenizer in TOKENIZERS else "bpe"
     default = DATA_DIR / (source if tokenizer == own_tokenizer else f"{source}_{kind}")
     folder = Path(out or default)
-    encoding = check_encoding(encoding)
-    keys = [text_key] if isinstance(text_key, str) else list(text_key) or ["text"]
-    include = sorted({include} if isinstance(include, str) else set(include))
-    text_key = keys[0] if len(keys) == 1 else keys
-    options = {
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "out": folder,
-        "val_fraction": val_fraction,
+    encoding, keys, text_key, include = _of_files(encoding, text_key, include)
+    options = {"tokenizer": tokenizer, "vocab_size": vocab_size, "out": folder, "val_fraction": val_fraction}
+    options |= {
         "shard_tokens": shard_tokens,
+        "shards": shards,
+        "encoding": encoding,
+        "text_key": text_key,
+        "include": include,
     }
-    options |= {"shards": shards, "encoding": encoding, "text_key": text_key, "include": include}
     defaults = DEFAULTS | DEFAULTS_OF_FILES | {"tokenizer": own_tokenizer, "vocab_size": None, "out": default}
     given = {name: value for name, value in options.items() if value != defaults[name]}
     check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given)
     vocabulary = None if tokenizer in TOKENIZERS else read_vocabulary(tokenizer)
-    if tokenizer == "bpe":
-        vocab_size = vocab_size or DEFAULT_SIZE
     fineweb, skipped = source == "fineweb10B", []
     shards = (shards or FINEWEB_SHARDS) if fineweb else 0
     origin, files = _inputs(source, paths, folder, encoding, include, skipped)
     made_with = _made_with(source, kind, val_fraction, shard_tokens, files, encoding, given)
-    if tokenizer == "bpe":
-        made_with["vocab_size"] = vocab_size
-    if vocabulary:
-        made_with["vocabulary"] = vocabulary_hash(vocabulary)
+    made_with |= _made_of_pairs(tokenizer, vocab_size or DEFAULT_SIZE, vocabulary)
     if _is_done(folder, made_with, shards, files, say):  # asked before locking too: the folder may be read-only
         return folder
-    encoder = None  # may fail: before anything is changed
-    if vocabulary:
-        encoder = BPETokenizer(vocabulary, tokenizer)
-    elif not fineweb and tokenizer != "bpe":
-        encoder = get_tokenizer(tokenizer)
+    encoder = None
+    if not fineweb and tokenizer != "bpe":  # may fail: before anything is changed
+        encoder = BPETokenizer(vocabulary, tokenizer) if vocabulary else get_tokenizer(tokenizer)
     if "text_key" in given and not any(corpus.row_reader(file.path) for file in files):
         say("--text_key has no effect: there is no .jsonl or .csv file among those given")
     with _locked(folder, say):
@@ -493,32 +494,56 @@ def prepare(
         else:
             files = corpus.by_hash(files) if order else files
             if tokenizer == "bpe":
-                documents, progress = _documents(source, origin, files, val_fraction, keys, [], say)
-                vocabulary = _train(documents, vocab_size, say)
+                documents, _ = _documents(source, origin, files, val_fraction, keys, [], say)
+                vocabulary = _train(documents, vocab_size or DEFAULT_SIZE, say)
                 encoder = BPETokenizer(vocabulary)
-            if vocabulary:
-                with atomic_write(folder / STAGING / VOCABULARY_FILE) as file:
-                    file.write(vocabulary.encode())
             documents, progress = _documents(source, origin, files, val_fraction, keys, skipped, say)
             splits, made = _write_documents(documents, encoder, folder / STAGING, shard_tokens, progress)
-        n_tokens, eot = (encoder.vocab_size, encoder.eot) if encoder else TOKENIZER_SIZES["gpt2"]
-        meta = {"tokenizer": kind, "vocab_size": n_tokens, "eot": eot, "splits": splits, "source": origin}
-        if vocabulary:
-            meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
+        meta = _tokenizer_facts(kind, encoder, vocabulary, folder / STAGING) | {"splits": splits, "source": origin}
         _publish(folder, meta | order | {"files": made, "made_with": made_with, "command": command})
-    train, val = splits["train"]["tokens"], splits["val"]["tokens"]
-    say(f"{folder}: {train:,} tokens for training, {val:,} for validation ({kind}) in {len(made)} shards")
+    _tell(folder, meta, len(made), time.monotonic() - began, skipped, say)
+    return folder
+
+
+def _of_files(encoding, text_key, include):
+    """Options of "files" in one form: encoding, keys as a list, as they are told (one alone), and patterns, sorted."""
+    keys = [text_key] if isinstance(text_key, str) else list(text_key) or ["text"]
+    patterns = sorted({include} if isinstance(include, str) else set(include))
+    return check_encoding(encoding), keys, keys[0] if len(keys) == 1 else keys, patterns
+
+
+def _made_of_pairs(tokenizer, vocab_size, vocabulary):
+    """What else a folder of byte pairs of one's own must have been made with."""
+    if tokenizer == "bpe":
+        return {"vocab_size": vocab_size}
+    return {"vocabulary": vocabulary_hash(vocabulary)} if vocabulary else {}
+
+
+def _tokenizer_facts(kind, encoder, vocabulary, staging):
+    """What meta.json says of the tokenizer; its vocabulary's file, if it has one, is written to `staging`."""
+    vocab_size, eot = (encoder.vocab_size, encoder.eot) if encoder else TOKENIZER_SIZES["gpt2"]
+    facts = {"tokenizer": kind, "vocab_size": vocab_size, "eot": eot}
     if vocabulary:
-        per_token = {split: counts["bytes"] / counts["tokens"] for split, counts in splits.items()}
+        (staging / VOCABULARY_FILE).write_bytes(vocabulary.encode())
+        facts["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
+    return facts
+
+
+def _tell(folder, meta, n_shards, seconds, skipped, say):
+    """Says what was made, what was skipped, and what lies in the folder besides."""
+    kind, train, val = meta["tokenizer"], meta["splits"]["train"], meta["splits"]["val"]
+    n_tokens = f"{train['tokens']:,} tokens for training, {val['tokens']:,} for validation"
+    say(f"{folder}: {n_tokens} ({kind}) in {n_shards} shards")
+    if kind == "bpe":
+        per_token = [f"{counts['bytes'] / counts['tokens']:.2f}" for counts in (train, val)]
         say(
-            f"vocabulary of {encoder.vocab_size:,} tokens, {per_token['train']:.2f} bytes per token for training and "
-            f"{per_token['val']:.2f} for validation; {time.monotonic() - began:.1f} s in all"
+            f"vocabulary of {meta['vocab_size']:,} tokens, {per_token[0]} bytes per token for training and "
+            f"{per_token[1]} for validation; {seconds:.1f} s in all"
         )
     if skipped:
         say(corpus.list_skipped(skipped))
     if left := sorted(path.name for path in folder.glob(".tmp-*")):
         say(f"{folder} still has {', '.join(left)} from a run that was stopped: delete what you do not need")
-    return folder
 
 
 def main(argv=None):

@@ -167,6 +167,16 @@ def sequence_starts(
     return starts
 
 
+def eval_part_of(meta: dict) -> str:
+    """Which part of the validation split stands for it: "spread" over it, or "first", which races compare.
+
+    Those are on FineWeb, and on shards of llm.c and the speedruns, which have no meta.json.
+    """
+    made_with = meta.get("made_with")
+    fineweb = isinstance(made_with, dict) and made_with.get("source") == "fineweb10B"
+    return "first" if fineweb or meta.get("assumed") else "spread"
+
+
 class TokenStream:
     """A prepared folder as batches: training batches by step, evaluation batches in order, position and fingerprint.
 
@@ -206,9 +216,7 @@ class TokenStream:
                     f"{self.meta['eot']}); use a smaller --seq_len or remove it"
                 )
         self.per_epoch = sequences_per_epoch(self.train.n_tokens, seq_len, self.aligned)
-        # Races on FineWeb and llm.c's shards compare losses on the first tokens of the validation split.
-        races = self.meta.get("assumed") or (self.meta.get("made_with") or {}).get("source") == "fineweb10B"
-        self.eval_part = "first" if races else "spread"
+        self.eval_part = eval_part_of(self.meta)
 
     def check_shards(self) -> None:
         """Raises UserError when the shards are not those of meta.json, are shared by both splits, or too small."""

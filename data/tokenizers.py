@@ -75,7 +75,10 @@ class BPETokenizer:
     name = "bpe"
 
     def __init__(self, vocabulary: str, where: str = "the vocabulary"):
-        import tiktoken
+        try:
+            import tiktoken
+        except ImportError:
+            raise UserError("byte pairs are read by the package tiktoken: run `pip install tiktoken`") from None
 
         pattern, ranks = parse_vocabulary(vocabulary, where)
         self.eot = len(ranks)

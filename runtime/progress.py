@@ -127,6 +127,7 @@ class Progress:
             tokens_per_s=(state.tokens - self.first_tokens) / trained_s if trained_s else math.nan,
             machine=device_summary(state.dist_ctx),
             val_tokens=self.stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len,
+            eval_part=self.stream.eval_part,
             files=recorded_hashes(self.stream.meta),
             dtype=cfg.dtype,
             data_wait_s=self.data_stall_s,

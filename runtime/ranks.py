@@ -173,21 +173,25 @@ class StopVotes:
     def delayed_max(self, vote: int, blocks_hash: int) -> int:
         if self.dist_ctx.world_size == 1:
             return vote
+        most_votes = self.take()
+        self.box.copy_(torch.tensor([vote, blocks_hash, -blocks_hash], dtype=self.box.dtype))  # all digits of the hash
+        self.work = dist.all_reduce(self.box, dist.ReduceOp.MAX, group=self.dist_ctx.cpu_group, async_op=True)
+        return most_votes
+
+    def take(self) -> int:
+        """The vote that is under way, or 0. Raises RunError for blocks or gradients that differ."""
         if self.work:
             self.work.wait()
+        self.work = None
         most_votes, most, least = self.box.tolist()
         if most != -least:
             error = RunError(f"ranks ran different blocks, or have gradients for different parameters: {SAME_BLOCKS}")
             raise printed_by(error, self.dist_ctx.rank == 0)
-        self.box.copy_(torch.tensor([vote, blocks_hash, -blocks_hash], dtype=self.box.dtype))  # all digits of the hash
-        self.work = dist.all_reduce(self.box, dist.ReduceOp.MAX, group=self.dist_ctx.cpu_group, async_op=True)
         return int(most_votes)
 
     def close(self) -> None:
-        """Wait for the vote that is under way."""
-        if self.work:
-            self.work.wait()
-            self.work = None
+        """Wait for the vote that is under way, of the last step. Raises RunError as reason does."""
+        self.take()
 
 
 def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 
 from data.bpe import vocabulary_hash
 from data.shards import UserError, load_meta, recorded_hashes
+from data.stream import eval_part_of
 from runtime.checkpoint import (
     BEST,
     find_checkpoint,
@@ -111,7 +112,7 @@ def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
     if checkpoint["tokenizer"] != tokenizer:
         raise UserError(
             f"{path} reads tokens of {checkpoint['tokenizer']!r}, and {folder} holds those of {tokenizer!r}; prepare "
-            f"the data with --tokenizer {checkpoint['tokenizer']}"
+            f"the data with --tokenizer {path.parent if checkpoint['tokenizer'] == 'bpe' else checkpoint['tokenizer']}"
         )
     theirs, ours = (
         (vocabulary_hash(text) if text else "") for text in (checkpoint.get("vocabulary"), stream.vocabulary)
@@ -169,8 +170,11 @@ def load_finished_trial(folder: Path, flags: dict, data: Path) -> dict | None:
         return None
     summary, before = finished
     changed_flags(flags | dict(dtype=saved_dtype(flags["dtype"], before)), before, folder)
-    if summary.get("files") != recorded_hashes(load_meta(data)):
+    meta = load_meta(data)
+    if summary.get("files") != recorded_hashes(meta):
         raise UserError(f"{folder} was trained on other data; give the same --data, or another --out_dir")
+    if flags["eval_tokens"] and summary.get("eval_part", "first") != eval_part_of(meta):
+        raise UserError(f"{folder} was evaluated on the first tokens, as older versions did; give another --out_dir")
     return summary
 
 

@@ -11,7 +11,7 @@ import torch
 
 from data.bpe import VOCABULARY_FILE
 from data.prepare import prepare
-from data.shards import UserError
+from data.shards import UserError, atomic_write
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
 from runtime.checks import check_device
@@ -106,7 +106,8 @@ def start_log(
         run_on_rank0(state.dist_ctx, lambda: logger.start_wandb(flags))
     past_metrics = logger.open(flags, state.step, SOURCE_FILES)
     if stream.vocabulary and logger.is_rank0:
-        (logger.folder / VOCABULARY_FILE).write_bytes(stream.vocabulary.encode("utf-8"))
+        with atomic_write(logger.folder / VOCABULARY_FILE) as file:
+            file.write(stream.vocabulary.encode("utf-8"))
     described = describe(state.cfg, state.dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE)
     for line in (*described, *notes):
         logger.info(line)

@@ -460,7 +460,7 @@ def test_samples_of_bytes_do_not_reach_the_terminal_as_commands(data, tmp_path, 
         def decode_bytes(self, tokens):
             return b"a\x1b[2Jb\x07\x9b\r\n\tc"
 
-    monkeypatch.setattr(start, "get_tokenizer", lambda name: Tokenizer())
+    monkeypatch.setattr(start, "get_tokenizer", lambda *_: Tokenizer())
     train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1)))
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\x07" not in out and "\n\tc" in out
@@ -501,8 +501,7 @@ def test_train_returns_the_model(data, tmp_path):
 
 def test_a_finished_run_is_finished_however_late(data, tmp_path, monkeypatch):
     """The last step also passes --max_minutes: the run has done what it was to do, and --trials go on."""
-    late = property(lambda timer: 61.0 if timer.started or timer.train_time else 0.0)
-    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", late)
+    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", 61.0)
     summary = train(
         make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=1, max_minutes=1))
     )
@@ -551,3 +550,17 @@ def test_what_a_step_draws_is_not_what_orders_an_epoch(data, tmp_path):
     flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=3)
     train(make_config(**flags), on_step=lambda state, loss: seeds.append(state.raw_model.step_seed))
     assert len({*seeds, *(train_gpt.derive_seed(0, epoch) for epoch in range(3))}) == 6
+
+
+def test_a_start_that_is_late_does_one_step_and_saves_it(data, tmp_path, monkeypatch):
+    """Or a job that is started again and again, each time with less time than it takes to start, would never move."""
+    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", 61.0)
+    flags = TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=3, max_minutes=1, resume="auto")
+    steps = [train(make_config(**flags))["step"] for _ in range(3)]
+    assert steps == [1, 2, 3]
+
+
+def test_the_logged_rate_is_that_of_the_optimizer(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "make_optimizer", lambda cfg, model: torch.optim.AdamW(model.parameters(), lr=3e-4))
+    train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=2, cooldown_frac=0.0)))
+    assert rows(tmp_path / "run", "lr") == pytest.approx([3e-4, 3e-4])

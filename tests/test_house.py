@@ -37,7 +37,7 @@ ARROWS = {  # files of this room -> what of ours they may import
     "bench": ("benchmarks", "records", "train_gpt", "runtime", "data.", "model", "generation", "ops"),
 }
 PACKAGES = {
-    "data.": {"numpy", "tiktoken"},
+    "data.": {"numpy", "tiktoken", "tokenizers"},
     "ops": {"torch", "numpy"},
     "generation": {"torch"},
     "int8": {"torch"},

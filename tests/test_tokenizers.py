@@ -194,6 +194,15 @@ def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
         TokenStream(broken, 32, 512)
 
 
+def test_a_folder_without_its_vocabulary_is_made_again(tmp_path, capsys, text):
+    _, folder = prepared(tmp_path, text[:50000], "--vocab_size", "300")
+    kept = read_vocabulary(folder)
+    (folder / VOCABULARY_FILE).unlink()
+    command = ["files", str(tmp_path / "a.txt"), "--tokenizer", "bpe", "--vocab_size", "300", "--out", str(folder)]
+    assert prepare.main(command) == 0 and "already there" not in capsys.readouterr().out.split("bytes per token")[-1]
+    assert read_vocabulary(folder) == kept
+
+
 def refused(capsys, *argv) -> str:
     assert prepare.main([str(arg) for arg in argv]) == 2
     return capsys.readouterr().err
