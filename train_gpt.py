@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.shards import RunError
+from data.shards import RunError, UserError
 from data.stream import TokenStream, derive_seed, prefetch
 from generation import complete
 from model import GPT, GPTConfig, Optimizer, cross_entropy, init_buffers, init_weights, optimizer_groups
@@ -177,6 +177,10 @@ def make_config(**flags) -> Config:
         preset["adam_lr"] = 0.008  # the best of 0.002, 0.004, 0.008 and 0.016; the preset's is for Adam beside Muon
     cfg = Config(**{**preset, **given})
     checks.check_flags(cfg)
+    try:
+        gpt_config(cfg, 0).layer_windows()
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
     return dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
 
 
@@ -213,6 +217,10 @@ class TrainState:
     @property
     def grad_accum_steps(self) -> int:
         return self.cfg.batch_tokens // self.cfg.seq_len // self.dist_ctx.world_size // self.micro_batch
+
+    def as_evaluated(self):
+        """A context with the model as it is evaluated, sampled, kept as the best: in eval mode, with eval_weights."""
+        return parallel.eval_mode(self.raw_model, self.extra.get("eval_weights", {}))
 
 
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
@@ -429,7 +437,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     """
     cfg, dist_ctx, losses = state.cfg, state.dist_ctx, []
     reseed_step(state, "evaluate")
-    with parallel.eval_mode(state.raw_model, state.extra.get("eval_weights", {})) as model:
+    with state.as_evaluated() as model:
         for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
             if dist_max(dist_ctx, bool(signals)):
                 return None
@@ -443,7 +451,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
     """The end of what is evaluated, ">>>", and the model's continuation; the same every time for the same weights."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))[0]
-    with parallel.eval_mode(state.raw_model, state.extra.get("eval_weights", {})) as model:
+    with state.as_evaluated() as model:
         return complete(model, prompt, tokenizer, n_tokens, state.cfg.seed)
 
 

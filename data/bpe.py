@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -101,6 +100,3 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
             f"{sha256[:12]}: put that back, or prepare the data again"
         )
     return text
-
-
-INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surrogateescape shows them

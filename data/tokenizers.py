@@ -1,26 +1,22 @@
 """Text to tokens and back: GPT-2's byte pairs, those of a vocabulary of one's own, and plain bytes."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from data.bpe import INVALID, parse_vocabulary
+from data.bpe import parse_vocabulary
 from data.shards import TOKENIZER_SIZES, UserError
 
+INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surrogateescape shows them
 
-class ByteTokenizer:
-    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
 
-    name = "bytes"
-    vocab_size, eot = TOKENIZER_SIZES[name]
+class Tokenizer:
+    """What tokenizers share: by the bytes of encode_raw, and by `tiktoken`, an encoding, where they do not say else."""
 
     def encode(self, text: str) -> np.ndarray:
-        """str -> 1-D uint16 array. Lone surrogates become "?"."""
+        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
         return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
-
-    def encode_raw(self, raw: bytes) -> np.ndarray:
-        """bytes -> 1-D uint8 array that shares their memory."""
-        return np.frombuffer(raw, dtype=np.uint8)
 
     def text_bytes(self, raw: bytes) -> int:
         """How many bytes of text the tokens of encode_raw(raw) stand for."""
@@ -28,11 +24,26 @@ class ByteTokenizer:
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
+        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
+
+
+class ByteTokenizer(Tokenizer):
+    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
+
+    name = "bytes"
+    vocab_size, eot = TOKENIZER_SIZES[name]
+
+    def encode_raw(self, raw: bytes) -> np.ndarray:
+        """bytes -> 1-D uint8 array that shares their memory."""
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
         tokens = np.asarray(tokens).tolist()
         return b"".join(b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens)
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-pair encoding, by tiktoken. Raises UserError when its vocabulary is not available."""
 
     name = "gpt2"
@@ -49,10 +60,6 @@ class GPT2Tokenizer:
                 "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
             ) from error
 
-    def encode(self, text: str) -> np.ndarray:
-        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
-        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
-
     def encode_raw(self, raw: bytes) -> np.ndarray:
         """bytes -> 1-D uint32 array. What is not UTF-8 becomes U+FFFD."""
         return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
@@ -61,12 +68,8 @@ class GPT2Tokenizer:
         """How many bytes of text the tokens of encode_raw(raw) stand for: U+FFFD has three."""
         return len(raw.decode("utf-8", errors="replace").encode())
 
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
-        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
-
-class BPETokenizer:
+class BPETokenizer(Tokenizer):
     """Byte pairs of a vocabulary file (data/bpe.py), by tiktoken: any bytes come back as they were.
 
     The last token is end-of-text. Raises UserError for a file that is damaged; `where` names it.
@@ -87,10 +90,6 @@ class BPETokenizer:
             "bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eot}
         )
 
-    def encode(self, text: str) -> np.ndarray:
-        """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
-        return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
-
     def encode_raw(self, raw: bytes) -> np.ndarray:
         """bytes -> 1-D uint32 array. A byte that is not UTF-8 is a token of its own."""
         try:
@@ -105,16 +104,8 @@ class BPETokenizer:
                 tokens.append(self.tiktoken.encode_to_numpy(part, disallowed_special=()))
         return np.concatenate(tokens, dtype=np.uint32)
 
-    def text_bytes(self, raw: bytes) -> int:
-        """How many bytes of text the tokens of encode_raw(raw) stand for."""
-        return len(raw)
 
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
-        return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
-
-
-def get_tokenizer(name: str, vocabulary: str | None = None) -> ByteTokenizer | GPT2Tokenizer | BPETokenizer:
+def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
     """The tokenizer called "gpt2", "bytes" or, with the content of its file, "bpe".
 
     Raises UserError for other names and for a vocabulary out of reach.

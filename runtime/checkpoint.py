@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from data.shards import TOKENIZER_SIZES, RunError, UserError, atomic_write
 from ops.init import persistent_buffers
-from ops.parallel import copy_from_full_tensor_, eval_mode, full_tensor_on_rank0, to_local
+from ops.parallel import copy_from_full_tensor_, full_tensor_on_rank0, to_local
 from runtime.logger import RunLogger
 from runtime.ranks import DistContext, dist_max, run_on_rank0
 from runtime.watch import check_replicas
@@ -124,7 +124,7 @@ def snapshot(state, stream, timer, best: bool = False) -> dict:
     """
     check_replicas(state.model, state.dist_ctx, state.step)
     if best:
-        with eval_mode(state.raw_model, state.extra.get("eval_weights", {})) as model:
+        with state.as_evaluated() as model:
             tensors = collect_tensors(model)
     else:
         tensors = collect_tensors(state.raw_model, state.optimizer, state.extra)

@@ -27,10 +27,6 @@ FLAG_RULES = (
         "--bf16 and --dtype {f.dtype} contradict each other; give one of them",
     ),
     (
-        lambda f: not re.fullmatch(r"[SL]+(:[1-9]\d*)?", f.window),
-        "--window is {f.window!r}; expected letters S and L, as in SSSL or SSSL:256",
-    ),
-    (
         lambda f: f.warmup_frac + f.cooldown_frac > 1,
         "--warmup_frac {f.warmup_frac} and --cooldown_frac {f.cooldown_frac} add up to more than 1; lower one",
     ),

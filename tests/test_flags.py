@@ -147,7 +147,6 @@ def test_compiler_that_fails_is_said(data, tmp_path):
 
 FLAG_CASES = (
     dict(bf16=True, dtype="fp16"),
-    dict(window="SX"),
     dict(warmup_frac=0.5, cooldown_frac=0.6),
     dict(n_head=5),
     dict(batch_tokens=1000),

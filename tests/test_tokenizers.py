@@ -91,7 +91,7 @@ def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
     assert parse_vocabulary(vocabulary, "")[1].keys() >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
 
 
-def prepared(folder, text: bytes, *flags, capsys=None):
+def prepared(folder, text: bytes, *flags):
     (folder / "a.txt").write_bytes(text)
     code = prepare.main(["files", str(folder / "a.txt"), "--tokenizer", "bpe", "--out", str(folder / "data"), *flags])
     return code, folder / "data"
@@ -229,20 +229,15 @@ def test_a_large_text_is_trained_on_a_part_in_little_memory(tmp_path, monkeypatc
 # The part of the validation split that is evaluated
 
 
-def write_folder(folder, order: str | None, texts) -> None:
-    for i, content in enumerate(texts):
-        (folder / f"{i:04d}.txt").write_text(content)
-    prepare.prepare("files", [folder], tokenizer="bytes", out=folder / "data", val_fraction=0.5, say=lambda line: None)
-    meta = json.loads((folder / "data" / "meta.json").read_text())
-    (folder / "data" / "meta.json").write_text(json.dumps(meta))
-
-
 def test_a_part_stands_for_the_whole_split(tmp_path):
     """A thousand files of which the first ones, by name, are easy: letters alone, then letters and digits."""
     rng = np.random.default_rng(0)
     easy, hard = "abc ", "abcdefghijklmnopqrstuvwxyz0123456789 "
     texts = ["".join(rng.choice(list(easy if i < 500 else hard), 300)) for i in range(1000)]
-    write_folder(tmp_path, None, texts)
+    for i, content in enumerate(texts):
+        (tmp_path / f"{i:04d}.txt").write_text(content)
+    folder = tmp_path / "data"
+    prepare.prepare("files", [tmp_path], tokenizer="bytes", out=folder, val_fraction=0.5, say=lambda line: None)
     val = np.fromfile(tmp_path / "data" / "val_000000.bin", dtype="<u2", offset=1024)
     hardness = np.isin(val, np.frombuffer(b"0123456789xyz", dtype=np.uint8))
     order = np.argsort(np.repeat(hardness[: len(val) // 301 * 301].reshape(-1, 301).mean(1), 301), kind="stable")
