@@ -6,7 +6,8 @@ loss       what a change of the recipe saves of the time to a loss, over several
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 fit        the largest micro-batch that fits, by bisection, and throughput over batch sizes
 memory     weights, gradients, optimizer state and activations: by formula and measured, per checkpointing mode
-data       what the loader can deliver, its fraction of a step, prefetch depth, pinned memory
+data       what the loader can deliver, its fraction of a step, prefetch depth, pinned memory; byte pairs: training them
+           and encoding text
 infer      prefill and decode: without a KV cache, with one, compiled, in int8
 scaling    1, 2, 4, ... ranks of this machine (or the ranks that torchrun started this with): weak and strong scaling
 profile    where a step's time goes, in six lines, and the trace
@@ -14,7 +15,7 @@ tour       the stages of docs/tour.md: training and sampling in four steps each,
 record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value; with --pack HEAD
            its runs' source/ folders become source.patch, a commit and the difference to it
 plot DIR   a picture of the losses in runs and records: plot DIR... [--x step|tokens|train_time|wall_time]
-           [--target LOSS] [--out FILE.svg|FILE.png]
+           [--y val_loss|val_bpb] [--target LOSS] [--out FILE.svg|FILE.png]
 
 A step is the trainer's own train_step on dummy tokens. Every case has a process of its own; what is compared is
 interleaved (A B A B) after an untimed warm-up, with the device synchronized; figures are medians (min-max). Flags of
@@ -43,7 +44,7 @@ from benchmarks.infer import bench_infer
 from benchmarks.ladder import bench_train
 from benchmarks.loss import bench_loss
 from benchmarks.memory import bench_memory
-from benchmarks.plot import X_AXES, plot
+from benchmarks.plot import X_AXES, Y_AXES, choose_y, plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
 from benchmarks.tour import bench_tour
@@ -87,15 +88,18 @@ def draw(argv: list[str]) -> int:
     parser = Parser(prog="bench.py plot", description="Draw losses of runs.", allow_abbrev=False)
     parser.add_argument("folders", nargs="+", metavar="RUN_OR_RECORD", help="an --out_dir, or a folder of records/")
     parser.add_argument("--x", choices=X_AXES, default="train_time", help="the horizontal axis [train_time]")
+    how = "the vertical axis [val_bpb where tokenizers differ, else val_loss]"
+    parser.add_argument("--y", choices=Y_AXES, help=how)
     parser.add_argument("--target", type=float, help="a loss to draw a line at [that of a record's track]")
     parser.add_argument("--out", default="plot.svg", metavar="FILE", help="ends in .svg or .png [plot.svg]")
     args = parser.parse_intermixed_args(argv)
     if args.target is not None and not math.isfinite(args.target):
         raise UserError(f"--target {args.target} is not a loss; give a number")
+    y = args.y or choose_y(args.folders)
     known = {name: target for track in TRACKS.values() for name, target in track["targets"].items()}
     names = [Path(folder).resolve().name.partition("_")[2] for folder in args.folders]
-    targets = {known[name] for name in names if name in known} if args.target is None else {args.target}
-    print(plot(args.folders, args.x, sorted(targets), args.out))
+    targets = {known[name] for name in names if name in known and y == "val_loss"}  # in nats
+    print(plot(args.folders, args.x, y, sorted(targets) if args.target is None else [args.target], args.out))
     return 0
 
 

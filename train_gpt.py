@@ -56,22 +56,22 @@ PRESETS = {
         n_layer=2,
         n_head=1,
         n_embd=128,
-        seq_len=256,
-        ngram=6,
-        ngram_rows=65536,
+        seq_len=1024,
+        ngram=-1,
+        ngram_rows=131072,
         batch_tokens=8192,
-        max_steps=400,
+        max_steps=260,
         muon_lr=0.03,
         adam_lr=0.012,
-        eval_every=100,
-        eval_tokens=131072,
+        eval_every=130,
+        eval_tokens=262144,
     ),
     "mini": dict(
         n_layer=6,
         n_head=8,
         n_embd=512,
         seq_len=512,
-        ngram=6,
+        ngram=-1,
         ngram_rows=65536,
         batch_tokens=16384,
         max_steps=1000,
@@ -105,11 +105,11 @@ class Config:
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "per-layer pattern, tiled: L full, S sliding window; SSSL:256 sets the width")
     vocab_size: int = flag(0, "rows of embedding and head; 0 is the tokenizer's, rounded up to a multiple of 64")
-    ngram: int = flag(0, "add hashed embeddings of n-grams of length 2..N; 0 disables")
+    ngram: int = flag(0, "add hashed embeddings of n-grams of length 2..N; 0 disables, -1 = 6 of bytes, else 3", min=-1)
     ngram_rows: int = flag(16384, "rows of the table that all n-grams share", min=1)
     ngram_dropout: float = flag(-1.0, "probability of dropping an n-gram embedding in training; -1 = by epochs", min=-1)
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
-    loss_chunk: int = flag(-1, "tokens per chunk of lm_head + cross-entropy; 0 = all, -1 = 2,048 (CUDA: more)", min=-1)
+    loss_chunk: int = flag(-1, "tokens per chunk of lm_head + cross-entropy; 0 = all, -1 = what is fastest", min=-1)
     # optimizer
     optimizer: str = flag("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
     muon_lr: float = flag(0.02, "learning rate of Muon")
@@ -226,14 +226,16 @@ class TrainState:
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
     """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
     recomputes = cfg.checkpointing not in ("auto", "none")
-    longest = 1024 if cfg.compile != "off" else 512 if cfg.dtype == "bf16" and not recomputes else 0
-    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
+    faster = cfg.compile != "off" or cfg.dtype == "bf16" and not recomputes
+    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= 1024 and faster else cfg.attn
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
     """The model's shape, for a tokenizer with so many tokens."""
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
     shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matmuls like multiples of 64
+    if cfg.ngram == -1:
+        shape["ngram"] = 6 if vocab_size < 258 else 3  # of bytes, or of longer tokens
     return GPTConfig(**shape)
 
 
@@ -336,7 +338,7 @@ def get_momentum(step: int, final: float) -> float:
 
 def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
     """The flag's value; by default one that grows with the number of epochs, since n-grams are memorized."""
-    if cfg.ngram < 2 or cfg.ngram_dropout >= 0:
+    if cfg.ngram in (0, 1) or cfg.ngram_dropout >= 0:
         return max(0.0, cfg.ngram_dropout)
     epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
     return min(0.6, 0.25 * math.log2(max(1.0, 1.3 * epochs)))

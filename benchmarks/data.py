@@ -1,12 +1,19 @@
-"""`bench.py data`: what the loader can deliver, its fraction of a step, prefetch depth, pinned memory."""
+"""`bench.py data`: what the loader can deliver, its fraction of a step, prefetch depth, pinned memory, byte pairs."""
 
 import contextlib
+import importlib.util
+import io
 import math
+import os
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.harness import Bench, Worker, median_min_max, settle, synchronize, table, timed
+from data.bpe import train_vocabulary
+from data.prepare import DEFAULT_SIZE, pieces_of
 from data.stream import TokenStream, prefetch
+from data.tokenizers import BPETokenizer, get_tokenizer
 from runtime.ranks import DistContext
 from runtime.start import open_stream
 from train_gpt import TrainState, build, get_batch, make_config, train_step
@@ -52,12 +59,44 @@ def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps
     return (time.perf_counter() - t0) / steps, wait_s / steps
 
 
+def measure_byte_pairs(stream: TokenStream, most: int, repeats: int) -> list[dict]:
+    """A row for training a vocabulary on `most` bytes of the training split, or all it has, and one for encoding them.
+
+    As preparation does it: pieces, encoded by all cores. Training needs the package tokenizers.
+    """
+    tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+    text = tokenizer.decode_bytes(stream.train.read_tokens(0, 0, most))[:most]
+    pieces = list(pieces_of(io.BytesIO(text), len(text)))
+    rows = []
+    if importlib.util.find_spec("tokenizers"):
+        seconds = []
+        for _ in range(repeats):
+            t0 = time.perf_counter()
+            vocabulary = train_vocabulary(pieces, DEFAULT_SIZE)
+            seconds.append(time.perf_counter() - t0)
+        tokenizer = BPETokenizer(vocabulary)
+        rows.append(dict(name=f"training {tokenizer.vocab_size:,} byte pairs", seconds=seconds))
+    seconds = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in range(repeats):
+            t0 = time.perf_counter()
+            n_tokens = sum(part.size for part in pool.map(tokenizer.encode_raw, pieces))
+            seconds.append(time.perf_counter() - t0)
+    rows.append(dict(name=f"encoding, tokenizer {tokenizer.name}", seconds=seconds))
+    for row in rows:
+        seconds = row.pop("seconds")
+        row |= dict(megabytes=len(text) / 1e6, bytes_per_token=len(text) / n_tokens)
+        row |= median_min_max(seconds, "seconds") | median_min_max([len(text) / 1e6 / s for s in seconds], "mb_per_s")
+    return rows
+
+
 def data_case(flags: dict, steps: int):
-    """Yields the loader's own figures; then what train_steps measures at each of DEPTHS."""
+    """Yields the loader's figures, the rows of byte pairs, then what train_steps measures at each of DEPTHS."""
     cfg, dist_ctx = settle(make_config(**flags))
     stream = open_stream(cfg, dist_ctx)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     yield measure_loader(stream, dist_ctx, cfg.batch_tokens)
+    yield measure_byte_pairs(stream, 10**6 if steps < 10 else 10**7, 3)
     while True:
         yield [train_steps(state, stream, depth, steps) for depth in DEPTHS]
 
@@ -66,7 +105,7 @@ def bench_data(bench: Bench) -> dict:
     """What the loader can deliver, and how long a step waits for it."""
     bench.reject_flags("prefetch")
     with Worker(bench, data_case, bench.flags, 3 if bench.quick else 10) as worker:
-        facts = worker.request()
+        facts, byte_pairs = worker.request(), worker.request()
         rounds = [worker.request() for _ in range(bench.repeats)]
     rows, alone = [], [by_depth[0][0] for by_depth in rounds]
     for i, depth in enumerate(DEPTHS):
@@ -84,4 +123,9 @@ def bench_data(bench: Bench) -> dict:
     else:
         note += "Pinned memory is for CUDA only."
     print(table("Data", rows, "name ms against_none waits".split(), note))
-    return dict(data=rows, **facts)
+    note = "Of text of the training split, as data/prepare.py does it, on all cores."
+    if len(byte_pairs) < 2:
+        note += " Training byte pairs needs the package tokenizers: run `pip install tokenizers`."
+    keys = "name megabytes seconds mb_per_s bytes_per_token".split()
+    print(table("Tokenizer", byte_pairs, keys, note))
+    return dict(data=rows, tokenizer=byte_pairs, **facts)

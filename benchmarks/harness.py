@@ -69,6 +69,10 @@ COLUMNS = {  # key in a row -> heading, format; other keys are their own heading
     # data
     "against_none": ("slowdown vs no loader", ".3f"),
     "waits": ("data wait, % of step", ".2%"),
+    "megabytes": ("MB", ",.1f"),
+    "seconds": ("s", ",.2f"),
+    "mb_per_s": ("MB/s", ",.1f"),
+    "bytes_per_token": ("bytes per token", ".2f"),
     # infer, tour
     "prefill_ms": ("TTFT, ms", ",.1f"),
     "decode_ms": ("ms/token", ",.2f"),
@@ -81,6 +85,7 @@ COLUMNS = {  # key in a row -> heading, format; other keys are their own heading
     "sent_mb": ("MiB sent per step and rank", ",.1f"),
     "mbit": ("Mbit/s", ",.0f"),
     # loss
+    "val_bpb": ("final val_bpb", ".4f"),
     "val_loss": ("final val_loss", ".4f"),
     "sooner": ("times sooner (time)", ".3f"),
     "fewer": ("times sooner (steps)", ".3f"),

@@ -28,7 +28,7 @@ RECIPES = {
     "with gradients clipped at 1": dict(grad_clip=1.0),
 }
 SET_HERE = {"seed", "trials", "eval_every", "out_dir", "resume", "minutes", "max_minutes", "target_val_loss"}
-EVALUATION = ("step", "train_time_s", "val_loss")  # what is kept of a row of metrics.jsonl
+EVALUATION = ("step", "train_time_s", "val_loss", "val_bpb")  # what is kept of a row of metrics.jsonl
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What to compare
@@ -151,7 +151,7 @@ def train_once(repository: str | Path, flags: dict) -> dict:
         try:
             summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
             rows = map(json.loads, Path(folder, "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-            evaluations = [{key: row[key] for key in EVALUATION} for row in rows if "val_loss" in row]
+            evaluations = [{key: row.get(key) for key in EVALUATION} for row in rows if "val_loss" in row]
             stopped_by, last = summary["stopped_by"], evaluations[-1]
             if stopped_by != "max_steps" or last["val_loss"] != summary["val_loss"]:
                 raise ValueError(f"stopped by {stopped_by}, last evaluated at step {last['step']}")
@@ -159,7 +159,7 @@ def train_once(repository: str | Path, flags: dict) -> dict:
             raise CaseFailed(f"FAILED: left no whole run ({type(error).__name__}: {error})") from None
     if last["val_loss"] is None:
         raise CaseFailed(f"diverged with seed {flags['seed']}")
-    run = dict(val_loss=last["val_loss"], train_time_s=last["train_time_s"], steps=last["step"])
+    run = {key: last[key] for key in ("val_loss", "val_bpb", "train_time_s")} | dict(steps=last["step"])
     return run | dict(dtype=summary.get("dtype", "auto"), evaluations=evaluations)
 
 
@@ -238,6 +238,8 @@ def judge_text(runs: dict[str, list[dict]], failed: dict) -> list[dict]:
         target = statistics.mean(run["val_loss"] for run in runs[base])
         row |= dict(seeds=len(own), steps=own[-1]["steps"], target=target)
         row |= mean_and_error([run["val_loss"] for run in own], "val_loss")
+        if all(run.get("val_bpb") for run in own):  # the bytes of foreign shards are not known
+            row |= mean_and_error([run["val_bpb"] for run in own], "val_bpb")
         row |= median_min_max([run["train_time_s"] for run in own], "train_time_s")
         if name != base:
             row["time_ratios"] = [paired_ratio(*pair, "train_time_s") for pair in zip(own, runs[base])]
@@ -297,7 +299,7 @@ def text_table(rows: list[dict], title: str, seeds: int) -> str:
             "the time to the target."
         )
     columns = COLUMNS | {"speedup": (f"speedup vs {base}", ".2f")}
-    keys = "name val_loss sooner fewer reached to_target_s steps_to_target speedup note".split()
+    keys = "name val_bpb val_loss sooner fewer reached to_target_s steps_to_target speedup note".split()
     return table(f"Time to a validation loss: {title}", rows, keys, note, columns)
 
 

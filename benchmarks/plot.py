@@ -18,6 +18,7 @@ X_AXES = {  # --x -> key in metrics.jsonl, the axis' label
     "train_time": ("train_time_s", "training time (s)"),
     "wall_time": ("wall_time_s", "wall time (s)"),
 }
+Y_AXES = {"val_loss": "nats per token", "val_bpb": "bits per byte"}  # --y -> unit
 STYLES = ("-", "--", "-.", ":")  # for the first, second, ... turn of matplotlib's ten colors
 MOST_POINTS = 300  # of a line; of more, means are drawn
 
@@ -74,6 +75,24 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
     return curves
 
 
+def bits_per_nat(rows: list[dict]) -> float:
+    """val_bpb over val_loss, the same in all of a run's rows; nan where bytes are not known."""
+    found = [row["val_bpb"] / row["val_loss"] for row in rows if row.get("val_bpb") and row.get("val_loss")]
+    return found[-1] if found else math.nan
+
+
+def choose_y(folders: list[str]) -> str:
+    """Bits per byte where tokenizers differ, and all runs can be told in them; else nats. Raises UserError."""
+    ratios = [bits_per_nat(rows) for runs in read_curves(folders).values() for rows in runs]
+    return "val_bpb" if max(ratios) > 1.001 * min(ratios) and not any(map(math.isnan, ratios)) else "val_loss"
+
+
+def in_bits(rows: list[dict]) -> list[dict]:
+    """The rows with their losses in bits per byte; of training, with the bytes per token of validation."""
+    ratio = bits_per_nat(rows)
+    return [row | {key: row[key] * ratio for key in ("train_loss", "val_loss") if row.get(key)} for row in rows]
+
+
 def points(rows: list[dict], x: str, loss: str) -> np.ndarray:
     """x and loss (2 x n) of the rows that hold both, by step; of a step that was made twice, the last.
 
@@ -123,7 +142,7 @@ def draw_curve(axes, label: str, train: list[np.ndarray], val: list[np.ndarray],
     return [line for line in shown if line.size] or [train[0]]
 
 
-def set_axes(axes, shown: list[np.ndarray], targets: list[float], x: str) -> None:
+def set_axes(axes, shown: list[np.ndarray], targets: list[float], x: str, y: str) -> None:
     """Limits, ticks, labels and lines at the targets."""
     from matplotlib import ticker
 
@@ -139,14 +158,14 @@ def set_axes(axes, shown: list[np.ndarray], targets: list[float], x: str) -> Non
     for target in targets:
         axes.axhline(target, color="black", linewidth=0.9, linestyle="--", zorder=1)
         axes.annotate(f"target {target:g}", (0, target), (4, 3), ("axes fraction", "data"), "offset points", fontsize=8)
-    axes.set(xlabel=X_AXES[x][1], ylabel="validation loss (nats per token)", axisbelow=True)
+    axes.set(xlabel=X_AXES[x][1], ylabel=f"validation loss ({Y_AXES[y]})", axisbelow=True)
     axes.grid(axis="y", alpha=0.4)
 
 
-def plot(folders: list[str], x: str, targets: list[float], out: str) -> str:
+def plot(folders: list[str], x: str, y: str, targets: list[float], out: str) -> str:
     """Draw the losses of runs and records over `x`, a key of X_AXES, into a file; returns what to tell of it.
 
-    Raises UserError, also where matplotlib is missing.
+    y: a key of Y_AXES, in which targets are too. Raises UserError, also where matplotlib is missing.
     """
     try:
         import matplotlib
@@ -162,6 +181,7 @@ def plot(folders: list[str], x: str, targets: list[float], out: str) -> str:
         figure = Figure(dpi=150, layout="constrained")
         axes = figure.add_subplot()
         for number, (name, runs) in enumerate(read_curves(folders).items()):
+            runs = [in_bits(rows) for rows in runs] if y == "val_bpb" else runs
             series = [[points(rows, X_AXES[x][0], loss) for rows in runs] for loss in ("train_loss", "val_loss")]
             train, val = ([seed for seed in seeds if seed.size] for seeds in series)
             label = printable(name).lstrip("_")  # matplotlib hides what begins with one
@@ -175,7 +195,7 @@ def plot(folders: list[str], x: str, targets: list[float], out: str) -> str:
         if not shown:
             raise UserError(f"{', '.join(folders)}: no loss over {x} yet; wait for the first logged step")
         axes.plot([], [], color="grey", linewidth=0.8, label="thin: training loss; numbers: last validation loss")
-        set_axes(axes, shown, targets, x)
+        set_axes(axes, shown, targets, x, y)
         figure.legend(loc="outside upper left", fontsize=8, frameon=False)
         figure.set_size_inches(7.2, 3.6 + 0.18 * len(axes.get_legend_handles_labels()[1]))
         without = ("Date", "Creator") if kind == "svg" else ("Software",)
@@ -185,4 +205,4 @@ def plot(folders: list[str], x: str, targets: list[float], out: str) -> str:
             file.write(picture.getvalue())
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror}); give a file in a folder there is") from None
-    return f"{out}: validation loss over {x}, {len(picture.getvalue()) / 1000:.0f} kB{notes}"
+    return f"{out}: validation loss ({Y_AXES[y]}) over {x}, {len(picture.getvalue()) / 1000:.0f} kB{notes}"

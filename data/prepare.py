@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import difflib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -249,27 +250,35 @@ def _locked(folder, say):
             raise
 
 
-def _is_done(folder, made_with, shards, files, say):
-    """Whether the folder is complete, and says so. Raises UserError when it holds something else than this makes."""
+def _is_done(folder, made_with, shards, files, say, any_tokenizer):
+    """Whether the folder is complete, and says so. Raises UserError when it holds something else than this makes.
+
+    any_tokenizer: none was asked for, so one that was chosen before is right.
+    """
     if not (folder / "meta.json").exists():
         found = [] if (folder / UNFINISHED).exists() else list_shards(folder, "train") + list_shards(folder, "val")
         if any(made_with["source"] != "fineweb10B" or not path.name.startswith("fineweb_") for path in found):
             raise UserError(f"{folder} has shards of another origin, without a meta.json: choose another --out")
         return False
     meta = load_meta(folder)
-    if meta.get("made_with") != made_with:
-        old = meta["made_with"] if isinstance(meta.get("made_with"), dict) else {}
-        other = ", ".join(key for key in {**made_with, **old} if old.get(key) != made_with.get(key))
-        raise UserError(f"{folder} was made from something else ({other} differs): choose another --out or delete it")
+    old = meta["made_with"] if isinstance(meta.get("made_with"), dict) else {}
+    others = [key for key in {**made_with, **old} if old.get(key) != made_with.get(key)]
+    if others and not (any_tokenizer and OF_TOKENIZER.issuperset(others)):
+        names = ", ".join(others)
+        raise UserError(f"{folder} was made from something else ({names} differs): choose another --out or delete it")
     sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     if not whole or not _has_vocabulary(folder, meta) or sum("train" in name for name in meta["files"]) < shards:
         return False
-    note = (
-        ", but it was made with its documents in the order of their paths, so that a part of the validation split is "
-        "no fair sample; remove it to make it again"
-    )
-    say(f"already there: {folder}{note * _keeps_order_of_paths(folder, files)}")
+    notes = []
+    if others:
+        notes.append(f"with tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} tokens), as it was chosen then")
+    if _keeps_order_of_paths(folder, files):
+        notes.append(
+            "with its documents in the order of their paths, so that a part of the validation split is no fair sample"
+        )
+    remove = f", made {' and '.join(notes)}; remove it to make it again" if notes else ""
+    say(f"already there: {folder}{remove}")
     return True
 
 
@@ -347,9 +356,24 @@ def _clean_up(folder, made):
 # ---- The whole job --------------------------------------------------------------------------------------------------
 
 TOKENIZERS = ("gpt2", "bytes", "bpe")
-DEFAULT_SIZE = 4096  # of a vocabulary of one's own
+OF_TOKENIZER = {"tokenizer", "vocab_size", "vocabulary"}  # keys of what a folder was made with
+DEFAULT_SIZE = 1024  # of a vocabulary of one's own
+SMALL = 10**6  # bytes of text, of which a small model learns bytes better than it learns byte pairs
 DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
 DEFAULTS_OF_FILES = {"encoding": "utf-8", "text_key": "text", "include": []}  # of the source "files" alone
+
+
+def choose_tokenizer(files):
+    """What serves a small model best that learns this text for a minute, and what to say of it (docs/data.md)."""
+    sizes = [file.path.stat().st_size * (3 if file.path.suffix == ".gz" else 1) for file in files]
+    if sum(sizes) < SMALL:
+        return "bytes", f"tokenizer bytes, as byte pairs of less than {SMALL / 1e6:.0f} MB of text are learned by heart"
+    if importlib.util.find_spec("tokenizers"):
+        return "bpe", f"tokenizer bpe, {DEFAULT_SIZE:,} tokens of this text (for GPT-2's presets: --tokenizer gpt2)"
+    return "bytes", (
+        "tokenizer bytes, as the package tokenizers is missing: with byte pairs a small model learns more in the same "
+        "time (`pip install tokenizers`)"
+    )
 
 
 def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given):
@@ -357,7 +381,7 @@ def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, 
     if source not in SOURCES:
         closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
         raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
-    if tokenizer not in TOKENIZERS and not Path(tokenizer).exists():
+    if tokenizer not in (None, *TOKENIZERS) and not Path(tokenizer).exists():
         raise UserError(
             f"unknown tokenizer {tokenizer!r}: it must be gpt2, bytes, bpe, or a data folder or run whose "
             "vocabulary to take"
@@ -436,7 +460,7 @@ def _command(source, paths, given):
 def prepare(
     source,  # a key of SOURCES
     paths=(),  # files, folders and globs, for "files"
-    tokenizer=None,  # "gpt2", "bytes", "bpe" or a folder or file with a vocabulary (None: the source's own)
+    tokenizer=None,  # "gpt2", "bytes", "bpe" or a folder or file with a vocabulary (None: by source, of files by size)
     out=None,  # the folder (None: beside this file)
     val_fraction=0.1,  # for validation: of documents, or of a single text's bytes
     shard_tokens=10**8,  # the most that one shard holds
@@ -454,37 +478,35 @@ def prepare(
     """
     began = time.monotonic()
     own_tokenizer = SOURCES.get(source)
-    tokenizer = tokenizer or own_tokenizer
-    kind = tokenizer if tokenizer in TOKENIZERS else "bpe"
-    default = DATA_DIR / (source if tokenizer == own_tokenizer else f"{source}_{kind}")
+    tokenizer = tokenizer or (own_tokenizer if vocab_size is None else "bpe")
+    default = DATA_DIR / (source if tokenizer == own_tokenizer else f"{source}_{_kind(tokenizer)}")
     folder = Path(out or default)
     encoding, keys, text_key, include = _of_files(encoding, text_key, include)
-    options = {"tokenizer": tokenizer, "vocab_size": vocab_size, "out": folder, "val_fraction": val_fraction}
-    options |= {
-        "shard_tokens": shard_tokens,
-        "shards": shards,
-        "encoding": encoding,
-        "text_key": text_key,
-        "include": include,
-    }
+    options = dict(tokenizer=tokenizer, vocab_size=vocab_size, out=folder, val_fraction=val_fraction)
+    options |= dict(shard_tokens=shard_tokens, shards=shards, encoding=encoding, text_key=text_key, include=include)
     defaults = DEFAULTS | DEFAULTS_OF_FILES | {"tokenizer": own_tokenizer, "vocab_size": None, "out": default}
     given = {name: value for name, value in options.items() if value != defaults[name]}
     check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given)
-    vocabulary = None if tokenizer in TOKENIZERS else read_vocabulary(tokenizer)
     fineweb, skipped = source == "fineweb10B", []
     shards = (shards or FINEWEB_SHARDS) if fineweb else 0
     origin, files = _inputs(source, paths, folder, encoding, include, skipped)
-    made_with = _made_with(source, kind, val_fraction, shard_tokens, files, encoding, given)
+    tokenizer, why = (tokenizer, "") if tokenizer else choose_tokenizer(files)
+    vocabulary = None if tokenizer in TOKENIZERS else read_vocabulary(tokenizer)
+    made_with = _made_with(source, _kind(tokenizer), val_fraction, shard_tokens, files, encoding, given)
     made_with |= _made_of_pairs(tokenizer, vocab_size or DEFAULT_SIZE, vocabulary)
-    if _is_done(folder, made_with, shards, files, say):  # asked before locking too: the folder may be read-only
+    any_tokenizer = not {"tokenizer", "vocab_size"} & given.keys()
+    if _is_done(folder, made_with, shards, files, say, any_tokenizer):  # asked before locking: it may be read-only
         return folder
+    if why:
+        say(why)
+        given["tokenizer"] = tokenizer  # for the command that makes the same again
     encoder = None
     if not fineweb and tokenizer != "bpe":  # may fail: before anything is changed
         encoder = BPETokenizer(vocabulary, tokenizer) if vocabulary else get_tokenizer(tokenizer)
     if "text_key" in given and not any(corpus.row_reader(file.path) for file in files):
         say("--text_key has no effect: there is no .jsonl or .csv file among those given")
     with _locked(folder, say):
-        if _is_done(folder, made_with, shards, files, say):
+        if _is_done(folder, made_with, shards, files, say, any_tokenizer):
             return folder
         order = {"order": corpus.ORDER} if len(files) > 1 and not _keeps_order_of_paths(folder, files) else {}
         command = _command(source, paths, given)
@@ -499,10 +521,16 @@ def prepare(
                 encoder = BPETokenizer(vocabulary)
             documents, progress = _documents(source, origin, files, val_fraction, keys, skipped, say)
             splits, made = _write_documents(documents, encoder, folder / STAGING, shard_tokens, progress)
-        meta = _tokenizer_facts(kind, encoder, vocabulary, folder / STAGING) | {"splits": splits, "source": origin}
-        _publish(folder, meta | order | {"files": made, "made_with": made_with, "command": command})
+        meta = _tokenizer_facts(_kind(tokenizer), encoder, vocabulary, folder / STAGING) | order
+        meta |= {"splits": splits, "source": origin, "files": made, "made_with": made_with, "command": command}
+        _publish(folder, meta)
     _tell(folder, meta, len(made), time.monotonic() - began, skipped, say)
     return folder
+
+
+def _kind(tokenizer):
+    """What a tokenizer is called: one that is given by its vocabulary is "bpe"."""
+    return tokenizer if tokenizer in TOKENIZERS else "bpe"
 
 
 def _of_files(encoding, text_key, include):
@@ -551,9 +579,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("source", help=", ".join(SOURCES))
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"for files: {ACCEPTED}, folders, globs")
-    how = (
-        "gpt2, bytes, bpe (trained on this text), or a data folder or run whose vocabulary to take; default: by source"
-    )
+    how = "gpt2, bytes, bpe (trained on this text), or a folder with a vocabulary; default: by source and size"
     parser.add_argument("--tokenizer", metavar="NAME|PATH", help=how)
     how = f"tokens of --tokenizer bpe, {MIN_SIZE} to {MAX_SIZE} (default: {DEFAULT_SIZE})"
     parser.add_argument("--vocab_size", type=int, metavar="N", help=how)

@@ -17,7 +17,7 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
 
 # SHA-256 of the sources that the loss kernel below was derived from: Linear.forward, GPT.logits, GPT.chunk_loss and
 # cross_entropy in model.py, softcap_logits and ce_fwd_bwd here. Whoever changes them for good, all alike, renews it.
-KERNEL_SOURCES = "871c3af2424ee978f80fdd78aef409e5ce867c3c0d788eba99f925dd2aebb833"
+KERNEL_SOURCES = "e3b3404efb06765bf8f54ddf0fe6649bd9101d3c951f38de617d7bed2b1cb4f8"
 
 
 @functools.cache
@@ -39,22 +39,30 @@ def ce_fwd_bwd(
     """
     target, counted = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
     at_target = softcap_logits(logits.gather(1, target).float(), softcap)
-    if 0 < softcap < 70:  # then no exponential overflows without the maximum, and tanh(x) = 2 sigmoid(2 x) - 1
+    bounded = 0 < softcap < 70  # then no exponential overflows without the maximum, and tanh(x) = 2 sigmoid(2 x) - 1
+    if bounded:
         half = (logits.float() * (2 / softcap)).sigmoid_()
-        capped = (half * (2 * softcap)).sub_(softcap)
-        log_z = capped.exp().sum(-1, keepdim=True).log()
-        slope = (half - half.square()) * 4
+        grad = (half * (2 * softcap)).sub_(softcap).exp_()
+        z = grad.sum(-1, keepdim=True)
+        log_z = z.log()
     else:
         capped = softcap_logits(logits.float(), softcap)
-        log_z = capped.logsumexp(-1, keepdim=True)
-        slope = 1 - (capped / softcap).square() if softcap else 1.0
+        largest = capped.amax(-1, keepdim=True)
+        grad = (capped - largest).exp_()
+        z = grad.sum(-1, keepdim=True)
+        log_z = z.log() + largest
     loss = torch.where(counted, log_z - at_target, 0).sum()
-    grad = (capped - log_z).exp_()
     if torch.compiler.is_compiling():  # to be one pass with what stands around it
-        grad -= (torch.arange(logits.size(1), device=logits.device) == target).float()
+        grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - z, grad)
     else:
-        grad.scatter_add_(1, target, torch.full_like(log_z, -1.0))
-    grad = grad.mul_(slope).mul_(torch.where(counted, grad_scale, 0.0))
+        grad.scatter_add_(1, target, -z)
+    scale = torch.where(counted, grad_scale / z, 0.0)
+    if bounded:
+        grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(4 * scale)
+    elif softcap:
+        grad = grad.mul_(scale).mul_(1 - (capped / softcap).square())
+    else:
+        grad = grad.mul_(scale)
     return loss, grad.to(logits.dtype), grad.to(torch.float8_e5m2) if fp8 else None
 
 

@@ -40,7 +40,7 @@ FLAG_RULES = (
         "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}",
     ),
     (
-        lambda f: f.ngram_dropout > 0 and f.ngram < 2 or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
+        lambda f: f.ngram_dropout > 0 and f.ngram in (0, 1) or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
         "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
         "n-grams to drop, as with --ngram 4",
     ),
@@ -185,7 +185,7 @@ NO_EFFECT = (
         "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens",
     ),
     (
-        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram < 2,
+        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram in (0, 1),
         "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds",
     ),
     (
@@ -194,8 +194,8 @@ NO_EFFECT = (
     ),
     (
         lambda f, hw: f.preset.startswith("gpt2") and not f.data,
-        "--preset {f.preset} without --data trains on Python's source as bytes; for GPT-2's tokens run `python "
-        "data/prepare.py fineweb10B` and add --data data/fineweb10B",
+        "--preset {f.preset} without --data trains on Python's source in 1,024 byte pairs; for GPT-2's tokens run "
+        "`python data/prepare.py fineweb10B` and add --data data/fineweb10B",
     ),
     (
         lambda f, hw: hw.masked and f.attn in ("auto", "sdpa") and hw.cuda,

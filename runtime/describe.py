@@ -22,7 +22,7 @@ def describe(
     grad_accum_steps = f.batch_tokens // f.seq_len // dist_ctx.world_size // micro_batch
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
     muon = f"muon_lr {learning_rates[0]:.4g}, " if f.optimizer == "muon" else ""
-    dropout = f", ngram_dropout {model.ngram_dropout:.2g}" if model.ngrams is not None else ""
+    ngrams = f", n-grams to {model.cfg.ngram}, ngram_dropout {model.ngram_dropout:.2g}"
     evaluated = f"{stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens"
     if stream.num_eval_seqs(f.eval_tokens) < stream.num_eval_seqs(0):
         parts = dict(first="the first {}", spread="{} spread over the validation split")
@@ -35,7 +35,7 @@ def describe(
         f"tokenizer {meta['tokenizer']}{assumed}, "
         f"evaluation on {evaluated}",
         f"model: {n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
-        f"adam_lr {learning_rates[1]:.4g}{dropout}",
+        f"adam_lr {learning_rates[1]:.4g}{ngrams * (model.ngrams is not None)}",
         f"batch: {f.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {grad_accum_steps} grad_accum_steps x "
         f"{micro_batch} micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps, {tokens:,} tokens, "
         f"{tokens / stream.train.n_tokens:.2f} epochs",

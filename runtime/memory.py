@@ -103,6 +103,8 @@ def available_memory() -> float:
 def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 is replaced: 2,048, or on a GPU more, as fits.
 
+    On a CPU less, to 512, so that they stay in its cache.
+
     Raises UserError for a chunk of more numbers than a kernel's 32-bit index reaches.
     """
     if chunk * vocab_size >= 2**31:
@@ -113,7 +115,7 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     if chunk >= 0:
         return chunk
     if device.type != "cuda":
-        return 2048
+        return min(2048, max(512, 2 ** (2**19 // vocab_size).bit_length() // 2))
     total = torch.cuda.get_device_properties(device).total_memory
     return largest_loss_chunk(vocab_size, total * torch.cuda.get_per_process_memory_fraction())
 

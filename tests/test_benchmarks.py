@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import bench_cases
@@ -498,6 +499,12 @@ def test_bench_data(data, tmp_path):
     assert report["loader_tokens_per_s"] * report["batch_s"] == pytest.approx(512, rel=0.5)
     assert all(0 <= row["waits"] < 1 for row in report["data"])
     assert report["data"][0]["against_none_min"] == report["data"][0]["against_none_max"] == 1
+    numbers_are_finite(report["tokenizer"])
+    *trained, encoding = report["tokenizer"]
+    if find_spec("tokenizers"):
+        assert "training" in trained[0]["name"] and "tokenizer bpe" in encoding["name"]
+    for row in report["tokenizer"]:
+        assert row["mb_per_s"] * row["seconds"] == pytest.approx(row["megabytes"], rel=0.5)
 
 
 def test_bench_profile(tmp_path):

@@ -275,7 +275,7 @@ def test_pieces_without_a_place_to_cut_stay_small(monkeypatch):
 
 
 def test_python_source_is_the_standard_library(tmp_path):
-    folder = prepare.prepare("python", out=tmp_path / "python", say=quiet)
+    folder = prepare.prepare("python", tokenizer="bytes", out=tmp_path / "python", say=quiet)
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     names = by_sha256(name for name in names if not corpus.NOT_PYTHON & set(name.split("/")))
@@ -367,8 +367,8 @@ def test_a_folder_in_the_order_of_paths_is_kept_and_told(source, tmp_path, monke
     for _ in range(2):
         assert prepare.prepare(**arguments, val_fraction=0.5, say=said.append) == folder and tree(folder) == before
     line = (
-        f"already there: {folder}, but it was made with its documents in the order of their paths, so that a part of "
-        "the validation split is no fair sample; remove it to make it again"
+        f"already there: {folder}, made with its documents in the order of their paths, so that a part of the "
+        "validation split is no fair sample; remove it to make it again"
     )
     assert said == [line, line]
     with pytest.raises(UserError, match=r"\(val_fraction differs\)"):
@@ -443,7 +443,7 @@ def test_gpt2_tokens_of_a_prepared_text(tmp_path, gpt2, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH", 3000)
     text = " ".join(random.Random(2).choices(TEXT.split(" ") + ["\n", "  x"], k=20000))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    folder = prepare.prepare("files", [tmp_path / "a.txt"], None, tmp_path / "out", say=quiet)
+    folder = prepare.prepare("files", [tmp_path / "a.txt"], "gpt2", tmp_path / "out", say=quiet)
     meta = load_meta(folder)
     assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("gpt2", 50257, 50256)
     size = meta["splits"]["train"]["bytes"]
@@ -1586,7 +1586,7 @@ def test_gpt2_without_network(tmp_path):
     (tmp_path / "cache").mkdir()
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = dict(nowhere, TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), no_proxy="", NO_PROXY="")
-    done = run_prepare("files", tmp_path / "a.txt", "--out", tmp_path / "out", **environment)
+    done = run_prepare("files", tmp_path / "a.txt", "--tokenizer", "gpt2", "--out", tmp_path / "out", **environment)
     assert done.returncode == 2 and done.stderr.startswith("error: the gpt2 vocabulary could not be loaded")
     assert "TIKTOKEN_CACHE_DIR" in done.stderr and "--tokenizer bytes" in done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()

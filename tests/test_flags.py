@@ -188,7 +188,7 @@ NO_EFFECT_CASES = (
     ("cpu", dict(shard_size=2)),
     ("cpu", dict(grad_comm="bf16")),
     ("cpu", dict(ngram=1)),
-    ("cpu", dict(window="SL:256")),
+    ("cpu", dict(window="SL:1024")),
     ("cpu", dict(ngram_rows=99, ngram=0)),
     ("cpu", dict(optimizer="adamw", muon_lr=0.5)),
     ("cpu", dict(preset="gpt2-small")),
@@ -384,7 +384,7 @@ def test_loss_chunk_by_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
         assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, total
     assert [fit_loss_chunk(chunk, 50304, cuda) for chunk in (0, 100)] == [0, 100]
-    assert fit_loss_chunk(-1, 50304, cpu) == 2048
+    assert [fit_loss_chunk(-1, size, cpu) for size in (64, 320, 1024, 50304)] == [2048, 1024, 512, 512]
     with pytest.raises(UserError, match="use 42689 or less, or -1"):
         fit_loss_chunk(50000, 50304, cpu)
     assert fit_loss_chunk(42689, 50304, cpu) * 50304 < 2**31

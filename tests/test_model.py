@@ -16,6 +16,7 @@ import model
 import ops.checkpointing
 import train_gpt
 from conftest import TINY, compiler_works, final, random_gpt, rows, run_python, saved_for_backward, tiny_run
+from data.shards import UserError
 from generation import KVCache, compile_decode_step, generate, sample_token
 from int8 import quantize, round_to_int8
 from model import GPTConfig, Optimizer, newton_schulz, normalize_rows
@@ -129,14 +130,14 @@ def test_blocked_attention_compiled():
 
 def test_auto_attention_is_blocked_where_that_pays():
     cpu, cuda, compiled = torch.device("cpu"), torch.device("cuda"), dict(attn="auto", compile="default")
-    for flags in (compiled, compiled | dict(seq_len=1024), dict(dtype="bf16"), dict(dtype="bf16", seq_len=512)):
+    for flags in (compiled, compiled | dict(seq_len=1024), dict(dtype="bf16"), dict(dtype="bf16", seq_len=1024)):
         assert select_attn_backend(make_config(**flags), cpu) == "blocked"
     for flags, device in (
         ({}, cpu),
         (compiled, cuda),
         (compiled | dict(seq_len=2048, batch_tokens=4096), cpu),
         (dict(dtype="fp32"), cpu),
-        (dict(dtype="bf16", seq_len=1024), cpu),
+        (dict(dtype="bf16", seq_len=2048), cpu),
         (dict(dtype="bf16", checkpointing="selective"), cpu),
         (compiled | dict(preset="gpt2-small"), cuda),
     ):
@@ -324,6 +325,23 @@ def test_ngrams_end_at_documents_and_after_n_tokens():
     assert torch.equal(masked[:5], whole[:5]) and torch.equal(masked[5:], gpt.embed(idx[:, 5:], torch.arange(4))[0])
     assert torch.equal(gpt.embed(idx, torch.arange(3))[0], masked[6:])
     assert not torch.equal(masked[6], whole[6])
+
+
+def test_ngrams_are_as_long_as_serves_the_tokenizer():
+    """-1: of bytes to 6, of longer tokens to 3; what is given is taken, and the presets of GPT-2's sizes have none."""
+    for preset, flags, of_bytes, of_others in (
+        ("laptop", {}, 6, 3),
+        ("mini", {}, 6, 3),
+        ("laptop", dict(ngram=4), 4, 4),
+        ("laptop", dict(ngram=0), 0, 0),
+        ("gpt2-small", {}, 0, 0),
+        ("gpt2-small", dict(ngram=-1), 6, 3),
+    ):
+        cfg = make_config(preset=preset, **flags)
+        longest = [train_gpt.gpt_config(cfg, vocab_size).ngram for vocab_size in (257, 258, 1024, 50257)]
+        assert longest == [of_bytes, of_others, of_others, of_others]
+    with pytest.raises(UserError, match="at least -1"):
+        make_config(ngram=-2)
 
 
 def test_dropped_ngrams():

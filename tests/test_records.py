@@ -424,6 +424,32 @@ def test_plot_of_runs_and_a_record(tmp_path, capsys):
     assert (tmp_path / "d.PNG").read_bytes().startswith(b"\x89PNG")
 
 
+def test_plot_compares_tokenizers_by_bits_per_byte(tmp_path, capsys):
+    """By default where tokens differ; not where all are alike, or the bytes of one run are not known."""
+    pytest.importorskip("matplotlib")
+    a, b = run_with_rows(tmp_path / "a", 60, 10), run_with_rows(tmp_path / "b", 60, 10)
+    for folder, bytes_per_token in ((a, 1.0), (b, 2.5)):
+        path = folder / "metrics.jsonl"
+        lines = read_rows(path.read_text())
+        for line in lines:
+            line |= {"val_bpb": line["val_loss"] / math.log(2) / bytes_per_token} if line.get("val_loss") else {}
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+    def drawn(*flags):
+        assert bench.main(["plot", *map(str, flags), "--out", str(tmp_path / "x.svg")]) == 0
+        return [text.text for text in xml.parse(tmp_path / "x.svg").iter("{http://www.w3.org/2000/svg}text")]
+
+    texts = drawn(a, b)
+    assert "validation loss (bits per byte)" in texts
+    assert {f"a: {1.083333 / math.log(2):.4f}", f"b: {1.083333 / math.log(2) / 2.5:.4f}"} <= set(texts)
+    assert "validation loss (nats per token)" in drawn(a, b, "--y", "val_loss")
+    assert "validation loss (nats per token)" in drawn(a, a)
+    nats = drawn(a, b, ZEN4)  # whose rows have bits, and beside them logs that have none
+    assert "validation loss (nats per token)" in nats and "target 1.4697" in nats
+    bits = drawn(a, b, ZEN4, "--y", "val_bpb")
+    assert "target 1.4697" not in bits and "nanoGPT's recipe has no loss" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [

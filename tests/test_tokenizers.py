@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 import export
 import sample
 from conftest import ROOT, TINY, final, flags_of, rows, run_main
-from data import bpe, prepare
+from data import bpe, corpus, prepare
 from data.bpe import MAX_SIZE, VOCABULARY_FILE, bytes_of_letters, parse_vocabulary, read_vocabulary, train_vocabulary
 from data.shards import UserError, load_meta
 from data.stream import TokenStream
@@ -173,7 +175,8 @@ def test_mistakes_are_told_in_one_sentence(case, tmp_path, capsys):
 
 
 def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
-    assert "is for --tokenizer bpe" in refused(capsys, "python", "--vocab_size", "400", "--out", tmp_path / "x")
+    wrong = ["python", "--tokenizer", "bytes", "--vocab_size", "400", "--out", tmp_path / "x"]
+    assert "is for --tokenizer bpe" in refused(capsys, *wrong)
     assert "not otherwise" in refused(capsys, "fineweb10B", "--tokenizer", "bpe", "--out", tmp_path / "x")
     assert "unknown tokenizer 'gpt5'" in refused(capsys, "python", "--tokenizer", "gpt5", "--out", tmp_path / "x")
     for wrong in (
@@ -192,6 +195,71 @@ def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
     (broken / VOCABULARY_FILE).write_text(read_vocabulary(notes).replace("gpt4", "gpt5"))
     with pytest.raises(UserError, match="has the hash .*, and the data were made with a vocabulary of hash"):
         TokenStream(broken, 32, 512)
+
+
+def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
+    """Shipped, of the training split alone: any Python, no package to train it, and no network."""
+    from tokenizers import Tokenizer
+
+    monkeypatch.setattr(Tokenizer, "train_from_iterator", None)  # nothing is trained
+    folder = prepare.prepare("python", out=tmp_path / "python", say=lambda line: None)
+    meta, shipped = load_meta(folder), (ROOT / "data" / "python_tokenizer.json").read_text()
+    assert meta["tokenizer"] == "bpe" and meta["vocab_size"] == 1024 and read_vocabulary(folder) == shipped
+    assert meta["splits"]["val"]["bytes"] / meta["splits"]["val"]["tokens"] > 2.4
+    monkeypatch.undo()
+    files = [file for file in corpus.python_files() if corpus.split_of(file.name, 0.1) == "train"]
+    own = parse_vocabulary(train_vocabulary((file.path.read_bytes() for file in corpus.by_hash(files)), 1024), "")[1]
+    assert len(own.keys() & parse_vocabulary(shipped, "")[1].keys()) > 0.95 * 1023  # Pythons differ a little
+
+
+def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
+    """Byte pairs with the package that trains them, else bytes; a folder that is complete stays as it was chosen."""
+    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "small.txt").write_bytes(text[:200000])
+    said, paths, out = [], [tmp_path / "a.txt"], tmp_path / "data"
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+        prepare.prepare("files", paths, out=out, say=said.append)
+    assert load_meta(out)["tokenizer"] == "bytes" and "--tokenizer=bytes" in load_meta(out)["command"]
+    assert any("`pip install tokenizers`" in line for line in said)
+    said.clear()
+    prepare.prepare("files", paths, out=out, say=said.append)
+    made = "made with tokenizer bytes (257 tokens), as it was chosen then; remove it to make it again"
+    assert said == [f"already there: {out}, {made}"]
+    with pytest.raises(UserError, match="made from something else"):  # asked for, it is another
+        prepare.prepare("files", paths, tokenizer="bpe", out=out, say=said.append)
+    with pytest.raises(UserError, match="made from something else"):
+        prepare.prepare("files", paths, val_fraction=0.2, out=out, say=said.append)
+    said.clear()
+    prepare.prepare("files", paths, out=tmp_path / "pairs", say=said.append)
+    meta = load_meta(tmp_path / "pairs")
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("bpe", 1024) and "--tokenizer=bpe" in meta["command"]
+    assert said[0] == "tokenizer bpe, 1,024 tokens of this text (for GPT-2's presets: --tokenizer gpt2)"
+    said.clear()
+    prepare.prepare("files", [tmp_path / "small.txt"], out=tmp_path / "bytes", say=said.append)
+    assert load_meta(tmp_path / "bytes")["tokenizer"] == "bytes" and "less than 1 MB" in said[0]
+    (tmp_path / "a.gz").write_bytes(b"-" * 400000)  # which holds more
+    assert prepare.choose_tokenizer([corpus.TextFile("a", tmp_path / "a.gz")])[0] == "bpe"
+    prepare.prepare("files", paths, vocab_size=300, out=tmp_path / "small", say=said.append)  # can only mean bpe
+    assert load_meta(tmp_path / "small")["vocab_size"] == 300
+
+
+def test_a_large_file_needs_little_memory(tmp_path):
+    """100 MB of text, a vocabulary of its own: what it takes beyond the packages is far below the text."""
+    script = (
+        "import resource, sys; from data import prepare; import tiktoken, tokenizers\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "assert prepare.main(sys.argv[1:]) == 0\n"
+        "print(peak() - before)"
+    )
+    words = [f"{a}{b}" for a in "alpha beta gamma delta".split() for b in ("", "s", "ed", "ing")]
+    line = " ".join(np.random.default_rng(0).choice(words, 20000)).encode() + b"\n"
+    (tmp_path / "a.txt").write_bytes(line * (10**8 // len(line)))
+    command = ["files", str(tmp_path / "a.txt"), "--tokenizer", "bpe", "--out", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", script, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "trained on the first 67 MB" in done.stdout and int(done.stdout.split()[-1]) * 1024 < 60e6, done.stdout
 
 
 def test_a_folder_without_its_vocabulary_is_made_again(tmp_path, capsys, text):
