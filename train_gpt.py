@@ -226,8 +226,9 @@ class TrainState:
 def select_attn_backend(cfg: Config, device: torch.device) -> str:
     """The attention backend: auto is PyTorch's choice, and `blocked` where that is faster and needs little memory."""
     recomputes = cfg.checkpointing not in ("auto", "none")
-    faster = cfg.compile != "off" or cfg.dtype == "bf16" and not recomputes
-    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= 1024 and faster else cfg.attn
+    small = 1024 if cfg.n_layer * cfg.n_head <= 8 else 512  # the scores of each head are kept for backward
+    longest = 1024 if cfg.compile != "off" else small if cfg.dtype == "bf16" and not recomputes else 0
+    return "blocked" if cfg.attn == "auto" and device.type == "cpu" and cfg.seq_len <= longest else cfg.attn
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks.harness import Bench, Worker, median_min_max, settle, synchronize, table, timed
 from data.bpe import train_vocabulary
 from data.prepare import DEFAULT_SIZE, pieces_of
+from data.shards import UserError
 from data.stream import TokenStream, prefetch
 from data.tokenizers import BPETokenizer, get_tokenizer
 from runtime.ranks import DistContext
@@ -62,9 +63,13 @@ def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps
 def measure_byte_pairs(stream: TokenStream, most: int, repeats: int) -> list[dict]:
     """A row for training a vocabulary on `most` bytes of the training split, or all it has, and one for encoding them.
 
-    As preparation does it: pieces, encoded by all cores. Training needs the package tokenizers.
+    As preparation does it: pieces, encoded by all cores. Training needs the package tokenizers. No rows where the
+    tokenizer of the data is out of reach.
     """
-    tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+    try:
+        tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+    except UserError:
+        return []
     text = tokenizer.decode_bytes(stream.train.read_tokens(0, 0, most))[:most]
     pieces = list(pieces_of(io.BytesIO(text), len(text)))
     rows = []
@@ -126,6 +131,8 @@ def bench_data(bench: Bench) -> dict:
     note = "Of text of the training split, as data/prepare.py does it, on all cores."
     if len(byte_pairs) < 2:
         note += " Training byte pairs needs the package tokenizers: run `pip install tokenizers`."
+    if not byte_pairs:
+        note = "Not measured: the tokenizer of these data is out of reach."
     keys = "name megabytes seconds mb_per_s bytes_per_token".split()
     print(table("Tokenizer", byte_pairs, keys, note))
     return dict(data=rows, tokenizer=byte_pairs, **facts)

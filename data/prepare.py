@@ -478,6 +478,7 @@ def prepare(
     """
     began = time.monotonic()
     own_tokenizer = SOURCES.get(source)
+    any_tokenizer = tokenizer is None and vocab_size is None
     tokenizer = tokenizer or (own_tokenizer if vocab_size is None else "bpe")
     default = DATA_DIR / (source if tokenizer == own_tokenizer else f"{source}_{_kind(tokenizer)}")
     folder = Path(out or default)
@@ -494,7 +495,6 @@ def prepare(
     vocabulary = None if tokenizer in TOKENIZERS else read_vocabulary(tokenizer)
     made_with = _made_with(source, _kind(tokenizer), val_fraction, shard_tokens, files, encoding, given)
     made_with |= _made_of_pairs(tokenizer, vocab_size or DEFAULT_SIZE, vocabulary)
-    any_tokenizer = not {"tokenizer", "vocab_size"} & given.keys()
     if _is_done(folder, made_with, shards, files, say, any_tokenizer):  # asked before locking: it may be read-only
         return folder
     if why:

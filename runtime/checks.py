@@ -194,7 +194,7 @@ NO_EFFECT = (
     ),
     (
         lambda f, hw: f.preset.startswith("gpt2") and not f.data,
-        "--preset {f.preset} without --data trains on Python's source in 1,024 byte pairs; for GPT-2's tokens run "
+        "--preset {f.preset} without --data trains on Python's source, not in GPT-2's tokens; for those run "
         "`python data/prepare.py fineweb10B` and add --data data/fineweb10B",
     ),
     (

@@ -103,7 +103,7 @@ def available_memory() -> float:
 def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 is replaced: 2,048, or on a GPU more, as fits.
 
-    On a CPU less, to 512, so that they stay in its cache.
+    On a CPU 512 of vocabularies whose logits then stay in its cache.
 
     Raises UserError for a chunk of more numbers than a kernel's 32-bit index reaches.
     """
@@ -115,7 +115,7 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     if chunk >= 0:
         return chunk
     if device.type != "cuda":
-        return min(2048, max(512, 2 ** (2**19 // vocab_size).bit_length() // 2))
+        return 512 if device.type == "cpu" and 512 < vocab_size <= 4096 else 2048
     total = torch.cuda.get_device_properties(device).total_memory
     return largest_loss_chunk(vocab_size, total * torch.cuda.get_per_process_memory_fraction())
 

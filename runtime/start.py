@@ -25,7 +25,7 @@ from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ran
 HERE = Path(__file__).resolve().parent.parent
 PAGES = ["train_gpt.py", "model.py", "generation.py"]
 ROOMS = [path.relative_to(HERE).as_posix() for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py")]
-SOURCE_FILES = {name: HERE / name for name in [*PAGES, *sorted(ROOMS)]}
+SOURCE_FILES = {name: HERE / name for name in [*PAGES, *sorted(ROOMS), "data/python_tokenizer.json"]}
 
 
 def launch(f) -> DistContext:

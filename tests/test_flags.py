@@ -384,7 +384,7 @@ def test_loss_chunk_by_device(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
         assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, total
     assert [fit_loss_chunk(chunk, 50304, cuda) for chunk in (0, 100)] == [0, 100]
-    assert [fit_loss_chunk(-1, size, cpu) for size in (64, 320, 1024, 50304)] == [2048, 1024, 512, 512]
+    assert [fit_loss_chunk(-1, size, cpu) for size in (64, 320, 1024, 50304)] == [2048, 2048, 512, 2048]
     with pytest.raises(UserError, match="use 42689 or less, or -1"):
         fit_loss_chunk(50000, 50304, cpu)
     assert fit_loss_chunk(42689, 50304, cpu) * 50304 < 2**31
