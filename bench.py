@@ -44,7 +44,7 @@ from benchmarks.infer import bench_infer
 from benchmarks.ladder import bench_train
 from benchmarks.loss import bench_loss
 from benchmarks.memory import bench_memory
-from benchmarks.plot import X_AXES, Y_AXES, choose_y, plot
+from benchmarks.plot import X_AXES, Y_AXES, choose_y, plot, read_curves
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
 from benchmarks.tour import bench_tour
@@ -95,11 +95,12 @@ def draw(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.target is not None and not math.isfinite(args.target):
         raise UserError(f"--target {args.target} is not a loss; give a number")
-    y = args.y or choose_y(args.folders)
+    curves = read_curves(args.folders)
+    y = args.y or choose_y(curves)
     known = {name: target for track in TRACKS.values() for name, target in track["targets"].items()}
     names = [Path(folder).resolve().name.partition("_")[2] for folder in args.folders]
     targets = {known[name] for name in names if name in known and y == "val_loss"}  # in nats
-    print(plot(args.folders, args.x, y, sorted(targets) if args.target is None else [args.target], args.out))
+    print(plot(curves, args.x, y, sorted(targets) if args.target is None else [args.target], args.out))
     return 0
 
 

@@ -339,7 +339,7 @@ def get_momentum(step: int, final: float) -> float:
 
 def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
     """The flag's value; by default one that grows with the number of epochs, since n-grams are memorized."""
-    if cfg.ngram in (0, 1) or cfg.ngram_dropout >= 0:
+    if not derived.uses_ngrams(cfg) or cfg.ngram_dropout >= 0:
         return max(0.0, cfg.ngram_dropout)
     epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
     return min(0.6, 0.25 * math.log2(max(1.0, 1.3 * epochs)))

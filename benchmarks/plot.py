@@ -81,9 +81,9 @@ def bits_per_nat(rows: list[dict]) -> float:
     return found[-1] if found else math.nan
 
 
-def choose_y(folders: list[str]) -> str:
-    """Bits per byte where tokenizers differ, and all runs can be told in them; else nats. Raises UserError."""
-    ratios = [bits_per_nat(rows) for runs in read_curves(folders).values() for rows in runs]
+def choose_y(curves: dict[str, list[list[dict]]]) -> str:
+    """Bits per byte where tokenizers differ, and all runs can be told in them; else nats."""
+    ratios = [bits_per_nat(rows) for runs in curves.values() for rows in runs]
     return "val_bpb" if max(ratios) > 1.001 * min(ratios) and not any(map(math.isnan, ratios)) else "val_loss"
 
 
@@ -162,8 +162,8 @@ def set_axes(axes, shown: list[np.ndarray], targets: list[float], x: str, y: str
     axes.grid(axis="y", alpha=0.4)
 
 
-def plot(folders: list[str], x: str, y: str, targets: list[float], out: str) -> str:
-    """Draw the losses of runs and records over `x`, a key of X_AXES, into a file; returns what to tell of it.
+def plot(curves: dict[str, list[list[dict]]], x: str, y: str, targets: list[float], out: str) -> str:
+    """Draw the losses of what read_curves found over `x`, a key of X_AXES, into a file; returns what to tell of it.
 
     y: a key of Y_AXES, in which targets are too. Raises UserError, also where matplotlib is missing.
     """
@@ -180,7 +180,7 @@ def plot(folders: list[str], x: str, y: str, targets: list[float], out: str) -> 
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "text.parse_math": False})
         figure = Figure(dpi=150, layout="constrained")
         axes = figure.add_subplot()
-        for number, (name, runs) in enumerate(read_curves(folders).items()):
+        for number, (name, runs) in enumerate(curves.items()):
             runs = [in_bits(rows) for rows in runs] if y == "val_bpb" else runs
             series = [[points(rows, X_AXES[x][0], loss) for rows in runs] for loss in ("train_loss", "val_loss")]
             train, val = ([seed for seed in seeds if seed.size] for seeds in series)
@@ -193,7 +193,7 @@ def plot(folders: list[str], x: str, y: str, targets: list[float], out: str) -> 
             look = dict(color=f"C{number % 10}", linestyle=STYLES[number // 10 % 4])
             shown += draw_curve(axes, label, train, val, look)
         if not shown:
-            raise UserError(f"{', '.join(folders)}: no loss over {x} yet; wait for the first logged step")
+            raise UserError(f"{', '.join(curves)}: no loss over {x} yet; wait for the first logged step")
         axes.plot([], [], color="grey", linewidth=0.8, label="thin: training loss; numbers: last validation loss")
         set_axes(axes, shown, targets, x, y)
         figure.legend(loc="outside upper left", fontsize=8, frameon=False)

@@ -18,8 +18,9 @@ from typing import BinaryIO
 import numpy as np
 
 DATA_DIR = Path(__file__).resolve().parent
+PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"  # of 3.11.7, as --tokenizer bpe --vocab_size 1024 makes it
 SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
-    "python": str(DATA_DIR / "python_tokenizer.json"),  # of 3.11.7, as --tokenizer bpe --vocab_size 1024 makes it
+    "python": str(PYTHON_VOCABULARY),
     "shakespeare": "bytes",
     "wikitext2": "gpt2",
     "wikitext103": "gpt2",

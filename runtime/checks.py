@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from data.shards import UserError
-from runtime.derived import AC_MODES, activation_budget, is_sharded, lr_cap, uses_cudagraphs
+from runtime.derived import AC_MODES, activation_budget, is_sharded, lr_cap, uses_cudagraphs, uses_ngrams
 from runtime.dtype import hardware_dtype
 from runtime.flags import check_ranges, closest
 from runtime.launch import ALLOC_CONF_VARIABLES
@@ -40,7 +40,7 @@ FLAG_RULES = (
         "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}",
     ),
     (
-        lambda f: f.ngram_dropout > 0 and f.ngram in (0, 1) or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
+        lambda f: f.ngram_dropout > 0 and not uses_ngrams(f) or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
         "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
         "n-grams to drop, as with --ngram 4",
     ),
@@ -185,7 +185,7 @@ NO_EFFECT = (
         "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens",
     ),
     (
-        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram in (0, 1),
+        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and not uses_ngrams(f),
         "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds",
     ),
     (

@@ -31,6 +31,11 @@ def uses_cudagraphs(f) -> bool:
     return f.compile in ("reduce-overhead", "max-autotune")
 
 
+def uses_ngrams(f) -> bool:
+    """Whether n-grams have embeddings; -1 leaves their length to the tokenizer."""
+    return f.ngram not in (0, 1)
+
+
 def is_sharded(f) -> bool:
     """Whether each rank holds a part of the weights only."""
     return f.parallel in ("fsdp", "hsdp")

@@ -83,8 +83,8 @@ def transient_bytes(model, mode: str, micro_batch: int, seq_len: int, fused_norm
     whole = sum(block_tensors(model, micro_batch, seq_len, fused_norms).values())
     recomputed = whole - sum(checkpointed_tensors(model, mode, micro_batch, seq_len, fused_norms).values())
     inside, logits = recomputed + (5 if fused_norms else 10) * numel * size, logits_bytes(model, micro_batch * seq_len)
-    if model.loss_chunk:  # logits and their gradient, and where nothing is fused four fp32 copies besides
-        return max(inside, logits * (2 * size if compiled else size + 16) // 4)
+    if model.loss_chunk:  # logits and their gradient, and where nothing is fused three fp32 copies besides
+        return max(inside, logits * (2 * size + (0 if compiled else 12)) // 4)
     return max(inside - 2 * logits, 2 * logits)
 
 

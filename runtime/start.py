@@ -11,7 +11,7 @@ import torch
 
 from data.bpe import VOCABULARY_FILE
 from data.prepare import prepare
-from data.shards import UserError, atomic_write
+from data.shards import PYTHON_VOCABULARY, UserError, atomic_write
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
 from runtime.checks import check_device
@@ -25,7 +25,8 @@ from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ran
 HERE = Path(__file__).resolve().parent.parent
 PAGES = ["train_gpt.py", "model.py", "generation.py"]
 ROOMS = [path.relative_to(HERE).as_posix() for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py")]
-SOURCE_FILES = {name: HERE / name for name in [*PAGES, *sorted(ROOMS), "data/python_tokenizer.json"]}
+NAMES = [*PAGES, *sorted(ROOMS), PYTHON_VOCABULARY.relative_to(HERE).as_posix()]
+SOURCE_FILES = {name: HERE / name for name in NAMES}
 
 
 def launch(f) -> DistContext:

@@ -185,7 +185,11 @@ def test_no_secret_is_written(data, tmp_path):
         HF_ENDPOINT="https://user:SECRETmirror@mirror.example",
     )
     here = tmp_path / "repo"
-    for path in (path for pattern in ("*.py", "data/*.py", "ops/*.py", "runtime/*.py") for path in ROOT.glob(pattern)):
+    for path in (
+        path
+        for pattern in ("*.py", "data/*.py", "data/*.json", "ops/*.py", "runtime/*.py")
+        for path in ROOT.glob(pattern)
+    ):
         (here / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, here / path.relative_to(ROOT))
     remote = "https://user:SECRETremote@example.com/x.git"
