@@ -64,7 +64,7 @@ def measure_byte_pairs(stream: TokenStream, most: int, repeats: int) -> list[dic
     """A row for training a vocabulary on `most` bytes of the training split, or all it has, and one for encoding them.
 
     As preparation does it: pieces, encoded by all cores. Training needs the package tokenizers. No rows where the
-    tokenizer of the data is out of reach.
+    tokenizer of the data is out of reach, none for encoding where it is that of bytes, which are tokens as they are.
     """
     try:
         tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
@@ -81,6 +81,8 @@ def measure_byte_pairs(stream: TokenStream, most: int, repeats: int) -> list[dic
             seconds.append(time.perf_counter() - t0)
         tokenizer = BPETokenizer(vocabulary)
         rows.append(dict(name=f"training {tokenizer.vocab_size:,} byte pairs", seconds=seconds))
+    if tokenizer.name == "bytes":
+        return []
     seconds = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in range(repeats):
@@ -132,7 +134,7 @@ def bench_data(bench: Bench) -> dict:
     if len(byte_pairs) < 2:
         note += " Training byte pairs needs the package tokenizers: run `pip install tokenizers`."
     if not byte_pairs:
-        note = "Not measured: the tokenizer of these data is out of reach."
+        note = "Not measured: the data are bytes and tokenizers is not installed, or their tokenizer is out of reach."
     keys = "name megabytes seconds mb_per_s bytes_per_token".split()
     print(table("Tokenizer", byte_pairs, keys, note))
     return dict(data=rows, tokenizer=byte_pairs, **facts)

@@ -26,10 +26,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.shards import TOKENIZER_SIZES, TrainerError, UserError, load_meta
+from data.bpe import read_vocabulary
+from data.shards import PYTHON_VOCABULARY, TOKENIZER_SIZES, TrainerError, UserError, load_meta
+from data.tokenizers import BPETokenizer
 from ops.attention import attention_kernels
 from runtime.dtype import resolve_dtype
-from runtime.errors import explain_peer_failure
+from runtime.errors import explain_peer_failure, is_out_of_memory
 from runtime.launch import ALLOC_CONF_VARIABLES, cpu_cores, device_name, peak_flops, peak_memory_mb, select_device
 from runtime.ranks import DistContext
 from runtime.start import check_hardware, launch
@@ -211,9 +213,7 @@ def explain_failure(error: Exception) -> tuple[str, str]:
     if isinstance(error, TrainerError):
         return "failed", f"FAILED: {error}"
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    # The words of PyTorch, its compiler, CUDA, cuBLAS and the system
-    words = "out of ?memory|alloc_failed|allocate memory|bad_alloc|not enough memory|can't start new thread|MemoryError"
-    if re.search(words, text, re.IGNORECASE):
+    if is_out_of_memory(error):
         return "failed", "out of memory"
     if sentence := explain_peer_failure(error):
         return "peer", f"FAILED: {sentence}"
@@ -388,10 +388,12 @@ def system_info(device: torch.device) -> dict:
 
 
 def tokenizer_size(cfg: Config) -> int:
-    """Tokens of the data folder's tokenizer; without a folder, of the tokenizer that goes with the preset."""
+    """Tokens of the data folder's tokenizer; without a folder, of the default run's for its preset, else of GPT-2's."""
     if cfg.data:
         return load_meta(Path(cfg.data))["vocab_size"]
-    return TOKENIZER_SIZES["bytes" if cfg.preset == "laptop" else "gpt2"][0]
+    if cfg.preset == "laptop":
+        return BPETokenizer(read_vocabulary(PYTHON_VOCABULARY)).vocab_size
+    return TOKENIZER_SIZES["gpt2"][0]
 
 
 def settle(cfg: Config, check: bool = True) -> tuple[Config, DistContext]:

@@ -90,7 +90,11 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise UserError(f"there is no vocabulary {path}: put it back, or prepare the data again") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path} is no vocabulary, which is plain text: give a run's or a data folder, or its {VOCABULARY_FILE}"
+        ) from None
+    except OSError as error:
         raise UserError(
             f"the vocabulary {path} cannot be read ({error}): put it back, or prepare the data again"
         ) from None

@@ -250,10 +250,10 @@ def _locked(folder, say):
             raise
 
 
-def _is_done(folder, made_with, shards, files, say, any_tokenizer):
+def _is_done(folder, made_with, shards, files, say, unasked):
     """Whether the folder is complete, and says so. Raises UserError when it holds something else than this makes.
 
-    any_tokenizer: none was asked for, so one that was chosen before is right.
+    unasked: keys of made_with for which nothing was asked, so that what the folder was made with is right.
     """
     if not (folder / "meta.json").exists():
         found = [] if (folder / UNFINISHED).exists() else list_shards(folder, "train") + list_shards(folder, "val")
@@ -263,16 +263,21 @@ def _is_done(folder, made_with, shards, files, say, any_tokenizer):
     meta = load_meta(folder)
     old = meta["made_with"] if isinstance(meta.get("made_with"), dict) else {}
     others = [key for key in {**made_with, **old} if old.get(key) != made_with.get(key)]
-    if others and not (any_tokenizer and OF_TOKENIZER.issuperset(others)):
+    if not unasked.issuperset(others):
         names = ", ".join(others)
         raise UserError(f"{folder} was made from something else ({names} differs): choose another --out or delete it")
     sizes = {folder / name: HEADER_BYTES + 2 * shard["tokens"] for name, shard in meta["files"].items()}
     whole = all(path.is_file() and path.stat().st_size == size for path, size in sizes.items())
     if not whole or not _has_vocabulary(folder, meta) or sum("train" in name for name in meta["files"]) < shards:
+        if others:  # made again with another tokenizer, it would be other data under the old name
+            raise UserError(
+                f"{folder} has lost some of its files, and was made with tokenizer {meta['tokenizer']}: delete it, or "
+                f"give {_flags_of_tokenizer(folder, old)} --out {folder} to make it again as it was"
+            )
         return False
     notes = []
     if others:
-        notes.append(f"with tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} tokens), as it was chosen then")
+        notes.append(f"with tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} tokens)")
     if _keeps_order_of_paths(folder, files):
         notes.append(
             "with its documents in the order of their paths, so that a part of the validation split is no fair sample"
@@ -280,6 +285,14 @@ def _is_done(folder, made_with, shards, files, say, any_tokenizer):
     remove = f", made {' and '.join(notes)}; remove it to make it again" if notes else ""
     say(f"already there: {folder}{remove}")
     return True
+
+
+def _flags_of_tokenizer(folder, made_with):
+    """The flags that give the tokenizer that a folder was made with."""
+    if "vocabulary" in made_with:
+        return f"--tokenizer {folder}"
+    size = f" --vocab_size {made_with['vocab_size']}" if "vocab_size" in made_with else ""
+    return f"--tokenizer {made_with['tokenizer']}{size}"
 
 
 def _has_vocabulary(folder, meta):
@@ -356,7 +369,6 @@ def _clean_up(folder, made):
 # ---- The whole job --------------------------------------------------------------------------------------------------
 
 TOKENIZERS = ("gpt2", "bytes", "bpe")
-OF_TOKENIZER = {"tokenizer", "vocab_size", "vocabulary"}  # keys of what a folder was made with
 DEFAULT_SIZE = 1024  # of a vocabulary of one's own
 SMALL = 10**6  # bytes of text, of which a small model learns bytes better than it learns byte pairs
 DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
@@ -387,7 +399,8 @@ def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, 
             "vocabulary to take"
         )
     if source == "fineweb10B" and tokenizer != "gpt2":
-        raise UserError("fineweb10B comes tokenized with gpt2 and not otherwise: remove --tokenizer")
+        flags = " and ".join(f"--{name}" for name in ("tokenizer", "vocab_size") if name in given)
+        raise UserError(f"fineweb10B comes tokenized with gpt2 and not otherwise: remove {flags}")
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size is for --tokenizer bpe, not for {tokenizer}: remove it")
     if vocab_size is not None and not MIN_SIZE <= vocab_size <= MAX_SIZE:
@@ -478,7 +491,7 @@ def prepare(
     """
     began = time.monotonic()
     own_tokenizer = SOURCES.get(source)
-    any_tokenizer = tokenizer is None and vocab_size is None
+    unasked = set() if vocab_size else {"vocab_size"} if tokenizer else {"tokenizer", "vocab_size", "vocabulary"}
     tokenizer = tokenizer or (own_tokenizer if vocab_size is None else "bpe")
     default = DATA_DIR / (source if tokenizer == own_tokenizer else f"{source}_{_kind(tokenizer)}")
     folder = Path(out or default)
@@ -494,19 +507,21 @@ def prepare(
     tokenizer, why = (tokenizer, "") if tokenizer else choose_tokenizer(files)
     vocabulary = None if tokenizer in TOKENIZERS else read_vocabulary(tokenizer)
     made_with = _made_with(source, _kind(tokenizer), val_fraction, shard_tokens, files, encoding, given)
-    made_with |= _made_of_pairs(tokenizer, vocab_size or DEFAULT_SIZE, vocabulary)
-    if _is_done(folder, made_with, shards, files, say, any_tokenizer):  # asked before locking: it may be read-only
+    vocab_size = vocab_size or DEFAULT_SIZE
+    made_with |= _made_of_pairs(tokenizer, vocab_size, vocabulary)
+    if _is_done(folder, made_with, shards, files, say, unasked):  # asked before locking: it may be read-only
         return folder
     if why:
         say(why)
         given["tokenizer"] = tokenizer  # for the command that makes the same again
-    encoder = None
-    if not fineweb and tokenizer != "bpe":  # may fail: before anything is changed
-        encoder = BPETokenizer(vocabulary, tokenizer) if vocabulary else get_tokenizer(tokenizer)
+    if tokenizer == "bpe":
+        given["vocab_size"] = vocab_size
+    known = not fineweb and tokenizer != "bpe"
+    encoder = get_tokenizer(_kind(tokenizer), vocabulary, tokenizer) if known else None  # may fail: nothing is changed
     if "text_key" in given and not any(corpus.row_reader(file.path) for file in files):
         say("--text_key has no effect: there is no .jsonl or .csv file among those given")
     with _locked(folder, say):
-        if _is_done(folder, made_with, shards, files, say, any_tokenizer):
+        if _is_done(folder, made_with, shards, files, say, unasked):
             return folder
         order = {"order": corpus.ORDER} if len(files) > 1 and not _keeps_order_of_paths(folder, files) else {}
         command = _command(source, paths, given)
@@ -516,8 +531,7 @@ def prepare(
         else:
             files = corpus.by_hash(files) if order else files
             if tokenizer == "bpe":
-                documents, _ = _documents(source, origin, files, val_fraction, keys, [], say)
-                vocabulary = _train(documents, vocab_size or DEFAULT_SIZE, say)
+                vocabulary = _train(_documents(source, origin, files, val_fraction, keys, [], say)[0], vocab_size, say)
                 encoder = BPETokenizer(vocabulary)
             documents, progress = _documents(source, origin, files, val_fraction, keys, skipped, say)
             splits, made = _write_documents(documents, encoder, folder / STAGING, shard_tokens, progress)

@@ -105,13 +105,13 @@ class BPETokenizer(Tokenizer):
         return np.concatenate(tokens, dtype=np.uint32)
 
 
-def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
+def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vocabulary") -> Tokenizer:
     """The tokenizer called "gpt2", "bytes" or, with the content of its file, "bpe".
 
-    Raises UserError for other names and for a vocabulary out of reach.
+    Raises UserError for other names and for a vocabulary out of reach or damaged; `where` names its file.
     """
     if name == "bpe" and vocabulary:
-        return BPETokenizer(vocabulary)
+        return BPETokenizer(vocabulary, where)
     if name not in ("gpt2", "bytes"):
         raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
     return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()

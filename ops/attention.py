@@ -136,9 +136,9 @@ def query_blocks(length: int) -> list[tuple[int, int]]:
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Matmuls and a softmax for a block of queries at a time, without the keys after the block; q and k equally long.
 
-    On a CPU it beats SDPA's kernel, compiled in all dtypes, else in bf16: with that, steps of the default run take 26 %
-    longer compiled, and 19 % eager. It keeps the probabilities for backward, and has few blocks, to keep compilation
-    short. Scores are rounded to the dtype of q; SDPA's are fp32.
+    On a CPU it beats SDPA's kernel, compiled in all dtypes, else in bf16: with that, steps of `laptop` with bytes and
+    `--seq_len 256` take 26 % longer compiled, and 19 % eager. It keeps the probabilities for backward, and has few
+    blocks, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
     """
     (batch, n_head, length, head_dim), out = q.shape, []
     if mask is None:

@@ -77,11 +77,25 @@ def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int
     return bad_steps, ""
 
 
+# The words of PyTorch, CUDA, Triton, cuBLAS, cuDNN, the system, and oneDNN, which has no memory for a kernel's code
+NO_MEMORY = re.compile(
+    "(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|bad_alloc|can't start new thread|"
+    r"could not create a primitive\b(?! descriptor)"
+)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that memory ran out, on the device or the host."""
+    if isinstance(error, (TrainerError, ModelError, GenerationError)):  # which say themselves what they mean
+        return False
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error)) is not None
+
+
 def explain_oom(error: Exception) -> str:
     """What to say of an error that means that memory ran out; "" for any other."""
-    if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not re.search(
-        r"(?i)can(no|')t allocate memory|not enough memory|out of memory|bad_alloc", str(error)
-    ):
+    if not is_out_of_memory(error):
         return ""
     asked = re.search(r"allocate (\d+) bytes|allocate ([\d.]+ \w+)", str(error))
     asked = asked and (asked[2] or f"{int(asked[1]) / 2**30:,.1f} GiB") or "more"

@@ -8,6 +8,7 @@ from data.shards import UserError
 from ops.compile import apply_compile
 from ops.warmup import dummy_micro_step
 from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank
+from runtime.errors import is_out_of_memory
 from runtime.footprint import least_checkpointing
 from runtime.ranks import DistContext, dist_max
 
@@ -136,7 +137,9 @@ def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) 
     """
     try:
         used = probe(micro_batch)
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         used = math.inf
     used = dist_max(dist_ctx, used)
     if n_sharded and used == math.inf:

@@ -108,11 +108,11 @@ def check_same_stream(checkpoint: dict, fingerprint: str, position: dict, folder
 
 def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
     """Raises UserError when a checkpoint's model reads other tokens than the data are made of."""
-    tokenizer, folder = stream.meta["tokenizer"], stream.folder
-    if checkpoint["tokenizer"] != tokenizer:
+    was, tokenizer, folder = checkpoint["tokenizer"], stream.meta["tokenizer"], stream.folder
+    if was != tokenizer:
         raise UserError(
-            f"{path} reads tokens of {checkpoint['tokenizer']!r}, and {folder} holds those of {tokenizer!r}; prepare "
-            f"the data with --tokenizer {path.parent if checkpoint['tokenizer'] == 'bpe' else checkpoint['tokenizer']}"
+            f"{path} reads tokens of {was!r}, and {folder} holds those of {tokenizer!r}; prepare the data with "
+            f"--tokenizer {path.parent if was == 'bpe' else was}, and give their folder as --data"
         )
     theirs, ours = (
         (vocabulary_hash(text) if text else "") for text in (checkpoint.get("vocabulary"), stream.vocabulary)
@@ -120,7 +120,7 @@ def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
     if theirs != ours:
         raise UserError(
             f"{path} reads byte pairs of the vocabulary with hash {theirs[:12]}, and {folder} holds those of "
-            f"{ours[:12]}; prepare the data with --tokenizer {path.parent}"
+            f"{ours[:12]}; prepare the data with --tokenizer {path.parent}, and give their folder as --data"
         )
 
 

@@ -277,7 +277,7 @@ def test_flops_against_a_counter():
 # Loss
 
 
-@pytest.mark.parametrize("softcap", [0.0, 15.0, 0.7])
+@pytest.mark.parametrize("softcap", [0.0, 15.0, 0.7, 69.0])
 @pytest.mark.parametrize("chunk", [1, 7, 48, 1000])
 def test_chunked_loss_is_the_loss(chunk, softcap):
     torch.manual_seed(0)
@@ -292,6 +292,19 @@ def test_chunked_loss_is_the_loss(chunk, softcap):
     torch.testing.assert_close(loss, expected)
     for got, want in zip(torch.autograd.grad(loss / 3, (x, w)), expected_grads):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("softcap", [0.0, 15.0, 69.0, 80.0])
+def test_loss_of_extreme_logits(softcap, scale):
+    """Without the maximum (softcap below 70) and with it, against fp64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (scale * torch.randn(20, 50, generator=generator)).requires_grad_()
+    targets = torch.cat([torch.randint(-1, 50, (18,), generator=generator), logits[18:].argmin(-1)])
+    want = F.cross_entropy(softcap_logits(logits.double(), softcap), targets, ignore_index=-1, reduction="sum")
+    loss, grad, _ = ce_fwd_bwd(logits.detach(), targets, softcap, 1.0)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, logits)[0], rtol=1e-3, atol=1e-5)
 
 
 def test_evaluation_makes_no_gradients(monkeypatch):

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import generation
 import train_gpt
+from benchmarks.harness import explain_failure
 from conftest import (
     ROOT,
     TINY,
@@ -51,6 +52,7 @@ from runtime import checkpoint, start
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
 from runtime.errors import explain_oom, never_fatal
 from runtime.logger import SECTION, LineWriter, RunLogger, is_loss_spike
+from runtime.memory import agreed_peak
 from runtime.ranks import DistContext, StopVotes, exit_process
 from train_gpt import make_config, train
 
@@ -602,6 +604,45 @@ def test_out_of_memory_is_one_sentence(data, tmp_path, monkeypatch, capsys):
     code, err = run_main(flags_of(flags | dict(out_dir=tmp_path / "b")), capsys)
     assert code == 1 and "memory ran out: 20.00 GiB were asked for" in err
     assert explain_oom(ValueError("other")) == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),  # cudaHostAlloc
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("could not create a primitive"),  # oneDNN
+        RuntimeError("can't start new thread"),
+        OSError(12, "Cannot allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_whatever_ran_out_of_memory_is_told_alike(error):
+    """By trainer, harness and the search for the micro-batch."""
+    assert explain_oom(error).startswith("memory ran out")
+    assert explain_failure(error) == ("failed", "out of memory")
+
+    def fail(micro_batch):
+        raise error
+
+    if not isinstance(error, OSError):
+        assert agreed_peak(fail, 8, 0, DistContext(torch.device("cpu"))) == math.inf
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("could not create a primitive descriptor for a matmul"), UserError("--data 'out of memory'")]
+)
+def test_what_is_not_a_lack_of_memory_is_not_told_as_one(error):
+    def fail(micro_batch):
+        raise error
+
+    assert explain_oom(error) == "" and "out of memory" not in explain_failure(error)[1].replace("'out of memory'", "")
+    with pytest.raises(type(error)):
+        agreed_peak(fail, 8, 0, DistContext(torch.device("cpu")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Byte-pair vocabularies of one's own: trained, kept, carried by runs; and the part of a split that is evaluated."""
 
 import json
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -208,8 +210,15 @@ def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
     assert meta["splits"]["val"]["bytes"] / meta["splits"]["val"]["tokens"] > 2.4
     monkeypatch.undo()
     files = [file for file in corpus.python_files() if corpus.split_of(file.name, 0.1) == "train"]
-    own = parse_vocabulary(train_vocabulary((file.path.read_bytes() for file in corpus.by_hash(files)), 1024), "")[1]
-    assert len(own.keys() & parse_vocabulary(shipped, "")[1].keys()) > 0.95 * 1023  # Pythons differ a little
+
+    def shared(files):
+        own = train_vocabulary((file.path.read_bytes() for file in corpus.by_hash(files)), 1024)
+        return len(parse_vocabulary(own, "")[1].keys() & parse_vocabulary(shipped, "")[1].keys())
+
+    trained = shared(files)
+    least = 1023 if platform.python_version() == "3.11.7" else 975  # Pythons differ a little
+    assert trained >= least
+    assert trained > shared(corpus.python_files())
 
 
 def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
@@ -224,16 +233,22 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
     assert any("`pip install tokenizers`" in line for line in said)
     said.clear()
     prepare.prepare("files", paths, out=out, say=said.append)
-    made = "made with tokenizer bytes (257 tokens), as it was chosen then; remove it to make it again"
+    made = "made with tokenizer bytes (257 tokens); remove it to make it again"
     assert said == [f"already there: {out}, {made}"]
     with pytest.raises(UserError, match="made from something else"):  # asked for, it is another
         prepare.prepare("files", paths, tokenizer="bpe", out=out, say=said.append)
     with pytest.raises(UserError, match="made from something else"):
         prepare.prepare("files", paths, val_fraction=0.2, out=out, say=said.append)
+    (out / "val_000000.bin").unlink()
+    lost = f"made with tokenizer bytes: delete it, or give --tokenizer bytes --out {out} to make it again as it was"
+    with pytest.raises(UserError, match=re.escape(lost)):  # never made again with another, unasked
+        prepare.prepare("files", paths, out=out, say=said.append)
+    prepare.prepare("files", paths, tokenizer="bytes", out=out, say=said.append)
     said.clear()
     prepare.prepare("files", paths, out=tmp_path / "pairs", say=said.append)
     meta = load_meta(tmp_path / "pairs")
-    assert (meta["tokenizer"], meta["vocab_size"]) == ("bpe", 1024) and "--tokenizer=bpe" in meta["command"]
+    assert (meta["tokenizer"], meta["vocab_size"]) == ("bpe", 1024)
+    assert "--tokenizer=bpe --vocab_size=1024" in meta["command"]
     assert said[0] == "tokenizer bpe, 1,024 tokens of this text (for GPT-2's presets: --tokenizer gpt2)"
     said.clear()
     prepare.prepare("files", [tmp_path / "small.txt"], out=tmp_path / "bytes", say=said.append)
@@ -242,6 +257,12 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
     assert prepare.choose_tokenizer([corpus.TextFile("a", tmp_path / "a.gz")])[0] == "bpe"
     prepare.prepare("files", paths, vocab_size=300, out=tmp_path / "small", say=said.append)  # can only mean bpe
     assert load_meta(tmp_path / "small")["vocab_size"] == 300
+    said.clear()
+    prepare.prepare("files", paths, tokenizer="bpe", out=tmp_path / "small", say=said.append)  # of any size
+    assert "made with tokenizer bpe (300 tokens); remove it" in said[0]
+    (tmp_path / "small" / VOCABULARY_FILE).unlink()
+    with pytest.raises(UserError, match="or give --tokenizer bpe --vocab_size 300 --out"):
+        prepare.prepare("files", paths, out=tmp_path / "small", say=said.append)
 
 
 def test_a_large_file_needs_little_memory(tmp_path):
@@ -250,6 +271,7 @@ def test_a_large_file_needs_little_memory(tmp_path):
         "import resource, sys; from data import prepare; import tiktoken, tokenizers\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
+        "prepare.os.cpu_count = lambda: 2  # each thread has a few MB in hand\n"
         "assert prepare.main(sys.argv[1:]) == 0\n"
         "print(peak() - before)"
     )
