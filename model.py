@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from generation import LayerCache, next_logits, shift_right
-from ops.attention import attention, attention_mask, cached_attention
+from ops.attention import attention, attention_mask, cached_attention, offsets_of_micro_batches
 from ops.checkpointing import apply_ac, offload_activations, recomputed
 from ops.exchange import MuonSlice, gather_matrices, matrix_stacks, owned_part, scatter_updates, state_on_device
 from ops.init import normal, zeros
@@ -188,7 +188,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         if ctx.past is not None:
             return self._forward(x, ctx)
-        with offload_activations(self.compiled is not None) if self.offload else contextlib.nullcontext():
+        with offload_activations(self, self.compiled is not None) if self.offload else contextlib.nullcontext():
             return (self.compiled or self.forward_with_ac)(x, ctx)
 
     def forward_with_ac(self, x: Tensor, ctx: AttnContext) -> Tensor:
@@ -264,11 +264,11 @@ class GPT(nn.Module):
         """
         return None
 
-    def attention_masks(self, backend: str, idx: Tensor) -> dict[int, object]:
-        """What attention takes as mask, for each window of the layers; idx: tokens (B, T)."""
+    def attention_masks(self, backend: str, idx: Tensor, cu_seqlens: Tensor | None = None) -> dict[int, object]:
+        """What attention takes as mask, for each window of the layers; idx: tokens (B, T); cu_seqlens: see forward."""
         position = torch.arange(idx.size(1), device=idx.device)
         bias = self.attention_bias(position, position)
-        return {w: attention_mask(backend, idx, w, self.doc_eot, bias) for w in set(self.windows)}
+        return {w: attention_mask(backend, idx, w, self.doc_eot, bias, cu_seqlens) for w in set(self.windows)}
 
     def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of rotary position embedding; position: as embed has it."""
@@ -279,17 +279,18 @@ class GPT(nn.Module):
             cos, sin = angle.cos(), angle.sin()
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """idx and targets are integer (B, T), T <= seq_len; a target of -1 is not counted.
 
         With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
-        Without: fp32 logits (B, T, vocab_size). Raises ValueError for more tokens than the context has.
+        Without: fp32 logits (B, T, vocab_size). cu_seqlens: document_offsets(idx), where they are known already, for
+        the attention backend "varlen". Raises ValueError for more tokens than the context has.
         """
         length = idx.size(1)
         if length > self.cfg.seq_len:
             raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
         position = torch.arange(length, device=idx.device)
-        x = self.hidden(idx, position, self.attention_masks(self.attn, idx))
+        x = self.hidden(idx, position, self.attention_masks(self.attn, idx, cu_seqlens))
         if targets is None:
             return self.logits(x)
         return self.loss(x.flatten(0, 1), targets.flatten())
@@ -308,6 +309,7 @@ class GPT(nn.Module):
             x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], layers and layers[i]))
         return norm(x)
 
+    offsets_of_micro_batches = offsets_of_micro_batches
     next_logits = next_logits  # a method, since FSDP gathers weights for methods of the model
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Config:
     matmul_precision: str = flag(
         "highest", "precision of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium")
     )
-    attn: str = flag("auto", "backend; auto is PyTorch's, or blocked on CPUs where faster", ATTENTION_BACKENDS)
+    attn: str = flag("auto", "backend; auto is PyTorch's, or blocked where faster on CPUs", ATTENTION_BACKENDS)
     checkpointing: str = flag(
         "auto",
         "activations to recompute: none, selective, full, or a compiler budget in (0, 1); auto is the least that lets "
@@ -370,7 +370,7 @@ def reseed_step(state: TrainState, purpose: str = "train") -> None:
 
 
 def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's batch, int64 (sequences, seq_len + 1).
+    """One optimizer step on this rank's batch, int64 (sequences, seq_len + 1), on the device or pinned on the host.
 
     Returns this rank's share of the loss, whose mean over ranks is the mean loss, and the norm of the whole gradient
     before clipping, both fp32 () on the device: nothing here waits for it. Where that norm is not finite, every rank
@@ -379,17 +379,18 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     world_size = state.dist_ctx.world_size
     reseed_step(state)
     buffers = parallel.clone_buffers(state.raw_model)  # of edits such as batch norm, for a skipped step
+    offsets = state.raw_model.offsets_of_micro_batches(batch, state.micro_batch)
+    batch = batch.to(state.dist_ctx.device, non_blocking=True)
     x, y = batch[:, :-1], batch[:, 1:]
     n_targets = parallel.sum_over_ranks((y >= 0).sum()) / world_size  # DDP and FSDP average the ranks' gradients
     loss = torch.zeros((), device=state.dist_ctx.device)
-    micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch)))
-    for i, (inputs, targets) in enumerate(micro_batches):
+    micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch), *offsets))
+    for i, micro_batch in enumerate(micro_batches):
         cudagraph_mark_step(derived.uses_cudagraphs(state.cfg))
         with parallel.maybe_no_sync(state.model, last=i == len(micro_batches) - 1):
-            micro_loss = state.model(inputs, targets) / n_targets  # the model returns a sum over targets
-            nan_or_0 = (
-                0 * micro_loss.detach()
-            )  # NaN for a loss that is not finite: then every rank's norm is, and skips
+            micro_loss = state.model(*micro_batch) / n_targets  # the model returns a sum over targets
+            # NaN for a loss that is not finite: then every rank's norm is, and skips
+            nan_or_0 = 0 * micro_loss.detach()
             state.scaler.scale(micro_loss).backward(1 + nan_or_0)
         loss += micro_loss.detach()
     check_gradients(state.model)
@@ -478,7 +479,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         schedules = (get_lr_multiplier, get_ngram_dropout)
         cfg, new_notes = resume.resolve_flags(cfg, origin, dist_ctx, stream, GPTConfig, *schedules)
         notes += new_notes
-        with agree(dist_ctx):
+        with agree(dist_ctx, signals):
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
             state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
             if cfg.minutes and not origin.resumes:
@@ -544,7 +545,7 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, signals: li
                 break
             timer.start()
             t0 = time.perf_counter()
-            batch = next(batches).to(dist_ctx.device, non_blocking=dist_ctx.device.type == "cuda")
+            batch = next(batches)
             progress.data_stall_s += time.perf_counter() - t0
             lr_multiplier = get_lr_multiplier(state.step, cfg)
             loss, norm = train_step(state, batch, lr_multiplier)

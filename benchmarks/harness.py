@@ -388,9 +388,12 @@ def system_info(device: torch.device) -> dict:
 
 
 def tokenizer_size(cfg: Config) -> int:
-    """Tokens of the data folder's tokenizer; without a folder, of the default run's for its preset, else of GPT-2's."""
+    """Tokens of the data folder's tokenizer; without a folder --vocab_size, or those of the default run's tokenizer for
+    its preset, else of GPT-2's."""
     if cfg.data:
         return load_meta(Path(cfg.data))["vocab_size"]
+    if cfg.vocab_size:
+        return cfg.vocab_size
     if cfg.preset == "laptop":
         return BPETokenizer(read_vocabulary(PYTHON_VOCABULARY)).vocab_size
     return TOKENIZER_SIZES["gpt2"][0]

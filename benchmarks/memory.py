@@ -76,7 +76,7 @@ def plan_card(cfg: Config, model: GPT, optimizer_bytes: int, available: float) -
     def peak(n: int) -> int:
         return sum(memory_formula(model, mode, n, cfg.seq_len, optimizer_bytes, on_cpu=False, compiled=True).values())
 
-    fits = find_max_micro_batch(cfg.batch_tokens // cfg.seq_len, peak, available)
+    fits = find_max_micro_batch(cfg.batch_tokens // cfg.seq_len, peak, available, formula=peak)
     return dict(checkpointing=mode, micro_batch=fits, gib=peak(fits) / 2**30)
 
 

@@ -47,6 +47,10 @@ class RunError(TrainerError):
     """What ends a run and is not the user's mistake: exit code 1."""
 
 
+class Stopped(TrainerError):
+    """A signal ended a run before its first step: exit code 0."""
+
+
 # ---- Files ----------------------------------------------------------------------------------------------------------
 
 

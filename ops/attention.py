@@ -22,6 +22,20 @@ SDPA_BACKENDS = {
 }
 
 
+def offsets_of_micro_batches(model, batch: Tensor, micro_batch: int) -> list[list[Tensor]]:
+    """A list with what GPT.forward takes as cu_seqlens, for each micro-step of a batch (B, T + 1), if it takes any.
+
+    Of a batch on the host, for which nothing waits.
+    """
+    if model.attn != "varlen" or model.doc_eot is None:
+        return []
+    device = model.cos.device
+    offsets = [document_offsets(part[:, :-1], model.doc_eot) for part in batch.split(micro_batch)]
+    if device.type == "cuda" and batch.is_cpu:
+        offsets = [each.pin_memory().to(device, non_blocking=True) for each in offsets]
+    return [offsets]
+
+
 class Varlen(NamedTuple):
     """What varlen_attn takes in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
 
@@ -33,11 +47,29 @@ class Varlen(NamedTuple):
 TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")  # backends that can add a bias to the scores
 
 
-def attention_mask(backend: str, tokens: Tensor, window: int, eot: int | None, bias: Tensor | None = None):
+def document_offsets(tokens: Tensor, eot: int) -> Tensor:
+    """Where sequences and documents start in tokens (B, T) in one row, and where they end: int32 (N,).
+
+    On a GPU this waits for it, as N is not known before.
+    """
+    starts = tokens == eot
+    starts[:, 0] = True
+    return F.pad(starts.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
+
+
+def attention_mask(
+    backend: str,
+    tokens: Tensor,
+    window: int,
+    eot: int | None,
+    bias: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+):
     """Which keys each query sees, in the form that `backend` takes; None where plain causal attention says the same.
 
     tokens: integer (B, T). window: keys seen, the query's own included; 0 = all. eot: the token that starts a document,
     which sees no other; None = documents do not matter. bias: added to the scores, (H, T, T), for TAKES_BIAS only.
+    cu_seqlens: document_offsets(tokens, eot), if they are known.
     Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or with a bias floating; else a BlockMask or Varlen. Raises
     ModelError for a bias that the backend does not take.
     """
@@ -46,9 +78,10 @@ def attention_mask(backend: str, tokens: Tensor, window: int, eot: int | None, b
         raise ModelError(f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa")
     window = 0 if not torch.compiler.is_exporting() and window >= length else window  # exported, for every length
     if backend == "varlen":
-        cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
-        if eot is not None:
-            cu_seqlens = torch.cat((cu_seqlens, (tokens.flatten() == eot).nonzero()[:, 0])).unique().int()
+        if eot is None:
+            cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
+        else:
+            cu_seqlens = document_offsets(tokens, eot) if cu_seqlens is None else cu_seqlens
             torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
         return Varlen(cu_seqlens, length, (window - 1 if window else -1, 0))
     doc_ids = None if eot is None else (tokens == eot).cumsum(1)
@@ -79,8 +112,10 @@ def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor |
         return inside if doc_ids is None else inside & (doc_ids[b, q] == doc_ids[b, k])
 
     batch = None if doc_ids is None else len(doc_ids)
-    compiled = doc_ids is not None and device.type == "cuda"  # else it would make the whole (B, T, T)
-    return create_block_mask(mask_mod, batch, None, length, length, device=device, _compile=compiled)
+    make = create_block_mask
+    if doc_ids is not None and device.type == "cuda":  # else it would make the whole (B, T, T)
+        make = torch.compile(create_block_mask)
+    return make(mask_mod, batch, None, length, length, device=device)
 
 
 causal_block_mask = functools.cache(block_mask)

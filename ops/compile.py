@@ -25,6 +25,8 @@ def apply_compile(model: nn.Module, mode: str, budget: float = 1.0, probing: boo
     how = dict(backend="aot_eager_decomp_partition") if unfused else dict(mode=mode)
     for block in model.blocks:
         block.compiled = torch.compile(block.forward_with_ac, dynamic=False, fullgraph=True, **how)
-    model.ce_fn = torch.compile(ce_fwd_bwd, mode=mode, dynamic=probing, fullgraph=True)
+    # A CUDA graph would copy each chunk's logits into its memory
+    loss_mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+    model.ce_fn = torch.compile(ce_fwd_bwd, mode=loss_mode, dynamic=probing, fullgraph=True)
     if model.cos.is_cuda:  # of evaluation, and of a loss without kernel; a CPU saves less than it takes to compile
         model.compiled_loss = torch.compile(model.chunk_loss, dynamic=probing, fullgraph=True)

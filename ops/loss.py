@@ -102,8 +102,10 @@ class ChunkedLinearCrossEntropy(torch.autograd.Function):
             else:
                 logits = x[rows] @ w.T
             loss, dlogits, dlogits8 = ce_fn(logits, targets[rows], softcap, ctx.grad_scale, fp8)
+            del logits
             dx[rows] = torch._scaled_mm(dlogits8, wt8.t(), one, w_scale, out_dtype=x.dtype) if fp8 else dlogits @ w
             add_matmul_(dw, dlogits.T, x[rows])
+            del dlogits, dlogits8  # the next chunk's logits take their place
             total += loss
         ctx.save_for_backward(dx, dw)
         ctx.weight_dtype = weight.dtype

@@ -41,6 +41,21 @@ def side_effects(model: nn.Module, device: torch.device):
     effects["written"] = [name for name, now in writes().items() if now != written[name]]
 
 
+def compile_first_blocks(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
+    """A micro-step of a GPT's first blocks alone, one at least of each window: what the compiler tries out finds room.
+
+    The backward pass of all blocks is compiled as soon as it begins, when everything that it needs is in memory.
+    """
+    blocks = model.blocks
+    n_blocks = next(n for n in range(1, len(blocks) + 1) if {*model.windows[:n]} == {*model.windows})
+    model.blocks = blocks[:n_blocks]
+    try:
+        dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
+    finally:
+        model.blocks = blocks
+    model.zero_grad(set_to_none=not cudagraphs)
+
+
 def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagraphs: bool) -> dict:
     """Compile and load kernels for training and evaluation. Weights, buffers and the optimizer are to be made anew.
 
@@ -51,6 +66,8 @@ def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagra
     if cudagraphs:  # gradients stay where they are
         for p in raw_model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
+    if raw_model.blocks[0].compiled and not hasattr(raw_model, "reshard"):  # FSDP would remember these blocks as all
+        compile_first_blocks(raw_model, micro_batch, seq_len, cudagraphs)
     with side_effects(raw_model, raw_model.cos.device) as effects:
         for _ in range(calls):
             dummy_micro_step(model, micro_batch, seq_len, cudagraphs)

@@ -133,8 +133,8 @@ DEVICE_RULES = (
     ),
     (lambda f, hw: is_sharded(f) and hw.type == "mps", "--parallel {f.parallel} does not run on MPS; remove it"),
     (
-        lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn == "cudnn"),
-        "--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn",
+        lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn in ("cudnn", "varlen")),
+        "--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn and varlen",
     ),
     (
         lambda f, hw: f.attn == "flex" and f.checkpointing == "selective" and f.compile == "off",

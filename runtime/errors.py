@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.shards import TrainerError, UserError
+from data.shards import Stopped, TrainerError, UserError
 from generation import GenerationError
 from ops.init import ModelError
 from runtime.derived import is_sharded
@@ -214,7 +214,8 @@ def report_error(error: Exception) -> int:
     sentence = explain(error)
     if not sentence:
         raise error
-    rank = os.environ.get("RANK")
+    rank, stopped = os.environ.get("RANK"), isinstance(error, Stopped)
     if not getattr(error, "printed", False):
-        print(f"error{f' [rank {rank}]' if rank else ''}: {sentence}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, mistakes) else 1
+        start = "" if stopped else f"error [rank {rank}]: " if rank else "error: "
+        print(start + sentence, file=sys.stderr, flush=True)
+    return 0 if stopped else 2 if isinstance(error, mistakes) else 1

@@ -1,5 +1,6 @@
 """Devices, ranks and threads: where a run happens, and what that hardware and its PyTorch can do."""
 
+import functools
 import logging
 import math
 import os
@@ -49,6 +50,7 @@ def init_distributed(
                 f"{env['LOCAL_WORLD_SIZE']} processes were started for {torch.cuda.device_count()} CUDA device(s); "
                 f"use torchrun --nproc_per_node={torch.cuda.device_count()}"
             )
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it was always; Triton 3.9 warns of what is to come
         place = torch.device("cuda", env["LOCAL_RANK"])
         torch.cuda.set_device(place)
         set_flash_impl(attn)
@@ -64,7 +66,7 @@ def init_distributed(
         join_process_group(place, env["RANK"], env["WORLD_SIZE"])
     cpu_group = None
     if dist.is_initialized():
-        cpu_group = dist.new_group(backend="gloo") if place.type == "cuda" else dist.group.WORLD
+        cpu_group = gloo_group(dist.group.WORLD) if place.type == "cuda" else dist.group.WORLD
     return DistContext(place, *env.values(), cpu_group)
 
 
@@ -83,13 +85,20 @@ def join_process_group(device: torch.device, rank: int, world_size: int) -> None
     )
 
 
+@functools.cache
+def gloo_group(everyone: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that talks on the CPU; one for all runs in this process."""
+    return dist.new_group(backend="gloo")
+
+
 def set_flash_impl(attn: str) -> None:
     """Have SDPA's flash kernel be FlashAttention 3 or 4 ("fa3", "fa4": packages of their own) or PyTorch's ("flash").
 
     Raises UserError when the package does not load.
     """
-    if attn == "flash" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
-        torch.nn.attention.restore_flash_attention_impl()  # an earlier run in this process may have taken another
+    kernels = torch.nn.attention
+    if hasattr(kernels, "restore_flash_attention_impl") and kernels.current_flash_attention_impl():
+        kernels.restore_flash_attention_impl()  # an earlier run in this process took another
     if attn in ("fa3", "fa4"):
         try:
             torch.nn.attention.activate_flash_attention_impl(attn.upper())
@@ -120,7 +129,9 @@ def select_device(name: str) -> torch.device:
 # Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets; MFU is blank for anything else.
 PEAK_TFLOPS = {
     "B200": 2250,
+    "H200 NVL": 835,
     "H200": 989,
+    "H100 NVL": 835,
     "H100 PCIe": 756,
     "H100": 989,
     "A100": 312,
@@ -141,7 +152,9 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    if re.search("Laptop|Max-Q|MIG | D$", name):  # a part of what the name promises
+        return None
+    return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 
 
 def cpu_cores() -> int:

@@ -9,7 +9,7 @@ from ops.compile import apply_compile
 from ops.warmup import dummy_micro_step
 from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank
 from runtime.errors import is_out_of_memory
-from runtime.footprint import least_checkpointing
+from runtime.footprint import least_checkpointing, memory_formula
 from runtime.ranks import DistContext, dist_max
 
 USABLE = 0.92  # of the memory: the rest is lost between blocks, or CUDA's own
@@ -56,7 +56,7 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
         if f.micro_batch or not cuda:
             return f.micro_batch or largest_divisor(n_seqs, 8192 // f.seq_len)  # there, more are no faster
         try:
-            return fit_micro_batch(model, n_seqs, f.seq_len, optimizer_bytes // n_shards, dist_ctx)
+            return fit_micro_batch(f, model, mode, optimizer_bytes, dist_ctx)
         except DoesNotFit:
             if mode == modes[-1]:
                 raise
@@ -67,21 +67,26 @@ def state_bytes(group: dict) -> int:
     return (4 if group["kind"] == "muon" else 8) * sum(p.numel() for p in group["params"] if p.requires_grad)
 
 
-def fit_micro_batch(
-    model: torch.nn.Module, n_seqs: int, seq_len: int, optimizer_bytes: int, dist_ctx: DistContext
-) -> int:
-    """As many sequences as fit into a GPU.
+def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, dist_ctx: DistContext) -> int:
+    """As many sequences of a step as fit into a GPU, with this mode of --checkpointing.
 
-    n_seqs: those of a step, which the result divides. optimizer_bytes: what the optimizer will need on the device.
-    Raises UserError when not even one fits.
+    optimizer_bytes: what the optimizer will need on the device, unsharded. Raises UserError when not even one fits.
     """
+    n_seqs, n_shards = seqs_per_rank(f, dist_ctx.world_size), ranks_per_copy(f, dist_ctx)
+    compiled, most = f.compile != "off", n_seqs
+    if f.offload == "activations":  # to host memory, of which nobody knows how much there is to take
+        most = largest_divisor(n_seqs, max(1, ENOUGH_TOKENS // f.seq_len))
 
     def probe(micro_batch: int) -> float:
-        if model.blocks[0].compiled:
+        if compiled or f.attn == "flex":
             torch._dynamo.reset()  # each size is a compilation, and their number is limited
         torch.cuda.reset_peak_memory_stats()
-        dummy_micro_step(model, micro_batch, seq_len, cudagraphs=False)
+        dummy_micro_step(model, micro_batch, f.seq_len, cudagraphs=False)
         return torch.cuda.max_memory_allocated()
+
+    def formula(micro_batch: int) -> int:
+        shape = (model, mode, micro_batch, f.seq_len, optimizer_bytes)
+        return sum(memory_formula(*shape, on_cpu=False, compiled=compiled, n_ranks=n_shards).values())
 
     def peak(micro_batch: int) -> float:
         used = agreed_peak(probe, micro_batch, n_seqs if hasattr(model, "reshard") else 0, dist_ctx)  # FSDP
@@ -90,7 +95,10 @@ def fit_micro_batch(
 
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
-    fits = find_max_micro_batch(n_seqs, peak, -dist_max(dist_ctx, optimizer_bytes - available_memory()))
+    budget = -dist_max(dist_ctx, optimizer_bytes // n_shards - available_memory())
+    if compiled or f.attn == "flex":
+        peak(1)  # holds what the compiler tried
+    fits = find_max_micro_batch(n_seqs, peak, budget, formula, most)
     model.zero_grad(set_to_none=True)
     return fits
 
@@ -150,11 +158,13 @@ def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) 
     return used
 
 
-def find_max_micro_batch(n_seqs: int, peak, budget: float) -> int:
-    """A large divisor of n_seqs whose peak(micro_batch) is within budget, by measuring what is predicted to fit.
+def find_max_micro_batch(n_seqs: int, peak, budget: float, formula=lambda n: 0, most: int = 0) -> int:
+    """A large divisor of n_seqs, `most` at most, whose peak(micro_batch) is within budget, by measuring what is
+    predicted to fit.
 
-    Each prediction is a line through the last two measurements; what does not fit after all is halved. Raises
-    DoesNotFit when not even one sequence fits.
+    A prediction is formula(micro_batch), which knows what grows no more once it is full, and what the last two
+    measurements differed by from theirs, as a line. What does not fit after all is halved. Raises DoesNotFit when not
+    even one sequence fits.
     """
     one = peak(1)
     if one > budget:
@@ -162,15 +172,18 @@ def find_max_micro_batch(n_seqs: int, peak, budget: float) -> int:
             f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB available on this device; "
             "leave --checkpointing to itself, add --offload optimizer, or use a smaller --seq_len or model"
         )
-    (low, at_low), (high, at_high), most = (1, one), (min(2, n_seqs), peak(min(2, n_seqs))), n_seqs
-    fits = high if n_seqs % high == 0 and at_high <= budget else 1
-    while True:
-        predicted = low + (budget - at_low) * (high - low) / (at_high - at_low) if at_high > at_low else most
-        candidate = largest_divisor(n_seqs, min(predicted, most))
+    low, high, most = 1, min(2, n_seqs), min(most or n_seqs, n_seqs)
+    at_low, at_high = one - formula(low), peak(high) - formula(high)
+    fits = high if n_seqs % high == 0 and at_high + formula(high) <= budget else 1
+    while high <= most:
+        slope = (at_high - at_low) / (high - low) if high > low else 0.0
+        predicted = {n: at_low + slope * (n - low) + formula(n) for n in range(1, most + 1) if n_seqs % n == 0}
+        candidate = max((n for n in predicted if predicted[n] <= budget), default=1)
         if candidate <= fits:
-            return fits
+            break
         used = peak(candidate)
         if used > budget:
             most = candidate // 2
         else:
-            (low, at_low), (high, at_high), fits = (high, at_high), (candidate, used), candidate
+            (low, at_low), (high, at_high), fits = (high, at_high), (candidate, used - formula(candidate)), candidate
+    return min(fits, most)

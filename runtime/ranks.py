@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.shards import RunError, TrainerError, UserError, sha256_of_file
+from data.shards import RunError, Stopped, TrainerError, UserError, sha256_of_file
 from ops.init import ModelError
 
 PATIENCE_S = 600.0  # with ranks that come later, as torchrun has with nodes
@@ -104,8 +104,11 @@ def run_on_rank0(dist_ctx: DistContext, function):
 
 
 @contextlib.contextmanager
-def agree(dist_ctx: DistContext):
-    """Where a rank raises a TrainerError in this block, all do at its end, and the first such rank says it."""
+def agree(dist_ctx: DistContext, signals: list[str] = ()):
+    """Where a rank raises a TrainerError in this block, all do at its end, and the first such rank says it.
+
+    Where there are `signals`, whatever is raised is Stopped: a compiler's workers got them too, and failed.
+    """
     error = None
     try:
         yield
@@ -113,6 +116,10 @@ def agree(dist_ctx: DistContext):
         error = raised
     except ModelError as raised:
         error = UserError(str(raised))
+    except Exception:
+        if not signals:
+            raise
+        error = Stopped(f"stopped by {signals[0]} before the first step, with nothing to save")
     errors = gather_objects(dist_ctx, error)
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:

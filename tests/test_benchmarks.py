@@ -470,7 +470,7 @@ def test_bench_fit(tmp_path):
 
 @pytest.mark.parametrize("flags", ["", " --dtype bf16 --loss_chunk 0"])
 def test_bench_memory(tmp_path, flags):
-    sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 0 --quick"
+    sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 0 --vocab_size 320 --quick"
     rows = measured(tmp_path, "memory", sizes + flags)["memory"]
     numbers_are_finite(rows)
     for mode in ("none", "selective", "full"):

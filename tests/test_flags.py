@@ -1,6 +1,7 @@
 """Flags: mistakes told in one sentence, notes of flags without effect, help and README against the code."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -23,7 +24,8 @@ from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, 
 from data import prepare
 from data.shards import UserError
 from model import optimizer_groups
-from runtime import checks, memory, start
+from runtime import checks, launch, memory, start
+from runtime.derived import seqs_per_rank
 from runtime.memory import find_max_micro_batch, fit_loss_chunk, fit_memory, largest_loss_chunk
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
@@ -237,6 +239,10 @@ def test_every_rule_about_devices_is_told(pretended):
         dtype = "bf16" if cfg.dtype == "auto" else cfg.dtype
         assert str(caught.value) == checks.sentence_of(text, cfg, SimpleNamespace(type=device, dtype=dtype)), flags
         check_sentence(str(caught.value))
+    for attn in ("cudnn", "varlen"):  # which may be cuDNN's
+        with pytest.raises(UserError, match="--deterministic on CUDA needs"):
+            check_hardware("cuda", deterministic=True, micro_batch=4, attn=attn)
+    assert check_hardware("cuda", deterministic=True, micro_batch=4) == []
 
 
 def test_every_flag_without_effect_is_told(pretended):
@@ -300,6 +306,17 @@ def test_micro_batch_is_predicted_verified_and_halved():
     assert find_max_micro_batch(32, lambda m: 99 * min(m, 2) + 10 * m, 500) == 16  # a chunk of the loss is full
     assert find_max_micro_batch(12, lambda m: 10 * m if m < 2 else math.inf, 45) == 1
     asked.clear()
+    chunk = functools.partial(peak, fixed=0)  # the loss chunk is full at 8 sequences
+
+    def full_at_8(m):
+        return chunk(m) + 20 * min(m, 8)
+
+    assert find_max_micro_batch(64, full_at_8, 340) == 8 and asked == [1, 2, 8]
+    asked.clear()
+    assert find_max_micro_batch(64, full_at_8, 340, formula=lambda m: 4 * m + 20 * min(m, 8)) == 32
+    assert asked == [1, 2, 32]
+    assert find_max_micro_batch(64, full_at_8, 340, most=4) == 4 and find_max_micro_batch(64, chunk, 340, most=1) == 1
+    asked.clear()
     assert find_max_micro_batch(512, peak, 21) == 2 and asked == [1, 2]
     with pytest.raises(UserError, match="one sequence needs .* GiB"):
         find_max_micro_batch(32, peak, 12)
@@ -319,7 +336,7 @@ def help_of(main, capsys) -> str:
 
 def test_checkpointing_is_what_memory_makes_necessary(monkeypatch):
     ctx = DistContext(torch.device("cuda"))
-    monkeypatch.setattr(memory, "fit_micro_batch", lambda model, n_seqs, *_: n_seqs)
+    monkeypatch.setattr(memory, "fit_micro_batch", lambda f, *_: seqs_per_rank(f, 1))
     monkeypatch.setattr(memory, "apply_compile", lambda *_, **__: None)
 
     def chosen(gb: float, ctx=ctx, **flags) -> tuple[str, int]:
@@ -344,10 +361,53 @@ def test_checkpointing_is_what_memory_makes_necessary(monkeypatch):
     assert chosen(8, DistContext(torch.device("cpu"))) == ("none", 8)
 
 
+@pytest.mark.parametrize("flags, most", [(dict(), 512), (dict(offload="activations"), 4), (dict(attn="flex"), 512)])
+def test_micro_batch_is_measured_on_what_training_uses(flags, most, monkeypatch):
+    """What a probe keeps: no compilation of another size, and of activations in host memory no more than are of use."""
+    probed, resets = [], []
+    monkeypatch.setattr(memory, "dummy_micro_step", lambda model, n, *_, **__: probed.append(n))
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(len(probed)))
+    monkeypatch.setattr(memory, "available_memory", lambda: 1e12)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 10**9 * probed[-1])
+    cfg = make_config(preset="gpt2-small", dtype="bf16", device="cuda", vocab_size=50304, **flags)
+    gpt, _ = planned_model(cfg)
+    assert fit_memory(cfg, gpt, [], DistContext(torch.device("cuda"))) == most
+    assert probed[-1] == most and len(resets) == (1 + len(probed) if "attn" in flags else 0)
+    assert probed[:2] == ([1, 1] if "attn" in flags else [1, 2])  # the first is what the compiler tried
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A10", 125),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A6000", 155),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_a_peak_is_of_the_device_by_that_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert launch.peak_flops(torch.device("cuda"), "bf16") == (peak and 1e12 * peak)
+
+
 def test_checkpointing_goes_on_where_measuring_finds_no_room(monkeypatch):
     tried, cuda = [], DistContext(torch.device("cuda"))
 
-    def fit(model, *_):
+    def fit(f, model, *_):
         tried.append(model.blocks[0].checkpointing)
         if tried[-1] != "full":
             raise memory.DoesNotFit("one sequence needs more")

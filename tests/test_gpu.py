@@ -19,8 +19,10 @@ from conftest import (
 )
 from generation import compile_decode_step, generate, on_host
 from int8 import quantize
+from model import GPT, GPTConfig
 from ops.attention import attention, attention_mask
 from ops.checkpointing import OFFLOAD_MIN_NUMEL, offload_pack, offload_unpack
+from ops.compile import apply_compile
 from ops.linear import Fp8Linear
 from ops.loss import ChunkedLinearCrossEntropy, add_matmul_, ce_fwd_bwd
 from ops.pointwise import norm
@@ -52,8 +54,8 @@ GPU_SAME = {
 def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, monkeypatch):
     pack, packed = offload_pack, []
 
-    def noting(tensor, strided):
-        kept = pack(tensor, strided)
+    def noting(tensor, **options):
+        kept = pack(tensor, **options)
         packed.extend([tensor.numel()] if kept is not tensor else [])
         return kept
 
@@ -68,7 +70,7 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, monkeypatch
 @pytest.mark.parametrize("strided", [False, True])
 def test_gpu_offload_returns_what_it_took(strided):
     tensors = [torch.randn(300, 500, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    tensors += [tensors[0].t(), tensors[0][:, ::2], tensors[0][:256, :256]]
+    tensors += [tensors[0].view(10, 30, 500).transpose(0, 1), tensors[0][:, ::2], tensors[0][:256, :256]]
     for tensor in tensors:
         packed = offload_pack(tensor, strided)
         assert packed is not tensor and packed[-1].is_pinned()
@@ -79,9 +81,31 @@ def test_gpu_offload_returns_what_it_took(strided):
         torch.randn(100, device="cuda"),
         torch.ones(300, 500, device="cuda") > 0,
         torch.ones(300, 500),
-        torch.nn.Parameter(tensors[0]),
+        tensors[0].t(),  # as F.linear keeps a weight
     ]
     assert all(offload_pack(tensor, strided) is tensor for tensor in stay)
+    assert offload_pack(tensors[0], strided, {tensors[0].untyped_storage().data_ptr()}) is tensors[0]
+
+
+@pytest.mark.parametrize("compile", ["off", "default"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_weights_are_not_offloaded(dtype, compile, monkeypatch):
+    """Activations of 5 x 100 tokens cannot be mistaken for weights 256 wide, nor for their casts."""
+    pack, packed = offload_pack, []
+
+    def noting(tensor, **options):
+        kept = pack(tensor, **options)
+        packed.extend([tensor.numel()] if kept is not tensor else [])
+        return kept
+
+    monkeypatch.setattr(ops.checkpointing, "offload_pack", noting)
+    with torch.device("cuda"):
+        gpt = GPT(GPTConfig(vocab_size=64, n_layer=2, n_head=2, n_embd=256, seq_len=100), dtype, offload=True)
+    if compile != "off":
+        apply_compile(gpt, compile)
+    idx = torch.zeros((5, 100), dtype=torch.int64, device="cuda")
+    gpt(idx, idx).backward()
+    assert packed and all(n % 500 == 0 for n in packed), packed
 
 
 @pytest.mark.parametrize("docs", [False, True])

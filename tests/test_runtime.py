@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -695,6 +696,23 @@ def test_sigterm_during_evaluation_and_saving(moment, data, tmp_path, monkeypatc
     train(make_config(**flags | dict(out_dir=str(tmp_path / "run"), resume="newest")))
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
     assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+
+
+def test_what_fails_after_a_signal_is_a_stop(data, tmp_path, monkeypatch, capsys):
+    """A compiler's workers get the signal too, and their end is an error of whatever shape."""
+    flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run"))
+
+    def build(*_, signalled=True):
+        if signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("a process in the process pool was terminated abruptly")
+
+    monkeypatch.setattr(train_gpt, "build", build)
+    code, err = run_main(flags, capsys)
+    assert code == 0 and err == "stopped by SIGTERM before the first step, with nothing to save\n"
+    monkeypatch.setattr(train_gpt, "build", functools.partial(build, signalled=False))
+    with pytest.raises(RuntimeError, match="terminated abruptly"):
+        run_main(flags, capsys)
 
 
 def test_a_second_signal_ends_the_process_at_once():

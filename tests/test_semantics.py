@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_module
 import ops.params
@@ -19,7 +21,7 @@ from conftest import TINY, final, flags_of, random_gpt, rows, run_main, run_rank
 from data.shards import UserError
 from generation import GenerationError, check_cache, generate
 from model import GPT, PARAM_TABLE, GPTConfig, Linear, ParamGroupSpec, optimizer_groups
-from ops.attention import attention_mask
+from ops.attention import ATTENTION_BACKENDS, attention_mask, document_offsets, offsets_of_micro_batches
 from ops.init import ModelError, normal
 from ops.loss import kernel_fits
 from ops.pointwise import norm
@@ -39,6 +41,77 @@ def built(**flags):
 
 def some_batch(n=16, seed=0) -> torch.Tensor:
     return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A step waits for no GPU
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on what would wait for a GPU, if the tensors were on one: numbers for Python, and shapes by content."""
+
+    WAITS = "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive equal is_nonzero"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removeprefix("aten::").split(".")[0]
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert name not in self.WAITS.split() and not by_mask, f"{func} waits"
+        return func(*args, **(kwargs or {}))
+
+
+STEPS = {
+    "default": dict(),
+    "AdamW": dict(optimizer="adamw", grad_clip=1.0),
+    "bf16, chunked loss": dict(dtype="bf16", loss_chunk=64),
+    "whole loss": dict(loss_chunk=0),
+    "n-grams": dict(ngram=3, ngram_dropout=0.4),
+    "documents, windows": dict(doc_mask=True, window="SL:8"),
+    "varlen": dict(attn="varlen", doc_mask=True, window="SL:8"),
+    "full": dict(checkpointing="full"),
+    "selective": dict(checkpointing="selective"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_waits_for_no_gpu(case, monkeypatch):
+    def varlen(q, k, v, mask):  # the offsets as a mask: there is no such kernel on a CPU
+        starts, position = mask.cu_seqlens[:-1], torch.arange(q.size(0) * q.size(2))
+        row = (position[:, None] >= starts).sum(1).view(q.size(0), -1)  # sequence or document of each token
+        key = torch.arange(q.size(2))
+        seen = (row[:, :, None] == row[:, None, :]) & (key <= key[:, None])
+        if mask.window[0] >= 0:
+            seen &= key >= key[:, None] - mask.window[0]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None])
+
+    monkeypatch.setitem(ATTENTION_BACKENDS, "varlen", varlen)
+    cfg = make_config(**TINY | STEPS[case])
+    state = train_gpt.build(cfg, start.launch(cfg), 257, 256)
+    batch = some_batch()
+    batch[:, ::5] = 256
+    train_gpt.train_step(state, batch, 1.0)
+    offsets = [] if case != "varlen" else [document_offsets(p[:, :-1], 256) for p in batch.split(state.micro_batch)]
+    if offsets:  # of a batch on the host they are made there, where nothing waits
+        monkeypatch.setattr(GPT, "offsets_of_micro_batches", lambda *_: [offsets])
+    before = [p.detach().clone() for p in state.raw_model.parameters()]
+    with NoWaiting():
+        loss, _ = train_gpt.train_step(state, batch, 1.0)
+    assert loss.isfinite() and not all(map(torch.equal, before, state.raw_model.parameters()))
+
+
+def test_documents_by_offsets_are_those_of_the_mask(monkeypatch):
+    tokens = some_batch(4)[:, :32]
+    tokens[:, ::7] = 256
+    tokens[1, 0] = 256
+    tokens[2] = 5
+    offsets = document_offsets(tokens, 256)
+    starts = sorted({*range(0, 129, 32), *(tokens.flatten() == 256).nonzero()[:, 0].tolist()})
+    assert offsets.dtype == torch.int32 and offsets.tolist() == starts
+    for backend, eot, want in (("varlen", 256, 3), ("sdpa", 256, 0), ("varlen", None, 0)):
+        model = SimpleNamespace(attn=backend, doc_eot=eot, cos=torch.empty(0))
+        parts = offsets_of_micro_batches(model, torch.cat([tokens, tokens[:, :1]], dim=1), 2)
+        assert [len(p) for p in parts] == [2] * bool(want)
+        for part, sequences in zip(*parts, tokens.split(2)) if parts else ():
+            assert torch.equal(part, document_offsets(sequences, 256))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
