@@ -188,7 +188,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         if ctx.past is not None:
             return self._forward(x, ctx)
-        with offload_activations(self, self.compiled is not None) if self.offload else contextlib.nullcontext():
+        how = (x.numel() // x.size(-1), self.compiled is not None)
+        with offload_activations(self, *how) if self.offload else contextlib.nullcontext():
             return (self.compiled or self.forward_with_ac)(x, ctx)
 
     def forward_with_ac(self, x: Tensor, ctx: AttnContext) -> Tensor:

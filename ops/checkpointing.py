@@ -73,27 +73,28 @@ def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def offload_activations(module: nn.Module, strided: bool):
+def offload_activations(module: nn.Module, n_tokens: int, strided: bool):
     """A context in which the module's forward pass keeps what backward needs in host memory, but for its weights.
 
-    strided: for a compiled backward pass.
+    n_tokens: of the batch. strided: for a compiled backward pass.
     """
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    return saved_tensors_hooks(functools.partial(offload_pack, strided=strided, weights=weights), offload_unpack)
+    pack = functools.partial(offload_pack, strided=strided, n_tokens=n_tokens, weights=weights)
+    return saved_tensors_hooks(pack, offload_unpack)
 
 
 OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
 
 
-def offload_pack(tensor: Tensor, strided: bool, weights: set[int] = frozenset()):
+def offload_pack(tensor: Tensor, strided: bool, n_tokens: int, weights: set[int]):
     """What backward needs, in pinned host memory; masks, weights, small tensors and CPU tensors stay where they are.
 
     strided: it comes back with the strides it had, gaps and all, which a compiled backward pass insists on. weights:
-    addresses of their storages.
+    addresses of their storages; their casts are known by their shape, which has no tokens, or by being transposed.
     """
     if not tensor.is_cuda or tensor.dtype == torch.bool or tensor.numel() < OFFLOAD_MIN_NUMEL:
         return tensor
-    cast = tensor.dim() == 2 and tensor.stride(0) == 1  # F.linear keeps a weight's cast transposed
+    cast = tensor.dim() == 2 and (tensor.size(0) != n_tokens or tensor.stride(0) == 1)
     if cast or tensor.untyped_storage().data_ptr() in weights:
         return tensor
     if strided and 0 in tensor.stride():  # one number stands for many
