@@ -114,12 +114,18 @@ def memory_formula(
     saved = saved_tensors(model, mode, micro_batch, seq_len, fused_norms)
     if n_ranks > 1:
         saved.pop("blocks' weights, cast", None)  # they are gathered as such, and again for backward
+    kept = sum(saved.values())
+    # The last gradient to be made and added up is that of the embeddings, once nothing else is kept any more
+    tables = (m.weight.numel() for m in (model.wte, model.ngrams) if m is not None and m.weight.requires_grad)
     parts = dict(
         weights=4 * weights // n_ranks,
         gradients=4 * trained // n_ranks,
         optimizer=optimizer_bytes // n_ranks,
-        activations=sum(saved.values()),
-        transient=transient_bytes(model, mode, micro_batch, seq_len, fused_norms, compiled),
+        activations=kept,
+        transient=max(
+            transient_bytes(model, mode, micro_batch, seq_len, fused_norms, compiled),
+            4 * max(tables, default=0) - kept,
+        ),
     )
     if n_ranks > 1:
         parts["whole weights"] = size * (weights - block * (len(model.blocks) - 2))
