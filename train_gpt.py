@@ -272,7 +272,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         checks.check_recomputation(cfg, raw_model.blocks[0].checkpointing, effects)
     state = TrainState(cfg, dist_ctx, raw_model, model, micro_batch, deque(maxlen=cfg.log_every))
     start_anew(state)
-    if device.type == "cuda":
+    if device.type == "cuda" and not derived.uses_cudagraphs(cfg):  # graphs took their memory when they were recorded
         torch.cuda.reset_peak_memory_stats()
     return state
 

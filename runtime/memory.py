@@ -7,7 +7,7 @@ import torch
 from data.shards import UserError
 from ops.compile import apply_compile
 from ops.warmup import dummy_micro_step
-from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank
+from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank, uses_cudagraphs
 from runtime.errors import is_out_of_memory
 from runtime.footprint import least_checkpointing, memory_formula
 from runtime.ranks import DistContext, dist_max
@@ -78,11 +78,14 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
         most = largest_divisor(n_seqs, max(1, ENOUGH_TOKENS // f.seq_len))
 
     def probe(micro_batch: int) -> float:
+        copied = 0  # into the memory of CUDA graphs: the input of each block
+        if uses_cudagraphs(f):
+            copied = len(model.blocks) * micro_batch * f.seq_len * f.n_embd * model.compute_dtype.itemsize
         if compiled or f.attn == "flex":
             torch._dynamo.reset()  # each size is a compilation, and their number is limited
         torch.cuda.reset_peak_memory_stats()
         dummy_micro_step(model, micro_batch, f.seq_len, cudagraphs=False)
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() + copied
 
     def formula(micro_batch: int) -> int:
         shape = (model, mode, micro_batch, f.seq_len, optimizer_bytes)
@@ -168,8 +171,9 @@ def find_max_micro_batch(n_seqs: int, peak, budget: float, formula=lambda n: 0, 
     """
     one = peak(1)
     if one > budget:
+        needed = f"needs {one / 2**30:.1f} GiB, of" if one < math.inf else "needs more than the"
         raise DoesNotFit(
-            f"one sequence needs {one / 2**30:.1f} GiB, of {budget / 2**30:.1f} GiB available on this device; "
+            f"one sequence {needed} {max(0.0, budget) / 2**30:.1f} GiB available on this device; "
             "leave --checkpointing to itself, add --offload optimizer, or use a smaller --seq_len or model"
         )
     low, high, most = 1, min(2, n_seqs), min(most or n_seqs, n_seqs)
