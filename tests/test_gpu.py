@@ -179,6 +179,7 @@ TEN_STEPS = {
     "CUDA graphs": dict(compile="reduce-overhead"),
     "clipped, with n-grams": dict(grad_clip=1.0, ngram=3, ngram_dropout=0.4),
     "documents": dict(doc_mask=True, attn="efficient"),
+    "documents, varlen": dict(doc_mask=True, attn="varlen"),
     "recomputed": dict(checkpointing="selective", compile="default"),
     "offloaded": dict(offload="activations", micro_batch=16),
     "AdamW in fp16": dict(optimizer="adamw", dtype="fp16"),
@@ -195,7 +196,7 @@ def test_gpu_ten_steps_never_wait_for_the_device(case, data):
 
     def step() -> None:
         train_gpt.reseed_step(state)
-        train_gpt.train_step(state, batches[state.step].to("cuda", non_blocking=True), 1.0)
+        train_gpt.train_step(state, batches[state.step], 1.0)
         state.step += 1
 
     step(), step()
