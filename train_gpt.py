@@ -126,20 +126,26 @@ class Config:
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
     schedule_from: str = flag("start", "start or here; here caps a resumed run's LR at its current value")
     # systems
-    compile: str = flag("off", "torch.compile every block, in this mode", COMPILE_MODES, const="default")
+    compile: str = flag(
+        "off", "torch.compile blocks and loss, in this mode (not yet run on a GPU)", COMPILE_MODES, const="default"
+    )
     dtype: str = flag("auto", "activation dtype; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
-    fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
+    fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer; not yet run on a GPU)", const=True)
     matmul_precision: str = flag(
         "highest", "precision of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium")
     )
-    attn: str = flag("auto", "backend; auto is PyTorch's, or blocked where faster on CPUs", ATTENTION_BACKENDS)
+    attn: str = flag(
+        "auto",
+        "backend; auto is PyTorch's, or blocked on CPUs where faster (flex, varlen, fa3, fa4: not yet run on a GPU)",
+        ATTENTION_BACKENDS,
+    )
     checkpointing: str = flag(
         "auto",
         "activations to recompute: none, selective, full, or a compiler budget in (0, 1); auto is the least that lets "
         "4,096 tokens fit into a GPU",
     )
-    offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
+    offload: str = flag("none", "what CPU memory keeps (not yet run on a GPU)", ("none", "activations", "optimizer"))
     parallel: str = flag(
         "auto",
         "for several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state over all ranks, hsdp "
