@@ -52,6 +52,7 @@ from model import GPT, GPTConfig, Optimizer
 from runtime import checkpoint, start
 from runtime.checkpoint import content_hash, list_checkpoints, load_weights, read_checkpoint
 from runtime.errors import explain_oom, never_fatal
+from runtime.launch import gloo_group
 from runtime.logger import SECTION, LineWriter, RunLogger, is_loss_spike
 from runtime.memory import agreed_peak
 from runtime.ranks import DistContext, StopVotes, exit_process
@@ -605,6 +606,15 @@ def test_out_of_memory_is_one_sentence(data, tmp_path, monkeypatch, capsys):
     code, err = run_main(flags_of(flags | dict(out_dir=tmp_path / "b")), capsys)
     assert code == 1 and "memory ran out: 20.00 GiB were asked for" in err
     assert explain_oom(ValueError("other")) == ""
+
+
+def test_runs_of_a_process_share_the_group_that_talks_on_the_cpu(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        first = gloo_group(dist.group.WORLD)
+        assert gloo_group(dist.group.WORLD) is first and first is not dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
