@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import sys
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from benchmarks.harness import (
     measure_interleaved,
     measure_memory,
     progress,
+    settle,
     table,
     tokenizer_size,
 )
@@ -33,7 +35,17 @@ from runtime.memory import (
     state_bytes,
 )
 from runtime.ranks import DistContext
-from train_gpt import PRESETS, Config, gpt_config, learning_rates, make_config, select_attn_backend, train_step
+from train_gpt import (
+    PRESETS,
+    Config,
+    build,
+    gpt_config,
+    learning_rates,
+    make_config,
+    parse_args,
+    select_attn_backend,
+    train_step,
+)
 
 GB = (8, 16, 24, 40, 80, 141)  # of memory, of the cards in the plan
 
@@ -183,5 +195,26 @@ def bench_memory(bench: Bench) -> dict:
     return dict(memory=rows)
 
 
-if __name__ == "__main__":
-    print(card_table(plan_cards()))
+def measure_card(cfg: Config) -> str:
+    """What a run with these flags takes on the GPU at hand, and its peak after two steps of two micro-steps, in GiB."""
+    cfg, dist_ctx = settle(cfg)
+    state = build(cfg, dist_ctx, tokenizer_size(cfg))
+    torch.cuda.reset_peak_memory_stats()
+    model, batch = state.raw_model, torch.zeros((2 * state.micro_batch, cfg.seq_len + 1), dtype=torch.int64)
+    for _ in range(2):
+        train_step(state, batch.pin_memory(), 1.0)
+    optimizer_bytes = 0 if cfg.offload == "optimizer" else sum(map(state_bytes, state.optimizer.param_groups))
+    mode, compiled = model.blocks[0].checkpointing, cfg.compile != "off"
+    shape = (model, mode, state.micro_batch, cfg.seq_len, optimizer_bytes)
+    formula = sum(memory_formula(*shape, on_cpu=False, compiled=compiled).values())
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return (
+        f"{cfg.preset} on {torch.cuda.mem_get_info()[1] / 1e9:.0f} GB: {state.micro_batch}, {mode}, "
+        f"{model.loss_chunk:,}; {peak / 2**30:.2f} GiB allocated, {reserved / 2**30:.2f} reserved, "
+        f"{formula / 2**30:.2f} by formula ({formula / peak - 1:+.1%})"
+    )
+
+
+if __name__ == "__main__":  # with flags: of a run with these, on the GPU at hand
+    flags = parse_args(sys.argv[1:])
+    print(measure_card(make_config(**flags)) if flags else card_table(plan_cards()))
