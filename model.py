@@ -188,8 +188,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         if ctx.past is not None:
             return self._forward(x, ctx)
-        how = (x.numel() // x.size(-1), self.compiled is not None)
-        with offload_activations(self, *how) if self.offload else contextlib.nullcontext():
+        how = contextlib.nullcontext()
+        if self.offload:
+            how = offload_activations(self, x.numel() // x.size(-1), self.compiled is not None)
+        with how:
             return (self.compiled or self.forward_with_ac)(x, ctx)
 
     def forward_with_ac(self, x: Tensor, ctx: AttnContext) -> Tensor:

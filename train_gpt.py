@@ -385,8 +385,9 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     world_size = state.dist_ctx.world_size
     reseed_step(state)
     buffers = parallel.clone_buffers(state.raw_model)  # of edits such as batch norm, for a skipped step
+    # Edits that change the batch come before this
     offsets = state.raw_model.offsets_of_micro_batches(batch, state.micro_batch)
-    batch = batch.to(state.dist_ctx.device, non_blocking=True)
+    batch = batch.to(state.dist_ctx.device, non_blocking=batch.is_pinned())
     x, y = batch[:, :-1], batch[:, 1:]
     n_targets = parallel.sum_over_ranks((y >= 0).sum()) / world_size  # DDP and FSDP average the ranks' gradients
     loss = torch.zeros((), device=state.dist_ctx.device)

@@ -50,7 +50,7 @@ def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps
     with contextlib.closing(prefetch(load, 0, steps + 1, depth or 0)) as batches:
         for i in range(steps + 1):
             asked = time.perf_counter()
-            batch = next(batches).to(device, non_blocking=device.type == "cuda")
+            batch = next(batches)
             wait_s += time.perf_counter() - asked
             train_step(state, batch, 1.0)
             if i == 0:  # the first batch is always waited for

@@ -213,7 +213,7 @@ def explain_failure(error: Exception) -> tuple[str, str]:
     if isinstance(error, TrainerError):
         return "failed", f"FAILED: {error}"
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    if is_out_of_memory(error):
+    if is_out_of_memory(error) or "can't start new thread" in text:  # a limit of memory is one of threads
         return "failed", "out of memory"
     if sentence := explain_peer_failure(error):
         return "peer", f"FAILED: {sentence}"

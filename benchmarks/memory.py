@@ -199,7 +199,6 @@ def measure_card(cfg: Config) -> str:
     """What a run with these flags takes on the GPU at hand, and its peak after two steps of two micro-steps, in GiB."""
     cfg, dist_ctx = settle(cfg)
     state = build(cfg, dist_ctx, tokenizer_size(cfg))
-    torch.cuda.reset_peak_memory_stats()
     model, batch = state.raw_model, torch.zeros((2 * state.micro_batch, cfg.seq_len + 1), dtype=torch.int64)
     for _ in range(2):
         train_step(state, batch.pin_memory(), 1.0)

@@ -271,8 +271,8 @@ def _is_done(folder, made_with, shards, files, say, unasked):
     if not whole or not _has_vocabulary(folder, meta) or sum("train" in name for name in meta["files"]) < shards:
         if others:  # made again with another tokenizer, it would be other data under the old name
             raise UserError(
-                f"{folder} has lost some of its files, and was made with tokenizer {meta['tokenizer']}: delete it, or "
-                f"give {_flags_of_tokenizer(folder, old)} --out {folder} to make it again as it was"
+                f"{folder} has lost some of its files, and was made with tokenizer {meta['tokenizer']}: delete it"
+                f"{_how_to_make_again(folder, old)}"
             )
         return False
     notes = []
@@ -287,12 +287,13 @@ def _is_done(folder, made_with, shards, files, say, unasked):
     return True
 
 
-def _flags_of_tokenizer(folder, made_with):
-    """The flags that give the tokenizer that a folder was made with."""
+def _how_to_make_again(folder, made_with):
+    """What to say of the flags that make a folder as it was; nothing of a vocabulary that came from elsewhere."""
     if "vocabulary" in made_with:
-        return f"--tokenizer {folder}"
+        return ""
     size = f" --vocab_size {made_with['vocab_size']}" if "vocab_size" in made_with else ""
-    return f"--tokenizer {made_with['tokenizer']}{size}"
+    out = shlex.quote(str(folder))
+    return f", or give --tokenizer {made_with['tokenizer']}{size} --out {out} to make it again as it was"
 
 
 def _has_vocabulary(folder, meta):
@@ -399,8 +400,8 @@ def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, 
             "vocabulary to take"
         )
     if source == "fineweb10B" and tokenizer != "gpt2":
-        flags = " and ".join(f"--{name}" for name in ("tokenizer", "vocab_size") if name in given)
-        raise UserError(f"fineweb10B comes tokenized with gpt2 and not otherwise: remove {flags}")
+        flag = "--tokenizer" if vocab_size is None else "--vocab_size"
+        raise UserError(f"fineweb10B comes tokenized with gpt2 and not otherwise: remove {flag}")
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size is for --tokenizer bpe, not for {tokenizer}: remove it")
     if vocab_size is not None and not MIN_SIZE <= vocab_size <= MAX_SIZE:
@@ -513,7 +514,7 @@ def prepare(
         return folder
     if why:
         say(why)
-        given["tokenizer"] = tokenizer  # for the command that makes the same again
+        given |= {"tokenizer": tokenizer, "out": folder}  # for the command that makes the same again
     if tokenizer == "bpe":
         given["vocab_size"] = vocab_size
     known = not fineweb and tokenizer != "bpe"

@@ -79,22 +79,24 @@ def offload_activations(module: nn.Module, n_tokens: int, strided: bool):
     n_tokens: of the batch. strided: for a compiled backward pass.
     """
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    pack = functools.partial(offload_pack, strided=strided, n_tokens=n_tokens, weights=weights)
+    shapes = {shape for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
+    pack = functools.partial(offload_pack, strided=strided, n_tokens=n_tokens, weights=weights, shapes=shapes)
     return saved_tensors_hooks(pack, offload_unpack)
 
 
 OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
 
 
-def offload_pack(tensor: Tensor, strided: bool, n_tokens: int, weights: set[int]):
+def offload_pack(tensor: Tensor, strided: bool, n_tokens: int, weights: set[int], shapes: set[tuple]):
     """What backward needs, in pinned host memory; masks, weights, small tensors and CPU tensors stay where they are.
 
     strided: it comes back with the strides it had, gaps and all, which a compiled backward pass insists on. weights:
-    addresses of their storages; their casts are known by their shape, which has no tokens, or by being transposed.
+    addresses of their storages. shapes: of weights and their transposes, by which casts of them are known; what has
+    such a shape and a row for each token may be either, and goes, unless it is transposed, as F.linear keeps a weight.
     """
     if not tensor.is_cuda or tensor.dtype == torch.bool or tensor.numel() < OFFLOAD_MIN_NUMEL:
         return tensor
-    cast = tensor.dim() == 2 and (tensor.size(0) != n_tokens or tensor.stride(0) == 1)
+    cast = tensor.shape in shapes and (tensor.size(0) != n_tokens or tensor.stride(0) == 1)
     if cast or tensor.untyped_storage().data_ptr() in weights:
         return tensor
     if strided and 0 in tensor.stride():  # one number stands for many

@@ -41,18 +41,25 @@ def side_effects(model: nn.Module, device: torch.device):
     effects["written"] = [name for name, now in writes().items() if now != written[name]]
 
 
-def compile_first_blocks(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
-    """A micro-step of a GPT's first blocks alone, one at least of each window: what the compiler tries out finds room.
+def compile_blocks_early(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
+    """Has each block compile its forward and backward pass while nothing else is in memory: the compiler tries out.
 
-    The backward pass of all blocks is compiled as soon as it begins, when everything that it needs is in memory.
+    Otherwise the backward pass is compiled as soon as it begins, when all that it needs of all blocks is there.
     """
-    blocks = model.blocks
-    n_blocks = next(n for n in range(1, len(blocks) + 1) if {*model.windows[:n]} == {*model.windows})
-    model.blocks = blocks[:n_blocks]
-    try:
-        dummy_micro_step(model, micro_batch, seq_len, cudagraphs)
-    finally:
-        model.blocks = blocks
+
+    def compile_now(block, args, kwargs):
+        hooks.pop(block).remove()
+        block.train()
+        with torch.enable_grad():
+            block(args[0].detach().requires_grad_(), *args[1:], **kwargs).sum().backward()
+        block.eval()
+
+    hooks = {block: block.register_forward_pre_hook(compile_now, with_kwargs=True) for block in model.blocks}
+    model.eval()
+    dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)
+    model.train()
+    for hook in hooks.values():  # of blocks that did not run
+        hook.remove()
     model.zero_grad(set_to_none=not cudagraphs)
 
 
@@ -66,8 +73,9 @@ def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagra
     if cudagraphs:  # gradients stay where they are
         for p in raw_model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
-    if raw_model.blocks[0].compiled and not hasattr(raw_model, "reshard"):  # FSDP would remember these blocks as all
-        compile_first_blocks(raw_model, micro_batch, seq_len, cudagraphs)
+    if raw_model.cos.is_cuda and raw_model.blocks[0].compiled and not hasattr(raw_model, "reshard"):  # FSDP has hooks
+        compile_blocks_early(raw_model, micro_batch, seq_len, cudagraphs)
+        torch.cuda.reset_peak_memory_stats()
     with side_effects(raw_model, raw_model.cos.device) as effects:
         for _ in range(calls):
             dummy_micro_step(model, micro_batch, seq_len, cudagraphs)

@@ -79,7 +79,7 @@ def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int
 
 # The words of PyTorch, CUDA, Triton, cuBLAS, cuDNN, the system, and oneDNN, which has no memory for a kernel's code
 NO_MEMORY = re.compile(
-    "(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|bad_alloc|can't start new thread|"
+    "(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|bad_alloc|"
     r"could not create a primitive\b(?! descriptor)"
 )
 
@@ -90,7 +90,9 @@ def is_out_of_memory(error: Exception) -> bool:
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and NO_MEMORY.search(str(error)) is not None
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
 
 
 def explain_oom(error: Exception) -> str:

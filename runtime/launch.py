@@ -152,7 +152,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda" or dtype not in ("bf16", "fp16"):
         return None
     name = torch.cuda.get_device_name(device)
-    if re.search("Laptop|Max-Q|MIG | D$", name):  # a part of what the name promises
+    if re.search(r"Laptop|Max-Q|MIG|GRID|-\d+[CQ]$| (D|Ti)\b", name):  # a part of the device, or another one
         return None
     return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)
 

@@ -96,13 +96,14 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
         torch.cuda.empty_cache()
         return used
 
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
     budget = -dist_max(dist_ctx, optimizer_bytes // n_shards - available_memory())
     if compiled or f.attn == "flex":
         peak(1)  # holds what the compiler tried
     fits = find_max_micro_batch(n_seqs, peak, budget, formula, most)
     model.zero_grad(set_to_none=True)
+    torch.cuda.reset_peak_memory_stats()  # that of what did not fit is nobody's
     return fits
 
 
@@ -176,18 +177,18 @@ def find_max_micro_batch(n_seqs: int, peak, budget: float, formula=lambda n: 0, 
             f"one sequence {needed} {max(0.0, budget) / 2**30:.1f} GiB available on this device; "
             "leave --checkpointing to itself, add --offload optimizer, or use a smaller --seq_len or model"
         )
-    low, high, most = 1, min(2, n_seqs), min(most or n_seqs, n_seqs)
-    at_low, at_high = one - formula(low), peak(high) - formula(high)
+    most = min(most or n_seqs, n_seqs)
+    low, high = 1, min(2, most)
+    at_low, at_high = one - formula(low), (peak(high) if high > 1 else one) - formula(high)
     fits = high if n_seqs % high == 0 and at_high + formula(high) <= budget else 1
-    while high <= most:
+    while True:
         slope = (at_high - at_low) / (high - low) if high > low else 0.0
         predicted = {n: at_low + slope * (n - low) + formula(n) for n in range(1, most + 1) if n_seqs % n == 0}
         candidate = max((n for n in predicted if predicted[n] <= budget), default=1)
         if candidate <= fits:
-            break
+            return fits
         used = peak(candidate)
         if used > budget:
-            most = candidate // 2
+            most = max(fits, candidate // 2)
         else:
             (low, at_low), (high, at_high), fits = (high, at_high), (candidate, used - formula(candidate)), candidate
-    return min(fits, most)

@@ -19,7 +19,7 @@ def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> t
     one_batch = dataclasses.replace(state, cfg=dataclasses.replace(cfg, eval_tokens=seqs_at_once * cfg.seq_len))
 
     def step(i: int) -> None:
-        loss, _ = train_step(state, get_batch(stream, dist_ctx, i).to(dist_ctx.device), 0.0)
+        loss, _ = train_step(state, get_batch(stream, dist_ctx, i), 0.0)
         loss.item()  # waits for the device
 
     n_eval_batches = stream.num_eval_seqs(cfg.eval_tokens) / seqs_at_once

@@ -107,7 +107,8 @@ def run_on_rank0(dist_ctx: DistContext, function):
 def agree(dist_ctx: DistContext, signals: list[str] = ()):
     """Where a rank raises a TrainerError in this block, all do at its end, and the first such rank says it.
 
-    Where there are `signals`, whatever is raised is Stopped: a compiler's workers got them too, and failed.
+    What else is raised where there are `signals` is Stopped: a compiler's workers got them too, and failed. Nodes that
+    got none raise RunError then, see check_stop.
     """
     error = None
     try:
@@ -116,13 +117,16 @@ def agree(dist_ctx: DistContext, signals: list[str] = ()):
         error = raised
     except ModelError as raised:
         error = UserError(str(raised))
-    except Exception:
+    except Exception as raised:
         if not signals:
             raise
-        error = Stopped(f"stopped by {signals[0]} before the first step, with nothing to save")
+        what = f"in the middle of a {type(raised).__name__}, and with nothing to save"
+        error = Stopped(f"stopped by {signals[0]} before the first step, {what}")
     errors = gather_objects(dist_ctx, error)
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
+        if isinstance(errors[first], Stopped):
+            check_stop(dist_ctx, signals, "signal")
         raise printed_by(errors[first], dist_ctx.rank == first)
 
 
@@ -273,7 +277,7 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
         node = os.environ.get("GROUP_RANK", "0")
         told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
         if node not in told:
-            error = RunError("another node was told to stop; all has been saved, and --resume continues")
+            error = RunError("another node was told to stop; what there is has been saved, and --resume continues")
             raise printed_by(error, dist_ctx.local_rank == 0)
 
 

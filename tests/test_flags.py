@@ -315,7 +315,10 @@ def test_micro_batch_is_predicted_verified_and_halved():
     asked.clear()
     assert find_max_micro_batch(64, full_at_8, 340, formula=lambda m: 4 * m + 20 * min(m, 8)) == 32
     assert asked == [1, 2, 32]
-    assert find_max_micro_batch(64, full_at_8, 340, most=4) == 4 and find_max_micro_batch(64, chunk, 340, most=1) == 1
+    assert find_max_micro_batch(64, full_at_8, 340, most=4) == 4
+    asked.clear()
+    assert find_max_micro_batch(64, chunk, 340, most=1) == 1 and asked == [1]
+    assert find_max_micro_batch(6, lambda m: peak(m, worse_from=3), 45) == 2  # what was measured to fit stays
     asked.clear()
     assert find_max_micro_batch(512, peak, 21) == 2 and asked == [1, 2]
     with pytest.raises(UserError, match="one sequence needs .* GiB"):
@@ -396,6 +399,9 @@ def test_micro_batch_is_measured_on_what_training_uses(flags, most, monkeypatch)
         ("NVIDIA L4", 121),
         ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 5090 D v2", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A10-4Q", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )

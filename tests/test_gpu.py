@@ -72,7 +72,7 @@ def test_gpu_offload_returns_what_it_took(strided):
     tensors = [torch.randn(300, 500, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     tensors += [tensors[0].view(10, 30, 500).transpose(0, 1), tensors[0][:, ::2], tensors[0][:256, :256]]
     for tensor in tensors:
-        packed = offload_pack(tensor, strided, len(tensor), set())
+        packed = offload_pack(tensor, strided, len(tensor), set(), {(500, 300), (300, 500)})
         assert packed is not tensor and packed[-1].is_pinned()
         back = offload_unpack(packed)
         assert back.device == tensor.device and back.dtype == tensor.dtype and torch.equal(back, tensor)
@@ -83,9 +83,10 @@ def test_gpu_offload_returns_what_it_took(strided):
         torch.ones(300, 500),
         tensors[0].t(),  # as F.linear keeps a weight
     ]
-    assert all(offload_pack(tensor, strided, len(tensor), set()) is tensor for tensor in stay)
-    assert offload_pack(tensors[0], strided, 300, {tensors[0].untyped_storage().data_ptr()}) is tensors[0]
-    assert offload_pack(tensors[0], strided, 301, set()) is tensors[0]  # no row for each token
+    assert all(offload_pack(tensor, strided, len(tensor), set(), {(500, 300)}) is tensor for tensor in stay)
+    assert offload_pack(tensors[0], strided, 300, {tensors[0].untyped_storage().data_ptr()}, set()) is tensors[0]
+    assert offload_pack(tensors[0], strided, 301, set(), {(300, 500)}) is tensors[0]  # no row for each token
+    assert offload_pack(tensors[0], strided, 301, set(), {(301, 500)}) is not tensors[0]
 
 
 @pytest.mark.parametrize("compile", ["off", "default"])
