@@ -26,6 +26,7 @@ from ops.linear import Fp8Linear
 from ops.loss import ChunkedLinearCrossEntropy, ce_fwd_bwd, softcap_logits
 from ops.ngrams import hashed_uniform
 from ops.pointwise import norm, relu_squared
+from ops.warmup import compile_blocks_early
 from runtime import start
 from runtime.footprint import checkpointed_tensors
 from runtime.ranks import DistContext
@@ -305,6 +306,26 @@ def test_loss_of_extreme_logits(softcap, scale):
     loss, grad, _ = ce_fwd_bwd(logits.detach(), targets, softcap, 1.0)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(grad, torch.autograd.grad(want, logits)[0], rtol=1e-3, atol=1e-5)
+
+
+def test_blocks_compile_early_and_leave_no_trace(monkeypatch):
+    """Each one's forward and backward pass before those of the next, as training has them; then as evaluation does."""
+    gpt, seen = random_gpt(window="SL:5"), []
+    for i, block in enumerate(gpt.blocks):
+        forward = block.forward
+
+        def noted(x, ctx, i=i, block=block, forward=forward):
+            others = [p.grad is None for other in gpt.blocks[i:] for p in other.parameters()]
+            seen.append((i, block.training, torch.is_grad_enabled(), all(others)))
+            return forward(x, ctx)
+
+        monkeypatch.setattr(block, "forward", noted)
+    before = [p.detach().clone() for p in gpt.parameters()]
+    compile_blocks_early(gpt, 2, 8, False)
+    assert seen == [call for i in range(len(gpt.blocks)) for call in ((i, True, True, True), (i, False, False, False))]
+    assert gpt.training and all(p.grad is None for p in gpt.parameters())
+    assert not any(block._forward_pre_hooks for block in gpt.blocks) and all(b.training for b in gpt.blocks)
+    assert all(map(torch.equal, before, gpt.parameters()))
 
 
 def test_evaluation_makes_no_gradients(monkeypatch):

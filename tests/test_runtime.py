@@ -718,11 +718,8 @@ def test_what_fails_after_a_signal_is_a_stop(data, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(train_gpt, "build", build)
     code, err = run_main(flags, capsys)
-    assert (
-        code == 0
-        and err
-        == "stopped by SIGTERM before the first step, in the middle of a RuntimeError, and with nothing to save\n"
-    )
+    said = "stopped by SIGTERM before the first step, in the middle of a RuntimeError, and with nothing to save\n"
+    assert code == 0 and err == said
     monkeypatch.setattr(train_gpt, "build", functools.partial(build, signalled=False))
     with pytest.raises(RuntimeError, match="terminated abruptly"):
         run_main(flags, capsys)
