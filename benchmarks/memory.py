@@ -21,7 +21,7 @@ from benchmarks.harness import (
 )
 from data.shards import UserError
 from model import GPT, optimizer_groups
-from runtime.derived import AC_MODES, largest_divisor
+from runtime.derived import AC_MODES, largest_divisor, ranks_per_copy
 from runtime.dtype import resolve_dtype
 from runtime.footprint import least_checkpointing, memory_formula
 from runtime.launch import DTYPES, peak_memory_mb
@@ -205,7 +205,8 @@ def measure_card(cfg: Config) -> str:
     optimizer_bytes = 0 if cfg.offload == "optimizer" else sum(map(state_bytes, state.optimizer.param_groups))
     mode, compiled = model.blocks[0].checkpointing, cfg.compile != "off"
     shape = (model, mode, state.micro_batch, cfg.seq_len, optimizer_bytes)
-    formula = sum(memory_formula(*shape, on_cpu=False, compiled=compiled).values())
+    ranks = ranks_per_copy(cfg, dist_ctx)
+    formula = sum(memory_formula(*shape, on_cpu=False, compiled=compiled, n_ranks=ranks).values())
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
         f"{cfg.preset} on {torch.cuda.mem_get_info()[1] / 1e9:.0f} GB: {state.micro_batch}, {mode}, "
