@@ -83,9 +83,16 @@ def transient_bytes(model, mode: str, micro_batch: int, seq_len: int, fused_norm
     whole = sum(block_tensors(model, micro_batch, seq_len, fused_norms).values())
     recomputed = whole - sum(checkpointed_tensors(model, mode, micro_batch, seq_len, fused_norms).values())
     inside, logits = recomputed + (5 if fused_norms else 10) * numel * size, logits_bytes(model, micro_batch * seq_len)
-    if model.loss_chunk:  # logits and their gradient, and where nothing is fused three fp32 copies besides
-        return max(inside, logits * (2 * size + (0 if compiled else 12)) // 4)
+    if model.loss_chunk:  # logits and their gradient, and where nothing is fused three fp32 copies; the head's cast
+        cast = size * model.head.weight.numel() if size < 4 else 0
+        return max(inside, logits * (2 * size + (0 if compiled else 12)) // 4 + cast)
     return max(inside - 2 * logits, 2 * logits)
+
+
+def rest_of_block(n_bytes: int) -> int:
+    """Bytes that PyTorch's CUDA allocator gives a tensor of its own beyond its size: rounded to 2 MiB, not split."""
+    rest = -n_bytes % 2**21 if n_bytes >= 10 * 2**20 else 0
+    return rest if rest <= 2**20 else 0
 
 
 def memory_formula(
@@ -117,6 +124,9 @@ def memory_formula(
     kept = sum(saved.values())
     # The last gradient to be made and added up is that of the embeddings, once nothing else is kept any more
     tables = (m.weight.numel() for m in (model.wte, model.ngrams) if m is not None and m.weight.requires_grad)
+    rounding = 0  # of weights, gradients and optimizer state
+    if not on_cpu and n_ranks == 1:
+        rounding = (2 + (optimizer_bytes > 0)) * sum(rest_of_block(4 * p.numel()) for p in model.parameters())
     parts = dict(
         weights=4 * weights // n_ranks,
         gradients=4 * trained // n_ranks,
@@ -125,7 +135,8 @@ def memory_formula(
         transient=max(
             transient_bytes(model, mode, micro_batch, seq_len, fused_norms, compiled),
             4 * max(tables, default=0) - kept,
-        ),
+        )
+        + rounding,
     )
     if n_ranks > 1:
         parts["whole weights"] = size * (weights - block * (len(model.blocks) - 2))
