@@ -234,8 +234,12 @@ def print_batch(
     for i, (text, decoder) in enumerate(zip(texts, decoders)):
         rest = decoder.decode(b"", final=True)
         print(rest if alone else f"--- sample {first + i + 1}\n{shown(text + rest)}")
-    # The first step reads the prompts, and the second may compile
-    speed = f"{sum(counts[2:]) / (times[-1] - times[1]):,.0f} tokens/s from the third on, " if len(times) > 2 else ""
+    # The first step reads the prompts, the second may compile; on a GPU the next two record CUDA graphs
+    skipped, nth = (4, "fifth") if model.cos.is_cuda else (2, "third")
+    speed = ""
+    if len(times) > skipped:
+        per_s = sum(counts[skipped:]) / (times[-1] - times[skipped - 1])
+        speed = f"{per_s:,.0f} tokens/s from the {nth} on, "
     print(f"({sum(counts):,} tokens, {speed}{peak_memory_mb(model.cos.device):,.0f} MiB)", file=sys.stderr)
 
 
