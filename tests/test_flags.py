@@ -501,6 +501,10 @@ def test_script_of_the_first_gpu_run_names_real_commands(tmp_path):
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.count("exit code 0") == 2 * len(calls) > 50  # as it goes, and all at the end
+    (tmp_path / "calls").unlink()
+    subprocess.run(command, env=env | dict(ONLY="20 35"), capture_output=True, check=True)
+    chosen = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len(chosen) == 5 and all(words in calls for words in chosen)
     for program, *words in calls:
         if "train_gpt.py" in words:
             make_config(**train_gpt.parse_args(words[words.index("train_gpt.py") + 1 :]))
