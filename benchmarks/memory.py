@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 
 import torch
@@ -23,6 +24,7 @@ from data.shards import UserError
 from model import GPT, optimizer_groups
 from runtime.derived import AC_MODES, largest_divisor, ranks_per_copy
 from runtime.dtype import resolve_dtype
+from runtime.errors import report_error
 from runtime.footprint import least_checkpointing, memory_formula
 from runtime.launch import DTYPES, peak_memory_mb
 from runtime.memory import (
@@ -34,7 +36,7 @@ from runtime.memory import (
     largest_loss_chunk,
     state_bytes,
 )
-from runtime.ranks import DistContext
+from runtime.ranks import DistContext, exit_process
 from train_gpt import (
     PRESETS,
     Config,
@@ -198,6 +200,8 @@ def bench_memory(bench: Bench) -> dict:
 def measure_card(cfg: Config) -> str:
     """What a run with these flags takes on the GPU at hand, and its peak after two steps of two micro-steps, in GiB."""
     cfg, dist_ctx = settle(cfg)
+    if dist_ctx.device.type != "cuda":
+        raise UserError(f"this measures a GPU's memory, and here is {dist_ctx.device.type}; use `bench.py memory`")
     state = build(cfg, dist_ctx, tokenizer_size(cfg))
     model, batch = state.raw_model, torch.zeros((2 * state.micro_batch, cfg.seq_len + 1), dtype=torch.int64)
     for _ in range(2):
@@ -215,6 +219,17 @@ def measure_card(cfg: Config) -> str:
     )
 
 
-if __name__ == "__main__":  # with flags: of a run with these, on the GPU at hand
-    flags = parse_args(sys.argv[1:])
-    print(measure_card(make_config(**flags)) if flags else card_table(plan_cards()))
+def main(argv: list[str]) -> int:
+    """Without flags the table, else what a run with these takes on the GPU at hand. Returns the exit code."""
+    try:
+        flags = parse_args(argv)
+        said = measure_card(make_config(**flags)) if flags else card_table(plan_cards())
+    except Exception as error:
+        return report_error(error)
+    if os.environ.get("RANK", "0") == "0":
+        print(said)
+    return 0
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

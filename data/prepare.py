@@ -400,8 +400,9 @@ def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, 
             "vocabulary to take"
         )
     if source == "fineweb10B" and tokenizer != "gpt2":
-        flag = "--tokenizer" if vocab_size is None else "--vocab_size"
-        raise UserError(f"fineweb10B comes tokenized with gpt2 and not otherwise: remove {flag}")
+        flags = ["--vocab_size"] if vocab_size is not None else []
+        flags += ["--tokenizer"] if not flags or tokenizer != "bpe" else []
+        raise UserError(f"fineweb10B comes tokenized with gpt2 and not otherwise: remove {' and '.join(flags)}")
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size is for --tokenizer bpe, not for {tokenizer}: remove it")
     if vocab_size is not None and not MIN_SIZE <= vocab_size <= MAX_SIZE:

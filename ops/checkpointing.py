@@ -79,7 +79,7 @@ def offload_activations(module: nn.Module, n_tokens: int, strided: bool):
     n_tokens: of the batch. strided: for a compiled backward pass.
     """
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    shapes = {shape for p in module.parameters() for shape in (p.shape, p.shape[::-1])}
+    shapes = {shape for p in module.parameters() if p.dim() > 1 for shape in (p.shape, p.mT.shape)}
     pack = functools.partial(offload_pack, strided=strided, n_tokens=n_tokens, weights=weights, shapes=shapes)
     return saved_tensors_hooks(pack, offload_unpack)
 

@@ -49,18 +49,29 @@ def compile_blocks_early(model: nn.Module, micro_batch: int, seq_len: int, cudag
 
     def compile_now(block, args, kwargs):
         hooks.pop(block).remove()
+        copies = {}
+
+        def own(value):  # what is one tensor stays one
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            return copies.setdefault(id(value), value.detach().requires_grad_())
+
         block.train()
         with torch.enable_grad():
-            block(args[0].detach().requires_grad_(), *args[1:], **kwargs).sum().backward()
+            out = block(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+            outs = out if isinstance(out, (tuple, list)) else [out]
+            sum(t.sum() for t in outs if isinstance(t, Tensor) and t.requires_grad).backward()
         block.eval()
 
-    hooks = {block: block.register_forward_pre_hook(compile_now, with_kwargs=True) for block in model.blocks}
+    hooks = {b: b.register_forward_pre_hook(compile_now, with_kwargs=True) for b in dict.fromkeys(model.blocks)}
     model.eval()
-    dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)
-    model.train()
-    for hook in hooks.values():  # of blocks that did not run
-        hook.remove()
-    model.zero_grad(set_to_none=not cudagraphs)
+    try:
+        dummy_micro_step(model, micro_batch, seq_len, cudagraphs, train=False)
+    finally:
+        model.train()
+        for hook in hooks.values():  # of blocks that did not run
+            hook.remove()
+        model.zero_grad(set_to_none=not cudagraphs)
 
 
 def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagraphs: bool) -> dict:

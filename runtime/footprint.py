@@ -126,7 +126,8 @@ def memory_formula(
     tables = (m.weight.numel() for m in (model.wte, model.ngrams) if m is not None and m.weight.requires_grad)
     rounding = 0  # of weights, gradients and optimizer state
     if not on_cpu and n_ranks == 1:
-        rounding = (2 + (optimizer_bytes > 0)) * sum(rest_of_block(4 * p.numel()) for p in model.parameters())
+        copies = 2 + (optimizer_bytes > 0)
+        rounding = sum(rest_of_block(4 * p.numel()) * (copies if p.requires_grad else 1) for p in model.parameters())
     parts = dict(
         weights=4 * weights // n_ranks,
         gradients=4 * trained // n_ranks,

@@ -277,7 +277,7 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
         node = os.environ.get("GROUP_RANK", "0")
         told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
         if node not in told:
-            error = RunError("another node was told to stop; what there is has been saved, and --resume continues")
+            error = RunError("another node was told to stop; --resume continues from what has been saved")
             raise printed_by(error, dist_ctx.local_rank == 0)
 
 

@@ -311,21 +311,27 @@ def test_loss_of_extreme_logits(softcap, scale):
 def test_blocks_compile_early_and_leave_no_trace(monkeypatch):
     """Each one's forward and backward pass before those of the next, as training has them; then as evaluation does."""
     gpt, seen = random_gpt(window="SL:5"), []
-    for i, block in enumerate(gpt.blocks):
+    different = list(gpt.blocks)
+    for i, block in enumerate(different):
         forward = block.forward
 
         def noted(x, ctx, i=i, block=block, forward=forward):
-            others = [p.grad is None for other in gpt.blocks[i:] for p in other.parameters()]
+            others = [p.grad is None for other in different[i:] for p in other.parameters()]
             seen.append((i, block.training, torch.is_grad_enabled(), all(others)))
             return forward(x, ctx)
 
         monkeypatch.setattr(block, "forward", noted)
     before = [p.detach().clone() for p in gpt.parameters()]
     compile_blocks_early(gpt, 2, 8, False)
-    assert seen == [call for i in range(len(gpt.blocks)) for call in ((i, True, True, True), (i, False, False, False))]
+    assert seen == [call for i in range(len(different)) for call in ((i, True, True, True), (i, False, False, False))]
     assert gpt.training and all(p.grad is None for p in gpt.parameters())
     assert not any(block._forward_pre_hooks for block in gpt.blocks) and all(b.training for b in gpt.blocks)
     assert all(map(torch.equal, before, gpt.parameters()))
+    gpt.blocks.append(different[0])  # in two places
+    gpt.windows.append(0)
+    del seen[:]
+    compile_blocks_early(gpt, 2, 8, False)
+    assert [i for i, training, *_ in seen if training] == list(range(len(different)))
 
 
 def test_evaluation_makes_no_gradients(monkeypatch):
