@@ -22,20 +22,6 @@ SDPA_BACKENDS = {
 }
 
 
-def offsets_of_micro_batches(model, batch: Tensor, micro_batch: int) -> list[list[Tensor]]:
-    """A list with what GPT.forward takes as cu_seqlens, for each micro-step of a batch (B, T + 1), if it takes any.
-
-    Of a batch on the host, for which nothing waits.
-    """
-    if model.attn != "varlen" or model.doc_eot is None:
-        return []
-    device = model.cos.device
-    offsets = [document_offsets(part[:, :-1], model.doc_eot) for part in batch.split(micro_batch)]
-    if device.type == "cuda" and batch.is_cpu:
-        offsets = [each.pin_memory().to(device, non_blocking=True) for each in offsets]
-    return [offsets]
-
-
 class Varlen(NamedTuple):
     """What varlen_attn takes in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
 
@@ -55,6 +41,20 @@ def document_offsets(tokens: Tensor, eot: int) -> Tensor:
     starts = tokens == eot
     starts[:, 0] = True
     return F.pad(starts.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
+
+
+def offsets_of_micro_batches(model, batch: Tensor, micro_batch: int) -> list[list[Tensor]]:
+    """A list with what GPT.forward takes as cu_seqlens, for each micro-step of a batch (B, T + 1), if it takes any.
+
+    Of a batch on the host, for which nothing waits.
+    """
+    if model.attn != "varlen" or model.doc_eot is None:
+        return []
+    device = model.cos.device
+    offsets = [document_offsets(part[:, :-1], model.doc_eot) for part in batch.split(micro_batch)]
+    if device.type == "cuda" and batch.is_cpu:
+        offsets = [each.pin_memory().to(device, non_blocking=True) for each in offsets]
+    return [offsets]
 
 
 def attention_mask(

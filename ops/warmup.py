@@ -24,6 +24,12 @@ def dummy_micro_step(model: nn.Module, micro_batch: int, seq_len: int, cudagraph
             loss.backward()
 
 
+def allocate_gradients(model: nn.Module) -> None:
+    """Zeros for the gradients of all that is trained, as they are there in all micro-steps but the first."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+
+
 @contextlib.contextmanager
 def side_effects(model: nn.Module, device: torch.device):
     """Yields a dict that afterwards says what happened within: "drawn", whether torch's global generators gave numbers,
@@ -82,8 +88,7 @@ def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagra
     raw_model = getattr(model, "module", model)
     calls = 3 if cudagraphs else 1  # a graph is recorded at the second call
     if cudagraphs:  # gradients stay where they are
-        for p in raw_model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        allocate_gradients(raw_model)
     if raw_model.cos.is_cuda and raw_model.blocks[0].compiled and not hasattr(raw_model, "reshard"):  # FSDP has hooks
         compile_blocks_early(raw_model, micro_batch, seq_len, cudagraphs)
         torch.cuda.reset_peak_memory_stats()

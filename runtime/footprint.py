@@ -84,7 +84,7 @@ def transient_bytes(model, mode: str, micro_batch: int, seq_len: int, fused_norm
     recomputed = whole - sum(checkpointed_tensors(model, mode, micro_batch, seq_len, fused_norms).values())
     inside, logits = recomputed + (5 if fused_norms else 10) * numel * size, logits_bytes(model, micro_batch * seq_len)
     if model.loss_chunk:  # logits and their gradient, and where nothing is fused three fp32 copies; the head's cast
-        cast = size * model.head.weight.numel() if size < 4 else 0
+        cast = size * model.cfg.vocab_size * model.cfg.n_embd if size < 4 else 0
         return max(inside, logits * (2 * size + (0 if compiled else 12)) // 4 + cast)
     return max(inside - 2 * logits, 2 * logits)
 
@@ -123,7 +123,8 @@ def memory_formula(
         saved.pop("blocks' weights, cast", None)  # they are gathered as such, and again for backward
     kept = sum(saved.values())
     # The last gradient to be made and added up is that of the embeddings, once nothing else is kept any more
-    tables = (m.weight.numel() for m in (model.wte, model.ngrams) if m is not None and m.weight.requires_grad)
+    named = model.named_parameters()
+    tables = [p.numel() for name, p in named if name.startswith(("wte.", "ngrams.")) and p.requires_grad]
     rounding = 0  # of weights, gradients and optimizer state
     if not on_cpu and n_ranks == 1:
         copies = 2 + (optimizer_bytes > 0)

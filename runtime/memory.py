@@ -6,7 +6,7 @@ import torch
 
 from data.shards import UserError
 from ops.compile import apply_compile
-from ops.warmup import dummy_micro_step
+from ops.warmup import allocate_gradients, dummy_micro_step
 from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank, uses_cudagraphs
 from runtime.errors import is_out_of_memory
 from runtime.footprint import least_checkpointing, memory_formula
@@ -74,6 +74,7 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
     """
     n_seqs, n_shards = seqs_per_rank(f, dist_ctx.world_size), ranks_per_copy(f, dist_ctx)
     compiled, most = f.compile != "off", n_seqs
+    compiles = compiled or f.attn == "flex"
     if f.offload == "activations":  # to host memory, of which nobody knows how much there is to take
         most = largest_divisor(n_seqs, max(1, ENOUGH_TOKENS // f.seq_len))
 
@@ -81,7 +82,7 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
         copied = 0  # into the memory of CUDA graphs: the input of each block
         if uses_cudagraphs(f):
             copied = len(model.blocks) * micro_batch * f.seq_len * f.n_embd * model.compute_dtype.itemsize
-        if compiled or f.attn == "flex":
+        if compiles:
             torch._dynamo.reset()  # each size is a compilation, and their number is limited
         torch.cuda.reset_peak_memory_stats()
         dummy_micro_step(model, micro_batch, f.seq_len, cudagraphs=False)
@@ -96,10 +97,9 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
         torch.cuda.empty_cache()
         return used
 
-    for p in (p for p in model.parameters() if p.requires_grad):
-        p.grad = torch.zeros_like(p)  # as they are there in all micro-steps but the first
+    allocate_gradients(model)
     budget = -dist_max(dist_ctx, optimizer_bytes // n_shards - available_memory())
-    if compiled or f.attn == "flex":
+    if compiles:
         peak(1)  # holds what the compiler tried
     fits = find_max_micro_batch(n_seqs, peak, budget, formula, most)
     model.zero_grad(set_to_none=True)

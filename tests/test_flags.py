@@ -26,6 +26,7 @@ from data.shards import UserError
 from model import optimizer_groups
 from runtime import checks, launch, memory, start
 from runtime.derived import seqs_per_rank
+from runtime.footprint import memory_formula
 from runtime.memory import find_max_micro_batch, fit_loss_chunk, fit_memory, largest_loss_chunk
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
@@ -408,6 +409,21 @@ def test_micro_batch_is_measured_on_what_training_uses(flags, most, monkeypatch)
 def test_a_peak_is_of_the_device_by_that_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert launch.peak_flops(torch.device("cuda"), "bf16") == (peak and 1e12 * peak)
+
+
+def test_memory_is_counted_of_edited_models_too():
+    """Another head, and embeddings that are not trained: the formula asks for the shape, not for modules."""
+    gpt, optimizer_bytes = planned_model(make_config(preset="gpt2-small", dtype="bf16", device="cuda"))
+    gpt.loss_chunk = 2048
+
+    def total():
+        return sum(memory_formula(gpt, "full", 1, 1024, optimizer_bytes, on_cpu=False, compiled=True).values())
+
+    before = total()
+    gpt.head = torch.nn.Sequential(gpt.head)
+    assert total() == before
+    gpt.wte.requires_grad_(False)
+    assert total() < before
 
 
 def test_checkpointing_goes_on_where_measuring_finds_no_room(monkeypatch):

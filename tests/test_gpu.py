@@ -50,16 +50,22 @@ GPU_SAME = {
 }
 
 
-@pytest.mark.parametrize("case", GPU_SAME)
-def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, monkeypatch):
-    pack, packed = offload_pack, []
+@pytest.fixture
+def packed(monkeypatch) -> list[int]:
+    """Sizes of the tensors that go to host memory."""
+    sizes = []
 
     def noting(tensor, **options):
-        kept = pack(tensor, **options)
-        packed.extend([tensor.numel()] if kept is not tensor else [])
+        kept = offload_pack(tensor, **options)
+        sizes.extend([tensor.numel()] if kept is not tensor else [])
         return kept
 
     monkeypatch.setattr(ops.checkpointing, "offload_pack", noting)
+    return sizes
+
+
+@pytest.mark.parametrize("case", GPU_SAME)
+def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     tiny_run(tmp_path / "run", data=data, init_from=noisy, device="cuda", **GPU_SAME[case])
     assert_same_run(tmp_path / "run", plain, rtol=1e-4)
     # 16 sequences of 32 tokens make 1 << 16 numbers in an MLP's hidden layer: just enough to be worth sending
@@ -91,16 +97,8 @@ def test_gpu_offload_returns_what_it_took(strided):
 
 @pytest.mark.parametrize("compile", ["off", "default"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_weights_are_not_offloaded(dtype, compile, monkeypatch):
+def test_gpu_weights_are_not_offloaded(dtype, compile, packed):
     """Activations of 5 x 100 tokens cannot be mistaken for weights 256 wide, nor for their casts."""
-    pack, packed = offload_pack, []
-
-    def noting(tensor, **options):
-        kept = pack(tensor, **options)
-        packed.extend([tensor.numel()] if kept is not tensor else [])
-        return kept
-
-    monkeypatch.setattr(ops.checkpointing, "offload_pack", noting)
     with torch.device("cuda"):
         gpt = GPT(GPTConfig(vocab_size=64, n_layer=2, n_head=2, n_embd=256, seq_len=100), dtype, offload=True)
     if compile != "off":
