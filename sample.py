@@ -1,8 +1,8 @@
-"""Text or perplexity from a checkpoint: `python sample.py --run DIR|CKPT [--prompt TEXT ...] [--perplexity FILE]`."""
+"""Text from a checkpoint, or what it knows: `python sample.py --run DIR|CKPT [--prompt TEXT ...]`, or with
+`--perplexity FILE` or `--choices FILE.jsonl`."""
 
 import argparse
 import codecs
-import math
 import os
 import sys
 import time
@@ -13,12 +13,11 @@ from runtime import set_environment
 if __name__ == "__main__":
     set_environment(decoding=True)
 
-import numpy as np
 import torch
 
-from data.prepare import encode_file
 from data.shards import UserError
 from data.tokenizers import get_tokenizer
+from evaluation import print_choices, print_perplexity
 from generation import check_cache, compile_decode_step, generate, on_host, printable
 from int8 import quantize
 from model import GPT, GPTConfig
@@ -95,6 +94,11 @@ def main(argv: list[str]) -> int:
         help="tokens between the contexts of --perplexity; 0 = a whole"
         " context, which is fastest; fewer give every token more to go by",
     )
+    parser.add_argument(
+        "--choices",
+        metavar="FILE",
+        help="print how often the model finds the right ending in this file of questions (data/prepare.py hellaswag)",
+    )
     parser.add_argument("--num_samples", type=int, default=1, help="texts to write for each prompt, 32 at once")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
@@ -117,6 +121,9 @@ def main(argv: list[str]) -> int:
         model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8, not args.no_cache)
         if args.perplexity is not None:
             print_perplexity(model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len)
+            return 0
+        if args.choices is not None:
+            print_choices(model, tokenizer, Path(args.choices))
             return 0
         step = None
         if args.compile:
@@ -149,21 +156,14 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
         raise UserError(f"--seed is {args.seed}; expected at least 0 and below 2**48")
     if args.stride and args.perplexity is None:
         raise UserError("--stride is for --perplexity, which was not given; remove it")
-    if args.perplexity is not None:
-        for name in (
-            "prompt",
-            "interactive",
-            "num_samples",
-            "max_new_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "seed",
-            "no_cache",
-            "compile",
-        ):
+    if args.perplexity is not None and args.choices is not None:
+        raise UserError("--perplexity and --choices are two questions; ask them one by one")
+    if args.perplexity is not None or args.choices is not None:
+        drawing = "prompt interactive num_samples max_new_tokens temperature top_k top_p seed no_cache compile".split()
+        for name in drawing:
             if getattr(args, name) != parser.get_default(name):
-                raise UserError(f"--{name} does nothing for --perplexity; remove one of them")
+                asked = "perplexity" if args.choices is None else "choices"
+                raise UserError(f"--{name} does nothing for --{asked}; remove one of them")
     if args.no_cache and (args.compile or len(args.prompt) > 1):
         raise UserError("--no_cache is for a single prompt without --compile; remove one of them")
     if args.interactive and args.prompt != [""]:
@@ -241,66 +241,6 @@ def print_batch(
         per_s = sum(counts[skipped:]) / (times[-1] - times[skipped - 1])
         speed = f"{per_s:,.0f} tokens/s from the {nth} on, "
     print(f"({sum(counts):,} tokens, {speed}{peak_memory_mb(model.cos.device):,.0f} MiB)", file=sys.stderr)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Perplexity
-
-
-def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, say=lambda done, loss: None) -> float:
-    """Sum of the losses of the tokens in nats; each is predicted once, the first from `eot` before it.
-
-    Contexts of the model's length start every `stride` tokens, and all but the first count their last `stride` only.
-    """
-    seq_len, device = model.cfg.seq_len, model.cos.device
-    stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
-    ends = [min(seq_len, len(tokens))]
-    while ends[-1] < len(tokens):
-        ends.append(min(ends[-1] + stride, len(tokens)))
-    total, rows = 0.0, max(1, 8192 // seq_len)
-    for first in range(0, len(ends), rows):
-        part = ends[first : first + rows]
-        x, y = torch.zeros(len(part), seq_len, dtype=torch.int64), torch.full((len(part), seq_len), -1)
-        for i, end in enumerate(part):
-            start, counted = max(0, end - seq_len), ends[first + i - 1] if first + i else 0
-            x[i, : end - start], y[i, counted - start : end - start] = stream[start:end], stream[counted + 1 : end + 1]
-        with torch.no_grad():
-            total += model(x.to(device), y.to(device)).item()
-        say(part[-1], total)
-    return total
-
-
-def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
-    """Print a file's perplexity per token, byte and word of the text that data/prepare.py would tokenize."""
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; --perplexity wants a text file")
-    if path.suffix in (".csv", ".jsonl", ".gz"):
-        raise UserError(f"{path} is not plain text, as --perplexity wants; write its texts into one file")
-    if stride > model.cfg.seq_len:
-        raise UserError(f"--stride is {stride}; expected at most the model's context of {model.cfg.seq_len}")
-    tokens, n_bytes = encode_file(path, tokenizer)
-    if not len(tokens):
-        raise UserError(f"{path} is empty; --perplexity wants some text")
-    said = time.perf_counter()
-
-    def say(done: int, loss: float) -> None:
-        nonlocal said
-        if time.perf_counter() > said + 5:
-            said = time.perf_counter()
-            print(f"{done:,} of {len(tokens):,} tokens, {math.exp(loss / done):.4f} a token", file=sys.stderr)
-
-    loss = summed_loss(model, tokens, tokenizer.eot, stride, say)
-    n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
-    print(
-        f"{path}: contexts of {model.cfg.seq_len} tokens, {stride} apart; each token is predicted once, the first "
-        "from the end of text before it"
-    )
-    print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
-    for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
-        if n:
-            nats = loss / n
-            shown = f"{math.exp(nats):,.4f}" if nats < 13 else f"e^{nats:.4f}"
-            print(f"{'per ' + name:10}{n:>14,}{shown:>16}{nats:>12.4f}{nats / math.log(2):>12.4f}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ if __name__ == "__main__":  # a script's first import path is its own folder, wh
 
 from data import corpus
 from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train_vocabulary, vocabulary_hash
+from data.choices import prepare_hellaswag
 from data.download import DOWNLOADS, FINEWEB, FINEWEB_SHARDS, Progress, address_of, download, download_fineweb
 from data.shards import (
     DATA_DIR,
@@ -392,8 +393,9 @@ def choose_tokenizer(files):
 def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given):
     """Raises UserError for what prepare() cannot work with. given: the options not at their default."""
     if source not in SOURCES:
-        closest = difflib.get_close_matches(str(source), SOURCES, 1, 0)[0]
-        raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(SOURCES)})")
+        known = [*SOURCES, "hellaswag"]
+        closest = difflib.get_close_matches(str(source), known, 1, 0)[0]
+        raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(known)})")
     if tokenizer not in (None, *TOKENIZERS) and not Path(tokenizer).exists():
         raise UserError(
             f"unknown tokenizer {tokenizer!r}: it must be gpt2, bytes, bpe, or a data folder or run whose "
@@ -593,7 +595,7 @@ def _tell(folder, meta, n_shards, seconds, skipped, say):
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("source", help=", ".join(SOURCES))
+    parser.add_argument("source", help=f"{', '.join(SOURCES)}; or hellaswag, questions for sample.py --choices")
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"for files: {ACCEPTED}, folders, globs")
     how = "gpt2, bytes, bpe (trained on this text), or a folder with a vocabulary; default: by source and size"
     parser.add_argument("--tokenizer", metavar="NAME|PATH", help=how)
@@ -621,7 +623,12 @@ def main(argv=None):
             flags = [f"--{name}" for name in vars(options) if name not in ("source", "paths")]
             closest = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1, 0)[0]
             raise UserError(f"unknown flag {unknown[0]}: did you mean {closest}?")
-        prepare(**vars(options))
+        if options.source == "hellaswag":
+            if vars(options) != {**vars(parser.parse_intermixed_args(["hellaswag"])), "out": options.out}:
+                raise UserError("hellaswag takes --out alone, and is read as it comes: remove the rest")
+            prepare_hellaswag(options.out or DATA_DIR / "hellaswag")
+        else:
+            prepare(**vars(options))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

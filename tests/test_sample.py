@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import evaluation
 import sample
 from conftest import quiet, random_gpt
 from data.prepare import prepare
@@ -89,7 +90,7 @@ def test_perplexity_reads_a_file_as_preparation_does(noisy, tmp_path, capsys):
         assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / name), "--dtype", "fp32"]) == 0
         n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
         assert n_tokens == n_bytes == len(tokens)
-        loss = sample.summed_loss(gpt, np.frombuffer(tokens, np.uint8), 256, 32) / len(tokens)
+        loss = evaluation.summed_loss(gpt, np.frombuffer(tokens, np.uint8), 256, 32) / len(tokens)
         assert nats == pytest.approx(loss, abs=1e-4) and bits == pytest.approx(loss / math.log(2), abs=1e-4)
         if name not in ("noise", "latin"):  # which preparation refuses
             folder = prepare("files", [tmp_path / name], "bytes", tmp_path / f"{name}.data", say=quiet)
@@ -108,11 +109,11 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     raw = b"plain text, " * 50 + b"\xff\xfe\x80" + b" and more" * 50
     (tmp_path / "raw").write_bytes(raw)
     model = random_gpt(vocab_size=50304)
-    sample.print_perplexity(model, gpt2, tmp_path / "raw", 24)
+    evaluation.print_perplexity(model, gpt2, tmp_path / "raw", 24)
     n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
     tokens = gpt2.tiktoken.encode_ordinary(raw.decode("utf-8", errors="replace"))
     assert (n_tokens, n_bytes) == (len(tokens), len(raw) + 2 * 3)
-    loss = sample.summed_loss(model, np.array(tokens), gpt2.eot, 24) / len(tokens)
+    loss = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24) / len(tokens)
     assert nats == pytest.approx(loss, abs=1e-4)
     assert bits == pytest.approx(loss * len(tokens) / n_bytes / math.log(2), abs=1e-4)
 

@@ -1,0 +1,162 @@
+"""The choice among endings: `sample.py --choices`, and the questions of data/choices.py."""
+
+import json
+import math
+import subprocess
+
+import pytest
+import torch
+
+import data.choices
+import data.prepare
+import evaluation
+import sample
+from conftest import random_gpt
+from data.shards import UserError
+from data.tokenizers import get_tokenizer
+from evaluation import is_chosen, print_choices, score_endings
+
+BYTES = get_tokenizer("bytes")
+QUESTIONS = [
+    {"context": "A man walks", "endings": [" home.", " into the sea and swims", " x"], "label": 1},
+    {"context": "", "endings": ["yes", "no"], "label": 0},
+    {"context": "long " * 20, "endings": [" a", " bb", " ccc", " dddd"], "label": 2},
+    {"context": "same", "endings": [" end", " end"], "label": 1},
+]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
+    """One ending by a plain loop over its letters, in fp64, and whether each is the likeliest."""
+    text, total, greedy = [*(context.encode() or [BYTES.eot])], 0.0, True
+    for letter in ending.encode():
+        logits = model(torch.tensor([text[-model.cfg.seq_len :]]))[0, -1].double()
+        total += logits.log_softmax(-1)[letter].item()
+        greedy &= logits.argmax().item() == letter
+        text.append(letter)
+    return total, greedy
+
+
+def printed(capsys) -> dict[str, list[float]]:
+    rows = capsys.readouterr().out.splitlines()[2:]
+    return {row[:38].strip(): [float(x.replace(",", "")) for x in row[38:].split()] for row in rows}
+
+
+def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
+    model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
+    rows = [row for row in QUESTIONS if len(row["context"]) < 40]  # where a window slides, so does every position
+    print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
+    shown = printed(capsys)
+    right = {name: [] for name in shown}
+    for row in rows:
+        scores = [log_likelihood(model, row["context"], ending)[0] for ending in row["endings"]]
+        by_length = {"summed": [1] * 9, "per token (llm.c)": [len(e.encode()) for e in row["endings"]]}
+        by_length["per character (lm-evaluation-harness)"] = [len(e.strip()) for e in row["endings"]]
+        for name, lengths in by_length.items():
+            best = max(range(len(scores)), key=lambda i: scores[i] / lengths[i])
+            right[name].append(best == row["label"])
+    assert list(shown) == list(right) and len(right) == 3
+    for name, (accuracy, error) in shown.items():
+        p, n = sum(right[name]) / len(rows), len(rows)
+        assert accuracy == pytest.approx(p, abs=1e-4) and error == pytest.approx(
+            math.sqrt(p * (1 - p) / (n - 1)), abs=1e-4
+        )
+
+
+def test_scores_do_not_depend_on_what_they_are_batched_with():
+    model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
+    pairs = [(row["context"], ending) for row in QUESTIONS for ending in row["endings"]] * 40  # several batches
+    encoded = [[torch.tensor(list(t.encode()) or [BYTES.eot]) for t in pair] for pair in pairs]
+    scores, greedy = score_endings(model, *zip(*encoded))
+    for (context, ending), score, drawn in zip(pairs, scores.tolist(), greedy.tolist()):
+        window = ([*context.encode()] or [BYTES.eot])[-(65 - len(ending)) :]  # the newest that fit before it
+        logits = model(torch.tensor([[*window, *ending.encode()][:-1]]))[0].double().log_softmax(-1)[-len(ending) :]
+        letters = torch.tensor(list(ending.encode()))
+        assert score == pytest.approx(logits.gather(1, letters[:, None]).sum().item(), rel=1e-5)
+        assert drawn == bool((logits.argmax(-1) == letters).all())
+
+
+def test_of_equal_scores_the_first_is_chosen():
+    question = data.choices.Question("", ["ab", "ab", "c"], 1)
+    pairs = [(torch.tensor([256]), torch.tensor([1] * n)) for n in (2, 2, 1)]
+    assert not any(is_chosen(question, torch.tensor([-2.0, -2.0, -3.0]), pairs).values())
+    assert all(is_chosen(question._replace(label=0), torch.tensor([-2.0, -2.0, -3.0]), pairs).values())
+
+
+def test_last_words(tmp_path, capsys):
+    model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
+    text = "A man walks"
+    likeliest = bytes(sample.generate(model, [torch.tensor([*text.encode()])], 1, 257, 0)).decode("latin-1")
+    rows = [{"context": text, "endings": [ending], "label": 0} for ending in (likeliest, "zz") if ending.isascii()]
+    print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
+    shown = printed(capsys)
+    found = [log_likelihood(model, text, row["endings"][0]) for row in rows]
+    assert shown["drawn greedily"][0] == pytest.approx(sum(drawn for _, drawn in found) / len(rows), abs=1e-4)
+    assert shown["perplexity of an ending"] == [
+        pytest.approx(math.exp(-sum(x for x, _ in found) / len(rows)), rel=1e-2)
+    ]
+    both = write(tmp_path / "both.jsonl", rows + QUESTIONS)
+    with pytest.raises(UserError, match="two files"):
+        print_choices(model, BYTES, both)
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is not a JSON object"),
+        ('{"context": "a", "label": 0}', "line 2 has no endings"),
+        ('{"ctx": "a", "endings": ["b"], "label": 0}', "no context; expected .*prepare.py hellaswag"),
+        ('{"context": "a", "endings": ["b", ""], "label": 0}', "line 2 has an empty ending"),
+        ('{"context": "a", "endings": [], "label": 0}', "line 2 has no endings"),
+        ('{"context": "a", "endings": "bc", "label": 0}', "something else than texts"),
+        ('{"context": "a", "endings": ["b"], "label": 1}', "label 1; expected the number of an ending, 0 to 0"),
+        ('{"context": "a", "endings": ["b"], "label": "0"}', "label '0'"),
+        ('{"context": "a", "endings": ["b"], "label": true}', "label True"),
+        (json.dumps({"context": "a", "endings": ["b" * 65, "c"], "label": 0}), "question 2 has an ending of 65 tokens"),
+        ("\udce4", "is not text in UTF-8"),
+    ],
+)
+def test_wrong_lines_are_named(line, says, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line + "\n").encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match=says):
+        print_choices(random_gpt(vocab_size=257, seq_len=64), BYTES, path)
+
+
+def test_choices_on_the_command_line(noisy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "say_every", lambda seconds: print)
+    path = write(tmp_path / "q.jsonl", [row | {"context": "x"} for row in QUESTIONS] * 30)
+    assert sample.main(["--run", str(noisy), "--choices", str(path), "--dtype", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert "64 of 120 questions" in out and "120 questions, contexts of 32" in out
+    (tmp_path / "empty").write_text("\n")
+    for flags, says in (
+        (["--choices", path, "--perplexity", path], "one by one"),
+        (["--choices", path, "--top_k", "5"], "--top_k does nothing for --choices"),
+        (["--choices", tmp_path / "none"], "there is no file"),
+        (["--choices", tmp_path / "empty"], "holds no questions"),
+    ):
+        assert sample.main(["--run", str(noisy), *map(str, flags)]) == 2 and says in capsys.readouterr().err
+
+
+def test_hellaswag_is_written_as_both_tools_put_it(tmp_path, monkeypatch, capsys):
+    row = dict(activity_label="Removing ice", ctx_a="A man [header] scrapes.", ctx_b="then he", label=1)
+    row |= dict(ctx="A man [header] scrapes. then he", endings=["stops.", "[substeps] goes on [title] Now  stop."])
+    monkeypatch.setattr(data.choices, "download", lambda url, path, say: path.write_text(json.dumps(row) + "\n"))
+    assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 2  # of another content than HellaSwag's
+    assert "is not HellaSwag's validation file" in capsys.readouterr().err
+    text = (tmp_path / "h" / "hellaswag_val.jsonl").read_bytes()
+    blob = subprocess.run(
+        ["git", "hash-object", "--stdin"], input=text, capture_output=True, check=True
+    ).stdout.decode()
+    monkeypatch.setattr(data.choices, "HELLASWAG_BLOB", blob.strip())
+    assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 0
+    llmc, harness = (data.choices.read_questions(tmp_path / "h" / f"{name}.jsonl")[0] for name in ("llmc", "harness"))
+    assert llmc == (row["ctx"], [" stops.", " [substeps] goes on [title] Now  stop."], 1)
+    assert harness == ("Removing ice: A man scrapes. Then he", [" stops.", "  goes on. Now stop."], 1)
+    assert data.prepare.main(["hellaswag", "--val_fraction", "0.2"]) == 2 and "--out alone" in capsys.readouterr().err
