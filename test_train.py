@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import subprocess
@@ -140,8 +141,8 @@ def test_windows_start_at_documents(data):
 
 
 def test_prefetch_keeps_order_and_passes_errors_on():
-    assert list(prefetch(lambda i: i * i, 3, 9, depth=2)) == [9, 16, 25, 36, 49, 64]
-    assert list(prefetch(lambda i: i, 0, 2, depth=0)) == [0, 1]
+    assert list(itertools.islice(prefetch(lambda i: i * i, 3, depth=2), 6)) == [9, 16, 25, 36, 49, 64]
+    assert list(itertools.islice(prefetch(lambda i: i, 0, depth=0), 2)) == [0, 1]
 
     def bad(i):
         if i == 2:
@@ -149,7 +150,7 @@ def test_prefetch_keeps_order_and_passes_errors_on():
         return i
 
     with pytest.raises(UserError, match="shard gone"):
-        list(prefetch(bad, 0, 5, depth=3))
+        list(prefetch(bad, 0, depth=3))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

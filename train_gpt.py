@@ -9,7 +9,6 @@ import dataclasses
 import math
 import random
 import sys
-import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -489,8 +488,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         with agree(dist_ctx, signals):
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
             state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
+            pace = None
             if cfg.minutes and not origin.resumes:
-                max_steps, note = choose_max_steps(state, stream, timer, train_step, evaluate, get_batch)
+                max_steps, pace, note = choose_max_steps(state, stream, timer, train_step, evaluate, get_batch)
                 cfg = state.cfg = dataclasses.replace(cfg, max_steps=max_steps)
                 state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
                 start_anew(state)
@@ -500,22 +500,22 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         del origin  # its tensors
         past_metrics = start.start_log(logger, state, stream, learning_rates(cfg), notes)
         progress = Progress(state, stream, logger, timer, past_metrics)
-        stopped_by = loop(state, stream, progress, signals, on_step)
+        stopped_by = loop(state, stream, progress, pace, signals, on_step)
         summary = progress.summarize(stopped_by, signals)
     return (summary, state.raw_model) if return_model else summary
 
 
-def loop(state: TrainState, stream: TokenStream, progress: Progress, signals: list[str], on_step=None) -> str:
+def loop(state: TrainState, stream: TokenStream, progress: Progress, pace, signals: list[str], on_step=None) -> str:
     """Train from state.step until something stops the run; returns what: max_steps, max_minutes, target_val_loss, or
-    the signal's name ("signal" on ranks that got none)."""
+    the signal's name ("signal" on ranks that got none). pace: the Pace of --minutes, or None."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     logger, timer = progress.logger, progress.timer
     loss, norm, lr_multiplier, stop = None, None, 1.0, ""
     tokenizer = start.find_tokenizer(stream, dist_ctx, logger)
-    batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.max_steps, cfg.prefetch)
+    batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.prefetch)
     profiling = StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
     saver = CheckpointManager(logger, dist_ctx, cfg.keep, state.step)
-    votes = StopVotes(dist_ctx, cfg.max_steps, cfg.max_minutes, timer, signals)
+    votes = StopVotes(dist_ctx, cfg.max_minutes, timer, signals)
 
     def due(every: int) -> bool:
         return bool(stop) or (every > 0 and state.step > 0 and state.step % every == 0)
@@ -527,7 +527,7 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, signals: li
     with contextlib.closing(saver), contextlib.closing(batches), profiling:
         while True:
             # What is due after the step before comes first, so that every N-th step, a stop and a resume take one path.
-            stop = votes.reason(state.step, state.raw_model)
+            stop = votes.reason(state.step, state.cfg.max_steps, state.raw_model)
             if loss is None and stop in ("max_minutes", "signal"):  # every start does one step, or a restart loops
                 stop = ""
             if loss is not None and (due(cfg.log_every) or state.step == 1):
@@ -550,11 +550,11 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, signals: li
                 logger.info(f"--- sample at step {state.step}\n{text}\n---")
             if stop:
                 break
+            if pace and pace.revise(state, progress, get_lr_multiplier):  # state.cfg has another max_steps now
+                state.raw_model.ngram_dropout = get_ngram_dropout(state.cfg, stream)
             timer.start()
-            t0 = time.perf_counter()
-            batch = next(batches)
-            progress.data_stall_s += time.perf_counter() - t0
-            lr_multiplier = get_lr_multiplier(state.step, cfg)
+            batch = progress.next_batch(batches)
+            lr_multiplier = get_lr_multiplier(state.step, state.cfg)
             loss, norm = train_step(state, batch, lr_multiplier)
             state.step += 1
             if on_step:

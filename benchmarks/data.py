@@ -47,7 +47,7 @@ def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps
     def load(step: int):
         return same if depth is None else get_batch(stream, state.dist_ctx, step)
 
-    with contextlib.closing(prefetch(load, 0, steps + 1, depth or 0)) as batches:
+    with contextlib.closing(prefetch(load, 0, depth or 0)) as batches:
         for i in range(steps + 1):
             asked = time.perf_counter()
             batch = next(batches)

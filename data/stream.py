@@ -6,6 +6,7 @@ stream.batch(step=0)  # int64 (16, 257): inputs and one target more
 
 import functools
 import hashlib
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterator
@@ -321,15 +322,14 @@ class TokenStream:
         return hashlib.sha256(json.dumps([self.shard_samples, self.meta["files"]], sort_keys=True).encode()).hexdigest()
 
 
-def prefetch(load, first: int, last: int, depth: int):
-    """load(first), ..., load(last - 1), in order, each prepared up to `depth` calls ahead by a background thread."""
+def prefetch(load, first: int, depth: int):
+    """load(first), load(first + 1), ... without end, each prepared up to `depth` calls ahead by a background thread."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
     try:
-        ahead, following = deque(), first
-        for _ in range(first, last):
-            while following < last and len(ahead) <= depth:
-                ahead.append(pool.submit(load, following))
-                following += 1
-            yield ahead.popleft().result()
+        ahead = deque()
+        for following in itertools.count(first):
+            ahead.append(pool.submit(load, following))
+            if len(ahead) > depth:
+                yield ahead.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -24,7 +24,7 @@ try:
 except ImportError:
     fcntl = None
 
-SECTION = "=" * 40  # begins each start of a run in log.txt
+SECTION = "=" * 40  # begins each start of a run in log.txt, and what --minutes chooses later
 
 
 class LineWriter:
@@ -117,13 +117,17 @@ class RunLogger:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
         self.metrics = LineWriter(rows, append=True)
         self.log = LineWriter(self.folder / "log.txt", append=first_step > 0)
-        for line in (f"{SECTION} run", json.dumps(config), f"command: {shlex.join(sys.argv)}"):
-            self.log.write(line)
+        self.log_flags(config)
         hashes = self.keep_sources(sources, first_step)
         self.log.write("sources: " + ", ".join(f"{name} sha256 {digest}" for name, digest in hashes.items()))
         for line in self.early:
             self.log.write(line)
         return kept
+
+    def log_flags(self, config: dict) -> None:
+        """Begin a section of log.txt: the flags, which hold until the next, and the command."""
+        for line in (f"{SECTION} run", json.dumps(config), f"command: {shlex.join(sys.argv)}"):
+            self.log.write(line)
 
     def keep_sources(self, sources: dict[str, Path], first_step: int) -> dict[str, str]:
         """Copy the sources (name -> file) into source/, or source_<step>/ if a resumed run's differ; returns hashes."""

@@ -1,15 +1,66 @@
 """--minutes: how many steps fit into the time that there is."""
 
 import dataclasses
+import math
 import statistics
 import time
 
 from data.shards import UserError
 from runtime.ranks import DistContext, dist_max
 
+# Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each: while the
+# learning rate is flat, nothing that was done depends on the number.
+CHOICES, WINDOW = (0.2, 0.38), 0.06
 
-def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> tuple[int, str]:
-    """For --minutes: how many steps, with their evaluations, end in time, and what to say of it.
+
+@dataclasses.dataclass
+class Pace:
+    """The speed by which --minutes chooses the steps, in seconds of a step and of an evaluation; all ranks have one."""
+
+    step_s: float
+    eval_s: float
+    mark: tuple[int, float] = (-1, 0.0)  # step and training time at which the last measurement began
+
+    def steps_in(self, seconds: float, eval_every: int) -> int:
+        """Steps that end in so many seconds, with evaluations on the way and one at the end; below 1 if none does."""
+        return int((seconds - self.eval_s) / (self.step_s + (self.eval_s / eval_every if eval_every else 0.0)))
+
+    def revise(self, state, progress, lr_multiplier) -> bool:
+        """Measure and choose again where that is due; returns whether state.cfg has another number of steps now.
+
+        The flags change so that the learning rate has been what it would have been; where lr_multiplier(step, cfg), the
+        trainer's, makes that impossible, they stay.
+        """
+        cfg, step, timer = state.cfg, state.step, progress.timer
+        window = max(2, round(WINDOW * cfg.max_steps))
+        ends = [int(fraction * cfg.max_steps) for fraction in CHOICES]
+        if step > 0 and step + window in ends:
+            self.mark = step, timer.pause()
+        if step not in ends or step - self.mark[0] != window:
+            return False
+        step_s = dist_max(state.dist_ctx, (timer.pause() - self.mark[1]) / window)
+        self.step_s, self.eval_s = step_s, self.eval_s * step_s / self.step_s
+        left_s = 60 * cfg.minutes * 0.98 - 4.0 - dist_max(state.dist_ctx, timer.wall_time)
+        max_steps = step + max(1, self.steps_in(left_s, cfg.eval_every))
+        revised = dataclasses.replace(
+            cfg,
+            max_steps=max_steps,
+            warmup_frac=cfg.warmup_frac * cfg.max_steps / max_steps,
+            cooldown_frac=min(cfg.cooldown_frac, (max_steps - step) / max_steps),
+        )
+        if max_steps == cfg.max_steps or revised.warmup_frac * max_steps > step:
+            return False
+        if not all(math.isclose(lr_multiplier(i, cfg), lr_multiplier(i, revised)) for i in range(step)):
+            return False
+        state.cfg = revised
+        found = f"steps of {1000 * step_s:,.0f} ms now, so {max_steps:,} steps instead of {cfg.max_steps:,}"
+        progress.logger.info(f"--minutes {cfg.minutes:g}: {found}")
+        progress.logger.log_flags(dataclasses.asdict(revised))
+        return True
+
+
+def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> tuple[int, Pace, str]:
+    """For --minutes: how many steps, with their evaluations, end in time; what was measured, and what to say of it.
 
     state, train_step, evaluate, get_batch: the trainer's. The learning rate is 0, and the caller makes everything anew
     afterwards. Raises UserError when there is no time for one step.
@@ -37,8 +88,8 @@ def steps_within(
     eval_every: int,
     elapsed_s: float,
     dist_ctx: DistContext,
-) -> tuple[int, str]:
-    """Steps that end, with their evaluations, within so many minutes of the run's start, and what to say of it.
+) -> tuple[int, Pace, str]:
+    """Steps that end, with their evaluations, within so many minutes of the run's start; the speed; what to say of it.
 
     step(i) and eval_batch() do what is timed, and wait for the device. 5 % and 4 s are kept for imports, the last
     checkpoint and sample. The same on every rank. Raises UserError when there is no time for one step.
@@ -52,13 +103,13 @@ def steps_within(
     eval_batch()  # what happens once is not counted for every batch
     t0 = time.perf_counter()
     eval_batch()
-    eval_s = dist_max(dist_ctx, time.perf_counter() - t0) * n_eval_batches
-    used = dist_max(dist_ctx, elapsed_s + time.perf_counter() - began) + 4.0 + 0.05 * 60 * minutes + eval_s
-    steps = int((60 * minutes - used) / (step_s + (eval_s / eval_every if eval_every else 0.0)))
+    pace = Pace(step_s, dist_max(dist_ctx, time.perf_counter() - t0) * n_eval_batches)
+    used = dist_max(dist_ctx, elapsed_s + time.perf_counter() - began) + 4.0 + 0.05 * 60 * minutes
+    steps = pace.steps_in(60 * minutes - used, eval_every)
     if steps < 1:
         raise UserError(
-            f"--minutes {minutes:g} is too short: a step takes {step_s:.1f} s and an evaluation {eval_s:.1f} s here; "
-            f"give at least {(used + step_s) / 60:.1f}"
+            f"--minutes {minutes:g} is too short: a step takes {step_s:.1f} s and an evaluation {pace.eval_s:.1f} s "
+            f"here; give at least {(used + pace.eval_s + step_s) / 60:.1f}"
         )
-    said = f"--minutes {minutes:g}: steps of {1000 * step_s:,.0f} ms, evaluations of {eval_s:.1f} s, so {steps:,} steps"
-    return steps, said
+    said = f"steps of {1000 * step_s:,.0f} ms, evaluations of {pace.eval_s:.1f} s, so {steps:,} steps"
+    return steps, pace, f"--minutes {minutes:g}: {said}"

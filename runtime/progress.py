@@ -1,6 +1,7 @@
 """What a run reports: rows of metrics.jsonl, lines of the console, the summary, and what follows from them."""
 
 import math
+import time
 from collections import deque
 
 import torch
@@ -39,6 +40,13 @@ class Progress:
         self.first_train_time = self.last_train_time = timer.train_time
         self.bad_steps = 0  # skipped updates in a row, as of the last report
         self.data_stall_s = 0.0
+
+    def next_batch(self, batches) -> Tensor:
+        """The next of these batches; counts the seconds for which training waits for it."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.data_stall_s += time.perf_counter() - asked
+        return batch
 
     def log_step(self, loss: Tensor, norm: Tensor, lr: float) -> str:
         """Print and keep the figures of the step just done, and which updates were skipped; waits for the device.

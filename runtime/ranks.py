@@ -166,20 +166,20 @@ class StopVotes:
 
     REASONS = ("", "max_minutes", "signal")
 
-    def __init__(self, dist_ctx: DistContext, max_steps: int, max_minutes: float, timer, signals: list):
+    def __init__(self, dist_ctx: DistContext, max_minutes: float, timer, signals: list):
         """max_minutes: of the timer's wall_time_here, 0 = never; signals: the names of those caught so far."""
         self.dist_ctx, self.timer, self.signals = dist_ctx, timer, signals
-        self.max_steps, self.max_seconds = max_steps, 60 * max_minutes or math.inf
+        self.max_seconds = 60 * max_minutes or math.inf
         self.box, self.work = torch.zeros(3, dtype=torch.float64), None
 
-    def reason(self, step: int, model: torch.nn.Module) -> str:
+    def reason(self, step: int, max_steps: int, model: torch.nn.Module) -> str:
         """ "max_steps", "max_minutes", "signal", or "" to continue; step: updates done.
 
         Raises RunError, on every rank, when the model ran different blocks on some, by the hashes of watch_blocks.
         """
         vote = 2 if self.signals else 1 if self.timer.wall_time_here >= self.max_seconds else 0
         decided = self.REASONS[self.delayed_max(vote, getattr(model, "blocks_run", [0])[-1])]
-        return "max_steps" if step >= self.max_steps and decided != "signal" else decided
+        return "max_steps" if step >= max_steps and decided != "signal" else decided
 
     def delayed_max(self, vote: int, blocks_hash: int) -> int:
         if self.dist_ctx.world_size == 1:

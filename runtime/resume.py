@@ -76,6 +76,8 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
     replaced |= {"minutes"} if "max_steps" in given else set()
+    if saved.get("minutes") and saved["minutes"] == given.get("minutes"):  # the same command again: as it was chosen
+        given = {name: value for name, value in given.items() if name not in ("warmup_frac", "cooldown_frac")}
     saved = {name: value for name, value in saved.items() if name in fields - replaced}
     if saved and given.get("preset", saved.get("preset")) != saved.get("preset"):
         saved |= presets.get(given["preset"], {})

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import model as model_module
+import runtime.logger
+import runtime.minutes
 import sample
 import train_gpt
 from conftest import ROOT, TINY, final, flags_of, rows, run_main, run_python
@@ -25,6 +27,7 @@ from ops.init import constant, normal, ones, orthogonal, zeros
 from runtime import start
 from runtime.checkpoint import BEST, read_checkpoint
 from runtime.flags import integer
+from runtime.logger import read_finished_run
 from train_gpt import make_config, train
 
 SHAPE = dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
@@ -362,41 +365,58 @@ def test_a_preset_that_is_given_again_changes_nothing(tmp_path):
     assert make_config(**train_gpt.parse_args(argv)).adam_lr == 0.008
 
 
-def test_minutes_choose_the_steps_once(data, tmp_path, monkeypatch):
-    """Steps of 0.5 s and evaluation batches of 0.25 s, by a clock of our own."""
-    import runtime.minutes as minutes
-
-    clock = [0.0]
-    monkeypatch.setattr(minutes, "time", type("Clock", (), dict(perf_counter=staticmethod(lambda: clock[0]))))
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.5], ids=["as before", "twice as slow", "twice as fast"])
+def test_minutes_choose_the_steps_while_the_learning_rate_is_flat(factor, data, tmp_path, monkeypatch):
+    """Steps of 0.5 s and evaluation batches of 0.25 s, by a clock of our own; after 25 `factor` times that."""
+    clock, trained = [0.0], [0]
+    fake = type("Clock", (), dict(perf_counter=lambda: clock[0], monotonic=lambda: clock[0]))
+    for room in (runtime.minutes, runtime.logger):
+        monkeypatch.setattr(room, "time", fake)
     step, evaluate = train_gpt.train_step, train_gpt.evaluate
 
-    def slow_step(*args):
-        clock[0] += 0.5
-        return step(*args)
+    def slow_step(state, batch, lr_multiplier):
+        trained[0] += lr_multiplier > 0
+        clock[0] += 0.5 * (factor if trained[0] > 25 else 1)
+        return step(state, batch, lr_multiplier)
 
-    def slow_eval(*args):
-        clock[0] += 0.25
-        return evaluate(*args)
+    def slow_eval(state, *args):
+        n_batches = state.cfg.eval_tokens // (state.micro_batch * state.cfg.seq_len)
+        clock[0] += 0.25 * n_batches * (factor if trained[0] > 25 else 1)
+        return evaluate(state, *args)
 
     monkeypatch.setattr(train_gpt, "train_step", slow_step)
     monkeypatch.setattr(train_gpt, "evaluate", slow_eval)
-    monkeypatch.setattr(train_gpt.TrainTimer, "wall_time_here", 2.0)
     flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(
-        data=str(data), eval_every=10, save_every=4, keep=0
+        data=str(data), eval_every=10, save_every=4, keep=0, eval_tokens=1024, warmup_frac=0.05
     )
-    train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=0.5))
+    train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=1.0))
     saved = final(tmp_path / "run")
-    # 30 s - 2 before - 1.5 (three steps) - 0.5 - 4 - 1.5 - 2 (8 batches of evaluation) = 18.5 s, by 0.5 + 0.2 s
-    assert saved["step"] == saved["config"]["max_steps"] == 26 and saved["config"]["minutes"] == 0.5
+    chosen = {name: saved["config"][name] for name in ("max_steps", "warmup_frac", "cooldown_frac")}
+    log = (tmp_path / "run" / "log.txt").read_text()
+    # 60 s - 3 (six steps) - 0.5 - 4 - 3 - 1 (the last evaluation) = 48.5 s, by 0.5 + 0.1 s
+    assert "--minutes 1: steps of 500 ms, evaluations of 1.0 s, so 80 steps" in log
+    assert saved["step"] == chosen["max_steps"] == {1.0: 84, 2.0: 53, 0.5: 146}[factor]
+    assert 53 < clock[0] < 60  # 4 s are for what takes no time here
+    assert read_finished_run(tmp_path / "run")[1]["max_steps"] == chosen["max_steps"]
     monkeypatch.undo()
-    plain = flags | dict(out_dir=str(tmp_path / "plain"), max_steps=26)
-    train(make_config(**plain))  # the measurement has left nothing behind
+    plain = flags | dict(out_dir=str(tmp_path / "plain"), **chosen)
+    train(make_config(**plain))  # measuring and choosing have left nothing behind
     assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
-    again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / "ckpt_8.pt"))
-    train(make_config(**flags | again | dict(minutes=0.5)))
-    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "plain", "train_loss")[8:]
-    with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has 26"):
+    after = 60 if factor == 0.5 else 40  # the last choice
+    again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / f"ckpt_{after}.pt"), minutes=1.0)
+    train(make_config(**flags | again))
+    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "plain", "train_loss")[after:]
+    with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has"):
         train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0)))
+
+
+def test_minutes_keep_a_schedule_that_depends_on_the_steps_from_the_start(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "get_lr_multiplier", lambda step, cfg: 1 - step / cfg.max_steps)
+    monkeypatch.setattr(
+        runtime.minutes, "steps_within", lambda *_: (20, runtime.minutes.Pace(step_s=1.0, eval_s=0.0), "")
+    )
+    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), minutes=1.0)
+    assert train(make_config(**flags, out_dir=str(tmp_path / "run")))["step"] == 20
 
 
 def test_too_few_minutes_are_refused(data, tmp_path, capsys):

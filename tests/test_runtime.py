@@ -796,12 +796,12 @@ def test_votes_to_stop_count_a_step_later_among_ranks(tmp_path):
 
     def reasons(ctx):
         timer, signals = SimpleNamespace(wall_time_here=0.0), []
-        votes, gpt = StopVotes(ctx, 9, 1.0, timer, signals), torch.nn.Module()
-        found = [votes.reason(1, gpt)]
+        votes, gpt = StopVotes(ctx, 1.0, timer, signals), torch.nn.Module()
+        found = [votes.reason(1, 9, gpt)]
         timer.wall_time_here = 60.0
-        found += [votes.reason(2, gpt), votes.reason(9, gpt)]
+        found += [votes.reason(2, 9, gpt), votes.reason(9, 9, gpt)]
         signals.append("SIGTERM")
-        found += [votes.reason(9, gpt), votes.reason(10, gpt)]
+        found += [votes.reason(9, 9, gpt), votes.reason(10, 9, gpt)]
         votes.close()
         return found
 

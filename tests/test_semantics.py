@@ -561,7 +561,7 @@ def test_minutes_leave_no_trace_in_buffers_and_extra_state(data, tmp_path, monke
     monkeypatch.setattr(GPT, "forward", counting)
     monkeypatch.setattr(train_gpt, "train_step", noted)
     monkeypatch.setattr(
-        minutes_room, "steps_within", lambda minutes, step, *rest: [step(i) for i in range(3)] and (4, "4")
+        minutes_room, "steps_within", lambda minutes, step, *rest: [step(i) for i in range(3)] and (4, None, "4")
     )
     flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), minutes=1.0)
     train(make_config(**flags, out_dir=str(tmp_path / "run")))
