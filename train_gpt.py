@@ -98,6 +98,7 @@ class Config:
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., in folders of out_dir", min=1)
     device: str = flag("auto", "auto is cuda where there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
+    params: int = flag(0, "weights of the blocks, as in 10M: chooses their sizes, batch, steps and n-grams", min=0)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head of 128 dimensions is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
@@ -178,6 +179,7 @@ def make_config(**flags) -> Config:
     """
     given = resume.merge_flags(flags, dataclasses.fields(Config), PRESETS)
     preset = dict(PRESETS[given.get("preset", "laptop")])
+    preset |= derived.sizes(given["params"]) if given.get("params") else {}
     if given.get("optimizer") == "adamw" and given.get("preset", "laptop") == "laptop":
         preset["adam_lr"] = 0.008  # the best of 0.002, 0.004, 0.008 and 0.016; the preset's is for Adam beside Muon
     cfg = Config(**{**preset, **given})

@@ -34,7 +34,8 @@ def describe(
         f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
         f"tokenizer {meta['tokenizer']}{assumed}, "
         f"evaluation on {evaluated}",
-        f"model: {n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
+        f"model: n_layer {f.n_layer}, n_embd {f.n_embd}, n_head {f.n_head}, {n_params:,} parameters, "
+        f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
         f"adam_lr {learning_rates[1]:.4g}{ngrams * (model.ngrams is not None)}",
         f"batch: {f.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {grad_accum_steps} grad_accum_steps x "
         f"{micro_batch} micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps, {tokens:,} tokens, "

@@ -73,6 +73,8 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     source = path or (Path(given["out_dir"]) if given.get("out_dir") else None)
     candidates = [] if source is None else [source] if source.is_file() else list_checkpoints(source)
     saved = next(filter(None, map(saved_flags, candidates)), {})
+    if saved and given.get("params", saved.get("params")) != saved.get("params"):
+        raise UserError(f"--params {given['params']} is for new runs, and {source} has its sizes; remove it")
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
     replaced |= {"minutes"} if "max_steps" in given else set()

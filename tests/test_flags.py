@@ -20,7 +20,7 @@ import export
 import sample
 import train_gpt
 from benchmarks.memory import card_table, plan_cards, planned_model
-from conftest import ROOT, TINY, compiler_works, flags_of, make_data, run_main, run_python
+from conftest import ROOT, TINY, compiler_works, final, flags_of, make_data, run_main, run_python
 from data import prepare
 from data.shards import UserError
 from model import optimizer_groups
@@ -588,3 +588,25 @@ def test_importing_has_no_side_effects():
     env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}  # no import's doing
     done = run_python("-c", code, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def test_params_choose_sizes_that_flags_may_change(tmp_path):
+    for params, text in ((300_000, "0.3M"), (2_000_000, "2m"), (10_000_000, "10M"), (1_500_000_000, "1.5B")):
+        cfg = make_config(**train_gpt.parse_args(["--params", text]))
+        assert cfg.params == params and 12 * cfg.n_layer * cfg.n_embd**2 == pytest.approx(params, rel=0.32)
+        assert cfg.n_embd // cfg.n_head in (64, 128) and cfg.batch_tokens % cfg.seq_len == 0
+        assert cfg.batch_tokens * cfg.max_steps == pytest.approx(20 * 12 * cfg.n_layer * cfg.n_embd**2, rel=0.01)
+    small = make_config(params=85_000_000)
+    assert (small.n_layer, small.n_embd, small.n_head, small.ngram) == (12, 768, 6, 0)  # GPT-2's
+    given = make_config(params=10_000_000, n_layer=9, max_steps=50, batch_tokens=8192)
+    assert (given.n_layer, given.n_embd, given.max_steps, given.batch_tokens) == (9, 384, 50, 8192)
+
+
+def test_params_are_kept_by_a_run_that_is_resumed(data, tmp_path):
+    flags = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_embd", "n_head")} | dict(data=str(data))
+    train(make_config(**flags, params=50_000, out_dir=str(tmp_path / "run")))
+    assert final(tmp_path / "run")["config"]["n_embd"] == 64
+    again = dict(out_dir=str(tmp_path / "run"), resume="newest")
+    assert make_config(**again, params=50_000, max_steps=22).n_embd == make_config(**again).n_embd == 64
+    with pytest.raises(UserError, match="--params 60000 is for new runs"):
+        make_config(**again, params=60_000)
