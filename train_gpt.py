@@ -60,8 +60,6 @@ PRESETS = {
         ngram_rows=131072,
         batch_tokens=8192,
         max_steps=260,
-        muon_lr=0.03,
-        adam_lr=0.012,
         eval_every=130,
         eval_tokens=262144,
     ),
@@ -112,8 +110,8 @@ class Config:
     loss_chunk: int = flag(-1, "tokens per chunk of lm_head + cross-entropy; 0 = all, -1 = what is fastest", min=-1)
     # optimizer
     optimizer: str = flag("muon", "muon is Muon for matrices, Adam for the rest; adamw the baseline", ("muon", "adamw"))
-    muon_lr: float = flag(0.02, "learning rate of Muon")
-    adam_lr: float = flag(0.0, "learning rate of Adam; 0 is 0.006 beside Muon, 0.002 alone (laptop: 0.012 and 0.008)")
+    muon_lr: float = flag(0.0, "learning rate of Muon; 0 = by the number of steps (docs/rates.md)", min=0)
+    adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by the width (docs/rates.md)", min=0)
     weight_decay: float = flag(0.05, "decoupled decay of the blocks' matrices (adamw: of all), times the learning rate")
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
@@ -180,8 +178,6 @@ def make_config(**flags) -> Config:
     given = resume.merge_flags(flags, dataclasses.fields(Config), PRESETS)
     preset = dict(PRESETS[given.get("preset", "laptop")])
     preset |= derived.sizes(given["params"]) if given.get("params") else {}
-    if given.get("optimizer") == "adamw" and given.get("preset", "laptop") == "laptop":
-        preset["adam_lr"] = 0.008  # the best of 0.002, 0.004, 0.008 and 0.016; the preset's is for Adam beside Muon
     cfg = Config(**{**preset, **given})
     checks.check_flags(cfg)
     try:
@@ -285,15 +281,20 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
-    """Of the blocks' matrices, and Adam's for all else; under --optimizer adamw they are one."""
+    """Muon's, for the blocks' matrices, and Adam's, for all else (under --optimizer adamw for everything).
+
+    A flag of 0 is by rule: what was best at each width and number of steps that docs/rates.md has, through the NanoGPT
+    speedrun's 0.02 and 0.006 for GPT-2's small size and 5,000 steps.
+    """
     if cfg.optimizer == "adamw":
-        return cfg.adam_lr or 0.002, cfg.adam_lr or 0.002
-    return cfg.muon_lr, cfg.adam_lr or 0.006
+        return cfg.muon_lr, cfg.adam_lr or float(f"{0.002 * (768 / cfg.n_embd) ** 0.75:.3g}")
+    by_steps, by_width = 0.02 * (5000 / cfg.max_steps) ** 0.16, 0.006 * (768 / cfg.n_embd) ** 0.4
+    return cfg.muon_lr or float(f"{by_steps:.3g}"), cfg.adam_lr or float(f"{by_width:.3g}")
 
 
 def logged_lr(state: TrainState, lr_multiplier: float) -> float:
     if isinstance(state.optimizer, Optimizer):
-        return learning_rates(state.cfg)[0] * lr_multiplier
+        return learning_rates(state.cfg)[state.cfg.optimizer == "adamw"] * lr_multiplier
     return state.optimizer.param_groups[0]["lr"]
 
 
@@ -497,6 +498,8 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
                 state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
                 start_anew(state)
                 notes.append(note)
+            muon_lr, adam_lr = learning_rates(cfg)  # kept by checkpoints, whatever the rule will be
+            cfg = state.cfg = dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
             if origin.path:
                 notes += resume.load_start(state, stream, timer, origin)
         del origin  # its tensors

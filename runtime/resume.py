@@ -75,6 +75,8 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     saved = next(filter(None, map(saved_flags, candidates)), {})
     if saved and given.get("params", saved.get("params")) != saved.get("params"):
         raise UserError(f"--params {given['params']} is for new runs, and {source} has its sizes; remove it")
+    if saved.get("adam_lr") == 0.0:  # of before the learning rate went by the width
+        saved["adam_lr"] = 0.002 if saved["optimizer"] == "adamw" else 0.006
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
     replaced |= {"minutes"} if "max_steps" in given else set()

@@ -25,6 +25,7 @@ from data import prepare
 from data.shards import UserError
 from model import optimizer_groups
 from runtime import checks, launch, memory, start
+from runtime.checkpoint import content_hash
 from runtime.derived import seqs_per_rank
 from runtime.footprint import memory_formula
 from runtime.memory import find_max_micro_batch, fit_loss_chunk, fit_memory, largest_loss_chunk
@@ -277,18 +278,36 @@ def test_flags_without_effect_are_named(data, tmp_path, capsys, monkeypatch):
 # What flags become
 
 
-def test_adam_alone_has_learning_rates_of_its_own():
-    rates = [
-        train_gpt.learning_rates(make_config(**flags))[1]
-        for flags in (
-            dict(),
-            dict(optimizer="adamw"),
-            dict(optimizer="adamw", adam_lr=0.1),
-            dict(preset="gpt2-small"),
-            dict(preset="gpt2-small", optimizer="adamw"),
-        )
-    ]
-    assert rates == [0.012, 0.008, 0.1, 0.006, 0.002]
+def test_learning_rates_by_rule():
+    def rates(**flags):
+        return train_gpt.learning_rates(make_config(**flags))
+
+    assert rates(preset="gpt2-small") == (0.02, 0.006)  # the NanoGPT speedrun's
+    assert rates() == pytest.approx((0.03, 0.012), rel=0.1)  # what was tuned by hand for laptop
+    assert rates(optimizer="adamw")[1] == pytest.approx(0.008, rel=0.05)  # the best of 0.002, 0.004, 0.008, 0.016
+    assert rates(preset="gpt2-small", optimizer="adamw")[1] == 0.002
+    assert rates(muon_lr=0.5, adam_lr=0.1) == (0.5, 0.1) and rates(optimizer="adamw", adam_lr=0.1)[1] == 0.1
+    for preset in train_gpt.PRESETS:  # within half an octave of the speedrun's
+        muon_lr, adam_lr = rates(preset=preset)
+        assert not preset.startswith("gpt2") or 0.014 < muon_lr <= 0.0201 and 0.0042 < adam_lr <= 0.006
+    muon, adam = zip(*(rates(n_embd=n_embd, max_steps=100 * n_embd) for n_embd in (64, 128, 256, 512)))
+    assert sorted(muon, reverse=True) == list(muon) and sorted(adam, reverse=True) == list(adam)
+
+
+def test_the_rule_s_learning_rates_are_kept(data, tmp_path, capsys):
+    """Whatever --max_steps a resumed run gets, and also those of runs from before the rule."""
+    flags = {k: v for k, v in TINY.items() if k not in ("muon_lr", "adam_lr")} | dict(data=str(data))
+    train(make_config(**flags, out_dir=str(tmp_path / "run")))
+    rates = train_gpt.learning_rates(make_config(**flags))
+    kept = final(tmp_path / "run")
+    assert (kept["config"]["muon_lr"], kept["config"]["adam_lr"]) == rates
+    assert f"muon_lr {rates[0]:g}, adam_lr {rates[1]:g}" in capsys.readouterr().out
+    again = make_config(resume="newest", out_dir=str(tmp_path / "run"), max_steps=4000)
+    assert train_gpt.learning_rates(again) == rates
+    kept["config"] |= dict(muon_lr=0.02, adam_lr=0.0)
+    kept["sha256"] = content_hash(kept)
+    torch.save(kept, tmp_path / "ckpt_20.pt")
+    assert train_gpt.learning_rates(make_config(resume=str(tmp_path / "ckpt_20.pt"))) == (0.02, 0.006)
 
 
 def test_micro_batch_is_predicted_verified_and_halved():
