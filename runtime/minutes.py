@@ -8,9 +8,8 @@ import time
 from data.shards import UserError
 from runtime.ranks import DistContext, dist_max
 
-# Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each: while the
-# learning rate is flat, nothing that was done depends on the number.
-CHOICES, WINDOW = (0.2, 0.38), 0.06
+# Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each.
+CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
 
 
 @dataclasses.dataclass
@@ -28,8 +27,9 @@ class Pace:
     def revise(self, state, progress, lr_multiplier) -> bool:
         """Measure and choose again where that is due; returns whether state.cfg has another number of steps now.
 
-        The flags change so that the learning rate has been what it would have been; where lr_multiplier(step, cfg), the
-        trainer's, makes that impossible, they stay.
+        While the learning rate is flat, it begins to fall where the new number says; where it falls already, it goes on
+        from where it is, to 0 at the new end. A schedule that cannot do so, by lr_multiplier(step, cfg), the trainer's,
+        keeps its steps.
         """
         cfg, step, timer = state.cfg, state.step, progress.timer
         window = max(2, round(WINDOW * cfg.max_steps))
@@ -42,15 +42,20 @@ class Pace:
         self.step_s, self.eval_s = step_s, self.eval_s * step_s / self.step_s
         left_s = 60 * cfg.minutes * 0.98 - 4.0 - dist_max(state.dist_ctx, timer.wall_time)
         max_steps = step + max(1, self.steps_in(left_s, cfg.eval_every))
+        present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
+        is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
+        if not is_flat and present < 1:  # a slope that began before step 0 could not be told by --cooldown_frac
+            max_steps = min(max_steps, int((step - present * warmup_steps) / (1 - present)))
+        if max_steps == cfg.max_steps or warmup_steps > step or present <= 0:
+            return False
+        falling = (max_steps - step) / (present * max_steps)  # the fraction that makes it fall from here on
         revised = dataclasses.replace(
             cfg,
             max_steps=max_steps,
-            warmup_frac=cfg.warmup_frac * cfg.max_steps / max_steps,
-            cooldown_frac=min(cfg.cooldown_frac, (max_steps - step) / max_steps),
+            warmup_frac=warmup_steps / max_steps,
+            cooldown_frac=min(cfg.cooldown_frac, falling) if is_flat else falling,
         )
-        if max_steps == cfg.max_steps or revised.warmup_frac * max_steps > step:
-            return False
-        if not all(math.isclose(lr_multiplier(i, cfg), lr_multiplier(i, revised)) for i in range(step)):
+        if not math.isclose(present, lr_multiplier(step, revised)):
             return False
         state.cfg = revised
         found = f"steps of {1000 * step_s:,.0f} ms now, so {max_steps:,} steps instead of {cfg.max_steps:,}"

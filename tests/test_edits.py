@@ -365,9 +365,10 @@ def test_a_preset_that_is_given_again_changes_nothing(tmp_path):
     assert make_config(**train_gpt.parse_args(argv)).adam_lr == 0.008
 
 
+@pytest.mark.parametrize("after", [25, 45], ids=["flat", "falling"])
 @pytest.mark.parametrize("factor", [1.0, 2.0, 0.5], ids=["as before", "twice as slow", "twice as fast"])
-def test_minutes_choose_the_steps_while_the_learning_rate_is_flat(factor, data, tmp_path, monkeypatch):
-    """Steps of 0.5 s and evaluation batches of 0.25 s, by a clock of our own; after 25 `factor` times that."""
+def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypatch):
+    """Steps of 0.5 s and evaluation batches of 0.25 s, by a clock of our own; after 25 or 45, `factor` times that."""
     clock, trained = [0.0], [0]
     fake = type("Clock", (), dict(perf_counter=lambda: clock[0], monotonic=lambda: clock[0]))
     for room in (runtime.minutes, runtime.logger):
@@ -376,38 +377,47 @@ def test_minutes_choose_the_steps_while_the_learning_rate_is_flat(factor, data, 
 
     def slow_step(state, batch, lr_multiplier):
         trained[0] += lr_multiplier > 0
-        clock[0] += 0.5 * (factor if trained[0] > 25 else 1)
+        clock[0] += 0.5 * (factor if trained[0] > after else 1)
         return step(state, batch, lr_multiplier)
 
     def slow_eval(state, *args):
         n_batches = state.cfg.eval_tokens // (state.micro_batch * state.cfg.seq_len)
-        clock[0] += 0.25 * n_batches * (factor if trained[0] > 25 else 1)
+        clock[0] += 0.25 * n_batches * (factor if trained[0] > after else 1)
         return evaluate(state, *args)
 
     monkeypatch.setattr(train_gpt, "train_step", slow_step)
     monkeypatch.setattr(train_gpt, "evaluate", slow_eval)
     flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(
-        data=str(data), eval_every=10, save_every=4, keep=0, eval_tokens=1024, warmup_frac=0.05
+        data=str(data), eval_every=10, save_every=2, keep=0, eval_tokens=1024, warmup_frac=0.05
     )
     train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=1.0))
     saved = final(tmp_path / "run")
-    chosen = {name: saved["config"][name] for name in ("max_steps", "warmup_frac", "cooldown_frac")}
     log = (tmp_path / "run" / "log.txt").read_text()
     # 60 s - 3 (six steps) - 0.5 - 4 - 3 - 1 (the last evaluation) = 48.5 s, by 0.5 + 0.1 s
     assert "--minutes 1: steps of 500 ms, evaluations of 1.0 s, so 80 steps" in log
-    assert saved["step"] == chosen["max_steps"] == {1.0: 84, 2.0: 53, 0.5: 146}[factor]
     assert 53 < clock[0] < 60  # 4 s are for what takes no time here
-    assert read_finished_run(tmp_path / "run")[1]["max_steps"] == chosen["max_steps"]
+    assert saved["step"] == saved["config"]["max_steps"] == read_finished_run(tmp_path / "run")[1]["max_steps"]
+    assert (saved["step"] < 75) == (factor == 2) and (saved["step"] > 95) == (factor == 0.5)
+    rates = [lr / 0.02 for lr in rows(tmp_path / "run", "lr")]
+    steepest = max(before - now for before, now in zip(rates[6:], rates[7:]))
+    assert max(rates[6:]) == 1 and sorted(rates[6:], reverse=True) == rates[6:] and rates[-1] < 0.06 and steepest < 0.06
     monkeypatch.undo()
-    plain = flags | dict(out_dir=str(tmp_path / "plain"), **chosen)
-    train(make_config(**plain))  # measuring and choosing have left nothing behind
-    assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
-    after = 60 if factor == 0.5 else 40  # the last choice
-    again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / f"ckpt_{after}.pt"), minutes=1.0)
+    kept = {n: read_checkpoint(tmp_path / "run" / f"ckpt_{n}.pt")["config"] for n in range(2, saved["step"], 2)}
+    first = min(n for n, config in kept.items() if config == saved["config"])
+    again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / f"ckpt_{first}.pt"), minutes=1.0)
     train(make_config(**flags | again))
-    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "plain", "train_loss")[after:]
+    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "run", "train_loss")[first:]
     with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has"):
         train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0)))
+
+
+def test_minutes_have_measured_without_a_trace(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime.minutes.Pace, "revise", lambda *_: False)
+    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data))
+    train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=0.2))
+    n = final(tmp_path / "run")["step"]
+    assert train(make_config(**flags, out_dir=str(tmp_path / "plain"), max_steps=n))["step"] == n
+    assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
 
 
 def test_minutes_keep_a_schedule_that_depends_on_the_steps_from_the_start(data, tmp_path, monkeypatch):
