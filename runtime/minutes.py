@@ -40,7 +40,7 @@ class Pace:
             return False
         step_s = dist_max(state.dist_ctx, (timer.pause() - self.mark[1]) / window)
         self.step_s, self.eval_s = step_s, self.eval_s * step_s / self.step_s
-        left_s = 60 * cfg.minutes * 0.98 - 4.0 - dist_max(state.dist_ctx, timer.wall_time)
+        left_s = 60 * cfg.minutes * 0.98 - 6.0 - dist_max(state.dist_ctx, timer.wall_time)
         max_steps = step + max(1, self.steps_in(left_s, cfg.eval_every))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))

@@ -395,7 +395,7 @@ def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypat
     log = (tmp_path / "run" / "log.txt").read_text()
     # 60 s - 3 (six steps) - 0.5 - 4 - 3 - 1 (the last evaluation) = 48.5 s, by 0.5 + 0.1 s
     assert "--minutes 1: steps of 500 ms, evaluations of 1.0 s, so 80 steps" in log
-    assert 53 < clock[0] < 60  # 4 s are for what takes no time here
+    assert 51 < clock[0] < 60  # 6 s are for what takes no time here
     assert saved["step"] == saved["config"]["max_steps"] == read_finished_run(tmp_path / "run")[1]["max_steps"]
     assert (saved["step"] < 75) == (factor == 2) and (saved["step"] > 95) == (factor == 0.5)
     rates = [lr / 0.02 for lr in rows(tmp_path / "run", "lr")]
