@@ -70,7 +70,7 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     say = say_every(5)
 
     def report(done: int, loss: float) -> None:
-        say(f"{done:,} of {len(tokens):,} tokens, {math.exp(loss / done):.4f} a token")
+        say(f"{done:,} of {len(tokens):,} tokens, {math.exp(min(loss / done, 700)):.4f} a token")
 
     loss = summed_loss(model, tokens, tokenizer.eot, stride, report)
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
@@ -115,7 +115,7 @@ def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> 
             rows, columns = row_of[chosen], column[chosen]
             targets = y[rows, columns].to(device)
             logits = model.logits(hidden[rows.to(device), columns.to(device)])
-            losses = F.cross_entropy(logits, targets, reduction="none").double().cpu()
+            losses = F.cross_entropy(logits, targets, reduction="none").cpu().double()
             ending = torch.tensor(part)[rows]
             scores.index_add_(0, ending, -losses)
             greedy[ending[(logits.argmax(-1) != targets).cpu()]] = False
@@ -125,10 +125,13 @@ def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> 
 def tokens_of(question: Question, tokenizer, seq_len: int, place: str) -> list[tuple[Tensor, Tensor]]:
     """Context and ending, int64, for each ending of a question; what is predicted first follows at least one token.
 
-    Raises UserError when an ending does not fit into the model's context.
+    Blanks at the context's end go to the ending, as in lm-evaluation-harness: they belong to the word's token. Raises
+    UserError when an ending does not fit into the model's context.
     """
-    context = tokenizer.encode(question.context).tolist() or [tokenizer.eot]
-    pairs = [(torch.tensor(context), torch.tensor(tokenizer.encode(text).tolist())) for text in question.endings]
+    before = question.context.rstrip()
+    blanks = question.context[len(before) :]
+    context = torch.tensor(tokenizer.encode(before).tolist() or [tokenizer.eot])
+    pairs = [(context, torch.tensor(tokenizer.encode(blanks + text).tolist())) for text in question.endings]
     longest = max(len(ending) for _, ending in pairs)
     if longest > seq_len:
         raise UserError(
@@ -144,13 +147,13 @@ def is_chosen(question: Question, scores: Tensor, pairs: list[tuple[Tensor, Tens
     scores: log-likelihoods of the endings, fp64.
     """
     tokens = torch.tensor([len(ending) for _, ending in pairs])
-    characters = torch.tensor([len(text.strip()) or 1 for text in question.endings])
+    characters = torch.tensor([len(text.removeprefix(" ")) or 1 for text in question.endings])
     measures = {
         "summed": scores,
         "per token (llm.c)": scores / tokens,
         "per character (lm-evaluation-harness)": scores / characters,
     }
-    return {name: values.tolist().index(max(values)) == question.label for name, values in measures.items()}
+    return {name: values.argmax().item() == question.label for name, values in measures.items()}
 
 
 def print_choices(model: GPT, tokenizer, path: Path) -> None:
@@ -172,6 +175,8 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
     for start in range(0, len(questions), 64):  # sorted by length within, so that little is padded
         part, inputs = questions[start : start + 64], pairs[start : start + 64]
         scores, greedy = score_endings(model, *zip(*[pair for each in inputs for pair in each]))
+        if not scores.isfinite().all():
+            raise UserError("the model gives likelihoods that are not finite; try --dtype fp32, or another checkpoint")
         nats -= scores.sum().item()
         if alone:
             results += [{"drawn greedily": drawn} for drawn in greedy.tolist()]

@@ -176,15 +176,19 @@ def make_config(**flags) -> Config:
     Raises UserError for a wrong name or value.
     """
     given = resume.merge_flags(flags, dataclasses.fields(Config), PRESETS)
-    preset = dict(PRESETS[given.get("preset", "laptop")])
-    preset |= derived.sizes(given["params"]) if given.get("params") else {}
-    cfg = Config(**{**preset, **given})
+    cfg = Config(**{**preset_flags(given), **given})
     checks.check_flags(cfg)
     try:
         gpt_config(cfg, 0).layer_windows()
     except ValueError as error:
         raise UserError(f"--{error}") from None
     return dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
+
+
+def preset_flags(given: dict) -> dict:
+    """The values of the preset, and of --params, for what is not given."""
+    preset = PRESETS[given.get("preset", "laptop")]
+    return preset | derived.sizes(given["params"], given) if given.get("params", 0) > 0 else preset
 
 
 def parse_args(argv: list[str]) -> dict:
@@ -480,7 +484,8 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     """
     dist_ctx = start.launch(cfg)
     timer = TrainTimer(dist_ctx.device)
-    notes = start.check_hardware(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
+    unchanged = Config(**preset_flags(dict(preset=cfg.preset, params=cfg.params)))
+    notes = start.check_hardware(cfg, unchanged, dist_ctx, gpt_config(cfg, 0).layer_windows())
     stream = start.open_stream(cfg, dist_ctx)
     with start.open_run(cfg, dist_ctx) as (logger, signals):
         origin = resume.find_start(cfg, dist_ctx, logger)
@@ -532,7 +537,10 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, pace, signa
     with contextlib.closing(saver), contextlib.closing(batches), profiling:
         while True:
             # What is due after the step before comes first, so that every N-th step, a stop and a resume take one path.
-            stop = votes.reason(state.step, state.cfg.max_steps, state.raw_model)
+            stop = votes.reason(state.step, cfg.max_steps, state.raw_model)
+            if pace and not stop and pace.revise(state, progress, get_lr_multiplier):
+                cfg = state.cfg  # with another max_steps
+                state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
             if loss is None and stop in ("max_minutes", "signal"):  # every start does one step, or a restart loops
                 stop = ""
             if loss is not None and (due(cfg.log_every) or state.step == 1):
@@ -551,15 +559,12 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, pace, signa
                 save()
             if due(cfg.sample_every) and stop != "signal" and tokenizer:
                 timer.pause()
-                text = sample_text(state, stream, tokenizer, 256)  # on every rank
-                logger.info(f"--- sample at step {state.step}\n{text}\n---")
+                logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
             if stop:
                 break
-            if pace and pace.revise(state, progress, get_lr_multiplier):  # state.cfg has another max_steps now
-                state.raw_model.ngram_dropout = get_ngram_dropout(state.cfg, stream)
             timer.start()
             batch = progress.next_batch(batches)
-            lr_multiplier = get_lr_multiplier(state.step, state.cfg)
+            lr_multiplier = get_lr_multiplier(state.step, cfg)
             loss, norm = train_step(state, batch, lr_multiplier)
             state.step += 1
             if on_step:

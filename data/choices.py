@@ -29,7 +29,7 @@ class Question(NamedTuple):
 def read_questions(path):
     """The questions of a file, a list of Question. Raises UserError, which names the line."""
     questions = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         try:
             for number, line in enumerate(file, 1):
                 if line.strip():

@@ -393,7 +393,7 @@ def choose_tokenizer(files):
 def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, shard_tokens, shards, given):
     """Raises UserError for what prepare() cannot work with. given: the options not at their default."""
     if source not in SOURCES:
-        known = [*SOURCES, "hellaswag"]
+        known = [*SOURCES, "hellaswag"]  # the command line's alone
         closest = difflib.get_close_matches(str(source), known, 1, 0)[0]
         raise UserError(f"unknown source {source!r}: did you mean {closest}? (there are {', '.join(known)})")
     if tokenizer not in (None, *TOKENIZERS) and not Path(tokenizer).exists():

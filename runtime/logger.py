@@ -126,6 +126,10 @@ class RunLogger:
 
     def log_flags(self, config: dict) -> None:
         """Begin a section of log.txt: the flags, which hold until the next, and the command."""
+        if not self.is_rank0:
+            return
+        if self.wandb:
+            self.wandb.config.update(config, allow_val_change=True)
         for line in (f"{SECTION} run", json.dumps(config), f"command: {shlex.join(sys.argv)}"):
             self.log.write(line)
 

@@ -18,11 +18,20 @@ class Pace:
 
     step_s: float
     eval_s: float
-    mark: tuple[int, float] = (-1, 0.0)  # step and training time at which the last measurement began
+    mark: tuple[int, float] | None = None  # step and training time at which the last measurement began
 
-    def steps_in(self, seconds: float, eval_every: int) -> int:
-        """Steps that end in so many seconds, with evaluations on the way and one at the end; below 1 if none does."""
-        return int((seconds - self.eval_s) / (self.step_s + (self.eval_s / eval_every if eval_every else 0.0)))
+    def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
+        """Steps after `step` that end in so many seconds, evaluations from there on and at the end included; or 0."""
+
+        def needed_s(n: int) -> float:
+            evaluations = (step + n - 1) // eval_every - max(0, step - 1) // eval_every if eval_every else 0
+            return n * self.step_s + (evaluations + 1) * self.eval_s
+
+        often = self.eval_s / eval_every if eval_every else 0.0
+        n = max(0, int((seconds + often) / (self.step_s + often)))  # no more than that
+        while n > 0 and needed_s(n) > seconds:
+            n -= 1
+        return n
 
     def revise(self, state, progress, lr_multiplier) -> bool:
         """Measure and choose again where that is due; returns whether state.cfg has another number of steps now.
@@ -36,17 +45,17 @@ class Pace:
         ends = [int(fraction * cfg.max_steps) for fraction in CHOICES]
         if step > 0 and step + window in ends:
             self.mark = step, timer.pause()
-        if step not in ends or step - self.mark[0] != window:
+        if step not in ends or not self.mark or step - self.mark[0] != window:
             return False
         step_s = dist_max(state.dist_ctx, (timer.pause() - self.mark[1]) / window)
         self.step_s, self.eval_s = step_s, self.eval_s * step_s / self.step_s
         left_s = 60 * cfg.minutes * 0.98 - 6.0 - dist_max(state.dist_ctx, timer.wall_time)
-        max_steps = step + max(1, self.steps_in(left_s, cfg.eval_every))
+        max_steps = step + max(1, self.steps_in(left_s, step, cfg.eval_every))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
         if not is_flat and present < 1:  # a slope that began before step 0 could not be told by --cooldown_frac
             max_steps = min(max_steps, int((step - present * warmup_steps) / (1 - present)))
-        if max_steps == cfg.max_steps or warmup_steps > step or present <= 0:
+        if abs(max_steps - cfg.max_steps) <= 0.01 * cfg.max_steps or warmup_steps > step or present <= 0:
             return False
         falling = (max_steps - step) / (present * max_steps)  # the fraction that makes it fall from here on
         revised = dataclasses.replace(
@@ -56,6 +65,9 @@ class Pace:
             cooldown_frac=min(cfg.cooldown_frac, falling) if is_flat else falling,
         )
         if not math.isclose(present, lr_multiplier(step, revised)):
+            progress.logger.info(
+                f"--minutes {cfg.minutes:g}: still {cfg.max_steps:,} steps, as the schedule needs them"
+            )
             return False
         state.cfg = revised
         found = f"steps of {1000 * step_s:,.0f} ms now, so {max_steps:,} steps instead of {cfg.max_steps:,}"
@@ -110,7 +122,7 @@ def steps_within(
     eval_batch()
     pace = Pace(step_s, dist_max(dist_ctx, time.perf_counter() - t0) * n_eval_batches)
     used = dist_max(dist_ctx, elapsed_s + time.perf_counter() - began) + 4.0 + 0.05 * 60 * minutes
-    steps = pace.steps_in(60 * minutes - used, eval_every)
+    steps = pace.steps_in(60 * minutes - used, 0, eval_every)
     if steps < 1:
         raise UserError(
             f"--minutes {minutes:g} is too short: a step takes {step_s:.1f} s and an evaluation {pace.eval_s:.1f} s "

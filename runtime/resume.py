@@ -26,6 +26,7 @@ from runtime.flags import check_values
 from runtime.logger import RunLogger, read_finished_run
 from runtime.ranks import DistContext, agree, dist_max, run_on_rank0
 
+CHOSEN = ("max_steps", "warmup_frac", "cooldown_frac")  # by --minutes
 RUN_FLAGS = ("resume", "out_dir", "init_from", "init_partial", "trials", "profile")  # not taken from a checkpoint
 
 
@@ -79,9 +80,9 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
         saved["adam_lr"] = 0.002 if saved["optimizer"] == "adamw" else 0.006
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
-    replaced |= {"minutes"} if "max_steps" in given else set()
-    if saved.get("minutes") and saved["minutes"] == given.get("minutes"):  # the same command again: as it was chosen
-        given = {name: value for name, value in given.items() if name not in ("warmup_frac", "cooldown_frac")}
+    if given.get("minutes") and given["minutes"] == saved.get("minutes"):  # the same command again: as it was chosen
+        given = {name: value for name, value in given.items() if name not in CHOSEN}
+    replaced |= {"minutes"} if given.keys() & set(CHOSEN) else set()
     saved = {name: value for name, value in saved.items() if name in fields - replaced}
     if saved and given.get("preset", saved.get("preset")) != saved.get("preset"):
         saved |= presets.get(given["preset"], {})
@@ -234,15 +235,18 @@ def resolve_resume_flags(f, start: Start, stream, lr_multiplier: Callable, ngram
     known = {field.name for field in dataclasses.fields(f)}
     before = type(f)(**{name: value for name, value in saved.items() if name in known})
     present = lr_multiplier(max(0, step - 1), before)
+    chosen = {name: getattr(before, name) for name in CHOSEN} if f.minutes and f.minutes == before.minutes else {}
     f = dataclasses.replace(
         f,
-        max_steps=before.max_steps if f.minutes and f.minutes == before.minutes else f.max_steps,
+        **chosen,
         dtype=saved_dtype(f.dtype, saved),  # measured when the run began
         schedule_from=repr(present) if f.schedule_from == "here" else f.schedule_from,
     )
     flags = dataclasses.asdict(f)
     check_steps(flags, start.checkpoint, path)
     note, changed = f"resumed from {path}", changed_flags(flags, saved, path)
+    if chosen:
+        note += f", as --minutes {f.minutes:g} chose: " + ", ".join(f"--{name} {chosen[name]:g}" for name in chosen)
     if changed:
         note += f"; flags that have changed: {changed}"
     if f.max_steps != before.max_steps and step < f.max_steps:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-OURS = ("train_gpt", "model", "ops", "generation", "sample", "export", "int8", "data", "runtime")
+OURS = ("train_gpt", "model", "ops", "generation", "evaluation", "sample", "export", "int8", "data", "runtime")
 TINY = dict(
     n_layer=2,
     n_head=2,

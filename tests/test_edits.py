@@ -2,6 +2,7 @@
 
 import copy as copy_module
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -25,7 +26,7 @@ from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig, ParamGroupSpec
 from ops.init import constant, normal, ones, orthogonal, zeros
 from runtime import start
-from runtime.checkpoint import BEST, read_checkpoint
+from runtime.checkpoint import BEST, content_hash, read_checkpoint
 from runtime.flags import integer
 from runtime.logger import read_finished_run
 from train_gpt import make_config, train
@@ -362,7 +363,7 @@ def test_schedule_from_here_without_anything_to_resume(data, tmp_path):
 
 def test_a_preset_that_is_given_again_changes_nothing(tmp_path):
     argv = ["--preset", "laptop", "--optimizer", "adamw", "--resume", "auto", "--out_dir", str(tmp_path)]
-    assert make_config(**train_gpt.parse_args(argv)).adam_lr == 0.008
+    assert make_config(**train_gpt.parse_args(argv)).max_steps == 260
 
 
 @pytest.mark.parametrize("after", [25, 45], ids=["flat", "falling"])
@@ -393,8 +394,8 @@ def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypat
     train(make_config(**flags, out_dir=str(tmp_path / "run"), minutes=1.0))
     saved = final(tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
-    # 60 s - 3 (six steps) - 0.5 - 4 - 3 - 1 (the last evaluation) = 48.5 s, by 0.5 + 0.1 s
-    assert "--minutes 1: steps of 500 ms, evaluations of 1.0 s, so 80 steps" in log
+    # 60 s - 3 (six steps) - 0.5 - 4 - 3 = 49.5 s: 81 steps and 9 evaluations
+    assert "--minutes 1: steps of 500 ms, evaluations of 1.0 s, so 81 steps" in log
     assert 51 < clock[0] < 60  # 6 s are for what takes no time here
     assert saved["step"] == saved["config"]["max_steps"] == read_finished_run(tmp_path / "run")[1]["max_steps"]
     assert (saved["step"] < 75) == (factor == 2) and (saved["step"] > 95) == (factor == 0.5)
@@ -408,7 +409,7 @@ def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypat
     train(make_config(**flags | again))
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "run", "train_loss")[first:]
     with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has"):
-        train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0)))
+        train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0, warmup_frac=0.01)))
 
 
 def test_minutes_have_measured_without_a_trace(data, tmp_path, monkeypatch):
@@ -420,6 +421,43 @@ def test_minutes_have_measured_without_a_trace(data, tmp_path, monkeypatch):
     assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
 
 
+def test_steps_in_a_time_are_all_that_fit():
+    pace = runtime.minutes.Pace(step_s=1.0, eval_s=3.0)
+    for step, every, seconds in itertools.product((0, 7, 8, 10), (0, 4, 5, 100), (0.0, 3.9, 4.0, 12.0, 55.0)):
+        found = pace.steps_in(seconds, step, every)
+        for n in (found, found + 1):
+            evaluated = {at for at in range(step, step + n) if every and at > 0 and at % every == 0} | {step + n}
+            assert n == 0 or (n + 3 * len(evaluated) <= seconds) == (n == found)
+
+
+def test_minutes_of_a_few_slow_steps_are_not_chosen_again():
+    cfg = dataclasses.replace(make_config(max_steps=4), minutes=0.5)
+    progress = SimpleNamespace(timer=SimpleNamespace(pause=lambda: 2.7, wall_time=12.0), logger=None)
+    for step in range(1, 4):
+        state = SimpleNamespace(cfg=cfg, step=step, dist_ctx=None)
+        assert not runtime.minutes.Pace(2.7, 0.1).revise(state, progress, train_gpt.get_lr_multiplier)
+
+
+def test_a_restart_of_torchrun_keeps_what_minutes_chose(data, tmp_path, monkeypatch):
+    """Also where it does not say --resume; and what is given instead of --minutes is taken."""
+    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), out_dir=str(tmp_path / "run"))
+    train(make_config(**flags | dict(max_steps=20, cooldown_frac=0.35, save_every=10)))
+    saved = read_checkpoint(tmp_path / "run" / "ckpt_10.pt")
+    saved["config"] |= dict(minutes=0.5)
+    saved["sha256"] = content_hash(saved)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    torch.save(saved, tmp_path / "run" / "ckpt_10.pt")
+    (tmp_path / "run" / "log.txt").touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(make_config(**flags, minutes=0.5))
+    kept = final(tmp_path / "run")["config"]
+    assert (kept["max_steps"], kept["cooldown_frac"], kept["minutes"]) == (20, 0.35, 0.5)
+    assert "as --minutes 0.5 chose: --max_steps 20" in (tmp_path / "run" / "log.txt").read_text()
+    changed = make_config(resume="newest", out_dir=str(tmp_path / "run"), cooldown_frac=0.2)
+    assert (changed.minutes, changed.max_steps, changed.cooldown_frac) == (0, 20, 0.2)
+
+
 def test_minutes_keep_a_schedule_that_depends_on_the_steps_from_the_start(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "get_lr_multiplier", lambda step, cfg: 1 - step / cfg.max_steps)
     monkeypatch.setattr(
@@ -427,6 +465,7 @@ def test_minutes_keep_a_schedule_that_depends_on_the_steps_from_the_start(data, 
     )
     flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), minutes=1.0)
     assert train(make_config(**flags, out_dir=str(tmp_path / "run")))["step"] == 20
+    assert "still 20 steps, as the schedule needs them" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_too_few_minutes_are_refused(data, tmp_path, capsys):

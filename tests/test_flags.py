@@ -619,6 +619,10 @@ def test_params_choose_sizes_that_flags_may_change(tmp_path):
     assert (small.n_layer, small.n_embd, small.n_head, small.ngram) == (12, 768, 6, 0)  # GPT-2's
     given = make_config(params=10_000_000, n_layer=9, max_steps=50, batch_tokens=8192)
     assert (given.n_layer, given.n_embd, given.max_steps, given.batch_tokens) == (9, 384, 50, 8192)
+    given = make_config(params=10_000_000, n_embd=256, batch_tokens=65536)  # what is not given follows from it
+    assert (given.n_head, given.n_layer) == (2, 13) and given.max_steps == round(20 * 12 * 13 * 256**2 / 65536)
+    with pytest.raises(UserError, match="--params is -1"):
+        make_config(params=-1)
 
 
 def test_params_are_kept_by_a_run_that_is_resumed(data, tmp_path):

@@ -791,6 +791,14 @@ def test_a_failing_sample_ends_no_run(data, tmp_path, monkeypatch):
         never_fatal(fail)(SimpleNamespace(cfg=make_config(parallel="fsdp")))
 
 
+def test_other_ranks_log_nothing(tmp_path):
+    logger = RunLogger(tmp_path, is_rank0=False)
+    logger.log_flags({})
+    logger.info("")
+    logger.log_metrics(step=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_votes_to_stop_count_a_step_later_among_ranks(tmp_path):
     alone, two = DistContext(torch.device("cpu")), DistContext(torch.device("cpu"), world_size=2)
 

@@ -15,7 +15,7 @@ import train_gpt
 from conftest import ROOT, compiler_works, make_data, python_process, run_python, run_ranks
 from tests.edit_cases import CASES, TINY, name_of, noise
 
-COPIED = ("train_gpt.py", "model.py", "ops", "generation.py", "sample.py", "export.py", "int8.py", "data", "runtime")
+COPIED = "train_gpt.py model.py ops generation.py evaluation.py sample.py export.py int8.py data runtime".split()
 DRIVER = ROOT / "tests" / "edit_cases.py"
 BEGUN = Path()  # the folder that conftest.py gives to `begin`
 
