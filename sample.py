@@ -118,9 +118,8 @@ def main(argv: list[str]) -> int:
             stream.reconfigure(errors="replace")
     try:
         check_arguments(args, parser)
-        drawn = args.perplexity is None and args.choices is None
-        path, cached = find_file(args.run, args.best), drawn and not args.no_cache
-        model, tokenizer = load(path, args.device, args.dtype, args.int8, cached)
+        cached = args.perplexity is None and args.choices is None and not args.no_cache
+        model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8, cached)
         if args.perplexity is not None:
             print_perplexity(model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len)
             return 0
