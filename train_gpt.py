@@ -182,7 +182,8 @@ def make_config(**flags) -> Config:
         gpt_config(cfg, 0).layer_windows()
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    return dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
+    cfg = dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
+    return cfg if cfg.minutes else with_rates(cfg)  # --minutes has to find --max_steps first
 
 
 def preset_flags(given: dict) -> dict:
@@ -294,6 +295,12 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
         return cfg.muon_lr, cfg.adam_lr or float(f"{0.002 * (768 / cfg.n_embd) ** 0.75:.3g}")
     by_steps, by_width = 0.02 * (5000 / cfg.max_steps) ** 0.16, 0.006 * (768 / cfg.n_embd) ** 0.4
     return cfg.muon_lr or float(f"{by_steps:.3g}"), cfg.adam_lr or float(f"{by_width:.3g}")
+
+
+def with_rates(cfg: Config) -> Config:
+    """The flags with the rates of the rule, which checkpoints then keep."""
+    muon_lr, adam_lr = learning_rates(cfg)
+    return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
 
 
 def logged_lr(state: TrainState, lr_multiplier: float) -> float:
@@ -484,7 +491,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     """
     dist_ctx = start.launch(cfg)
     timer = TrainTimer(dist_ctx.device)
-    unchanged = Config(**preset_flags(dict(preset=cfg.preset, params=cfg.params)))
+    unchanged = Config(**preset_flags(dataclasses.asdict(cfg)))
     notes = start.check_hardware(cfg, unchanged, dist_ctx, gpt_config(cfg, 0).layer_windows())
     stream = start.open_stream(cfg, dist_ctx)
     with start.open_run(cfg, dist_ctx) as (logger, signals):
@@ -503,8 +510,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
                 state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
                 start_anew(state)
                 notes.append(note)
-            muon_lr, adam_lr = learning_rates(cfg)  # kept by checkpoints, whatever the rule will be
-            cfg = state.cfg = dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
+            cfg = state.cfg = with_rates(cfg)
             if origin.path:
                 notes += resume.load_start(state, stream, timer, origin)
         del origin  # its tensors

@@ -35,7 +35,7 @@ from runtime.errors import explain_peer_failure, is_out_of_memory
 from runtime.launch import ALLOC_CONF_VARIABLES, cpu_cores, device_name, peak_flops, peak_memory_mb, select_device
 from runtime.ranks import DistContext
 from runtime.start import check_hardware, launch
-from train_gpt import PRESETS, Config, TrainState, build, gpt_config, make_config, train_step
+from train_gpt import Config, TrainState, build, gpt_config, make_config, preset_flags, train_step
 
 COLUMNS = {  # key in a row -> heading, format; other keys are their own headings
     "name": ("Config", ""),
@@ -403,7 +403,9 @@ def settle(cfg: Config, check: bool = True) -> tuple[Config, DistContext]:
     """The flags with their dtype resolved and checked against this device, and where it runs. Raises UserError."""
     dist_ctx = launch(cfg)
     if check:
-        check_hardware(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
+        check_hardware(
+            cfg, Config(**preset_flags(dataclasses.asdict(cfg))), dist_ctx, gpt_config(cfg, 0).layer_windows()
+        )
     return dataclasses.replace(cfg, dtype=resolve_dtype(cfg, dist_ctx)[0]), dist_ctx
 
 

@@ -76,8 +76,6 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     saved = next(filter(None, map(saved_flags, candidates)), {})
     if saved and given.get("params", saved.get("params")) != saved.get("params"):
         raise UserError(f"--params {given['params']} is for new runs, and {source} has its sizes; remove it")
-    if saved.get("adam_lr") == 0.0:  # of before the learning rate went by the width
-        saved["adam_lr"] = 0.002 if saved["optimizer"] == "adamw" else 0.006
     replaced = set(RUN_FLAGS)  # by what is given
     replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
     if given.get("minutes") and given["minutes"] == saved.get("minutes"):  # the same command again: as it was chosen
@@ -89,10 +87,16 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
     return saved | given
 
 
+def of_today(saved: dict) -> dict:
+    """A checkpoint's flags; an adam_lr of 0 is from before the learning rate went by the width."""
+    old = dict(muon_lr=0.0, adam_lr=0.002) if saved.get("optimizer") == "adamw" else dict(adam_lr=0.006)
+    return saved | old if saved.get("adam_lr") == 0.0 else dict(saved)
+
+
 def saved_flags(path: Path) -> dict | None:
     """The flags that a checkpoint was made with; None for a file that cannot be read, which is told of later."""
     try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["config"])
+        return of_today(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["config"])
     except Exception:  # torn and foreign files fail in many ways
         return None
 
@@ -231,14 +235,16 @@ def resolve_flags(
 
 def resolve_resume_flags(f, start: Start, stream, lr_multiplier: Callable, ngram_dropout: Callable) -> tuple:
     """The flags to continue a run with, and a line about those that have changed. Raises UserError."""
-    path, step, saved = start.path, start.checkpoint["step"], start.checkpoint["config"]
+    path, step, saved = start.path, start.checkpoint["step"], of_today(start.checkpoint["config"])
     known = {field.name for field in dataclasses.fields(f)}
     before = type(f)(**{name: value for name, value in saved.items() if name in known})
     present = lr_multiplier(max(0, step - 1), before)
     chosen = {name: getattr(before, name) for name in CHOSEN} if f.minutes and f.minutes == before.minutes else {}
+    rates = {name: getattr(before, name) for name in ("muon_lr", "adam_lr") if getattr(f, name) == 0.0}
     f = dataclasses.replace(
         f,
         **chosen,
+        **rates,
         dtype=saved_dtype(f.dtype, saved),  # measured when the run began
         schedule_from=repr(present) if f.schedule_from == "here" else f.schedule_from,
     )
@@ -246,7 +252,7 @@ def resolve_resume_flags(f, start: Start, stream, lr_multiplier: Callable, ngram
     check_steps(flags, start.checkpoint, path)
     note, changed = f"resumed from {path}", changed_flags(flags, saved, path)
     if chosen:
-        note += f", as --minutes {f.minutes:g} chose: " + ", ".join(f"--{name} {chosen[name]:g}" for name in chosen)
+        note += f", as --minutes {f.minutes:g} chose: " + ", ".join(f"--{name} {chosen[name]}" for name in chosen)
     if changed:
         note += f"; flags that have changed: {changed}"
     if f.max_steps != before.max_steps and step < f.max_steps:

@@ -30,6 +30,7 @@ from runtime.derived import seqs_per_rank
 from runtime.footprint import memory_formula
 from runtime.memory import find_max_micro_batch, fit_loss_chunk, fit_memory, largest_loss_chunk
 from runtime.ranks import DistContext
+from runtime.trials import train_trials
 from train_gpt import make_config, train
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,6 +305,12 @@ def test_the_rule_s_learning_rates_are_kept(data, tmp_path, capsys):
     assert f"muon_lr {rates[0]:g}, adam_lr {rates[1]:g}" in capsys.readouterr().out
     again = make_config(resume="newest", out_dir=str(tmp_path / "run"), max_steps=4000)
     assert train_gpt.learning_rates(again) == rates
+    trials = flags | dict(out_dir=str(tmp_path / "trials"), trials=2, resume="auto", max_steps=6, save_every=3)
+    for _ in range(3):  # new, finished, and the second trial torn
+        train_trials(make_config(**trials), train)
+        for newest in (tmp_path / "trials" / "seed_1").glob("*6*"):
+            newest.unlink()
+        (tmp_path / "trials" / "seed_1" / "summary.json").unlink()
     kept["config"] |= dict(muon_lr=0.02, adam_lr=0.0)
     kept["sha256"] = content_hash(kept)
     torch.save(kept, tmp_path / "ckpt_20.pt")
@@ -495,7 +502,7 @@ def test_help_lists_every_flag_with_its_default(capsys):
     text = help_of(train_gpt.main, capsys)
     for f in dataclasses.fields(train_gpt.Config):
         assert f"--{f.name} " in text
-        value = getattr(make_config(), f.name)
+        value = getattr(train_gpt.Config(**train_gpt.preset_flags({})), f.name)
         assert value == "" or re.search(rf"--{f.name} .*?\[{re.escape(str(value).lower())}\]", text, re.S | re.I), (
             f.name
         )

@@ -59,9 +59,14 @@ def rows() -> list[dict]:
     for width in (64, 128):
         groups = [{name: factor} for name in ("embedding", "head") for factor in (0.25, 0.5, 2.0, 4.0)]
         found += [row_of(width, factors=factors) for factors in groups]
-        rates = (0.002, 0.004, 0.008, 0.016)
+        rates = (0.004, 0.008, 0.016, 0.032)
         found += [row_of(width, adam_lr=lr, optimizer="adamw") for lr in rates]
-    return found + [row_of(width, seed=seed) for width in (64, 128, 256) for seed in (1, 2)]
+    found += [row_of(width, seed=seed) for width in (64, 128, 256) for seed in (1, 2)]
+    found += [row_of(256, seed=1, adam_lr=lr) for lr in (0.006, 0.024)]
+    for seed in (1, 2):
+        found += [row_of(width, seed=seed, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.06)]
+        found += [row_of(64, seed=seed, adam_lr=lr) for lr in (0.006, 0.024, 0.048)]
+    return found
 
 
 def key_of(row: dict) -> str:
