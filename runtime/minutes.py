@@ -18,6 +18,7 @@ class Pace:
 
     step_s: float
     eval_s: float
+    end_s: float = 6.0  # imports, the last sample and checkpoint
     mark: tuple[int, float] | None = None  # step and training time at which the last measurement began
 
     def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
@@ -48,8 +49,9 @@ class Pace:
         if step not in ends or not self.mark or step - self.mark[0] != window:
             return False
         step_s = dist_max(state.dist_ctx, (timer.pause() - self.mark[1]) / window)
-        self.step_s, self.eval_s = step_s, self.eval_s * step_s / self.step_s
-        left_s = 60 * cfg.minutes * 0.98 - 6.0 - dist_max(state.dist_ctx, timer.wall_time)
+        self.eval_s, self.end_s = (seconds * step_s / self.step_s for seconds in (self.eval_s, self.end_s))
+        self.step_s = step_s
+        left_s = 60 * cfg.minutes * 0.98 - max(6.0, self.end_s) - dist_max(state.dist_ctx, timer.wall_time)
         max_steps = step + max(1, self.steps_in(left_s, step, cfg.eval_every))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))

@@ -391,7 +391,7 @@ def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypat
     log = (tmp_path / "run" / "log.txt").read_text()
     # 60 s - 3 (six steps) - 0.5 - 4 - 3 = 49.5 s: 81 steps and 9 evaluations
     assert "--minutes 1: steps of 500 ms, evaluations of 1.0 s, so 81 steps" in log
-    assert 51 < clock[0] < 60  # 6 s are for what takes no time here
+    assert 45 < clock[0] < 60  # 6 s, or 12 where all is slow, are for what takes no time here
     assert saved["step"] == saved["config"]["max_steps"] == read_finished_run(tmp_path / "run")[1]["max_steps"]
     assert (saved["step"] < 75) == (factor == 2) and (saved["step"] > 95) == (factor == 0.5)
     rates = [lr / 0.02 for lr in rows(tmp_path / "run", "lr")]
