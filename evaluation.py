@@ -103,22 +103,17 @@ def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> 
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
     while order:
         length = len(texts[order[0]]) - 1
-        part, order = order[: max(1, 8192 // length)], order[max(1, 8192 // length) :]
+        part, order = order[: max(1, 2048 // length)], order[max(1, 2048 // length) :]  # whose logits exist at once
         x, y = torch.zeros(len(part), length, dtype=torch.int64), torch.full((len(part), length), -1)
         for row, i in enumerate(part):
             end = len(texts[i]) - 1
             x[row, :end], y[row, end - len(endings[i]) : end] = texts[i][:-1], endings[i]
-        x, position = x.to(device), torch.arange(length, device=device)
-        hidden = model.hidden(x, position, model.attention_masks(model.attn, x))
-        row_of, column = (y >= 0).nonzero(as_tuple=True)
-        for chosen in torch.arange(len(row_of)).split(2048):  # whose logits exist at once
-            rows, columns = row_of[chosen], column[chosen]
-            targets = y[rows, columns].to(device)
-            logits = model.logits(hidden[rows.to(device), columns.to(device)])
-            losses = F.cross_entropy(logits, targets, reduction="none").cpu().double()
-            ending = torch.tensor(part)[rows]
-            scores.index_add_(0, ending, -losses)
-            greedy[ending[(logits.argmax(-1) != targets).cpu()]] = False
+        y = y.to(device)
+        logits = model(x.to(device))[y >= 0]
+        losses = F.cross_entropy(logits, y[y >= 0], reduction="none").cpu().double()
+        ending = torch.tensor(part)[(y >= 0).nonzero()[:, 0].cpu()]
+        scores.index_add_(0, ending, -losses)
+        greedy[ending[(logits.argmax(-1) != y[y >= 0]).cpu()]] = False
     return scores, greedy
 
 

@@ -305,7 +305,7 @@ def with_rates(cfg: Config) -> Config:
 
 def logged_lr(state: TrainState, lr_multiplier: float) -> float:
     if isinstance(state.optimizer, Optimizer):
-        return learning_rates(state.cfg)[state.cfg.optimizer == "adamw"] * lr_multiplier
+        return (state.cfg.adam_lr if state.cfg.optimizer == "adamw" else state.cfg.muon_lr) * lr_multiplier
     return state.optimizer.param_groups[0]["lr"]
 
 
@@ -514,7 +514,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             if origin.path:
                 notes += resume.load_start(state, stream, timer, origin)
         del origin  # its tensors
-        past_metrics = start.start_log(logger, state, stream, learning_rates(cfg), notes)
+        past_metrics = start.start_log(logger, state, stream, notes)
         progress = Progress(state, stream, logger, timer, past_metrics)
         stopped_by = loop(state, stream, progress, pace, signals, on_step)
         summary = progress.summarize(stopped_by, signals)

@@ -95,7 +95,14 @@ def sizes(params: int, given: dict) -> dict:
     weights = 12 * n_layer * n_embd**2
     batch_tokens = 1024 * 2 ** max(0, round(math.log2(8 * (weights / 400_000) ** 0.5)))
     batch_tokens = max(1, given.get("batch_tokens", batch_tokens))
-    flags = dict(n_layer=n_layer, n_embd=n_embd, n_head=n_embd // head, batch_tokens=batch_tokens)
-    flags |= dict(max_steps=max(1, round(20 * weights / batch_tokens)))
-    flags |= dict(eval_every=250, eval_tokens=min(10485760, max(262144, 16 * batch_tokens)))
-    return flags | (dict(ngram=-1, ngram_rows=131072 if n_embd <= 256 else 65536) if weights < 5e7 else dict(ngram=0))
+    ngrams = dict(ngram=-1, ngram_rows=131072 if n_embd <= 256 else 65536) if weights < 5e7 else dict(ngram=0)
+    return dict(
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_head=n_embd // head,
+        batch_tokens=batch_tokens,
+        max_steps=max(1, round(20 * weights / batch_tokens)),
+        eval_every=250,
+        eval_tokens=min(10485760, max(262144, 16 * batch_tokens)),
+        **ngrams,
+    )

@@ -10,10 +10,8 @@ from runtime.launch import allocator_settings, device_summary, software_versions
 from runtime.ranks import DistContext
 
 
-def describe(
-    f, dist_ctx: DistContext, stream, model, micro_batch: int, learning_rates: tuple[float, float], repository: Path
-) -> list[str]:
-    """f: the flags as attributes; stream: the run's TokenStream; model: its GPT; learning_rates: Muon's and Adam's."""
+def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int, repository: Path) -> list[str]:
+    """f: the flags as attributes; stream: the run's TokenStream; model: its GPT."""
     device, meta, tokens = dist_ctx.device, stream.meta, f.batch_tokens * f.max_steps
     parallel = "DDP" if dist_ctx.world_size > 1 else "one process"
     if is_sharded(f):
@@ -21,7 +19,7 @@ def describe(
     n_params = sum(p.numel() for p in model.parameters())
     grad_accum_steps = f.batch_tokens // f.seq_len // dist_ctx.world_size // micro_batch
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
-    muon = f"muon_lr {learning_rates[0]:.4g}, " if f.optimizer == "muon" else ""
+    muon = f"muon_lr {f.muon_lr:.4g}, " if f.optimizer == "muon" else ""
     ngrams = f", n-grams to {model.cfg.ngram}, ngram_dropout {model.ngram_dropout:.2g}"
     evaluated = f"{stream.num_eval_seqs(f.eval_tokens) * f.seq_len:,} tokens"
     if stream.num_eval_seqs(f.eval_tokens) < stream.num_eval_seqs(0):
@@ -36,7 +34,7 @@ def describe(
         f"evaluation on {evaluated}",
         f"model: n_layer {f.n_layer}, n_embd {f.n_embd}, n_head {f.n_head}, {n_params:,} parameters, "
         f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}"
-        f"adam_lr {learning_rates[1]:.4g}{ngrams * (model.ngrams is not None)}",
+        f"adam_lr {f.adam_lr:.4g}{ngrams * (model.ngrams is not None)}",
         f"batch: {f.batch_tokens:,} tokens = {dist_ctx.world_size} ranks x {grad_accum_steps} grad_accum_steps x "
         f"{micro_batch} micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps, {tokens:,} tokens, "
         f"{tokens / stream.train.n_tokens:.2f} epochs",

@@ -10,6 +10,7 @@ from runtime.ranks import DistContext, dist_max
 
 # Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each.
 CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
+END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
 
 
 @dataclasses.dataclass
@@ -18,7 +19,7 @@ class Pace:
 
     step_s: float
     eval_s: float
-    end_s: float = 6.0  # imports, the last sample and checkpoint
+    end_s: float = END_S
     mark: tuple[int, float] | None = None  # step and training time at which the last measurement began
 
     def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
@@ -51,7 +52,7 @@ class Pace:
         step_s = dist_max(state.dist_ctx, (timer.pause() - self.mark[1]) / window)
         self.eval_s, self.end_s = (seconds * step_s / self.step_s for seconds in (self.eval_s, self.end_s))
         self.step_s = step_s
-        left_s = 60 * cfg.minutes * 0.98 - max(6.0, self.end_s) - dist_max(state.dist_ctx, timer.wall_time)
+        left_s = 60 * cfg.minutes * 0.98 - max(END_S, self.end_s) - dist_max(state.dist_ctx, timer.wall_time)
         max_steps = step + max(1, self.steps_in(left_s, step, cfg.eval_every))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))

@@ -95,12 +95,10 @@ def open_run(f, dist_ctx: DistContext):
             raise
 
 
-def start_log(
-    logger: RunLogger, state, stream: TokenStream, rates: tuple[float, float], notes: list[str]
-) -> list[dict]:
+def start_log(logger: RunLogger, state, stream: TokenStream, notes: list[str]) -> list[dict]:
     """Open the run's log and say what is in effect; returns the rows of metrics.jsonl of a resumed run.
 
-    state: the trainer's; rates: Muon's and Adam's; notes: more lines. Raises UserError.
+    state: the trainer's; notes: more lines. Raises UserError.
     """
     flags = dataclasses.asdict(state.cfg)
     if state.cfg.wandb:
@@ -109,7 +107,7 @@ def start_log(
     if stream.vocabulary and logger.is_rank0:
         with atomic_write(logger.folder / VOCABULARY_FILE) as file:
             file.write(stream.vocabulary.encode("utf-8"))
-    described = describe(state.cfg, state.dist_ctx, stream, state.raw_model, state.micro_batch, rates, HERE)
+    described = describe(state.cfg, state.dist_ctx, stream, state.raw_model, state.micro_batch, HERE)
     for line in (*described, *notes):
         logger.info(line)
     return past_metrics

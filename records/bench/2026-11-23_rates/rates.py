@@ -104,35 +104,32 @@ def losses(done: dict, over: str, text: str = "python", **flags) -> list[tuple[f
 WIDTHS = [dict(n_embd=64), dict(n_embd=128), dict(n_embd=256), dict(n_embd=384, max_steps=300)]
 STEPS = [dict(), dict(max_steps=1600), dict(max_steps=800, batch_tokens=4096), dict(max_steps=100, batch_tokens=32768)]
 GRAMS = dict(ngram=3, ngram_rows=131072)
-LINES = {  # name -> which rate, and flags
-    **{f"{flags['n_embd']} wide": ("muon_lr", flags) for flags in WIDTHS},
-    **{f"{flags['n_embd']} wide ": ("adam_lr", flags) for flags in WIDTHS},
-    **{
-        f"{flags.get('max_steps', 400):,} x {flags.get('batch_tokens', 8192):,} tokens": (
-            "muon_lr",
-            {"n_embd": 64} | flags,
-        )
-        for flags in STEPS
-    },
-    "64 wide, 6 layers": ("muon_lr", dict(n_embd=64, n_layer=6)),
-    "128 wide, 6 layers": ("muon_lr", dict(n_embd=128, n_layer=6)),
-    "128 wide, English": ("muon_lr", dict(n_embd=128, text="english")),
-    "128 wide, English ": ("adam_lr", dict(n_embd=128, text="english")),
-    "128 wide, n-grams": ("muon_lr", dict(n_embd=128) | GRAMS),
-    "128 wide, n-grams ": ("adam_lr", dict(n_embd=128) | GRAMS),
-    "64 wide, AdamW": ("adam_lr", dict(n_embd=64, optimizer="adamw")),
-    "128 wide, AdamW": ("adam_lr", dict(n_embd=128, optimizer="adamw")),
-}
+LINES = [  # name, which rate, and flags
+    *((f"{flags['n_embd']} wide", "muon_lr", flags) for flags in WIDTHS),
+    *((f"{flags['n_embd']} wide", "adam_lr", flags) for flags in WIDTHS),
+    *(
+        (f"{f.get('max_steps', 400):,} x {f.get('batch_tokens', 8192):,} tokens", "muon_lr", {"n_embd": 64} | f)
+        for f in STEPS
+    ),
+    ("64 wide, 6 layers", "muon_lr", dict(n_embd=64, n_layer=6)),
+    ("128 wide, 6 layers", "muon_lr", dict(n_embd=128, n_layer=6)),
+    ("128 wide, English", "muon_lr", dict(n_embd=128, text="english")),
+    ("128 wide, English", "adam_lr", dict(n_embd=128, text="english")),
+    ("128 wide, n-grams", "muon_lr", dict(n_embd=128) | GRAMS),
+    ("128 wide, n-grams", "adam_lr", dict(n_embd=128) | GRAMS),
+    ("64 wide, AdamW", "adam_lr", dict(n_embd=64, optimizer="adamw")),
+    ("128 wide, AdamW", "adam_lr", dict(n_embd=128, optimizer="adamw")),
+]
 PANELS = {"muon_lr by width": 0, "adam_lr by width": 4, "muon_lr by steps and batch, 64 wide": 8}  # of four lines
 
 
 def show(done: dict) -> None:
     """The table of README.md: losses by rate, with the number of seeds where there are several."""
-    for name, (over, flags) in LINES.items():
+    for name, over, flags in LINES:
         cells = [
             f"{rate:g}: {loss:.3f}" + (f" ({n})" if n > 1 else "") for rate, loss, n in losses(done, over, **flags)
         ]
-        print(f"| {name.strip()} | {over} | {', '.join(cells)} |")
+        print(f"| {name} | {over} | {', '.join(cells)} |")
 
 
 def draw(done: dict, path: Path) -> None:
@@ -140,10 +137,10 @@ def draw(done: dict, path: Path) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "rates", "font.size": 9})
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (title, first) in zip(figure.subplots(1, 3, sharey=True), PANELS.items()):
-        for number, (name, (over, flags)) in enumerate(list(LINES.items())[first : first + 4]):
+        for number, (name, over, flags) in enumerate(LINES[first : first + 4]):
             rates, found, _ = zip(*losses(done, over, **flags))
             above = [100 * (loss / min(found) - 1) for loss in found]
-            axes.plot(rates, above, marker="o", color=f"C{number}", label=name.strip())
+            axes.plot(rates, above, marker="o", color=f"C{number}", label=name)
         axes.set(xscale="log", title=title, xlabel=over, ylim=(-0.3, 10))
         axes.set_xticks([0.004, 0.0075, 0.015, 0.03, 0.06], ["0.004", "0.0075", "0.015", "0.03", "0.06"])
         axes.minorticks_off()
