@@ -138,6 +138,8 @@ def parse(argv: list[str]) -> tuple[str, str, str, Bench]:
     flags = {"preset": "laptop"} if name == "loss" else {}  # with other presets it takes hours
     repeats = args.repeats or (3 if args.quick else 5)
     bench = Bench(flags | parse_args(rest), args.quick, repeats, args.limit_mb, args.recipes)
+    if bench.flags.get("minutes"):
+        raise UserError("--minutes chooses by the speed of the moment, and benchmarks compare equal runs; remove it")
     make_config(**bench.flags)
     return name, folder, args, bench
 

@@ -183,7 +183,11 @@ def make_config(**flags) -> Config:
     except ValueError as error:
         raise UserError(f"--{error}") from None
     cfg = dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
-    return cfg if cfg.minutes else with_rates(cfg)  # --minutes has to find --max_steps first
+    if not cfg.minutes:
+        return with_rates(cfg)
+    has_size = given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
+    # What --minutes finds in train() is None until then, and rates by rule wait for --max_steps.
+    return cfg if has_size else dataclasses.replace(cfg, **dict.fromkeys(derived.SIZED - given.keys()))
 
 
 def preset_flags(given: dict) -> dict:
@@ -491,8 +495,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     """
     dist_ctx = start.launch(cfg)
     timer = TrainTimer(dist_ctx.device)
+    cfg, notes = start.fit_sizes(cfg, dist_ctx)
     unchanged = Config(**preset_flags(dataclasses.asdict(cfg)))
-    notes = start.check_hardware(cfg, unchanged, dist_ctx, gpt_config(cfg, 0).layer_windows())
+    notes += start.check_hardware(cfg, unchanged, dist_ctx, gpt_config(cfg, 0).layer_windows())
     stream = start.open_stream(cfg, dist_ctx)
     with start.open_run(cfg, dist_ctx) as (logger, signals):
         origin = resume.find_start(cfg, dist_ctx, logger)

@@ -80,12 +80,12 @@ def seqs_per_rank(f, world_size: int) -> int:
     return n_seqs
 
 
-def sizes(params: int, given: dict) -> dict:
-    """--params: flags of a model whose blocks hold about so many weights, and of a run on 20 tokens for each.
+def sizes(params: float, given: dict, tokens: float = 0) -> dict:
+    """--params: the flags of a model whose blocks hold about so many weights, and of a run on so many tokens.
 
-    As in GPT-2's small size, the width is 64 times the layers. 20 tokens: Hoffmann et al. 2022. Larger models take
-    larger batches, with the root of their weights; n-grams help small models most, and above 50M there are none.
-    given: flags that stay, from which the others follow.
+    As in GPT-2's small size, the width is 64 times the layers. tokens: 0 is 20 for each weight (Hoffmann et al. 2022);
+    a batch grows with their root. N-grams help small models most, and above 50M there are none. given: flags that stay,
+    from which the others follow.
     """
     n_embd = (16 * params / 3) ** (1 / 3)  # where 12 n_layer n_embd**2 weights have n_embd = 64 n_layer
     unit = 64 if n_embd < 480 else 128  # a head
@@ -93,16 +93,21 @@ def sizes(params: int, given: dict) -> dict:
     n_layer = max(1, given.get("n_layer", round(params / (12 * n_embd**2))))
     head = next((size for size in (128, 64) if n_embd % size == 0), n_embd)
     weights = 12 * n_layer * n_embd**2
-    batch_tokens = 1024 * 2 ** max(0, round(math.log2(8 * (weights / 400_000) ** 0.5)))
+    tokens = tokens or 20 * weights
+    batch_tokens = 1024 * 2 ** max(0, round(math.log2(8 * (tokens / 8e6) ** 0.5)))
     batch_tokens = max(1, given.get("batch_tokens", batch_tokens))
-    ngrams = dict(ngram=-1, ngram_rows=131072 if n_embd <= 256 else 65536) if weights < 5e7 else dict(ngram=0)
+    has_ngrams = weights < 5e7
     return dict(
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_embd // head,
         batch_tokens=batch_tokens,
-        max_steps=max(1, round(20 * weights / batch_tokens)),
+        max_steps=max(1, round(tokens / batch_tokens)),
         eval_every=250,
         eval_tokens=min(10485760, max(262144, 16 * batch_tokens)),
-        **ngrams,
+        ngram=-1 if has_ngrams else 0,
+        ngram_rows=(131072 if n_embd <= 256 else 65536) if has_ngrams else 16384,
     )
+
+
+SIZED = frozenset(sizes(1, {}))  # the flags that --params chooses

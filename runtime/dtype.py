@@ -53,6 +53,20 @@ def sampling_dtype(dtype: str, config: dict, n_embd: int, device: torch.device) 
     return "bf16" if wanted == "bf16" and speeds["bf16"] > EMULATED * speeds["fp32"] else "fp32"
 
 
+def matmul_speed(dtype: str, device: torch.device) -> float:
+    """FLOP/s of matmuls on one device in `dtype`, or for auto in what training would take."""
+    if device.type == "cpu":
+        speeds = matmul_speeds(512, MOST_TOKENS)
+        return speeds.get(dtype, max(speeds.values()))
+    size, seconds = 4096, []
+    a = torch.ones(size, size, device=device, dtype=DTYPES[hardware_dtype(dtype, device)])
+    for _ in range(ROUNDS):
+        t0 = time.perf_counter()
+        torch.mm(a, a)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - t0)
+    return 2 * size**3 / min(seconds)
+
+
 def faster_dtype(n_embd: int, tokens: int) -> tuple[str, str]:
     """bf16 or fp32 for micro-batches of so many tokens on this CPU, and a line with the figures that decided."""
     speeds = matmul_speeds(n_embd, tokens)

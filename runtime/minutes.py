@@ -1,4 +1,4 @@
-"""--minutes: how many steps fit into the time that there is."""
+"""--minutes: how many steps fit into the time that there is, and how large a model is best for it."""
 
 import dataclasses
 import math
@@ -6,11 +6,33 @@ import statistics
 import time
 
 from data.shards import UserError
+from runtime.derived import sizes
 from runtime.ranks import DistContext, dist_max
 
 # Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each.
 CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
 END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
+
+# Where the loss was lowest in 1 to 10 minutes on two cores (docs/rates.md): tokens for each weight of the blocks. And
+# the part of its matmuls' speed that a CPU reached in training.
+TOKENS_PER_WEIGHT, REACHED = 10, 0.4
+
+
+def sizes_within(f, vocab_size: int, flop_s: float) -> dict:
+    """--minutes alone: params, and sizes for those flags that are None; the largest model that sees enough tokens.
+
+    f: the flags; flop_s: FLOP/s of matmuls on all devices.
+    """
+    given = {name: value for name, value in dataclasses.asdict(f).items() if value is not None}
+    for exponent in range(50):  # 0.1M to 1.5B
+        params = 1e5 * 1.22**exponent
+        shape = sizes(params, given)
+        weights = 12 * shape["n_layer"] * shape["n_embd"] ** 2
+        attention = 6 * shape["n_layer"] * shape["n_embd"] * f.seq_len
+        tokens = REACHED * flop_s * 0.9 * 60 * f.minutes / (6 * (weights + vocab_size * shape["n_embd"]) + attention)
+        if exponent == 0 or tokens >= TOKENS_PER_WEIGHT * weights:
+            chosen = sizes(params, given, tokens) | dict(params=round(params))
+    return {name: value for name, value in chosen.items() if name == "params" or name not in given}
 
 
 @dataclasses.dataclass

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import random
 import traceback
 from pathlib import Path
@@ -11,16 +12,20 @@ import torch
 
 from data.bpe import VOCABULARY_FILE
 from data.prepare import prepare
-from data.shards import PYTHON_VOCABULARY, UserError, atomic_write
+from data.shards import PYTHON_VOCABULARY, UserError, atomic_write, load_meta
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
-from runtime.checks import check_device
-from runtime.derived import is_sharded, ranks_per_copy, seqs_per_rank
+from runtime.checkpoint import list_checkpoints
+from runtime.checks import check_device, check_flags
+from runtime.derived import SIZED, is_sharded, ranks_per_copy, seqs_per_rank
 from runtime.describe import describe
+from runtime.dtype import matmul_speed
 from runtime.errors import catch_signals, explain
 from runtime.launch import init_distributed
 from runtime.logger import RunLogger, new_run_folder
+from runtime.minutes import sizes_within
 from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ranks, dist_max, run_on_rank0
+from runtime.resume import saved_flags
 
 HERE = Path(__file__).resolve().parent.parent
 PAGES = ["train_gpt.py", "model.py", "generation.py"]
@@ -42,6 +47,35 @@ def launch(f) -> DistContext:
     random.seed(f.seed)
     np.random.seed(f.seed % 2**32)
     return dist_ctx
+
+
+def fit_sizes(f, dist_ctx: DistContext):
+    """The flags with the sizes that --minutes alone chooses (None until now), the same on every rank, and a line.
+
+    A job that torchrun starts again keeps those of its checkpoint. Raises UserError.
+    """
+    if f.n_embd is not None:
+        return f, []
+    restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0
+
+    def choose() -> tuple[dict, list[str]]:
+        for saved in map(saved_flags, list_checkpoints(Path(f.out_dir)) if restarted and f.out_dir else []):
+            if saved:
+                return {name: saved[name] for name in ("params", *SIZED)}, []
+        flop_s = matmul_speed(f.dtype, dist_ctx.device) * dist_ctx.world_size
+        vocab_size = load_meta(f.data)["vocab_size"] if f.data else 1024  # of the default corpus
+        chosen = sizes_within(f, vocab_size, flop_s)
+        if "batch_tokens" in chosen:  # a power of two, which not every number of ranks can share
+            step = f.seq_len * dist_ctx.world_size
+            chosen["batch_tokens"] = max(1, round(chosen["batch_tokens"] / step)) * step
+        note = f"matmuls reach {flop_s / 1e12:.3f} TFLOP/s, so --params {chosen['params']}"
+        return chosen, [f"--minutes {f.minutes:g}: {note}"]
+
+    chosen, notes = run_on_rank0(dist_ctx, choose)
+    f = dataclasses.replace(f, **chosen)
+    with agree(dist_ctx):
+        check_flags(f)
+    return f, notes
 
 
 def check_hardware(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[str]:

@@ -369,7 +369,7 @@ def test_bench_loss_refuses_files_of_recipes(plan, reason, data, tmp_path, monke
 
 @pytest.mark.parametrize(
     "argv",
-    ["loss --recipes no.json", "data --recipes no.json", "loss --limit_mb 9"]
+    ["loss --recipes no.json", "data --recipes no.json", "loss --limit_mb 9", "profile --minutes 5"]
     + [f"loss --{flag}" for flag in ("seed 1", "minutes 1", "softcap 0", "adam_lr 0.1")],
 )
 def test_bench_loss_refuses(argv, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """What people do in their first hour: edit the page, resume, continue for longer, and mistype."""
 
+import contextlib
 import copy as copy_module
 import dataclasses
 import itertools
@@ -405,6 +406,51 @@ def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypat
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "run", "train_loss")[first:]
     with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has"):
         train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0, warmup_frac=0.01)))
+
+
+def test_minutes_alone_choose_the_size_too(data, tmp_path, monkeypatch):
+    """By the speed of matmuls; of the steps that follow, a run with these sizes cannot be told."""
+    monkeypatch.setattr(start, "matmul_speed", lambda *_: 1e11)
+    monkeypatch.setattr(runtime.minutes.Pace, "revise", lambda *_: False)
+    flags = dict(data=str(data), seq_len=64, device="cpu", dtype="fp32", eval_tokens=1024, softcap=20.0)
+    cfg = make_config(**flags, minutes=0.15, out_dir=str(tmp_path / "run"))
+    assert (cfg.n_embd, cfg.batch_tokens, cfg.max_steps, cfg.eval_tokens) == (None, None, None, 1024)
+    train(cfg)
+    kept = final(tmp_path / "run")["config"]
+    assert kept["params"] == 100_000 and kept["n_embd"] == 64 and kept["eval_tokens"] == 1024
+    assert "--minutes 0.15: matmuls reach 0.100 TFLOP/s, so --params 100000" in (tmp_path / "run/log.txt").read_text()
+    sizes = {name: kept[name] for name in runtime.derived.SIZED}
+    train(make_config(**flags | sizes, out_dir=str(tmp_path / "plain")))
+    assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
+    again = make_config(resume="newest", out_dir=str(tmp_path / "run"), minutes=0.15)
+    assert {name: getattr(again, name) for name in sizes} == sizes
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setattr(start, "matmul_speed", lambda *_: 1e14)
+    assert train(cfg)["step"] == kept["max_steps"]  # of the checkpoint, not of the speed now
+    for given in (dict(n_embd=128), dict(preset="laptop"), dict(params=300_000), dict(init_from="x")):
+        assert make_config(minutes=1, **given).n_embd is not None
+
+
+def test_more_time_and_speed_is_a_larger_model():
+    cfg, found = make_config(minutes=1, eval_every=7, dtype="bf16"), []
+    for minutes, vocab_size, flop_s in ((1, 1024, 1e11), (30, 1024, 1e11), (30, 1024, 1e13), (30, 50304, 1e13)):
+        sizes = runtime.minutes.sizes_within(dataclasses.replace(cfg, minutes=minutes), vocab_size, flop_s)
+        assert sizes.keys() == runtime.derived.SIZED - {"eval_every"} | {"params"}
+        found.append(sizes["params"])
+        chosen = dataclasses.replace(cfg, minutes=minutes, **sizes)
+        assert chosen.n_embd % chosen.n_head == 0 and chosen.eval_every == 7
+        runtime.checks.check_flags(chosen)
+    assert found[0] < found[1] < found[3] < found[2]
+
+
+def test_sizes_by_minutes_suit_any_number_of_ranks(data, monkeypatch):
+    monkeypatch.setattr(start, "matmul_speed", lambda *_: 1e11)
+    dist_ctx = SimpleNamespace(world_size=6, rank=0, device=torch.device("cpu"), cpu_group=None)
+    monkeypatch.setattr(start, "dist_max", lambda _, value: value)
+    monkeypatch.setattr(start, "run_on_rank0", lambda _, function: function())
+    monkeypatch.setattr(start, "agree", lambda _: contextlib.nullcontext())
+    cfg, _ = start.fit_sizes(make_config(minutes=5, data=str(data), seq_len=256), dist_ctx)
+    assert runtime.derived.seqs_per_rank(cfg, 6) > 0
 
 
 def test_minutes_have_measured_without_a_trace(data, tmp_path, monkeypatch):
