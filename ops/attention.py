@@ -129,8 +129,22 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel=
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
+def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query (B, H, 1, D) as sums of products in fp32, made to be compiled.
+
+    On a CPU the compiler turns them into loops over k and v as they lie in memory, several times as fast as SDPA's
+    kernel, which is made for blocks of queries.
+    """
+    scores = (q.float() * k.float()).sum(-1, keepdim=True) / math.sqrt(q.size(-1))
+    mask = mask.mT  # (..., S, 1)
+    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
+    return (scores.softmax(2) * v.float()).sum(2, keepdim=True).to(q.dtype)
+
+
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention to a KV cache. Not by cuDNN, which re-plans for every key length."""
+    if torch.compiler.is_dynamo_compiling() and q.is_cpu and q.size(2) == 1:
+        return one_query_attention(q, k, v, mask)
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_attention(q, k, v, mask, kernels if q.is_cuda else None)
 

@@ -20,7 +20,7 @@ from data.shards import UserError
 from generation import KVCache, compile_decode_step, generate, sample_token
 from int8 import quantize, round_to_int8
 from model import GPTConfig, Optimizer, newton_schulz, normalize_rows
-from ops.attention import attention, attention_mask
+from ops.attention import add_bias, attention, attention_mask, one_query_attention
 from ops.compile import apply_compile
 from ops.linear import Fp8Linear
 from ops.loss import ChunkedLinearCrossEntropy, ce_fwd_bwd, softcap_logits
@@ -127,6 +127,20 @@ def test_blocked_attention_compiled():
         ]
         for got, want in zip(*grads):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_attention_of_one_query_against_pytorchs(dtype, most):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, n, 16, generator=generator).to(dtype) for n in (1, 40, 40))
+    seen = torch.rand(3, 1, 1, 40, generator=generator) < 0.4
+    for mask in (seen, add_bias(seen, torch.randn(2, 1, 40, generator=generator))):
+        got = one_query_attention(q, k, v, mask)
+        want = torch.nn.functional.scaled_dot_product_attention(
+            q.double(), k.double(), v.double(), mask if mask.dtype == torch.bool else mask.double()
+        )
+        assert got.dtype == dtype and got.shape == want.shape
+        torch.testing.assert_close(got.double(), want, rtol=most, atol=most)
 
 
 def test_auto_attention_is_blocked_where_that_pays():
