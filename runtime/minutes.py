@@ -15,7 +15,7 @@ END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
 
 # Where the loss was lowest in 1 to 10 minutes on two cores (docs/rates.md): tokens for each weight of the blocks. And
 # the part of its matmuls' speed that a CPU reached in training.
-TOKENS_PER_WEIGHT, REACHED = 10, 0.4
+TOKENS_PER_WEIGHT, REACHED = 10, 0.6
 
 
 def sizes_within(f, vocab_size: int, flop_s: float) -> dict:
