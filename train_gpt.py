@@ -173,21 +173,21 @@ class Config:
 def make_config(**flags) -> Config:
     """A checked Config: the preset's values, or with `resume` those of the run, with `flags` over them.
 
+    What `minutes` will choose in train(), as the sizes where none are given, is None; rates by rule wait for the steps.
     Raises UserError for a wrong name or value.
     """
     given = resume.merge_flags(flags, dataclasses.fields(Config), PRESETS)
-    cfg = Config(**{**preset_flags(given), **given})
-    checks.check_flags(cfg)
+    cfg, free = Config(**{**preset_flags(given), **given}), set()
+    if cfg.minutes and not given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}:
+        free = derived.SIZED - given.keys()
+    any_batch = dict(batch_tokens=cfg.seq_len * max(1, cfg.micro_batch)) if "batch_tokens" in free else {}
+    checks.check_flags(dataclasses.replace(cfg, **any_batch))
     try:
         gpt_config(cfg, 0).layer_windows()
     except ValueError as error:
         raise UserError(f"--{error}") from None
     cfg = dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
-    if not cfg.minutes:
-        return with_rates(cfg)
-    has_size = given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
-    # What --minutes finds in train() is None until then, and rates by rule wait for --max_steps.
-    return cfg if has_size else dataclasses.replace(cfg, **dict.fromkeys(derived.SIZED - given.keys()))
+    return dataclasses.replace(cfg, **dict.fromkeys(free)) if cfg.minutes else with_rates(cfg)
 
 
 def preset_flags(given: dict) -> dict:

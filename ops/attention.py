@@ -143,7 +143,8 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention to a KV cache. Not by cuDNN, which re-plans for every key length."""
-    if torch.compiler.is_dynamo_compiling() and q.is_cpu and q.size(2) == 1:
+    alike = q.size(2) == 1 and q.size(1) == k.size(1) and mask is not None
+    if alike and q.is_cpu and torch.compiler.is_dynamo_compiling():
         return one_query_attention(q, k, v, mask)
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_attention(q, k, v, mask, kernels if q.is_cuda else None)

@@ -90,7 +90,7 @@ def sizes(params: float, given: dict, tokens: float = 0) -> dict:
     n_embd = (16 * params / 3) ** (1 / 3)  # where 12 n_layer n_embd**2 weights have n_embd = 64 n_layer
     unit = 64 if n_embd < 480 else 128  # a head
     n_embd = unit * max(1, round(n_embd / unit))
-    if params < 18 * n_embd**2:  # one layer, which cannot find what followed last time
+    if "n_layer" not in given and params < 18 * n_embd**2:  # one layer, which cannot find what followed last time
         n_embd = max(64, n_embd - unit)
     n_embd = max(1, given.get("n_embd", n_embd))
     n_layer = max(1, given.get("n_layer", round(params / (12 * n_embd**2))))

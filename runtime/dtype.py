@@ -53,13 +53,14 @@ def sampling_dtype(dtype: str, config: dict, n_embd: int, device: torch.device) 
     return "bf16" if wanted == "bf16" and speeds["bf16"] > EMULATED * speeds["fp32"] else "fp32"
 
 
-def matmul_speed(dtype: str, device: torch.device) -> float:
-    """FLOP/s of matmuls on one device in `dtype`, or for auto in what training would take."""
+def matmul_speed(f, device: torch.device) -> float:
+    """FLOP/s of matmuls on one device, in the dtype that the flags f will train in."""
     if device.type == "cpu":
         speeds = matmul_speeds(512, MOST_TOKENS)
-        return speeds.get(dtype, max(speeds.values()))
+        uses_bf16 = f.dtype == "auto" and not f.deterministic and speeds["bf16"] >= BF16_GAIN * speeds["fp32"]
+        return speeds["bf16" if uses_bf16 or f.dtype == "bf16" else "fp32"]
     size, seconds = 4096, []
-    a = torch.ones(size, size, device=device, dtype=DTYPES[hardware_dtype(dtype, device)])
+    a = torch.ones(size, size, device=device, dtype=DTYPES[hardware_dtype(f.dtype, device)])
     for _ in range(ROUNDS):
         t0 = time.perf_counter()
         torch.mm(a, a)[0, 0].item()  # waits for the device

@@ -50,13 +50,24 @@ def merge_flags(given: dict, fields: tuple[dataclasses.Field, ...], presets: dic
     return check_values(flags_of_run(given, set(by_name), presets, Path("runs")), by_name)
 
 
+def sizes_of_start(given: dict) -> dict:
+    """The model's sizes in the checkpoint that --init_from names, where the flags give none."""
+    sizes = {"n_layer", "n_head", "n_embd", "ngram", "ngram_rows"}
+    if not given.get("init_from") or given.keys() & {"preset", "params", *sizes}:
+        return {}
+    path = Path(given["init_from"])
+    candidates = [path] if path.is_file() else [*list_checkpoints(path), path / BEST]
+    saved = next(filter(None, map(saved_flags, candidates)), {})
+    return {name: saved[name] for name in sizes & saved.keys()}
+
+
 def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: Path) -> dict:
     """The flags of the run that --resume continues, from its checkpoint, with the given ones over them.
 
     given: the flags of the command line; fields: those that exist; runs: where runs go by default. Without --resume, or
     where there is nothing to resume yet, the given ones alone. Raises UserError when it is unclear which run is meant.
     """
-    given, resume = dict(given), given.get("resume", "")
+    given, resume = sizes_of_start(given) | given, given.get("resume", "")
     check_minutes(given)
     if not resume or given.get("trials", 1) > 1:
         return given

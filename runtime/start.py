@@ -54,21 +54,22 @@ def fit_sizes(f, dist_ctx: DistContext):
 
     A job that torchrun starts again keeps those of its checkpoint. Raises UserError.
     """
-    if f.n_embd is not None:
+    free = {name for name in SIZED if getattr(f, name) is None}
+    if not free:
         return f, []
     restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0
 
     def choose() -> tuple[dict, list[str]]:
         for saved in map(saved_flags, list_checkpoints(Path(f.out_dir)) if restarted and f.out_dir else []):
-            if saved:
-                return {name: saved[name] for name in ("params", *SIZED)}, []
-        flop_s = matmul_speed(f.dtype, dist_ctx.device) * dist_ctx.world_size
-        vocab_size = load_meta(f.data)["vocab_size"] if f.data else 1024  # of the default corpus
-        chosen = sizes_within(f, vocab_size, flop_s)
-        if "batch_tokens" in chosen:  # a power of two, which not every number of ranks can share
-            step = f.seq_len * dist_ctx.world_size
+            if saved and free <= saved.keys():
+                return {name: saved[name] for name in free} | dict(params=saved.get("params", 0)), []
+        flop_s = matmul_speed(f, dist_ctx.device) * dist_ctx.world_size
+        default = load_meta(f.data)["vocab_size"] if f.data else 1024  # of the default corpus
+        chosen = sizes_within(f, f.vocab_size or default, flop_s)
+        if "batch_tokens" in free:  # a power of two, which not every number of ranks can share
+            step = f.seq_len * dist_ctx.world_size * (f.micro_batch or 1)
             chosen["batch_tokens"] = max(1, round(chosen["batch_tokens"] / step)) * step
-        note = f"matmuls reach {flop_s / 1e12:.3f} TFLOP/s, so --params {chosen['params']}"
+        note = f"matmuls reach {flop_s / 1e12:.3f} TFLOP/s, so a model as by --params {chosen['params']}"
         return chosen, [f"--minutes {f.minutes:g}: {note}"]
 
     chosen, notes = run_on_rank0(dist_ctx, choose)

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 import model as model_module
+import runtime.derived
+import runtime.dtype
 import runtime.logger
 import runtime.minutes
 import sample
@@ -418,7 +420,10 @@ def test_minutes_alone_choose_the_size_too(data, tmp_path, monkeypatch):
     train(cfg)
     kept = final(tmp_path / "run")["config"]
     assert kept["params"] == 100_000 and kept["n_embd"] == 64 and kept["eval_tokens"] == 1024
-    assert "--minutes 0.15: matmuls reach 0.100 TFLOP/s, so --params 100000" in (tmp_path / "run/log.txt").read_text()
+    assert (
+        "--minutes 0.15: matmuls reach 0.100 TFLOP/s, so a model as by --params 100000"
+        in (tmp_path / "run/log.txt").read_text()
+    )
     sizes = {name: kept[name] for name in runtime.derived.SIZED}
     train(make_config(**flags | sizes, out_dir=str(tmp_path / "plain")))
     assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "plain", "train_loss")
@@ -429,6 +434,19 @@ def test_minutes_alone_choose_the_size_too(data, tmp_path, monkeypatch):
     assert train(cfg)["step"] == kept["max_steps"]  # of the checkpoint, not of the speed now
     for given in (dict(n_embd=128), dict(preset="laptop"), dict(params=300_000), dict(init_from="x")):
         assert make_config(minutes=1, **given).n_embd is not None
+    assert make_config(minutes=1, seq_len=3000, micro_batch=3).n_embd is None  # no batch has been chosen yet
+
+
+def test_sizes_come_with_the_weights_of_init_from(data, tmp_path):
+    train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"), max_steps=2)))
+    for start_from in (tmp_path / "run", tmp_path / "run" / "ckpt_2.pt"):
+        cfg = make_config(init_from=str(start_from), n_layer=TINY["n_layer"])
+        assert cfg.n_embd == 128  # a size was given, so that the others are the preset's
+        cfg = make_config(init_from=str(start_from), minutes=1)
+        assert (cfg.n_layer, cfg.n_embd, cfg.n_head) == (TINY["n_layer"], TINY["n_embd"], TINY["n_head"])
+    flags = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_embd", "n_head", "ngram", "ngram_rows")}
+    flags |= dict(data=str(data), max_steps=2, init_from=str(tmp_path / "run"), out_dir=str(tmp_path / "tuned"))
+    assert train(make_config(**flags))["step"] == 2
 
 
 def test_more_time_and_speed_is_a_larger_model():
@@ -449,8 +467,18 @@ def test_sizes_by_minutes_suit_any_number_of_ranks(data, monkeypatch):
     monkeypatch.setattr(start, "dist_max", lambda _, value: value)
     monkeypatch.setattr(start, "run_on_rank0", lambda _, function: function())
     monkeypatch.setattr(start, "agree", lambda _: contextlib.nullcontext())
-    cfg, _ = start.fit_sizes(make_config(minutes=5, data=str(data), seq_len=256), dist_ctx)
-    assert runtime.derived.seqs_per_rank(cfg, 6) > 0
+    flags = dict(minutes=60, data=str(data), seq_len=250, micro_batch=3)
+    cfg, _ = start.fit_sizes(make_config(**flags), dist_ctx)
+    assert runtime.derived.seqs_per_rank(cfg, 6) % 3 == 0
+    large_head, _ = start.fit_sizes(make_config(**flags, vocab_size=50304), dist_ctx)
+    assert large_head.params < cfg.params  # its matmuls take their part of the time
+
+
+def test_matmuls_are_timed_in_the_dtype_of_training(monkeypatch):
+    monkeypatch.setattr(runtime.dtype, "matmul_speeds", lambda *_: dict(fp32=10.0, bf16=30.0))
+    flags = (dict(), dict(deterministic=True), dict(dtype="fp32"), dict(bf16=True))
+    found = [runtime.dtype.matmul_speed(make_config(**each), torch.device("cpu")) for each in flags]
+    assert found == [30.0, 10.0, 10.0, 30.0]
 
 
 def test_minutes_have_measured_without_a_trace(data, tmp_path, monkeypatch):

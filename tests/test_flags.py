@@ -628,6 +628,7 @@ def test_params_choose_sizes_that_flags_may_change(tmp_path):
     assert (given.n_layer, given.n_embd, given.max_steps, given.batch_tokens) == (9, 384, 50, 8192)
     given = make_config(params=10_000_000, n_embd=256, batch_tokens=65536)  # what is not given follows from it
     assert (given.n_head, given.n_layer) == (2, 13) and given.max_steps == round(20 * 12 * 13 * 256**2 / 65536)
+    assert make_config(params=290_000, n_layer=2).n_embd == 128 and make_config(params=290_000).n_layer == 6
     with pytest.raises(UserError, match="--params is -1"):
         make_config(params=-1)
 

@@ -35,7 +35,7 @@ KINDS = {"ngram": "Muon with n-grams", "plain": "Muon without", "adamw": "AdamW 
 
 
 def read_results() -> list[dict]:
-    """Rows: kind, budget_s (of one core), flags, and, once trained, val_loss in nats a token and val_bpb."""
+    """Rows: kind, budget_s that was aimed at, seconds of one core by the time of a step, flags, val_loss, val_bpb."""
     return [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
@@ -48,12 +48,13 @@ def run(row: dict, data: str) -> dict:
 
 def best(rows: list[dict], kind: str) -> list[tuple[float, float]]:
     """(seconds, lowest loss) of each budget; of equal flags, the mean over seeds."""
-    found: dict[float, dict[str, list[float]]] = {}
+    found: dict[float, dict[tuple, list[float]]] = {}
     for row in rows:
         if row["kind"] == kind and "val_bpb" in row:
-            key = json.dumps({**row["flags"], "seed": 0}, sort_keys=True)
+            key = json.dumps({**row["flags"], "seed": 0}, sort_keys=True), row["seconds"]
             found.setdefault(row["budget_s"], {}).setdefault(key, []).append(row["val_bpb"])
-    return sorted((budget, min(map(statistics.mean, each.values()))) for budget, each in found.items())
+    lowest = (min((statistics.mean(losses), key[1]) for key, losses in each.items()) for each in found.values())
+    return sorted((seconds, loss) for loss, seconds in lowest)
 
 
 def noise(rows: list[dict]) -> float:
@@ -77,16 +78,16 @@ def power_law(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 def show(rows: list[dict]) -> None:
     """The tables of README.md: losses; fits; the time that others need for the loss of Muon with n-grams."""
-    for row in sorted(rows, key=lambda r: (list(KINDS).index(r["kind"]), r["budget_s"], r.get("val_bpb", 0))):
+    for row in sorted(rows, key=lambda r: (list(KINDS).index(r["kind"]), r["seconds"])):
         flags = row["flags"]
         weights = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = flags["max_steps"] * flags["batch_tokens"]
         rate = f", adam_lr {flags['adam_lr']}" if "adam_lr" in flags else ""
         seed = f", seed {flags['seed']}" if flags.get("seed") else ""
         print(
-            f"| {KINDS[row['kind']]} | {row['budget_s']:,} | {flags['n_layer']} x {flags['n_embd']}{rate}{seed} | "
+            f"| {KINDS[row['kind']]} | {row['seconds']:,} | {flags['n_layer']} x {flags['n_embd']}{rate}{seed} | "
             f"{weights / 1e6:.2f}M | {flags['batch_tokens']:,} | {flags['max_steps']:,} | {tokens / weights:.1f} | "
-            f"{row.get('val_loss', math.nan):.4f} | {row.get('val_bpb', math.nan):.4f} |"
+            f"{row.get('val_bpb', math.nan):.4f} |"
         )
     spread, draw_from = noise(rows), np.random.default_rng(0)
     print(f"\nSeeds differ by {100 * spread:.2f} % (standard deviation).")
@@ -103,7 +104,7 @@ def show(rows: list[dict]) -> None:
                 equal = math.log(loss) + draw_from.normal(0, spread)
                 found.append((equal - intercept) / slope - math.log(seconds))
             low, middle, high = np.exp(np.quantile(found, (0.05, 0.5, 0.95)))
-            print(f"{KINDS[kind]} to {loss:.4f} ({seconds} s): {middle:.1f} times as long ({low:.1f} to {high:.1f})")
+            print(f"{KINDS[kind]} to {loss:.3f} ({seconds} s): {middle:.1f} times as long ({low:.1f} to {high:.1f})")
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -114,7 +115,7 @@ def draw(rows: list[dict], path: Path) -> None:
     for number, (kind, name) in enumerate(KINDS.items()):
         there = [row for row in rows if row["kind"] == kind and "val_bpb" in row]
         axes.plot(
-            [row["budget_s"] for row in there], [row["val_bpb"] for row in there], "o", color=f"C{number}", alpha=0.35
+            [row["seconds"] for row in there], [row["val_bpb"] for row in there], "o", color=f"C{number}", alpha=0.35
         )
         slope, intercept = power_law(best(rows, kind))
         ends = np.array([50, 1500])
