@@ -35,7 +35,7 @@ KINDS = {"ngram": "Muon with n-grams", "plain": "Muon without", "adamw": "AdamW 
 
 
 def read_results() -> list[dict]:
-    """Rows: kind, budget_s that was aimed at, seconds of one core by the time of a step, flags, val_loss, val_bpb."""
+    """Rows: kind, budget_s (0: of none), seconds of one core by the time of a step, flags, val_loss and val_bpb."""
     return [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
@@ -46,27 +46,30 @@ def run(row: dict, data: str) -> dict:
     return row | {name: summary[name] for name in ("val_loss", "val_bpb")}
 
 
+def repeated(rows: list[dict], kind: str) -> dict[tuple, list[dict]]:
+    """The rows of a kind by budget and flags but seed and, as they follow from the speed, steps."""
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if row["kind"] == kind and row["budget_s"] and "val_bpb" in row:
+            flags = {name: value for name, value in row["flags"].items() if name not in ("seed", "max_steps")}
+            found.setdefault((row["budget_s"], json.dumps(flags, sort_keys=True)), []).append(row)
+    return found
+
+
 def best(rows: list[dict], kind: str) -> list[tuple[float, float]]:
-    """(seconds, lowest loss) of each budget; of equal flags, the mean over seeds."""
-    found: dict[float, dict[tuple, list[float]]] = {}
-    for row in rows:
-        if row["kind"] == kind and "val_bpb" in row:
-            key = json.dumps({**row["flags"], "seed": 0}, sort_keys=True), row["seconds"]
-            found.setdefault(row["budget_s"], {}).setdefault(key, []).append(row["val_bpb"])
-    lowest = (min((statistics.mean(losses), key[1]) for key, losses in each.items()) for each in found.values())
-    return sorted((seconds, loss) for loss, seconds in lowest)
+    """(seconds, lowest loss) of each budget; means over seeds."""
+    found: dict[float, list[tuple[float, float]]] = {}
+    for (budget, _), same in repeated(rows, kind).items():
+        point = [statistics.mean(row[name] for row in same) for name in ("val_bpb", "seconds")]
+        found.setdefault(budget, []).append(tuple(point))
+    return sorted((seconds, loss) for loss, seconds in map(min, found.values()))
 
 
-def noise(rows: list[dict]) -> float:
+def noise(rows: list[dict], kind: str) -> float:
     """Standard deviation of the logarithm of the loss between seeds, pooled over what was trained with several."""
-    seeds: dict[str, list[float]] = {}
-    for row in rows:
-        if "val_bpb" in row:
-            key = json.dumps([row["kind"], {**row["flags"], "seed": 0}], sort_keys=True)
-            seeds.setdefault(key, []).append(math.log(row["val_bpb"]))
-    several = [each for each in seeds.values() if len(each) > 1]
-    total = sum(sum((x - statistics.mean(each)) ** 2 for x in each) for each in several)
-    return math.sqrt(total / sum(len(each) - 1 for each in several))
+    losses = [[math.log(row["val_bpb"]) for row in same] for same in repeated(rows, kind).values() if len(same) > 1]
+    total = sum(sum((x - statistics.mean(each)) ** 2 for x in each) for each in losses)
+    return math.sqrt(total / sum(len(each) - 1 for each in losses))
 
 
 def power_law(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -89,22 +92,21 @@ def show(rows: list[dict]) -> None:
             f"{weights / 1e6:.2f}M | {flags['batch_tokens']:,} | {flags['max_steps']:,} | {tokens / weights:.1f} | "
             f"{row.get('val_bpb', math.nan):.4f} |"
         )
-    spread, draw_from = noise(rows), np.random.default_rng(0)
-    print(f"\nSeeds differ by {100 * spread:.2f} % (standard deviation).")
-    fits = {kind: power_law(best(rows, kind)) for kind in KINDS}
-    for kind, (slope, intercept) in fits.items():
-        print(f"{KINDS[kind]}: {math.exp(intercept):.3f} x seconds^{slope:.4f}")
+    spread, draw_from = {kind: noise(rows, kind) for kind in KINDS}, np.random.default_rng(0)
+    for kind, name in KINDS.items():
+        slope, intercept = power_law(best(rows, kind))
+        print(f"{name}: {math.exp(intercept):.3f} x seconds^{slope:.4f}, seeds differ by {100 * spread[kind]:.1f} %")
     for kind in list(KINDS)[1:]:
         for seconds, loss in best(rows, "ngram"):
             found = []
             for _ in range(2000):  # what other seeds might have given
-                slope, intercept = power_law(
-                    [(s, x * math.exp(draw_from.normal(0, spread))) for s, x in best(rows, kind)]
-                )
-                equal = math.log(loss) + draw_from.normal(0, spread)
+                points = [(s, x * math.exp(draw_from.normal(0, spread[kind]))) for s, x in best(rows, kind)]
+                slope, intercept = power_law(points)
+                equal = math.log(loss) + draw_from.normal(0, spread["ngram"])
                 found.append((equal - intercept) / slope - math.log(seconds))
             low, middle, high = np.exp(np.quantile(found, (0.05, 0.5, 0.95)))
-            print(f"{KINDS[kind]} to {loss:.3f} ({seconds} s): {middle:.1f} times as long ({low:.1f} to {high:.1f})")
+            times = f"{middle:.1f} times as long ({low:.1f} to {high:.1f})"
+            print(f"{KINDS[kind]} to the {loss:.3f} of {seconds:,.0f} s: {times}")
 
 
 def draw(rows: list[dict], path: Path) -> None:
