@@ -57,8 +57,8 @@ def matmul_speed(f, device: torch.device) -> float:
     """FLOP/s of matmuls on one device, in the dtype that the flags f will train in."""
     if device.type == "cpu":
         speeds = matmul_speeds(512, MOST_TOKENS)
-        uses_bf16 = f.dtype == "auto" and not f.deterministic and speeds["bf16"] >= BF16_GAIN * speeds["fp32"]
-        return speeds["bf16" if uses_bf16 or f.dtype == "bf16" else "fp32"]
+        auto = "fp32" if f.deterministic else faster_of(speeds)
+        return speeds["bf16" if f.dtype == "bf16" or (f.dtype == "auto" and auto == "bf16") else "fp32"]
     size, seconds = 4096, []
     a = torch.ones(size, size, device=device, dtype=DTYPES[hardware_dtype(f.dtype, device)])
     for _ in range(ROUNDS):
@@ -68,10 +68,15 @@ def matmul_speed(f, device: torch.device) -> float:
     return 2 * size**3 / min(seconds)
 
 
+def faster_of(speeds: dict[str, float]) -> str:
+    """bf16 or fp32, by what matmul_speeds found."""
+    return "bf16" if speeds["bf16"] >= BF16_GAIN * speeds["fp32"] else "fp32"
+
+
 def faster_dtype(n_embd: int, tokens: int) -> tuple[str, str]:
     """bf16 or fp32 for micro-batches of so many tokens on this CPU, and a line with the figures that decided."""
     speeds = matmul_speeds(n_embd, tokens)
-    name = "bf16" if speeds["bf16"] >= BF16_GAIN * speeds["fp32"] else "fp32"
+    name = faster_of(speeds)
     bf16, fp32 = speeds["bf16"] / 1e12, speeds["fp32"] / 1e12
     return name, f"dtype auto: {name}, matmuls of this model reach {bf16:.3f} TFLOP/s in bf16 and {fp32:.3f} in fp32"
 

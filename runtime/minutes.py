@@ -13,7 +13,7 @@ from runtime.ranks import DistContext, dist_max
 CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
 END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
 
-# Where the loss was lowest in 1 to 10 minutes on two cores (docs/rates.md): tokens for each weight of the blocks. And
+# Tokens for each weight of the blocks where the loss was lowest in half a minute to 10 on two cores (docs/rates.md), and
 # the part of its matmuls' speed that a CPU reached in training.
 TOKENS_PER_WEIGHT, REACHED = 10, 0.6
 
@@ -31,8 +31,9 @@ def sizes_within(f, vocab_size: int, flop_s: float) -> dict:
         attention = 6 * shape["n_layer"] * shape["n_embd"] * f.seq_len
         tokens = REACHED * flop_s * 0.9 * 60 * f.minutes / (6 * (weights + vocab_size * shape["n_embd"]) + attention)
         if exponent == 0 or tokens >= TOKENS_PER_WEIGHT * weights:
-            chosen = sizes(params, given, tokens) | dict(params=round(params))
-    return {name: value for name, value in chosen.items() if name == "params" or name not in given}
+            best = params, tokens
+    chosen = {name: value for name, value in sizes(best[0], given, best[1]).items() if name not in given}
+    return chosen | dict(params=round(best[0]))
 
 
 @dataclasses.dataclass

@@ -57,7 +57,7 @@ def sizes_of_start(given: dict) -> dict:
         return {}
     path = Path(given["init_from"])
     candidates = [path] if path.is_file() else [*list_checkpoints(path), path / BEST]
-    saved = next(filter(None, map(saved_flags, candidates)), {})
+    saved = flags_of_first(candidates)
     return {name: saved[name] for name in sizes & saved.keys()}
 
 
@@ -84,7 +84,7 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
         raise UserError(f"{path} holds weights only, so it cannot be resumed; use --init_from {path}")
     source = path or (Path(given["out_dir"]) if given.get("out_dir") else None)
     candidates = [] if source is None else [source] if source.is_file() else list_checkpoints(source)
-    saved = next(filter(None, map(saved_flags, candidates)), {})
+    saved = flags_of_first(candidates)
     if saved and given.get("params", saved.get("params")) != saved.get("params"):
         raise UserError(f"--params {given['params']} is for new runs, and {source} has its sizes; remove it")
     replaced = set(RUN_FLAGS)  # by what is given
@@ -110,6 +110,16 @@ def saved_flags(path: Path) -> dict | None:
         return of_today(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["config"])
     except Exception:  # torn and foreign files fail in many ways
         return None
+
+
+def flags_of_first(paths: list[Path]) -> dict:
+    """The flags of the first of these checkpoints that can be read; {} where none can."""
+    return next(filter(None, map(saved_flags, paths)), {})
+
+
+def was_restarted(dist_ctx: DistContext) -> bool:
+    """Whether torchrun has started this job again, on every rank the same."""
+    return dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
 
 
 def check_same_stream(checkpoint: dict, fingerprint: str, position: dict, folder: Path, path: Path) -> None:
@@ -214,8 +224,7 @@ class Start(NamedTuple):
 
 def find_start(f, dist_ctx: DistContext, logger: RunLogger) -> Start:
     """What --resume and --init_from mean, on every rank the same; also after torchrun's restart. Raises UserError."""
-    restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
-    args = (logger.folder, f.resume, f.init_from, logger.info, restarted)
+    args = (logger.folder, f.resume, f.init_from, logger.info, was_restarted(dist_ctx))
     path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*args))
     with agree(dist_ctx):
         checkpoint = read_checkpoint(path, verify=False) if path else None

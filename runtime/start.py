@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import random
 import traceback
 from pathlib import Path
@@ -25,7 +24,7 @@ from runtime.launch import init_distributed
 from runtime.logger import RunLogger, new_run_folder
 from runtime.minutes import sizes_within
 from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ranks, dist_max, run_on_rank0
-from runtime.resume import saved_flags
+from runtime.resume import flags_of_first, was_restarted
 
 HERE = Path(__file__).resolve().parent.parent
 PAGES = ["train_gpt.py", "model.py", "generation.py"]
@@ -57,12 +56,12 @@ def fit_sizes(f, dist_ctx: DistContext):
     free = {name for name in SIZED if getattr(f, name) is None}
     if not free:
         return f, []
-    restarted = dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0
+    restarted = was_restarted(dist_ctx)
 
     def choose() -> tuple[dict, list[str]]:
-        for saved in map(saved_flags, list_checkpoints(Path(f.out_dir)) if restarted and f.out_dir else []):
-            if saved and free <= saved.keys():
-                return {name: saved[name] for name in free} | dict(params=saved.get("params", 0)), []
+        saved = flags_of_first(list_checkpoints(Path(f.out_dir))) if restarted and f.out_dir else {}
+        if free <= saved.keys():
+            return {name: saved[name] for name in free} | dict(params=saved.get("params", 0)), []
         flop_s = matmul_speed(f, dist_ctx.device) * dist_ctx.world_size
         default = load_meta(f.data)["vocab_size"] if f.data else 1024  # of the default corpus
         chosen = sizes_within(f, f.vocab_size or default, flop_s)

@@ -464,7 +464,7 @@ def test_more_time_and_speed_is_a_larger_model():
 def test_sizes_by_minutes_suit_any_number_of_ranks(data, monkeypatch):
     monkeypatch.setattr(start, "matmul_speed", lambda *_: 1e11)
     dist_ctx = SimpleNamespace(world_size=6, rank=0, device=torch.device("cpu"), cpu_group=None)
-    monkeypatch.setattr(start, "dist_max", lambda _, value: value)
+    monkeypatch.setattr(start, "was_restarted", lambda _: False)
     monkeypatch.setattr(start, "run_on_rank0", lambda _, function: function())
     monkeypatch.setattr(start, "agree", lambda _: contextlib.nullcontext())
     flags = dict(minutes=60, data=str(data), seq_len=250, micro_batch=3)
