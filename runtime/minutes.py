@@ -13,7 +13,7 @@ from runtime.ranks import DistContext, dist_max
 CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
 END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
 
-# Tokens for each weight of the blocks where the loss was lowest in half a minute to 10 on two cores (docs/rates.md), and
+# Tokens for each weight of the blocks where the loss was lowest in half a minute to 10 on two cores (docs/rates.md);
 # the part of its matmuls' speed that a CPU reached in training.
 TOKENS_PER_WEIGHT, REACHED = 10, 0.6
 
