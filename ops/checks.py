@@ -1,4 +1,4 @@
-"""Checks of a model when it is built: attention and loss are what everything around them takes them for."""
+"""Checks of a model when it is built: attention, order and loss are what everything around them takes them for."""
 
 import math
 
@@ -6,12 +6,17 @@ import torch
 
 from ops.attention import attention, attention_mask
 from ops.init import ModelError
+from ops.parallel import eval_mode, to_local
 
 
 def check_model(model, cross_entropy) -> None:
-    """Raises ModelError for an attention backend or a loss that computes something else; cross_entropy: model.py's."""
+    """Raises ModelError for what would train something else than it seems to; cross_entropy: model.py's.
+
+    Overwrites weights and buffers, which are drawn afterwards.
+    """
     check_attention(model)
     check_loss(cross_entropy, model.cfg.vocab_size)
+    check_order(model)
 
 
 @torch.no_grad()
@@ -61,4 +66,46 @@ def check_loss(cross_entropy, vocab_size: int) -> None:
         raise ModelError(
             f"cross_entropy in model.py gives {(twice / once).item():.3g} times the loss for twice the tokens; it must "
             "return their sum, which the trainer divides by the number of targets: reduction='sum'"
+        )
+
+
+@torch.no_grad()
+def check_order(model) -> None:
+    """Raises ModelError when logits change with tokens that come later, or that belong to another sequence.
+
+    A model that sees what it is to predict has a low loss, and no use. Random weights take the place of zeros, which
+    hide what is behind them, and of those that FSDP has not made yet.
+    """
+    cfg, device, n = model.cfg, model.cos.device, min(model.cfg.seq_len, 64)
+    if n < 2:
+        return
+    torch.manual_seed(0)
+    for p in map(to_local, model.parameters()):
+        if hasattr(model, "reshard") or not p.any():
+            p.normal_(std=0.1)
+    idx = torch.randint(0, cfg.vocab_size, (2, n)).to(device)
+    changed = idx.clone()
+    changed[1, n // 2 :] = (changed[1, n // 2 :] + 1) % cfg.vocab_size
+    backends = [block.attn.backend for block in model.blocks]
+    own, model.attn = model.attn, "sdpa"  # which needs no compiler, and is what check_attention has compared with
+    for block in model.blocks:
+        block.attn.backend = "sdpa"
+    logits = []
+    try:
+        with eval_mode(model, {}):
+            for tokens in (idx, changed):
+                torch.manual_seed(1)  # for edits that draw numbers, the same both times
+                logits.append(model(tokens))
+    finally:
+        model.attn = own
+        for block, backend in zip(model.blocks, backends):
+            block.attn.backend = backend
+    off = (logits[1] - logits[0]).abs()
+    off[1, n // 2 :] = 0
+    if off.max() > (0.5 if model.fp8 else 1e-2) * logits[0].std() + 1e-6:
+        where = "another sequence" if off[0].max() > off[1].max() else "the tokens after it"
+        raise ModelError(
+            f"logits of a token change by {off.max().item():.2g} with {where}, so the loss would be of a model that "
+            "sees what it is to predict: attention, shifts, pooling and norms may look at earlier tokens of the same "
+            "sequence only; if more is meant, take check_order out of check_model in ops/checks.py"
         )

@@ -1,5 +1,6 @@
 """What a PyTorch user expects of a page to edit: modes, buffers, frozen and unused parameters, other optimizers."""
 
+import contextlib
 import math
 import os
 import sys
@@ -256,6 +257,47 @@ def test_a_backend_that_changes_attention_is_refused(data, tmp_path, monkeypatch
         ops.checks.check_attention(gpt)
     gpt.attn = "own"
     ops.checks.check_attention(gpt)
+
+
+MIXES = {  # what an MLP may add to its input, and what a page with it is told
+    "mean": (lambda mlp, x: x.mean(1, keepdim=True), "with the tokens after it"),
+    "next": (lambda mlp, x: torch.cat((x[:, 1:], x[:, -1:]), 1), "with the tokens after it"),
+    "rolled": (lambda mlp, x: x.roll(1, 1), "with the tokens after it"),  # the last token comes before the first
+    "gated": (lambda mlp, x: mlp.gate * x.mean(1, keepdim=True), "with the tokens after it"),  # by 0 at the start
+    "rows": (lambda mlp, x: x.mean(0, keepdim=True), "with another sequence"),
+    "sum": (lambda mlp, x: x.cumsum(1), None),
+}
+
+
+def mix_tokens(mix: str) -> None:
+    """MLPs that see other tokens than attention shows them."""
+    init, forward = model_module.MLP.__init__, model_module.MLP.forward
+
+    def with_gate(self, cfg):
+        init(self, cfg)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    model_module.MLP.__init__ = with_gate
+    model_module.MLP.forward = lambda self, x: forward(self, x + MIXES[mix][0](self, x) + 0 * self.gate)
+    model_module.PARAM_TABLE["gate"] = ParamGroupSpec(r"blocks\.\d+\.mlp\.gate", ops.init.zeros, "adam")
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("flags", [{}, dict(dtype="bf16", attn="blocked", checkpointing="full")], ids=["plain", "bf16"])
+def test_a_model_that_sees_what_it_predicts_is_refused(mix, flags, monkeypatch):
+    for name in ("__init__", "forward"):
+        monkeypatch.setattr(model_module.MLP, name, getattr(model_module.MLP, name))
+    monkeypatch.setattr(model_module, "PARAM_TABLE", PARAM_TABLE | dict(gate=None))
+    mix_tokens(mix)
+    with pytest.raises(ModelError, match=MIXES[mix][1]) if MIXES[mix][1] else contextlib.nullcontext():
+        built(**flags)
+
+
+def test_the_order_is_checked_by_a_model_that_stays_what_it_was():
+    gpt = random_gpt()
+    gpt.attn = gpt.blocks[0].attn.backend = "blocked"
+    ops.checks.check_order(gpt)
+    assert gpt.attn == gpt.blocks[0].attn.backend == "blocked" and gpt.training
 
 
 def test_a_bias_needs_a_backend_that_takes_it():
@@ -702,6 +744,7 @@ EDITS = {
     "noise": add_noise,
     "apart": update_by_rank,
     "thaw": thaw,
+    "mean": lambda: mix_tokens("mean"),
 }
 
 
@@ -730,6 +773,7 @@ def test_two_ranks_may_have_different_graphs_and_draws_under_ddp(edit, data, tmp
         ("fsdp", "experts", "gradients for different parameters"),
         ("ddp", "apart", "the ranks hold different values of wte.weight"),
         ("ddp", "thaw", "wte.weight was frozen when DDP was set up"),
+        ("fsdp", "mean", "with the tokens after it"),
     ],
 )
 def test_two_ranks_that_fall_apart_end_in_a_sentence(parallel, edit, says, data, tmp_path):
