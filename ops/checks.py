@@ -86,11 +86,10 @@ def check_order(model) -> None:
     idx = torch.randint(0, cfg.vocab_size, (2, n)).to(device)
     changed = idx.clone()
     changed[1, n // 2 :] = (changed[1, n // 2 :] + 1) % cfg.vocab_size
-    backends = [block.attn.backend for block in model.blocks]
+    backends, logits = {m: m.backend for m in model.modules() if "backend" in vars(m)}, []
     own, model.attn = model.attn, "sdpa"  # which needs no compiler, and is what check_attention has compared with
-    for block in model.blocks:
-        block.attn.backend = "sdpa"
-    logits = []
+    for module in backends:
+        module.backend = "sdpa"
     try:
         with eval_mode(model, {}):
             for tokens in (idx, changed):
@@ -98,8 +97,8 @@ def check_order(model) -> None:
                 logits.append(model(tokens))
     finally:
         model.attn = own
-        for block, backend in zip(model.blocks, backends):
-            block.attn.backend = backend
+        for module, backend in backends.items():
+            module.backend = backend
     off = (logits[1] - logits[0]).abs()
     off[1, n // 2 :] = 0
     if off.max() > (0.5 if model.fp8 else 1e-2) * logits[0].std() + 1e-6:
