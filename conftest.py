@@ -102,7 +102,7 @@ def poison(monkeypatch, at, value=math.nan, rank=None) -> None:
 
     def poisoned(self, idx, targets=None, **rest):
         loss = forward(self, idx, targets, **rest)
-        if not torch.is_grad_enabled() or targets is None:
+        if not torch.is_grad_enabled() or targets is None or len(idx) < 3:  # a new model is checked with two sequences
             return loss
         count[0] += 1
         return loss + value if count[0] in at and rank in (here, None) else loss

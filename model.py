@@ -19,6 +19,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from generation import LayerCache, next_logits, shift_right
+from ops import checks
 from ops.attention import attention, attention_mask, cached_attention, offsets_of_micro_batches
 from ops.checkpointing import apply_ac, offload_activations, recomputed
 from ops.exchange import MuonSlice, gather_matrices, matrix_stacks, owned_part, scatter_updates, state_on_device
@@ -185,6 +186,9 @@ class Block(nn.Module):
         self.mlp = MLP(cfg)
         self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
 
+    def __getstate__(self) -> dict:
+        return self.__dict__ | dict(compiled=None)  # or a copy, as of an EMA, would run this block
+
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         if ctx.past is not None:
             return self._forward(x, ctx)
@@ -248,6 +252,9 @@ class GPT(nn.Module):
         self.register_buffer("frequency", torch.empty(cfg.rotary_dim // 2), persistent=False)
         self.reset_buffers()
         check_param_table(self, PARAM_TABLE, OPTIMIZERS)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | dict(compiled_loss=None)  # as in Block
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -408,6 +415,11 @@ def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
 def init_buffers(model: GPT, seed_of: Callable[[str], int]) -> None:
     """The buffers alone."""
     initialize_buffers(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)
+
+
+def check_model(model: GPT) -> None:
+    """Raises ModelError for what would train something else than it seems to. Overwrites weights and buffers."""
+    checks.check_model(model, cross_entropy, PARAM_TABLE, OPTIMIZERS)
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from data.shards import RunError, UserError
 from data.stream import TokenStream, derive_seed, prefetch
 from generation import complete
-from model import GPT, GPTConfig, Optimizer, cross_entropy, init_buffers, init_weights, optimizer_groups
+from model import GPT, GPTConfig, Optimizer, check_model, init_buffers, init_weights, optimizer_groups
 from ops import parallel
 from ops.attention import ATTENTION_BACKENDS
-from ops.checks import check_model
 from ops.compile import apply_compile
 from ops.warmup import cudagraph_mark_step, warm_up
 from runtime import checks, derived, resume, start
@@ -206,7 +205,7 @@ def parse_args(argv: list[str]) -> dict:
 # 2. Build, in the order in which these compose: model, FSDP, micro-batch, compile, DDP, warm-up, weights, optimizer
 
 
-@dataclass
+@dataclass(slots=True)
 class TrainState:
     """What a training step works on. `model` is what is called; `raw_model` is the same model without wrappers."""
 
@@ -271,7 +270,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         parallel.apply_fsdp(raw_model, device, dtype, derived.ranks_per_copy(cfg, dist_ctx), DTYPES[cfg.grad_comm])
         init_buffers(raw_model, seed_of(cfg))
         watch_blocks(raw_model, dist_ctx)
-    check_model(raw_model, cross_entropy)
+    check_model(raw_model)
     micro_batch = fit_memory(cfg, raw_model, make_groups(cfg, raw_model), dist_ctx)
     if cfg.compile != "off":
         apply_compile(raw_model, cfg.compile, derived.activation_budget(cfg))
@@ -405,7 +404,7 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
     # Edits that change the batch come before this
     offsets = state.raw_model.offsets_of_micro_batches(batch, state.micro_batch)
     batch = batch.to(state.dist_ctx.device, non_blocking=batch.is_pinned())
-    x, y = batch[:, :-1], batch[:, 1:]
+    x, y = batch[:, :-1], batch[:, 1:].clone()  # edits may write into one of them
     n_targets = parallel.sum_over_ranks((y >= 0).sum()) / world_size  # DDP and FSDP average the ranks' gradients
     loss = torch.zeros((), device=state.dist_ctx.device)
     micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch), *offsets))
@@ -417,7 +416,7 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
             nan_or_0 = 0 * micro_loss.detach()
             state.scaler.scale(micro_loss).backward(1 + nan_or_0)
         loss += micro_loss.detach()
-    check_gradients(state.model)
+    check_gradients(state.model, state.optimizer)
     reseed_step(state, "update")
     norm, skip = update_weights(state, lr_multiplier)
     parallel.restore_buffers(state.raw_model, buffers, skip)
@@ -433,7 +432,7 @@ def update_weights(state: TrainState, lr_multiplier: float) -> tuple[Tensor, Ten
     Returns the norm of the whole gradient, fp32 (), and whether the update was skipped, bool (), both on the device.
     """
     cfg, optimizer, scaler = state.cfg, state.optimizer, state.scaler
-    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)  # Edits of gradients come after this
     grads = [p.grad for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(grads)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -463,7 +462,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     Every rank has as many batches, and only the padding of the last ones is not counted. None when `signals` of any
     rank has something in it: there may be little time left to save.
     """
-    cfg, dist_ctx, losses = state.cfg, state.dist_ctx, []
+    cfg, dist_ctx, losses, n_targets = state.cfg, state.dist_ctx, [], 0
     reseed_step(state, "evaluate")
     with state.as_evaluated() as model:
         for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
@@ -471,8 +470,11 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
                 return None
             cudagraph_mark_step(derived.uses_cudagraphs(cfg))
             losses.append(model(*(torch.from_numpy(t).to(dist_ctx.device) for t in (x, y))))
-    total = parallel.sum_over_ranks(torch.stack(losses).cpu().double().sum(), dist_ctx.cpu_group)
-    return total.item() / (stream.num_eval_seqs(cfg.eval_tokens) * cfg.seq_len)
+            n_targets += (y >= 0).sum()
+    loss = torch.stack(losses).cpu().double().sum()
+    sums = torch.stack((loss, torch.tensor(n_targets, dtype=torch.float64)))
+    loss, n_targets = parallel.sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
+    return loss / n_targets
 
 
 @never_fatal
@@ -518,6 +520,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             cfg = state.cfg = with_rates(cfg)
             if origin.path:
                 notes += resume.load_start(state, stream, timer, origin)
+            checks.check_batch(lambda: get_batch(stream, dist_ctx, state.step))
         del origin  # its tensors
         past_metrics = start.start_log(logger, state, stream, notes)
         progress = Progress(state, stream, logger, timer, past_metrics)

@@ -45,6 +45,12 @@ def check_param_table(model: nn.Module, table: dict[str, ParamGroupSpec], optimi
                 f"parameter {name} of shape {tuple(param.shape)} has optim {optim!r} in PARAM_TABLE in model.py; "
                 f"expected one of {', '.join(optimizers)}, and muon for matrices only"
             )
+        written_again = not hasattr(param, "to_local") and param._version > 1  # modules of PyTorch write once
+        if written_again and table[row].init != "module":
+            raise ModelError(
+                f"parameter {name} is given other values than its module gives it, as by nn.init, and its row {row} of "
+                'PARAM_TABLE in model.py replaces them; say there how it starts, or "module" to keep them'
+            )
         other = first_name.setdefault(param, name)
         if param_spec_name(other, table) != row:
             names = "|".join(map(re.escape, (other, name)))

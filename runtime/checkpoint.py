@@ -23,7 +23,7 @@ from runtime.ranks import DistContext, dist_max, run_on_rank0
 from runtime.watch import check_replicas
 
 # What every checkpoint holds, as snapshot makes it; old ones have no "position", "tokens", "extra",
-# "optimizer_type", "vocabulary" or "eval_part".
+# "optimizer_type", "optimizer_settings", "vocabulary" or "eval_part".
 CHECKPOINT_SCHEMA = dict(
     step=int,
     clock=dict,
@@ -163,10 +163,16 @@ def collect_tensors(
     if optimizer is None:
         return found
     found["optimizer_type"] = type(optimizer).__name__
+    found["optimizer_settings"] = changed_settings(optimizer)
     for name, p in model.named_parameters():
         if name in found["model"]:
             found["optimizer"][name] = {}  # also of what is frozen
         for slot, part in optimizer.state.get(p, {}).items():
+            if not isinstance(part, (Tensor, bool, int, float, type(None))):
+                raise UserError(
+                    f"the optimizer's {slot} of {name} is a {type(part).__name__}; a checkpoint holds tensors and "
+                    "numbers, each in a slot of its own"
+                )
             part = to_local(torch.as_tensor(part)) if part is not None else None
             if part is not None and part.dim() and hasattr(p, "to_local") and part.shape != to_local(p).shape:
                 raise UserError(
@@ -178,6 +184,23 @@ def collect_tensors(
             if full is not None:
                 found["optimizer"][name][slot] = full
     return found
+
+
+def numbers_of(group: dict) -> dict:
+    """The numbers of a parameter group that no schedule sets, by name."""
+    scheduled = ("lr", "initial_lr", "momentum")
+    return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in scheduled}
+
+
+def note_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Keep the groups' numbers before the first step, from which changed_settings tells what steps have changed."""
+    optimizer.__dict__.setdefault("settings_at_start", [numbers_of(group) for group in optimizer.param_groups])
+
+
+def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Of each group the numbers that belong to the optimizer's state, as Prodigy and schedule-free ones have them."""
+    pairs = zip(map(numbers_of, optimizer.param_groups), optimizer.settings_at_start)
+    return [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
 
 
 def collect_extra(value, name: str = "state.extra"):
@@ -316,6 +339,9 @@ def load_optimizer(
             refuse("was made with another --optimizer or PARAM_TABLE")
         for slot, part in parts.items():
             copy_from_full_tensor_(p, saved[slot], part)
+    note_settings(optimizer)
+    for group, changed in zip(optimizer.param_groups, checkpoint.get("optimizer_settings", [])):
+        group.update(changed)
     if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
         scaler.load_state_dict(checkpoint["scaler"])
 

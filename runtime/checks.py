@@ -5,9 +5,11 @@ attributes, `hw` is what check_device knows of the device; sentences may name th
 """
 
 import os
+import random
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from data.shards import UserError
@@ -275,6 +277,22 @@ def check_recomputation(f, checkpointing: str, effects: dict) -> None:
         raise UserError(
             f"{given} with --compile recomputes blocks with buffers as forward passes leave them ("
             f"{', '.join(effects['written'][:4])}), so gradients would be wrong; remove one of both flags"
+        )
+
+
+def check_batch(get_batch) -> None:
+    """Raises UserError when get_batch() draws from global generators: it runs in a thread, beside steps that do so."""
+
+    def states() -> list:
+        _, key, *rest = np.random.get_state()
+        return [random.getstate(), key.tolist(), rest, torch.get_rng_state().tolist()]
+
+    before = states()
+    get_batch()
+    if states() != before:
+        raise UserError(
+            "get_batch draws from a global generator, in a thread of its own, so that no two runs would be alike; draw "
+            'from np.random.default_rng(derive_seed(stream.seed, "batch", step)), with dist_ctx.rank where ranks differ'
         )
 
 

@@ -181,6 +181,10 @@ EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about 
         "once_differentiable",
         "norm and relu_squared of ops/pointwise.py have no second derivative: call F.rms_norm and F.relu(x).square()",
     ),
+    (
+        "'TrainState' object has no attribute",
+        "what is to survive a resume goes into state.extra, other things become a field of TrainState",
+    ),
 )
 
 
@@ -193,7 +197,7 @@ def explain_edit(error: Exception) -> str:
         return f"torch.compile cannot compile{at}: {text.splitlines()[0]}; write it otherwise, or remove --compile"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-    for pattern, advice in EDIT_ADVICE if type(error) is RuntimeError else ():
+    for pattern, advice in EDIT_ADVICE if type(error) in (RuntimeError, AttributeError) else ():
         if re.search(pattern, text):
             return f"{at}{text.splitlines()[0]}; {advice}"
     return ""

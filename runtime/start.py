@@ -14,7 +14,7 @@ from data.prepare import prepare
 from data.shards import PYTHON_VOCABULARY, UserError, atomic_write, load_meta
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
-from runtime.checkpoint import list_checkpoints
+from runtime.checkpoint import list_checkpoints, note_settings
 from runtime.checks import check_device, check_flags
 from runtime.derived import SIZED, is_sharded, ranks_per_copy, seqs_per_rank
 from runtime.describe import describe
@@ -137,6 +137,7 @@ def start_log(logger: RunLogger, state, stream: TokenStream, notes: list[str]) -
     flags = dataclasses.asdict(state.cfg)
     if state.cfg.wandb:
         run_on_rank0(state.dist_ctx, lambda: logger.start_wandb(flags))
+    note_settings(state.optimizer)
     past_metrics = logger.open(flags, state.step, SOURCE_FILES)
     if stream.vocabulary and logger.is_rank0:
         with atomic_write(logger.folder / VOCABULARY_FILE) as file:

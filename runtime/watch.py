@@ -9,7 +9,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from data.shards import RunError
+from data.shards import RunError, UserError
 from runtime.ranks import SAME_BLOCKS, DistContext, gather_objects, printed_by, run_on_rank0
 
 
@@ -74,11 +74,24 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
     threading.Thread(target=look_while_there_is_a_store, daemon=True).start()
 
 
-def check_gradients(model: torch.nn.Module) -> None:
-    """Under FSDP, hashes which blocks ran and which parameters have a gradient, so that ranks that differ are told.
+def check_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a gradient that the optimizer does not use, or learning rates that it would not keep.
 
-    Under DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
+    Under FSDP, hashes which blocks ran and which parameters have a gradient, so that ranks that differ are told. Under
+    DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
     """
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in model.named_parameters():
+        if p.grad is not None and p not in updated:
+            raise UserError(
+                f"{name.removeprefix('module.')} has a gradient and is in no parameter group of the optimizer, so it "
+                "would not be trained: make parameters in GPT.__init__, before make_optimizer, which must take them all"
+            )
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UserError(
+            "a scheduler of torch.optim.lr_scheduler sets learning rates that update_weights sets anew in each step; "
+            "put the schedule into get_lr_multiplier in train_gpt.py instead"
+        )
     if hasattr(model, "blocks_run"):
         ran = model.blocks_run
         ran[-1] += ran[-2]

@@ -250,7 +250,7 @@ class Copy:
         finally:
             ours.make_optimizer = make_optimizer
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines() if rank() == 0 else []
-        keys = ("step", "train_loss", "grad_norm", "val_loss", "tokens")
+        keys = ("step", "train_loss", "grad_norm", "val_loss", "tokens", "head_norm")
         return dict(rows=[{k: row[k] for k in keys if k in row} for row in map(json.loads, lines)], grads=grads)
 
     def refused(self, name: str, **flags) -> str:
