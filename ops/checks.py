@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ops.attention import attention, attention_mask
 from ops.init import ModelError
-from ops.parallel import eval_mode, to_local
+from ops.parallel import clone_buffers, eval_mode, restore_buffers, to_local
 from ops.params import check_param_table
 from ops.warmup import side_effects
 
@@ -188,9 +188,11 @@ def check_sum(model, cross_entropy) -> None:
     idx = some_tokens(model, 1)
     targets = torch.where(torch.arange(idx.size(1), device=idx.device) < idx.size(1) - 4, -1, idx)
     rtol = 3e-2 if hasattr(model, "reshard") else 1e-5  # FSDP gathers weights in the dtype of training
+    before, undo = clone_buffers(model), torch.ones((), dtype=torch.bool, device=idx.device)
 
     def loss(n: int) -> tuple[Tensor, bool]:
         seed_all(1)
+        restore_buffers(model, before, undo)
         with side_effects(model, idx.device) as effects:
             total = model(idx.repeat(n, 1), targets.repeat(n, 1))
         return total, effects["drawn"]
