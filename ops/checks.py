@@ -217,5 +217,5 @@ def check_sum(model, cross_entropy) -> None:
         raise ModelError(
             f"GPT.forward gives {(twice / once).item():.6g} times the loss for a batch that holds each sequence twice; "
             "all of a loss must be sums over tokens, or it would depend on --micro_batch: multiply a mean by the "
-            "number of its tokens"
+            "number of its tokens; if it is meant, take check_sum out of check_model in ops/checks.py"
         )
