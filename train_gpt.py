@@ -442,6 +442,7 @@ def update_weights(state: TrainState, lr_multiplier: float) -> tuple[Tensor, Ten
             found_inf.copy_(skip)
     if cfg.grad_clip:
         torch._foreach_mul_([parallel.to_local(grad) for grad in grads], (cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+    checks.check_schedule(optimizer)
     ours = isinstance(optimizer, Optimizer)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier

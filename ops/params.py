@@ -34,6 +34,14 @@ def param_spec_name(name: str, table: dict[str, ParamGroupSpec]) -> str:
     return rows[0]
 
 
+def was_filled_again(model: nn.Module, name: str) -> bool:
+    """Whether values were written into a weight after its module had written its own, as far as PyTorch counts that."""
+    place, _, leaf = name.rpartition(".")
+    module, param = model.get_submodule(place), model.get_parameter(name)
+    once = isinstance(module, (nn.Linear, nn.Embedding)) and getattr(module, "padding_idx", None) is None
+    return leaf == "weight" and once and not hasattr(param, "to_local") and param._version > 1
+
+
 def check_param_table(model: nn.Module, table: dict[str, ParamGroupSpec], optimizers: dict) -> None:
     """Raises ModelError for a parameter without exactly one row, or with one that cannot be."""
     first_name: dict[nn.Parameter, str] = {}
@@ -45,8 +53,7 @@ def check_param_table(model: nn.Module, table: dict[str, ParamGroupSpec], optimi
                 f"parameter {name} of shape {tuple(param.shape)} has optim {optim!r} in PARAM_TABLE in model.py; "
                 f"expected one of {', '.join(optimizers)}, and muon for matrices only"
             )
-        written_again = not hasattr(param, "to_local") and param._version > 1  # modules of PyTorch write once
-        if written_again and table[row].init != "module":
+        if table[row].init != "module" and was_filled_again(model, name):
             raise ModelError(
                 f"parameter {name} is given other values than its module gives it, as by nn.init, and its row {row} of "
                 'PARAM_TABLE in model.py replaces them; say there how it starts, or "module" to keep them'

@@ -5,6 +5,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -187,9 +188,9 @@ def collect_tensors(
 
 
 def numbers_of(group: dict) -> dict:
-    """The numbers of a parameter group that no schedule sets, by name."""
-    scheduled = ("lr", "initial_lr", "momentum")
-    return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in scheduled}
+    """The numbers of a parameter group but its learning rate, by name."""
+    rates = ("lr", "initial_lr")
+    return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in rates}
 
 
 def note_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -198,8 +199,13 @@ def note_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each group the numbers that belong to the optimizer's state, as Prodigy and schedule-free ones have them."""
-    pairs = zip(map(numbers_of, optimizer.param_groups), optimizer.settings_at_start)
+    """Of each group the numbers that belong to the optimizer's state, as Prodigy and schedule-free ones have them.
+
+    None of an optimizer whose settings are schedules of the trainer, or that was not there at the start.
+    """
+    if hasattr(optimizer, "make_state") or not hasattr(optimizer, "settings_at_start"):
+        return []
+    pairs = itertools.zip_longest(map(numbers_of, optimizer.param_groups), optimizer.settings_at_start, fillvalue={})
     return [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
 
 

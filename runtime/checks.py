@@ -280,6 +280,15 @@ def check_recomputation(f, checkpointing: str, effects: dict) -> None:
         )
 
 
+def check_schedule(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a scheduler of PyTorch, whose learning rates the trainer sets anew."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UserError(
+            "a scheduler of torch.optim.lr_scheduler sets learning rates that update_weights sets anew in each step; "
+            "put the schedule into get_lr_multiplier in train_gpt.py instead"
+        )
+
+
 def check_batch(get_batch) -> None:
     """Raises UserError when get_batch() draws from global generators: it runs in a thread, beside steps that do so."""
 

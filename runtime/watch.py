@@ -75,7 +75,7 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
 
 
 def check_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for a gradient that the optimizer does not use, or learning rates that it would not keep.
+    """Raises UserError for a gradient that the optimizer does not use.
 
     Under FSDP, hashes which blocks ran and which parameters have a gradient, so that ranks that differ are told. Under
     DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
@@ -85,13 +85,9 @@ def check_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         if p.grad is not None and p not in updated:
             raise UserError(
                 f"{name.removeprefix('module.')} has a gradient and is in no parameter group of the optimizer, so it "
-                "would not be trained: make parameters in GPT.__init__, before make_optimizer, which must take them all"
+                "would not be trained: make it in GPT.__init__, for make_optimizer to take, or freeze it with "
+                "requires_grad_(False)"
             )
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise UserError(
-            "a scheduler of torch.optim.lr_scheduler sets learning rates that update_weights sets anew in each step; "
-            "put the schedule into get_lr_multiplier in train_gpt.py instead"
-        )
     if hasattr(model, "blocks_run"):
         ran = model.blocks_run
         ran[-1] += ran[-2]

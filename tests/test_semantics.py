@@ -229,13 +229,22 @@ def loss_of_edit(edit: str):
             return out
         return out + 0.01 * (1 + self.wte(idx).mean())  # "balance", and "everywhere"
 
+    def last(self, idx, targets=None, **rest):
+        out = forward(self, idx, targets, **rest)
+        return out if targets is not None else out[:, -1:]
+
     losses = {
         "rows": lambda x, y, training: F.cross_entropy(x, y, ignore_index=-1, reduction="none"),
         "hundred": lambda x, y, training: F.cross_entropy(x, y, reduction="sum"),
         "focal": lambda x, y, training: -x.log_softmax(-1)[torch.arange(len(y)), y].sum(),
+        "gather": lambda x, y, training: -x.log_softmax(-1).gather(1, y[:, None]).sum(),
         "noisy": lambda x, y, training: F.cross_entropy(x + torch.randn_like(x), y, ignore_index=-1, reduction="sum"),
     }
-    return (model_module, "cross_entropy", losses[edit]) if edit in losses else (GPT, "forward", changed)
+    return (
+        (model_module, "cross_entropy", losses[edit])
+        if edit in losses
+        else (GPT, "forward", last if edit == "last" else changed)
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +256,9 @@ def loss_of_edit(edit: str):
         ("pair", "GPT.forward returns a tuple"),
         ("rows", r"cross_entropy in model.py returns a tensor of shape \(6,\)"),
         ("hundred", "Target -1 is out of bounds.; a target of -1 is not counted"),
-        ("focal", "gives more loss for tokens whose target is -1"),
+        ("focal", "gives another loss with tokens whose target is -1"),
+        ("gather", "a target of -1 is not counted"),
+        ("last", r"GPT.forward returns a tensor of shape \(2, 1, 320\) for tokens of shape \(2, 32\)"),
         ("noisy", None),
     ],
 )
@@ -273,7 +284,7 @@ def test_inputs_may_be_corrupted_in_place(monkeypatch):
 
 def test_evaluation_is_a_mean_over_the_targets_that_count(data, monkeypatch):
     state, stream = built(), start.open_stream(make_config(**TINY, data=str(data)), start.launch(make_config(**TINY)))
-    ops.checks.randomize(state.raw_model)
+    ops.checks.show_zeros(state.raw_model)
     batches, losses = list(stream.eval_batches(2048, 8, 0, 1)), []
     masked = [(x, np.where(np.arange(y.shape[1]) < 16, -1, y)) for x, y in batches]
     monkeypatch.setattr(stream, "eval_batches", lambda *_: iter(masked))
@@ -344,6 +355,19 @@ def test_values_that_the_table_replaces_are_refused(fill, monkeypatch):
     with pytest.raises(ModelError, match="mlp.fc.weight is given other values .* its row mlp_in of PARAM_TABLE"):
         random_gpt()
     monkeypatch.setitem(PARAM_TABLE, "mlp_in", PARAM_TABLE["mlp_in"]._replace(init="module"))
+    random_gpt()
+
+
+def test_pytorchs_own_modules_may_fill_what_they_made(monkeypatch):
+    init = model_module.MLP.__init__
+
+    def with_others(self, cfg):
+        init(self, cfg)
+        self.padded, self.heads = nn.Embedding(4, 4, padding_idx=0), nn.MultiheadAttention(4, 1)
+
+    monkeypatch.setattr(model_module.MLP, "__init__", with_others)
+    others = ParamGroupSpec(r".*\.(padded|heads)\..*", ops.init.zeros, "adam")
+    monkeypatch.setitem(PARAM_TABLE, "others", others)
     random_gpt()
 
 
@@ -493,11 +517,77 @@ def test_a_model_that_sees_another_document_is_refused(leaks, monkeypatch):
     built()
 
 
-def test_the_order_is_checked_by_a_model_that_stays_what_it_was():
-    gpt = random_gpt()
+def test_a_checked_model_is_what_it_was():
+    """But for its weights; also where forward passes keep things, as masks of their length."""
+    gpt = GPT(GPTConfig(**SHAPE))
     gpt.attn = gpt.blocks[0].attn.backend = "blocked"
-    ops.checks.check_order(gpt)
-    assert gpt.attn == gpt.blocks[0].attn.backend == "blocked" and gpt.training
+    gpt.kept, forward = [], gpt.forward
+    hook = gpt.register_forward_hook(lambda *_: (gpt.kept.append(1), setattr(gpt, "mask", 1)) and None)
+    before = {name: list(vars(module)) for name, module in gpt.named_modules()}
+    model_module.check_model(gpt)
+    assert gpt.attn == gpt.blocks[0].attn.backend == "blocked" and gpt.training and gpt.compute_dtype == torch.float32
+    assert {name: list(vars(module)) for name, module in gpt.named_modules()} == before and gpt.kept == []
+    hook.remove()
+    assert not gpt._forward_hooks and gpt.forward == forward
+
+
+def own_generator(self, x):
+    generator = torch.Generator().manual_seed(self.step_seed if self.training else 0)
+    return x * (torch.rand(x.shape, generator=generator) > 0.1 * self.training)
+
+
+def numpys_mask(self, x):
+    return x * torch.from_numpy(np.random.rand(*x.shape) > 0.1 * self.training)
+
+
+def decay(self, x):
+    """A linear recurrence, which values above 1 would let grow without bounds."""
+    state, out = torch.zeros_like(x[:, 0]), []
+    for token in x.unbind(1):
+        state = state * self.wte.weight.new_full((1,), 0.9) + token
+        out.append(state)
+    return torch.stack(out, dim=1)
+
+
+def one_dtype(self, x):
+    assert x.dtype == torch.bfloat16
+    return x
+
+
+def whole_chunks(self, x):
+    assert x.size(1) in (1, 320), x.shape
+    return x
+
+
+@pytest.mark.parametrize(
+    "edit, flags",
+    [
+        (own_generator, {}),
+        (numpys_mask, {}),
+        (decay, {}),
+        (one_dtype, dict(dtype="bf16")),
+        (whole_chunks, dict(seq_len=320, batch_tokens=2560)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_models_that_only_seem_odd_are_built(edit, flags, monkeypatch):
+    embed = GPT.embed
+    monkeypatch.setattr(GPT, "embed", lambda self, *args: edit(self, embed(self, *args).to(self.compute_dtype)))
+    built(**flags)
+
+
+@pytest.mark.parametrize("filled", [-math.inf, -1e9])
+def test_masked_logits_hide_no_leak(filled, monkeypatch):
+    logits = GPT.logits
+    monkeypatch.setattr(GPT, "logits", lambda self, x: logits(self, x).masked_fill(torch.arange(320) > 256, filled))
+    built()
+    monkeypatch.setattr(
+        GPT,
+        "logits",
+        lambda self, x: logits(self, x + x.mean(1, keepdim=True)).masked_fill(torch.arange(320) > 256, filled),
+    )
+    with pytest.raises(ModelError, match="tokens after it"):
+        built()
 
 
 def test_a_bias_needs_a_backend_that_takes_it():
