@@ -346,8 +346,11 @@ def load_optimizer(
         for slot, part in parts.items():
             copy_from_full_tensor_(p, saved[slot], part)
     note_settings(optimizer)
-    for group, changed in zip(optimizer.param_groups, checkpoint.get("optimizer_settings", [])):
-        group.update(changed)
+    changed = checkpoint.get("optimizer_settings", [])
+    if not isinstance(changed, list) or not all(isinstance(c, dict) and numbers_of(c) == c for c in changed):
+        refuse("holds settings of an optimizer that are no numbers")
+    for group, numbers in zip(optimizer.param_groups, changed):
+        group.update(numbers)
     if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
         scaler.load_state_dict(checkpoint["scaler"])
 
