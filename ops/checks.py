@@ -34,11 +34,12 @@ def check_model(model, cross_entropy, table: dict, optimizers: dict) -> None:
         check_values(model, cross_entropy, model.compute_dtype, model.cfg.seq_len)
 
 
+@torch.no_grad()
 def check_values(model, cross_entropy, dtype: torch.dtype, length: int) -> None:
-    """check_order and check_sum."""
-    for check in (check_order, check_sum):
-        with as_plain(model, dtype), torch.no_grad():
-            check(model, cross_entropy, length)
+    """check_order and check_sum, in this dtype, of so many tokens."""
+    with as_plain(model, dtype):
+        check_order(model, length)
+        check_sum(model, cross_entropy, length)
 
 
 @torch.no_grad()
@@ -178,7 +179,7 @@ def some_tokens(model, rows: int, length: int) -> Tensor:
     return torch.randint(0, model.cfg.vocab_size, (rows, length), generator=generator).to(model.cos.device)
 
 
-def check_order(model, _, length: int) -> None:
+def check_order(model, length: int) -> None:
     """Raises ModelError when logits change with tokens that come later, or belong to another sequence or document.
 
     A model that sees what it is to predict has a low loss, and no use.

@@ -128,10 +128,17 @@ def test_training_and_evaluation_have_their_modes(data, tmp_path, monkeypatch):
         seen.append((self.training, torch.is_grad_enabled()))
         return forward(self, x)
 
+    def build_and_forget(*args):
+        state = build(*args)
+        seen.clear()  # what the checks of a new model did
+        return state
+
+    build = train_gpt.build
+    monkeypatch.setattr(train_gpt, "build", build_and_forget)
     monkeypatch.setattr(model_module.MLP, "forward", noted)
     tiny_run(tmp_path / "run", data=data, max_steps=2, eval_every=1, sample_every=1, checkpointing="full")
     assert set(seen) == {(True, True), (False, False)}
-    assert seen[-1] == (False, False)
+    assert seen[0] == (True, True) and seen[-1] == (False, False)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -222,16 +229,12 @@ def loss_of_edit(edit: str):
         if edit == "pair":
             return out, None
         if targets is None:
+            return out[:, -1:] if edit == "last" else out
+        if edit == "last" or edit == "balance" and not self.training:
             return out
         if edit == "mean":
             return out / targets.numel()
-        if edit == "balance" and not self.training:
-            return out
         return out + 0.01 * (1 + self.wte(idx).mean())  # "balance", and "everywhere"
-
-    def last(self, idx, targets=None, **rest):
-        out = forward(self, idx, targets, **rest)
-        return out if targets is not None else out[:, -1:]
 
     losses = {
         "rows": lambda x, y, training: F.cross_entropy(x, y, ignore_index=-1, reduction="none"),
@@ -240,11 +243,7 @@ def loss_of_edit(edit: str):
         "gather": lambda x, y, training: -x.log_softmax(-1).gather(1, y[:, None]).sum(),
         "noisy": lambda x, y, training: F.cross_entropy(x + torch.randn_like(x), y, ignore_index=-1, reduction="sum"),
     }
-    return (
-        (model_module, "cross_entropy", losses[edit])
-        if edit in losses
-        else (GPT, "forward", last if edit == "last" else changed)
-    )
+    return (model_module, "cross_entropy", losses[edit]) if edit in losses else (GPT, "forward", changed)
 
 
 @pytest.mark.parametrize(
