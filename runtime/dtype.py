@@ -12,6 +12,7 @@ from runtime.ranks import DistContext, run_on_rank0
 EMULATED = 0.5  # how many times as fast as fp32 a CPU that emulates bf16 is at most
 BF16_GAIN = 1.2  # how many times faster its matmuls must be: casts and norms in bf16 take a part of that
 ROUNDS = 3  # of timing; the first warms up
+SIZING_S = 1.0  # for --minutes: beside other work, short matmuls wait for a second core longer than they run
 MOST_TOKENS, MOST_FLOPS, MOST_SECONDS = 8192, 200e9, 0.07  # FLOP of all rounds at one size, in both dtypes
 KINDS = (6, 8, 8, 8)  # FLOP of the matmuls timed, for a row and n_embd**2
 
@@ -56,7 +57,7 @@ def sampling_dtype(dtype: str, config: dict, n_embd: int, device: torch.device) 
 def matmul_speed(f, device: torch.device) -> float:
     """FLOP/s of matmuls on one device, in the dtype that the flags f will train in."""
     if device.type == "cpu":
-        speeds = matmul_speeds(512, MOST_TOKENS)
+        speeds = matmul_speeds(512, MOST_TOKENS, SIZING_S)
         auto = "fp32" if f.deterministic else faster_of(speeds)
         return speeds["bf16" if f.dtype == "bf16" or (f.dtype == "auto" and auto == "bf16") else "fp32"]
     size, seconds = 4096, []
@@ -81,12 +82,12 @@ def faster_dtype(n_embd: int, tokens: int) -> tuple[str, str]:
     return name, f"dtype auto: {name}, matmuls of this model reach {bf16:.3f} TFLOP/s in bf16 and {fp32:.3f} in fp32"
 
 
-def matmul_speeds(n_embd: int, tokens: int) -> dict[str, float]:
-    """FLOP/s of a block's matmuls on this CPU in fp32 and bf16, in less than 0.1 s.
+def matmul_speeds(n_embd: int, tokens: int, most_seconds: float = MOST_SECONDS) -> dict[str, float]:
+    """FLOP/s of a block's matmuls on this CPU in fp32 and bf16, in less than 0.1 s by default.
 
     A small one tells first what that time allows: as many rows (tokens) as fit, in a narrower block where 128 do not.
     """
-    deadline, tokens = time.perf_counter() + MOST_SECONDS, min(tokens, MOST_TOKENS)
+    deadline, tokens = time.perf_counter() + most_seconds, min(tokens, MOST_TOKENS)
     width, rows, kinds = min(n_embd, 128), min(tokens, 64), 1
     while True:
         speeds, done = time_matmuls(width, rows, kinds, deadline), sum(KINDS[:kinds]) * rows * width**2

@@ -98,6 +98,19 @@ def test_timing_asks_for_bounded_work(preset, fp32, bf16, slower, monkeypatch):
         assert work[-1] == (4 * cfg.n_embd, min(4096, most), cfg.n_embd)
 
 
+def test_a_size_is_chosen_by_the_speed_of_long_matmuls(monkeypatch):
+    """Each matmul waits 4 ms for a core that is busy."""
+    clock = [0.0]
+
+    def multiply(a, b):
+        clock[0] += 0.004 + 2 * a.size(0) * a.size(1) * b.size(1) / 2e11
+
+    monkeypatch.setattr(dtype, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(torch, "mm", multiply)
+    assert dtype.matmul_speed(make_config(), torch.device("cpu")) > 1.4e11
+    assert clock[0] < 2 * dtype.SIZING_S
+
+
 def test_timing_draws_nothing_at_random():
     before = torch.get_rng_state()
     name, said = dtype.faster_dtype(64, 128)
