@@ -25,6 +25,11 @@ class Int8Weight(nn.Module):
         for name, tensor in zip(("weight_int8", "weight_scale"), round_to_int8(weight)):
             self.register_buffer(name, tensor)
 
+    @property
+    def weight(self) -> Tensor:
+        """What the numbers stand for, fp32 (N, K), for models that use a weight by itself."""
+        return self.weight_int8 * self.weight_scale[:, None]
+
 
 class Int8Linear(Int8Weight):
     """x (..., K) @ w (N, K).T in x's dtype, of a weight in int8; for inference.

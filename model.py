@@ -417,9 +417,12 @@ def init_buffers(model: GPT, seed_of: Callable[[str], int]) -> None:
     initialize_buffers(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)
 
 
-def check_model(model: GPT) -> None:
-    """Raises ModelError for what would train something else than it seems to. Overwrites weights and buffers."""
-    checks.check_model(model, cross_entropy, PARAM_TABLE, OPTIMIZERS)
+def check_model(model: GPT) -> list[str]:
+    """Raises ModelError for what would train something else than it seems to. Overwrites weights and buffers.
+
+    Returns lines for the log.
+    """
+    return checks.check_model(model, cross_entropy, PARAM_TABLE, OPTIMIZERS)
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
@@ -436,7 +439,8 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
         else:
             lr = spec.lr_mul * (muon_lr if spec.optim == "muon" else adam_lr)
             kind, betas, decay = spec.optim, spec.betas, spec.wd_mul * weight_decay
-        module, _, leaf = name.rpartition(".")
+        place = re.sub(r"\.parametrizations\.(\w+)\.original\d?$", r".\1", name)  # of torch.nn.utils.parametrize
+        module, _, leaf = place.rpartition(".")
         split = getattr(model.get_submodule(module), "split", ()) if leaf == "weight" else ()
         settings = dict(
             role=row,
@@ -545,6 +549,7 @@ class Optimizer(torch.optim.Optimizer):
         self.offload = offload
         for group in self.param_groups:
             group.setdefault("momentum", group["betas"][0])
+            group.setdefault("initial_momentum", group["momentum"])  # from which get_momentum's schedule starts
             for p in group["params"]:
                 if p.requires_grad:
                     self.make_state(group, p)

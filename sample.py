@@ -67,7 +67,7 @@ def load(path: Path, device: str, dtype: str, int8: bool = False, cached: bool =
     weights = [*model.parameters(), *(t for name, t in model.named_buffers() if name.endswith("weight_scale"))]
     if not all(tensor.isfinite().all() for tensor in weights):
         raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
-    if cached and not quantized:
+    if cached:
         check_cache(model.eval())
     if int8 and not quantized:
         quantize(model)

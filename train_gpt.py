@@ -224,6 +224,7 @@ class TrainState:
     # For your edits, kept in checkpoints: tensors, numbers, texts, lists, dicts. A tensor under the name of a parameter
     # is sharded as it is; extra["eval_weights"], a dict from parameters' names, is evaluated, sampled and kept as best.
     extra: dict = dataclasses.field(default_factory=dict)
+    notes: list = dataclasses.field(default_factory=list)  # lines on the model, for the log
 
     @property
     def grad_accum_steps(self) -> int:
@@ -270,7 +271,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         parallel.apply_fsdp(raw_model, device, dtype, derived.ranks_per_copy(cfg, dist_ctx), DTYPES[cfg.grad_comm])
         init_buffers(raw_model, seed_of(cfg))
         watch_blocks(raw_model, dist_ctx)
-    check_model(raw_model)
+    notes = check_model(raw_model)
     micro_batch = fit_memory(cfg, raw_model, make_groups(cfg, raw_model), dist_ctx)
     if cfg.compile != "off":
         apply_compile(raw_model, cfg.compile, derived.activation_budget(cfg))
@@ -281,7 +282,7 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         # So that step 1 is like any other: what it compiles or allocates is there, and DDP has sorted its buckets.
         effects = warm_up(model, make_optimizer(cfg, raw_model), micro_batch, cfg.seq_len, derived.uses_cudagraphs(cfg))
         checks.check_recomputation(cfg, raw_model.blocks[0].checkpointing, effects)
-    state = TrainState(cfg, dist_ctx, raw_model, model, micro_batch, deque(maxlen=cfg.log_every))
+    state = TrainState(cfg, dist_ctx, raw_model, model, micro_batch, deque(maxlen=cfg.log_every), notes=notes)
     start_anew(state)
     if device.type == "cuda" and not derived.uses_cudagraphs(cfg):  # graphs took their memory when they were recorded
         torch.cuda.reset_peak_memory_stats()
@@ -320,7 +321,8 @@ def make_groups(cfg: Config, model: GPT) -> list[dict]:
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
     """Muon and Adam, with new state.
 
-    Any optimizer of torch.optim does as well; the groups of `--optimizer adamw` have one learning rate for all.
+    Any optimizer of torch.optim whose steps need no closure does as well; the groups of `--optimizer adamw` have one
+    learning rate for all.
     """
     ns_dtype = torch.float32 if cfg.dtype == "fp32" else torch.bfloat16
     return Optimizer(make_groups(cfg, model), ns_dtype, offload=cfg.offload == "optimizer")
@@ -412,6 +414,7 @@ def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[
         cudagraph_mark_step(derived.uses_cudagraphs(state.cfg))
         with parallel.maybe_no_sync(state.model, last=i == len(micro_batches) - 1):
             micro_loss = state.model(*micro_batch) / n_targets  # the model returns a sum over targets
+            # Edits that add a term: what is no sum over targets, divided by len(micro_batches)
             # NaN for a loss that is not finite: then every rank's norm is, and skips
             nan_or_0 = 0 * micro_loss.detach()
             state.scaler.scale(micro_loss).backward(1 + nan_or_0)
@@ -443,15 +446,15 @@ def update_weights(state: TrainState, lr_multiplier: float) -> tuple[Tensor, Ten
     if cfg.grad_clip:
         torch._foreach_mul_([parallel.to_local(grad) for grad in grads], (cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
     checks.check_schedule(optimizer)
-    ours = isinstance(optimizer, Optimizer)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier
-        if ours and group["kind"] == "muon":
-            group["momentum"] = get_momentum(state.step, group["betas"][0])
-    if ours:
+        if "initial_momentum" in group:
+            group["momentum"] = get_momentum(state.step, group["initial_momentum"])
+    if isinstance(optimizer, Optimizer):
         optimizer.step(skip)
     elif not skip:  # waits for the device
         optimizer.step()
+    optimizer.lr_after_step = [group["lr"] for group in optimizer.param_groups]
     scaler.update()
     return norm, skip
 
@@ -511,7 +514,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         with agree(dist_ctx, signals):
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
             state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
-            pace = None
+            notes, pace = notes + state.notes, None
             if cfg.minutes and not origin.resumes:
                 max_steps, pace, note = choose_max_steps(state, stream, timer, train_step, evaluate, get_batch)
                 cfg = state.cfg = dataclasses.replace(cfg, max_steps=max_steps)
@@ -521,7 +524,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             cfg = state.cfg = with_rates(cfg)
             if origin.path:
                 notes += resume.load_start(state, stream, timer, origin)
-            checks.check_batch(lambda: get_batch(stream, dist_ctx, state.step))
+            checks.check_batch(lambda: get_batch(stream, dist_ctx, state.step), state.raw_model.cfg.vocab_size)
         del origin  # its tensors
         past_metrics = start.start_log(logger, state, stream, notes)
         progress = Progress(state, stream, logger, timer, past_metrics)

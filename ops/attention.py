@@ -204,7 +204,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
         hidden = bias[:, :, start:end, :end].flatten(0, 1)
         scores = torch.baddbmm(hidden, q[:, start:end], k[:, :end].mT)
         out.append(scores.softmax(-1) @ v[:, :end])
-    return torch.cat(out, dim=1).view(batch, n_head, length, head_dim)
+    return torch.cat(out, dim=1).view(batch, n_head, length, v.size(-1))
 
 
 # The values of --attn: each takes q, k and v (B, H, T, D) and what attention_mask made for it, and computes the same.
@@ -220,7 +220,15 @@ ATTENTION_BACKENDS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
-    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made."""
+    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made.
+
+    Raises ModelError for more keys than queries without a mask that says which of them is whose.
+    """
+    if mask is None and k.size(2) != q.size(2):
+        raise ModelError(
+            f"attention of {q.size(2)} queries over {k.size(2)} keys has no mask, so that no token would see itself; "
+            "give a bool mask (T, S) of what each query sees, as in F.scaled_dot_product_attention"
+        )
     return ATTENTION_BACKENDS[backend](q, k, v, mask)
 
 

@@ -10,36 +10,44 @@ import torch
 from torch import Tensor
 
 from ops.attention import attention, attention_mask
-from ops.init import ModelError
+from ops.init import ModelError, persistent_buffers
 from ops.parallel import clone_buffers, eval_mode, restore_buffers, to_local
-from ops.params import check_param_table
+from ops.params import check_param_table, some
 
 
-def check_model(model, cross_entropy, table: dict, optimizers: dict) -> None:
+def check_model(model, cross_entropy, table: dict, optimizers: dict) -> list[str]:
     """Raises ModelError for what would train something else than it seems to; the others are model.py's.
 
-    Overwrites weights and buffers, which are drawn afterwards.
+    Overwrites weights and buffers, which are drawn afterwards. Returns lines for the log: what is right, and perhaps
+    not meant.
     """
     check_param_table(model, table, optimizers)
     check_attention(model)
     check_loss(cross_entropy, model.cfg.vocab_size, model.cos.device)
     if model.cfg.seq_len < 2:
-        return
+        return []
     show_zeros(model)
+    length = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     try:
-        check_values(model, cross_entropy, torch.float32, min(model.cfg.seq_len, 256))
+        notes = check_values(model, cross_entropy, torch.float32, length)
     except ModelError:
         raise
     except Exception:  # kernels of one dtype, chunks of a longer context: then as it is trained
-        check_values(model, cross_entropy, model.compute_dtype, model.cfg.seq_len)
+        notes = check_values(model, cross_entropy, model.compute_dtype, model.cfg.seq_len)
+    return notes + note_dtype(model)
 
 
 @torch.no_grad()
-def check_values(model, cross_entropy, dtype: torch.dtype, length: int) -> None:
-    """check_order and check_sum, in this dtype, of so many tokens."""
+def check_values(model, cross_entropy, dtype: torch.dtype, length: int) -> list[str]:
+    """The checks by logits and losses, in this dtype, of so many tokens; returns notes."""
     with as_plain(model, dtype):
         check_order(model, length)
         check_sum(model, cross_entropy, length)
+        notes = [] if hasattr(model, "reshard") else note_traces(model, length)
+    if not hasattr(model, "reshard"):
+        with as_plain(model, dtype):
+            check_config(model, length)
+    return notes
 
 
 @torch.no_grad()
@@ -87,7 +95,7 @@ def check_loss(cross_entropy, vocab_size: int, device: torch.device) -> None:
 
     Of a loss that draws numbers, only when it is not one number.
     """
-    logits = torch.randn((6, vocab_size), generator=torch.Generator().manual_seed(0))
+    logits = 4 * torch.randn((6, vocab_size), generator=torch.Generator().manual_seed(0))
     targets = torch.arange(6) % vocab_size
 
     def loss(n: int, padding: int = 0, seed: int = 0, device: torch.device = device) -> Tensor:
@@ -100,6 +108,11 @@ def check_loss(cross_entropy, vocab_size: int, device: torch.device) -> None:
         raise ModelError(
             f"cross_entropy in model.py returns {kind_of(once)}; it must return a sum over tokens, (): reduction='sum'"
         )
+    if once.requires_grad:
+        raise ModelError(
+            "cross_entropy in model.py uses a parameter that is not the model's, so nothing would train it; make it in "
+            "GPT.__init__ and use it in GPT.logits or GPT.chunk_loss"
+        )
     if not torch.equal(once, loss(1, seed=1)):
         return
     twice = loss(2)
@@ -107,6 +120,14 @@ def check_loss(cross_entropy, vocab_size: int, device: torch.device) -> None:
         raise ModelError(
             f"cross_entropy in model.py gives {(twice / once).item():.3g} times the loss for twice the tokens; it must "
             "return their sum, which the trainer divides by the number of targets: reduction='sum'"
+        )
+    seed_all(0)
+    parts = [cross_entropy(*part, True) for part in zip(*(t.to(device).split((1, 5)) for t in (logits, targets)))]
+    if not torch.allclose(sum(parts), once, rtol=1e-3):
+        raise ModelError(
+            f"cross_entropy in model.py gives a loss of {once.item():.4g} for six tokens and {sum(parts).item():.4g} "
+            "for the same in two parts, so it would depend on --micro_batch and --loss_chunk: a token's loss may not "
+            "depend on others; if it is meant, take check_loss out of check_model in ops/checks.py"
         )
     try:  # not on a GPU, where no process survives that reads beyond a tensor
         padded = loss(1, padding=6, device=torch.device("cpu"))
@@ -182,12 +203,14 @@ def some_tokens(model, rows: int, length: int) -> Tensor:
 def check_order(model, length: int) -> None:
     """Raises ModelError when logits change with tokens that come later, or belong to another sequence or document.
 
-    A model that sees what it is to predict has a low loss, and no use.
+    A model that sees what it is to predict has a low loss, and no use. Or when windows change nothing.
     """
-    idx = some_tokens(model, 2, length)
     half, logits = length // 2, []
+    cuts = sorted({1, max(1, half - 1), half})  # of the first token, and not only between chunks
+    idx = some_tokens(model, 1 + len(cuts), length)
     changed = (idx + 1) % model.cfg.vocab_size
-    changed[1, :half] = idx[1, :half]
+    for row, cut in enumerate(cuts, 1):
+        changed[row, :cut] = idx[row, :cut]
     if model.doc_eot is not None:
         idx[0, half] = model.doc_eot
         changed[0, half:] = idx[0, half:]
@@ -202,57 +225,145 @@ def check_order(model, length: int) -> None:
         )
     first, second = (x.clamp(-100, 100) for x in logits)  # of masked ones too
     off = (second - first).abs().nan_to_num(0)
-    seen = {"tokens after it or in another sequence": off[1, :half]}
+    seen = {"tokens after it or in another sequence": max(off[row, :cut].max() for row, cut in enumerate(cuts, 1))}
     if model.doc_eot is not None:
-        seen["another document"] = off[0, half:]
-    for what, part in seen.items():
-        if part.max() > 1e-4 * first.nan_to_num(0).std():
+        seen["another document"] = off[0, half:].max()
+    for what, most in seen.items():
+        if most > 1e-4 * first.nan_to_num(0).std():
             raise ModelError(
-                f"logits of a token change by {part.max().item():.2g} with {what}, so the loss would be of a model "
-                "that sees what it should not: attention, shifts, pooling, norms and scales of rounding may look at "
-                "earlier tokens of the same sequence only, with --doc_mask of the same document; if more is meant, "
-                "take check_order out of check_values in ops/checks.py"
+                f"logits of a token change by {most.item():.2g} with {what}, so the loss would be of a model that sees "
+                "what it should not: attention, shifts, pooling, norms and scales of rounding may look at earlier "
+                "tokens of the same sequence only, with --doc_mask of the same document; if more is meant, take "
+                "check_order out of check_values in ops/checks.py"
+            )
+    if any(0 < window < length for window in model.windows):
+        windows, model.windows = model.windows, [0] * len(model.windows)
+        with eval_mode(model, {}):
+            seed_all(1)
+            unlimited = model(idx)
+        model.windows = windows
+        if torch.equal(unlimited, logits[0]):
+            raise ModelError(
+                "--window changes nothing, as this attention does not use ctx.mask, which each layer's window is in"
             )
 
 
 def check_sum(model, cross_entropy, length: int) -> None:
     """Raises ModelError for a loss of GPT.forward that is not cross_entropy in evaluation, or no sum in training.
 
-    Of one token, beside which a mean over all is large. What draws numbers is not compared.
+    Of one token, beside which a mean over all is large, and of all. What draws numbers is not compared.
     """
     idx = some_tokens(model, 1, length)
-    targets = torch.where(torch.arange(length, device=idx.device) < length - 1, -1, idx)
+    last = torch.where(torch.arange(length, device=idx.device) < length - 1, -1, idx)
     sharded = hasattr(model, "reshard")
     rtol = 2e-4 if model.compute_dtype == torch.float32 and not sharded else 3e-2  # FSDP has its own dtype
     buffers, undo = clone_buffers(model), torch.ones((), dtype=torch.bool, device=idx.device)
 
-    def loss(n: int, seed: int = 1) -> Tensor:
+    def loss(n: int, targets: Tensor = last, seed: int = 1) -> Tensor:
         seed_all(seed)
         model.step_seed = seed
         restore_buffers(model, buffers, undo)
         return model(idx.repeat(n, 1), targets.repeat(n, 1))
 
-    with eval_mode(model, {}):
-        evaluated, again = loss(1), loss(1, seed=2)
-        seed_all(1)
-        expected = cross_entropy(model(idx).flatten(0, 1), targets.flatten(), False)
-    if not isinstance(evaluated, Tensor) or evaluated.dim():
-        raise ModelError(f"GPT.forward returns {kind_of(evaluated)} as loss; expected the sum over tokens, ()")
-    if not expected.isfinite():  # random weights tell nothing
-        return
-    if torch.equal(evaluated, again) and not torch.allclose(evaluated, expected, rtol=rtol):
-        raise ModelError(
-            f"GPT.forward returns a loss of {evaluated.item():.6g} in evaluation, where cross_entropy of its logits is "
-            f"{expected.item():.6g}: it must return their sum over tokens; add what only training has where "
-            "self.training is true"
-        )
+    for targets in (last, idx):
+        with eval_mode(model, {}):
+            evaluated, again = loss(1, targets), loss(1, targets, seed=2)
+            seed_all(1)
+            expected = cross_entropy(model(idx).flatten(0, 1), targets.flatten(), False)
+        if not isinstance(evaluated, Tensor) or evaluated.dim():
+            raise ModelError(f"GPT.forward returns {kind_of(evaluated)} as loss; expected the sum over tokens, ()")
+        if not expected.isfinite():  # random weights tell nothing
+            return
+        if torch.equal(evaluated, again) and not torch.allclose(evaluated, expected, rtol=rtol):
+            raise ModelError(
+                f"GPT.forward returns a loss of {evaluated.item():.6g} in evaluation, where cross_entropy of its "
+                f"logits is {expected.item():.6g}: it must return their sum over tokens, of all targets but -1, which "
+                "train_step may put there; add what only training has where self.training is true"
+            )
     if sharded:  # ranks that run other blocks are told of when they train
         return
     with torch.enable_grad():
-        once, again, twice = loss(1).detach(), loss(1, seed=2).detach(), loss(2).detach()
+        once, again, twice = (loss(n, seed=seed).detach() for n, seed in ((1, 1), (1, 2), (2, 1)))
     if torch.equal(once, again) and not torch.allclose(twice, 2 * once, rtol=rtol):
         raise ModelError(
             f"GPT.forward gives {(twice / once).item():.6g} times the loss for a batch that holds each sequence twice; "
             "all of a loss must be sums over tokens, or it would depend on --micro_batch: multiply a mean by the "
             "number of its tokens; if it is meant, take check_sum out of check_values in ops/checks.py"
         )
+
+
+def check_config(model, length: int) -> None:
+    """Raises ModelError when GPT(cfg), which is all that sample.py and export.py know of, is another model."""
+    idx = some_tokens(model, 1, length)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            made = type(model)(model.cfg).eval()
+        made.compute_dtype = model.compute_dtype
+        model.doc_eot = None
+        logits = []
+        with eval_mode(model, {}):
+            for function in (model, lambda idx: torch.func.functional_call(made, tensors, idx)):
+                seed_all(1)
+                logits.append(function(idx))
+    except Exception:  # constructors that read values
+        return
+    ours, its = logits
+    if not (ours - its).abs().nan_to_num(0).max() <= 1e-2 * ours.nan_to_num(0).std() + 1e-6:
+        raise ModelError(
+            "a model made by GPT(cfg) alone gives other logits than this one, so sample.py and export.py would use "
+            "another model than is trained: what changes it must be a field of GPTConfig, which a flag of the same "
+            "name sets, and not an argument or attribute that build gives it"
+        )
+
+
+def note_traces(model, length: int) -> list[str]:
+    """Lines on parameters that no gradient reaches, and buffers that are written and not saved.
+
+    Raises ModelError for parameters that are written.
+    """
+    idx = some_tokens(model, 1, length)
+    saved, params = persistent_buffers(model).keys(), dict(model.named_parameters())
+    passing = {name: t for name, t in model.named_buffers() if name not in saved}
+    before = {name: t.clone() for name, t in passing.items()}
+    versions = {name: p._version for name, p in params.items()}
+    seed_all(1)
+    with torch.enable_grad():
+        loss = model(idx, idx)
+        trained = [p for p in params.values() if p.requires_grad] if loss.requires_grad else []
+        reached = dict(zip(trained, torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()))
+    written = [name for name, p in params.items() if p._version != versions[name]]
+    if written:
+        raise ModelError(
+            f"{written[0]} is a parameter that forward passes write, so recomputation would write it twice, and ranks "
+            "and skipped steps leave it apart; make it a buffer, by register_buffer"
+        )
+    lost = [name for name, t in dict(model.named_buffers()).items() if name in before and not t.equal(before[name])]
+    missed = [name for name, p in params.items() if p in reached and reached[p] is None]
+    notes = [f"no gradient reaches {some(missed)}: no training changes it"] if missed else []
+    return notes + [f"{some(lost)}: written in training, and not in checkpoints, as persistent=False"] * bool(lost)
+
+
+@torch.no_grad()
+def note_dtype(model) -> list[str]:
+    """A line when blocks compute in fp32 where the flags say otherwise, as PyTorch promotes what meets fp32 weights."""
+    found = []
+
+    def note(block, args, out) -> None:
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        found.append(isinstance(out, Tensor) and out.dtype)
+
+    if model.compute_dtype == torch.float32:
+        return []
+    hook = model.blocks[0].register_forward_hook(note)
+    try:
+        with as_plain(model, model.compute_dtype), eval_mode(model, {}):
+            model(some_tokens(model, 1, min(model.cfg.seq_len, 16)))
+    except Exception:  # what cannot be as short
+        return []
+    finally:
+        hook.remove()
+    if torch.float32 not in found:
+        return []
+    dtype = str(model.compute_dtype).removeprefix("torch.")
+    return [f"blocks put out float32, not {dtype}: a weight that meets x without .to(x.dtype) makes the rest slow"]

@@ -16,6 +16,7 @@ def apply_compile(model: nn.Module, mode: str, budget: float = 1.0, probing: boo
     torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
     # Layers that differ in a constant, windows, and evaluation are compilations of one function.
     torch._dynamo.config.recompile_limit = 16 + 4 * len(model.blocks)
+    torch._dynamo.config.skip_nnmodule_hook_guards = False  # hooks that come later are called, too
     # DDPOptimizer would split each block's graph at bucket boundaries; blocks overlap with all-reduce as they are.
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.activation_memory_budget = budget

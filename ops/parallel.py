@@ -1,6 +1,7 @@
 """DDP and FSDP2: gradients, buffers, and the way between the rows that this rank holds and full tensors."""
 
 import contextlib
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,16 @@ def apply_fsdp(
             raise ModelError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
         if param._backward_hooks or param._post_accumulate_grad_hooks or vars(param):
             raise ModelError(f"parameter {name} has hooks or attributes, which FSDP drops; use --parallel ddp")
+        if param.dtype != torch.float32:
+            raise ModelError(f"parameter {name} is {param.dtype}, and FSDP here takes float32 only; use --parallel ddp")
+    blocks = list(dict.fromkeys(model.blocks))
+    places = Counter(p for block in blocks for p in dict.fromkeys(block.parameters()))
+    for name, param in model.named_parameters():
+        if places[param] > 1:
+            raise ModelError(
+                f"parameter {name} is in several blocks, each of which FSDP shards by itself; use one block in all "
+                "their places, or --parallel ddp"
+            )
     for prefix, module in model.named_modules():
         for name in (name for name, value in vars(module).items() if isinstance(value, Tensor)):
             place = f"{prefix}.{name}".lstrip(".")
@@ -105,7 +116,7 @@ def apply_fsdp(
     shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_comm, cast_forward_inputs=False)
-    for module in dict.fromkeys((*model.blocks, model)):  # a block may stand in several places
+    for module in (*blocks, model):  # a block may stand in several places
         fully_shard(module, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, "next_logits")
     model.to_empty(device=device)  # swaps what is in the parameters, so that tied ones stay tied

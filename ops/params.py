@@ -34,6 +34,11 @@ def param_spec_name(name: str, table: dict[str, ParamGroupSpec]) -> str:
     return rows[0]
 
 
+def some(names: list[str]) -> str:
+    """The names, or the first of many, for a sentence."""
+    return ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
+
+
 def was_filled_again(model: nn.Module, name: str) -> bool:
     """Whether values were written into a weight after its module had written its own, as far as PyTorch counts that."""
     place, _, leaf = name.rpartition(".")

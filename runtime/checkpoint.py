@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from data.shards import TOKENIZER_SIZES, RunError, UserError, atomic_write
 from ops.init import persistent_buffers
 from ops.parallel import copy_from_full_tensor_, full_tensor_on_rank0, to_local
+from ops.params import some
 from runtime.logger import RunLogger
 from runtime.ranks import DistContext, dist_max, run_on_rank0
 from runtime.watch import check_replicas
@@ -55,7 +56,12 @@ def content_hash(checkpoint: dict) -> str:
             digest.update(f"t{value.dtype}{tuple(value.shape)}".encode())
             digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
         else:
-            digest.update(b"v" + json.dumps(value).encode())
+            try:
+                digest.update(b"v" + json.dumps(value).encode())
+            except TypeError:  # a list with tensors in it
+                digest.update(f"l{len(value)}".encode())
+                for item in value:
+                    feed(item)
 
     feed({key: value for key, value in checkpoint.items() if key != "sha256"})
     return digest.hexdigest()
@@ -188,8 +194,8 @@ def collect_tensors(
 
 
 def numbers_of(group: dict) -> dict:
-    """The numbers of a parameter group but its learning rate, by name."""
-    rates = ("lr", "initial_lr")
+    """The numbers of a parameter group but those that follow schedules, by name."""
+    rates = ("lr", "initial_lr", "momentum" if "initial_momentum" in group else "")  # set anew in each step
     return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in rates}
 
 
@@ -199,24 +205,29 @@ def note_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each group the numbers that belong to the optimizer's state, as Prodigy and schedule-free ones have them.
+    """Of each group the numbers that steps or edits have changed, as Prodigy and schedule-free ones do.
 
-    None of an optimizer whose settings are schedules of the trainer, or that was not there at the start.
+    None of an optimizer that was not there at the start.
     """
-    if hasattr(optimizer, "make_state") or not hasattr(optimizer, "settings_at_start"):
+    if not hasattr(optimizer, "settings_at_start"):
         return []
     pairs = itertools.zip_longest(map(numbers_of, optimizer.param_groups), optimizer.settings_at_start, fillvalue={})
     return [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
 
 
-def collect_extra(value, name: str = "state.extra"):
-    """A copy of what edits keep, whole tensors in host memory (None but on rank 0). Raises UserError for others."""
+def whole_tensor(tensor: Tensor) -> Tensor | None:
+    """A copy of all of it in host memory; None but on rank 0."""
+    return full_tensor_on_rank0(tensor, to_local(tensor))
+
+
+def collect_extra(value, name: str = "state.extra", keep=whole_tensor):
+    """What edits keep, with keep(tensor) for each tensor. Raises UserError for what a checkpoint cannot hold."""
     if isinstance(value, Tensor):
-        return full_tensor_on_rank0(value, to_local(value))
+        return keep(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: collect_extra(item, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: collect_extra(item, f"{name}[{key!r}]", keep) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [collect_extra(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        return [collect_extra(item, f"{name}[{i}]", keep) for i, item in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UserError(
@@ -250,6 +261,12 @@ def as_evaluated(checkpoint: dict) -> dict:
     return checkpoint | dict(model=checkpoint["model"] | checkpoint.get("extra", {}).get("eval_weights", {}))
 
 
+def is_alike(default, value) -> bool:
+    """Whether a field with this default may have the value: of the same type, with None and any number for numbers."""
+    kinds = {type(default), type(value)}
+    return len(kinds) == 1 or kinds == {int, float} or type(None) in kinds
+
+
 def model_config(checkpoint: dict, kind: type, path):
     """The model's configuration as an instance of the dataclass `kind`. Raises UserError when it is not one."""
     defaults, saved = dataclasses.asdict(kind()), checkpoint["model_config"]
@@ -258,7 +275,7 @@ def model_config(checkpoint: dict, kind: type, path):
             f"{path} holds version {saved.get('version', 1)} of the model, and this is version {defaults['version']}, "
             "which computes something else; use the source that made it, as its run's folder has it"
         )
-    if any(key not in defaults or type(defaults[key]) is not type(value) for key, value in saved.items()):
+    if any(key not in defaults or not is_alike(defaults[key], value) for key, value in saved.items()):
         raise UserError(
             f"{path} does not fit this GPTConfig: its model is {saved}; use the source that made it, as its run's "
             "folder has it, or another checkpoint"
@@ -313,11 +330,6 @@ def load_weights(
     return "; ".join(f"{why}: {some(names)}" for why, names in left.items() if names)
 
 
-def some(names: list[str]) -> str:
-    """The names, or the first of many, for a sentence."""
-    return ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
-
-
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, checkpoint: dict, path
 ) -> None:
@@ -339,6 +351,8 @@ def load_optimizer(
             continue
         if p not in optimizer.state:
             make_state(optimizer, groups[p], p, saved)
+        for slot in saved.keys() - optimizer.state[p].keys() if optimizer.state[p].keys() < saved.keys() else ():
+            optimizer.state[p][slot] = new_slot(p, saved[slot], p.device)  # of an edit
         parts = {slot: to_local(part) for slot, part in optimizer.state[p].items()}
         shapes = {slot: p.shape if part.shape == to_local(p).shape else part.shape for slot, part in parts.items()}
         if {slot: value.shape for slot, value in saved.items()} != shapes:
@@ -362,8 +376,12 @@ def make_state(optimizer: torch.optim.Optimizer, group: dict, p: Tensor, saved: 
         return
     on_device = group.get("fused") or group.get("capturable")  # with its count of steps, as torch.optim has it
     for slot, t in saved.items():
-        place = p.device if t.dim() or on_device else "cpu"
-        optimizer.state[p][slot] = torch.zeros_like(p if t.shape == p.shape else t, dtype=t.dtype, device=place)
+        optimizer.state[p][slot] = new_slot(p, t, p.device if t.dim() or on_device else "cpu")
+
+
+def new_slot(p: Tensor, saved: Tensor, device) -> Tensor:
+    """Zeros for a saved tensor of a parameter's state, cut as the parameter is where they are of one shape."""
+    return torch.zeros_like(p if saved.shape == p.shape else saved, dtype=saved.dtype, device=device)
 
 
 def find_checkpoint(

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.shards import UserError
 from runtime.derived import AC_MODES, activation_budget, is_sharded, lr_cap, uses_cudagraphs, uses_ngrams
@@ -281,27 +282,43 @@ def check_recomputation(f, checkpointing: str, effects: dict) -> None:
 
 
 def check_schedule(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for a scheduler of PyTorch, whose learning rates the trainer sets anew."""
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    """Raises UserError for learning rates that others have set, as PyTorch's schedulers do: the trainer sets them."""
+    now = [group["lr"] for group in optimizer.param_groups]
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched") or getattr(optimizer, "lr_after_step", now) != now:
         raise UserError(
-            "a scheduler of torch.optim.lr_scheduler sets learning rates that update_weights sets anew in each step; "
-            "put the schedule into get_lr_multiplier in train_gpt.py instead"
+            "something sets learning rates, as a scheduler of torch.optim.lr_scheduler does, that update_weights sets "
+            'anew in each step; put the schedule into get_lr_multiplier, or change a group\'s "initial_lr"'
         )
 
 
-def check_batch(get_batch) -> None:
-    """Raises UserError when get_batch() draws from global generators: it runs in a thread, beside steps that do so."""
+def check_batch(get_batch, vocab_size: int) -> None:
+    """Raises UserError for a get_batch() that is no function of the step, or gives what cannot be read.
+
+    It runs in a thread, ahead of the steps and beside those that draw from global generators.
+    """
 
     def states() -> list:
         _, key, *rest = np.random.get_state()
         return [random.getstate(), key.tolist(), rest, torch.get_rng_state().tolist()]
 
     before = states()
-    get_batch()
+    batch, again = get_batch(), get_batch()
     if states() != before:
         raise UserError(
             "get_batch draws from a global generator, in a thread of its own, so that no two runs would be alike; draw "
             'from np.random.default_rng(derive_seed(stream.seed, "batch", step)), with dist_ctx.rank where ranks differ'
+        )
+    if not isinstance(batch, Tensor):
+        return
+    if not torch.equal(batch, again):
+        raise UserError(
+            "get_batch gives another batch when it is called again for the same step, so that a resumed run would see "
+            "other data; it must be a function of stream, ranks and step, without iterators or generators that go on"
+        )
+    if batch.numel() and not 0 <= batch.min() <= batch.max() < vocab_size:
+        raise UserError(
+            f"get_batch gives tokens from {batch.min()} to {batch.max()}; expected 0 to {vocab_size - 1}: what is not "
+            "to be learned becomes -1 in y of train_step"
         )
 
 

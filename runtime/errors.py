@@ -57,7 +57,7 @@ def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int
     skipped: bool () tensors, true for a skipped update. bad_steps: skipped ones in a row before these. Returns those in
     a row now, and why the run must end when there are max_bad_steps (0: never), else "". stream: the run's TokenStream.
     """
-    flags = torch.stack(list(skipped)).tolist()
+    flags = torch.stack(list(skipped)).tolist() if skipped else []
     skipped.clear()
     for number, bad in enumerate(flags, step - len(flags) + 1):
         bad_steps = bad_steps + 1 if bad else 0
@@ -168,13 +168,18 @@ def never_fatal(function):
 
 EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about them
     (
-        "(must|to) have the same dtype|expected scalar type",
+        "(must|to|should) (have|be) the same( dtype)?|expected scalar type",
         "weights are fp32, and activations have --dtype: use model.Linear, which casts, or .to(x.dtype), or "
         "--dtype fp32",
     ),
     (
         "meta tensor|[Dd]evice meta",
         "under FSDP the model is made without values first, so that constructors cannot read any",
+    ),
+    (
+        "mixed torch.Tensor and DTensor|does not support deepcopy",
+        "under FSDP a parameter is cut into shards: make what goes with it by torch.zeros_like(p) or p.detach().clone()"
+        ", keep it in state.extra or the optimizer's state under the parameter's name, and losses in GPT.forward",
     ),
     ("ready only once", "under DDP all of a loss must come from GPT.forward, and checkpoint(..., use_reentrant=False)"),
     (
@@ -193,11 +198,18 @@ def explain_edit(error: Exception) -> str:
     text = str(error).strip()
     if type(error).__module__.startswith("torch._dynamo.exc"):
         places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
+        places = [place for place in places if "site-packages" not in place[0]] or places
         at = f" {Path(places[-1][0]).name}, line {places[-1][1]}" if places else " a block"
+        if "Recompile" in type(error).__name__:  # FailOnRecompileLimitHit
+            return (
+                f"torch.compile compiles{at} again and again ({text.splitlines()[0]}): a number that changes from step "
+                "to step is a constant to it; make it a tensor, as a buffer that is filled in each step, or remove "
+                "--compile"
+            )
         return f"torch.compile cannot compile{at}: {text.splitlines()[0]}; write it otherwise, or remove --compile"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-    for pattern, advice in EDIT_ADVICE if type(error) in (RuntimeError, AttributeError) else ():
+    for pattern, advice in EDIT_ADVICE if type(error) in (RuntimeError, AttributeError, AssertionError) else ():
         if re.search(pattern, text):
             return f"{at}{text.splitlines()[0]}; {advice}"
     return ""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from data.shards import recorded_hashes
+from runtime.checkpoint import collect_extra
 from runtime.errors import report_skipped
 from runtime.launch import device_summary, peak_flops, peak_memory_mb
 from runtime.logger import (
@@ -54,6 +55,7 @@ class Progress:
         loss, norm: as train_step returns them. Returns why the run must end, or "".
         """
         state, cfg, train_time = self.state, self.state.cfg, self.timer.pause()
+        collect_extra(state.extra, keep=lambda tensor: None)  # refuses what the first checkpoint would
         metrics = dist_means(state.dist_ctx, {**state.metrics, "train_loss": loss})
         train_loss = metrics.pop("train_loss")
         tokens_per_s = (state.tokens - self.last_tokens) / max(train_time - self.last_train_time, 1e-9)

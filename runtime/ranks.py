@@ -211,7 +211,7 @@ def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UserError(f"state.metrics[{name!r}] is a tensor of shape {tuple(value.shape)}; expected one number")
-        ours[name] = float(value)
+        ours[name] = float(value.full_tensor() if hasattr(value, "full_tensor") else value)
     everyones = gather_objects(dist_ctx, ours)
     names = dict.fromkeys(name for theirs in everyones for name in theirs)
     found = {name: [theirs[name] for theirs in everyones if name in theirs] for name in names}

@@ -91,8 +91,10 @@ def check_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     if hasattr(model, "blocks_run"):
         ran = model.blocks_run
         ran[-1] += ran[-2]
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             ran[-1] = (ran[-1] * 3 + (p.grad is not None)) % 2**31
+            if p._backward_hooks:
+                raise UserError(f"{name} has a hook, which FSDP does not call; change gradients in update_weights")
     for name, p in model.module.named_parameters() if hasattr(model, "synchronized") else ():
         if p.grad is not None and p not in model.synchronized:
             raise RunError(

@@ -1,0 +1,506 @@
+"""What is refused, told or made right of edits that would otherwise train, draw or export another model in silence."""
+
+import contextlib
+import json
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+import int8
+import model as model_module
+import train_gpt
+from conftest import TINY, final, flags_of, random_gpt, rows, run_main, tiny_run
+from data.shards import UserError
+from generation import GenerationError, check_cache
+from model import GPT, PARAM_TABLE, ParamGroupSpec
+from ops.attention import attention
+from ops.init import ModelError, zeros
+from runtime import start
+from runtime.checkpoint import is_alike, read_checkpoint
+from runtime.errors import explain_edit, report_skipped
+from runtime.ranks import DistContext, dist_means
+from train_gpt import make_config
+
+
+def built(**flags):
+    cfg = make_config(**TINY | flags)
+    return train_gpt.build(cfg, start.launch(cfg), 257)
+
+
+def some_batch(n=16) -> torch.Tensor:
+    return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(0))
+
+
+def refused(capsys, **flags) -> str:
+    """The sentence that a run ends with."""
+    code, err = run_main(flags_of(TINY | flags), capsys)
+    assert code in (1, 2) and err.count("\n") == 1, err
+    return err
+
+
+def add_rows(monkeypatch, **rows_of) -> None:
+    for row, (pattern, init) in rows_of.items():
+        monkeypatch.setitem(PARAM_TABLE, row, ParamGroupSpec(pattern, init, "adam"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def pooled(size):
+    return lambda x: x.unflatten(1, (-1, size)).mean(2).repeat_interleave(size, dim=1)
+
+
+@pytest.mark.parametrize("size", [2, 8, 16])
+def test_a_leak_within_chunks_is_refused(size, monkeypatch):
+    embed = GPT.embed
+    monkeypatch.setattr(GPT, "embed", lambda self, *args: (x := embed(self, *args)) + pooled(size)(x))
+    with pytest.raises(ModelError, match="tokens after it"):
+        built()
+
+
+def test_a_prefix_that_sees_itself_is_refused(monkeypatch):
+    def attention_masks(self, backend, idx, cu_seqlens=None):
+        q = torch.arange(idx.size(1))[:, None]
+        return {0: (q.T <= q) | ((q < 4) & (q.T < 4))}
+
+    monkeypatch.setattr(GPT, "attention_masks", attention_masks)
+    with pytest.raises(ModelError, match="tokens after it"):
+        built()
+
+
+def test_targets_dropped_by_the_model_are_refused(monkeypatch):
+    """The trainer divides by those that it knows of."""
+    forward = GPT.forward
+
+    def second_half(self, idx, targets=None, *rest):
+        if targets is not None:
+            targets = torch.where(torch.arange(idx.size(1)) < idx.size(1) // 2, -1, targets)
+        return forward(self, idx, targets, *rest)
+
+    monkeypatch.setattr(GPT, "forward", second_half)
+    with pytest.raises(ModelError, match="of all targets but -1, which train_step may put there"):
+        built()
+
+
+def per_token(logits, targets):
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+
+
+LOSSES = {
+    "normalized": lambda loss, n: (loss * (loss.detach() / loss.detach().sum() * n)).sum(),
+    "hardest": lambda loss, n: loss.topk(int(n) // 2).values.sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_depends_on_other_tokens_is_refused(name, monkeypatch):
+    def loss(logits, targets, training):
+        return LOSSES[name](per_token(logits, targets), (targets >= 0).sum())
+
+    monkeypatch.setattr(model_module, "cross_entropy", loss)
+    with pytest.raises(ModelError, match="for the same in two parts, so it would depend on --micro_batch"):
+        built()
+
+
+def test_a_parameter_outside_of_the_model_is_refused(monkeypatch):
+    temperature = nn.Parameter(torch.ones(()))
+    monkeypatch.setattr(
+        model_module, "cross_entropy", lambda logits, targets, training: per_token(logits * temperature, targets).sum()
+    )
+    with pytest.raises(ModelError, match="a parameter that is not the model's"):
+        built()
+
+
+@pytest.mark.parametrize("window", ["S:8", "SL:8"])
+def test_a_window_that_attention_ignores_is_refused(window, monkeypatch):
+    own = lambda q, k, v, mask, backend: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+    built(window=window)
+    monkeypatch.setattr(model_module, "attention", own)
+    built()
+    with pytest.raises(ModelError, match="--window changes nothing"):
+        built(window=window)
+
+
+def test_what_build_alone_gives_the_model_is_refused(monkeypatch):
+    """sample.py and export.py make the model from GPTConfig."""
+
+    class Scaled(GPT):
+        def __init__(self, cfg, *args, scale=1.0, **rest):
+            super().__init__(cfg, *args, **rest)
+            self.scale = scale
+
+        def hidden(self, *args):
+            return super().hidden(*args) * self.scale
+
+    monkeypatch.setattr(train_gpt, "GPT", Scaled)
+    built(doc_mask=True, window="SL:8", dtype="bf16")
+    monkeypatch.setattr(train_gpt, "GPT", lambda *args, **rest: Scaled(*args, **rest, scale=3.0))
+    with pytest.raises(ModelError, match=r"made by GPT\(cfg\) alone gives other logits"):
+        built()
+
+
+class Statistic(nn.Module):
+    """The mean of what passes, kept as a parameter or as a buffer."""
+
+    def __init__(self, kind):
+        super().__init__()
+        if kind == "parameter":
+            self.mean = nn.Parameter(torch.zeros(32), requires_grad=False)
+        else:
+            self.register_buffer("mean", torch.zeros(32), persistent=kind == "buffer")
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.float().mean((0, 1)), 0.1)
+        return x - self.mean.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "kind, says", [("parameter", "is a parameter that forward passes write"), ("buffer", ""), ("passing", "")]
+)
+def test_statistics_belong_into_buffers(kind, says, monkeypatch):
+    init, forward = model_module.MLP.__init__, model_module.MLP.forward
+
+    def with_statistic(self, cfg):
+        init(self, cfg)
+        self.statistic = Statistic(kind)
+
+    monkeypatch.setattr(model_module.MLP, "__init__", with_statistic)
+    monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, self.statistic(x)))
+    add_rows(monkeypatch, statistic=(r"blocks\.\d+\.mlp\.statistic\.mean", zeros))
+    if says:
+        with pytest.raises(ModelError, match=says):
+            built()
+        return
+    told = [note for note in built().notes if "mlp.statistic.mean" in note and "persistent=False" in note]
+    assert len(told) == (kind == "passing")
+
+
+def test_what_no_gradient_reaches_is_told(data, tmp_path, monkeypatch):
+    init = model_module.Linear.__init__
+
+    def with_bias(self, n_in, *n_out):
+        init(self, n_in, *n_out)
+        self.bias = nn.Parameter(torch.zeros(sum(n_out)))
+
+    monkeypatch.setattr(model_module.Linear, "__init__", with_bias)
+    add_rows(monkeypatch, bias=(r".*bias", zeros))
+    tiny_run(tmp_path / "run", data=data, max_steps=1)
+    assert "\nno gradient reaches blocks.0.attn.qkv.bias, " in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_promotion_to_fp32_is_told(monkeypatch):
+    assert built(dtype="bf16").notes == []
+    monkeypatch.setattr(model_module, "norm", lambda x: F.rms_norm(x, x.shape[-1:]) * torch.ones(1))
+    assert any("blocks put out float32, not bfloat16" in note for note in built(dtype="bf16").notes)
+    assert built().notes == []
+
+
+def test_more_keys_than_queries_need_a_mask():
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(ModelError, match="attention of 4 queries over 5 keys has no mask"):
+        attention(q, k, k, None)
+    attention(q, k, k, torch.ones(4, 5, dtype=torch.bool))
+
+
+def test_values_may_be_narrower_than_keys():
+    q, k, v = torch.randn(3, 2, 2, 300, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attention(q, k, v[..., :8], None, "blocked"), attention(q, k, v[..., :8], None))
+
+
+@pytest.mark.parametrize("edit", ["double", "shared"])
+def test_parameters_that_fsdp_cannot_take_are_refused(edit, monkeypatch):
+    init = GPT.__init__
+
+    def edited(self, *args, **rest):
+        init(self, *args, **rest)
+        if edit == "shared":
+            self.blocks[1].attn = self.blocks[0].attn
+        else:
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    monkeypatch.setattr(GPT, "__init__", edited)
+    add_rows(monkeypatch, scale=("scale", zeros))
+    with pytest.raises(ModelError, match="is in several blocks" if edit == "shared" else "takes float32 only"):
+        built(parallel="fsdp")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text, and files
+
+
+def recurrence(keep, start):
+    """Sums of what came before, in each block, of which `keep` keeps the newest after a prompt."""
+    forward = model_module.Block._forward
+
+    def _forward(self, x, ctx):
+        if ctx.past is None or x.size(1) > 1:
+            total = x.cumsum(1)
+            if ctx.past is not None:
+                ctx.past.total = keep(total, ctx.past)
+        else:
+            ctx.past.total = total = (getattr(ctx.past, "total", 0) if start else ctx.past.total) + x
+        return forward(self, x + 0.1 * total, ctx)
+
+    return _forward
+
+
+def test_a_state_must_be_right_for_prompts_of_any_length(monkeypatch):
+    def own_end(total, past):
+        return total[torch.arange(len(total)), past.length - 1][:, None]
+
+    gpt = random_gpt(std=0.3).eval()
+    last = lambda total, past: total[:, -1:]  # noqa: E731
+    cases = (last, True, "differ by"), (own_end, False, "be read .+AttributeError"), (own_end, True, "")
+    for keep, has_start, says in cases:
+        monkeypatch.setattr(model_module.Block, "_forward", recurrence(keep, has_start))
+        with pytest.raises(GenerationError, match=says) if says else contextlib.nullcontext():
+            check_cache(gpt)
+        monkeypatch.undo()
+
+
+def test_shifts_by_hand_are_told_in_a_sentence(monkeypatch):
+    forward = model_module.MLP.forward
+    monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, F.pad(x, (0, 0, 2, -2))))
+    with pytest.raises(GenerationError, match="cannot be read .* must pass through the cache"):
+        check_cache(random_gpt(std=0.3).eval())
+
+
+def test_int8_files_are_tried_with_a_cache(monkeypatch):
+    gpt = int8.quantize(random_gpt(std=0.3).eval())
+    check_cache(gpt)
+    forward = int8.Int8Linear.forward
+
+    def shifted(self, x):
+        return forward(self, x + F.pad(x, (0, 0, 1, -1)) if x.size(1) > 1 else x)
+
+    monkeypatch.setattr(int8.Int8Linear, "forward", shifted)
+    with pytest.raises(GenerationError):
+        check_cache(gpt)
+
+
+def test_int8_weights_may_be_used_by_themselves(monkeypatch):
+    """As of a head that is tied by hand."""
+    monkeypatch.setattr(GPT, "logits", lambda self, x: F.linear(x.float(), self.wte.weight.float()))
+    gpt = random_gpt(std=0.3).eval()
+    idx = torch.arange(48).view(2, 24)
+    before = gpt(idx)
+    after = int8.quantize(gpt)(idx)
+    assert 0 < (after - before).std() < 0.05 * before.std()
+
+
+@pytest.mark.parametrize(
+    "default, value, alike",
+    [(1, 1.0, True), (1.5, 2, True), (None, 3, True), (3, None, True), (True, 1, False), ("a", 1, False)],
+)
+def test_fields_of_numbers_take_numbers(default, value, alike):
+    assert is_alike(default, value) == alike
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop, the optimizer and data
+
+
+def test_lists_of_tensors_are_saved_and_resumed(data, tmp_path, monkeypatch):
+    step, seen = train_gpt.train_step, {}
+
+    def with_last(state, *args):
+        found = step(state, *args)
+        last = state.extra.setdefault("last", [])
+        last.append({name: p.detach().clone() for name, p in state.raw_model.named_parameters()})
+        del last[:-2]
+        seen[state.step] = [float(each["head.weight"].double().sum()) for each in last]
+        return found
+
+    monkeypatch.setattr(train_gpt, "train_step", with_last)
+    flags = dict(data=data, save_every=2, keep=0)
+    tiny_run(tmp_path / "run", max_steps=3, **flags)
+    kept = final(tmp_path / "run")["extra"]["last"]
+    assert [float(each["head.weight"].double().sum()) for each in kept] == seen[2]
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "ckpt_2.pt").write_bytes((tmp_path / "run" / "ckpt_2.pt").read_bytes())
+    want = dict(seen)
+    tiny_run(tmp_path / "again", max_steps=3, resume="newest", **flags)
+    assert seen == want
+
+
+def test_what_cannot_be_saved_is_refused_in_the_first_step(data, tmp_path, monkeypatch, capsys):
+    step = train_gpt.train_step
+
+    def with_deque(state, *args):
+        state.extra["last"] = deque(maxlen=3)
+        return step(state, *args)
+
+    monkeypatch.setattr(train_gpt, "train_step", with_deque)
+    assert "state.extra['last'] is of type deque" in refused(capsys, data=data, out_dir=tmp_path / "run", max_steps=5)
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text() or "{}").get("step", 1) == 1
+
+
+def test_slots_that_an_edit_adds_to_the_optimizers_state_are_resumed(data, tmp_path, monkeypatch):
+    """Lookahead: every other step, weights go half of the way back to where they were."""
+    update = train_gpt.update_weights
+
+    @torch.no_grad()
+    def lookahead(state, *args):
+        found = update(state, *args)
+        for p in state.raw_model.parameters():
+            slow = state.optimizer.state[p].setdefault("slow", p.detach().clone())
+            if state.step % 2:
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+        return found
+
+    monkeypatch.setattr(train_gpt, "update_weights", lookahead)
+    flags = dict(data=data, max_steps=5, save_every=3, keep=0)
+    tiny_run(tmp_path / "run", **flags)
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "ckpt_3.pt").write_bytes((tmp_path / "run" / "ckpt_3.pt").read_bytes())
+    tiny_run(tmp_path / "again", **flags, resume="newest")
+    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "run", "train_loss")[3:]
+
+
+@pytest.mark.parametrize("how", ["by hand", "plateau"])
+def test_learning_rates_set_by_others_are_refused(how):
+    state = built()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(state.optimizer, factor=1e-9, patience=0)
+    train_gpt.train_step(state, some_batch(), 1.0)
+    if how == "plateau":
+        for loss in (1.0, 2.0):
+            plateau.step(loss)
+    else:
+        for group in state.optimizer.param_groups:
+            group["lr"] = 1e-12
+    with pytest.raises(UserError, match='or change a group\'s "initial_lr"'):
+        train_gpt.train_step(state, some_batch(), 1.0)
+
+
+def test_hooks_that_fsdp_does_not_call_are_refused():
+    state = built(parallel="fsdp")
+    train_gpt.train_step(state, some_batch(), 1.0)
+    state.raw_model.wte.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(UserError, match="wte.weight has a hook, which FSDP does not call"):
+        train_gpt.train_step(state, some_batch(), 1.0)
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def test_a_parametrized_weight_is_still_three_matrices(monkeypatch):
+    """With the identity, training is what it was."""
+    init = model_module.CausalSelfAttention.__init__
+
+    def parametrized(self, cfg):
+        init(self, cfg)
+        parametrize.register_parametrization(self.qkv, "weight", Same())
+
+    plain = built()
+    monkeypatch.setattr(model_module.CausalSelfAttention, "__init__", parametrized)
+    row = PARAM_TABLE["qkv"]._replace(pattern=r"blocks\.\d+\.attn\.qkv\.parametrizations\.weight\.original")
+    monkeypatch.setitem(PARAM_TABLE, "qkv", row)
+    edited = built()
+    splits = [
+        {group["role"]: group["split"] for group in state.optimizer.param_groups}["qkv"] for state in (plain, edited)
+    ]
+    assert splits == [(32, 32, 32)] * 2
+
+
+def test_momentum_follows_its_schedule_behind_a_wrapper(monkeypatch):
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner, inner.param_groups = inner, self.param_groups
+
+        def step(self):
+            self.inner.step()
+
+    make_optimizer = train_gpt.make_optimizer
+    monkeypatch.setattr(train_gpt, "make_optimizer", lambda cfg, model: Wrapped(make_optimizer(cfg, model)))
+    state = built()
+    train_gpt.train_step(state, some_batch(), 1.0)
+    momenta = {group["kind"]: group["momentum"] for group in state.optimizer.param_groups}
+    assert momenta["muon"] == pytest.approx(0.85)
+
+
+def test_torchs_own_momentum_is_left_alone(monkeypatch):
+    monkeypatch.setattr(
+        train_gpt, "make_optimizer", lambda cfg, model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.7)
+    )
+    state = built()
+    train_gpt.train_step(state, some_batch(), 1.0)
+    assert state.optimizer.param_groups[0]["momentum"] == 0.7
+
+
+def test_settings_that_change_on_the_way_are_resumed(data, tmp_path, monkeypatch):
+    """Of our optimizer too; a flag that is given anew still counts."""
+    step = train_gpt.train_step
+
+    def changed(state, *args):
+        for group in state.optimizer.param_groups:
+            group["t"] = group.get("t", 0) + 1
+            if state.step == 1:
+                group["weight_decay"] = 0.5
+        return step(state, *args)
+
+    monkeypatch.setattr(train_gpt, "train_step", changed)
+    tiny_run(tmp_path / "run", data=data, max_steps=3)
+    monkeypatch.setattr(train_gpt, "train_step", step)
+    tiny_run(tmp_path / "run", data=data, max_steps=4, resume="newest")
+    groups = read_checkpoint(tmp_path / "run" / "ckpt_4.pt")["optimizer_settings"]
+    assert all(group == {"t": 3, "weight_decay": 0.5} for group in groups)
+
+
+def test_hooks_that_come_after_compilation_are_called():
+    state, seen = built(compile="default"), []
+    state.raw_model.blocks[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    train_gpt.train_step(state, some_batch(), 1.0)
+    assert seen
+
+
+def test_metrics_of_shards_are_of_the_whole():
+    shards = SimpleNamespace(full_tensor=lambda: torch.tensor(3.0))
+    assert dist_means(DistContext(torch.device("cpu")), {"norm": shards}) == {"norm": 3.0}
+
+
+def test_a_batch_must_be_a_function_of_the_step(data, tmp_path, monkeypatch, capsys):
+    get_batch, generator = train_gpt.get_batch, np.random.default_rng(0)
+    monkeypatch.setattr(train_gpt, "get_batch", lambda *args: get_batch(*args).roll(int(generator.integers(1, 9)), 1))
+    said = refused(capsys, data=data, out_dir=tmp_path / "run")
+    assert "get_batch gives another batch when it is called again" in said
+
+
+def test_tokens_that_are_none_are_refused(data, tmp_path, monkeypatch, capsys):
+    get_batch = train_gpt.get_batch
+    monkeypatch.setattr(train_gpt, "get_batch", lambda *args: get_batch(*args).index_fill(1, torch.arange(3), -1))
+    said = refused(capsys, data=data, out_dir=tmp_path / "run")
+    assert "get_batch gives tokens from -1 to" in said and "becomes -1 in y of train_step" in said
+
+
+def test_a_step_without_update_is_no_mistake():
+    assert report_skipped(deque(), 3, 0, 10, None, print) == (0, "")
+
+
+def test_a_number_that_changes_is_told_of_as_such(monkeypatch):
+    """Blocks are compiled anew for each value, until that is too much."""
+    monkeypatch.setattr(model_module.MLP, "strength", 1.0, raising=False)
+    forward = model_module.MLP.forward
+    monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, x) * self.strength)
+    state, said = built(compile="default"), ""
+    torch._dynamo.config.recompile_limit = 2
+    try:
+        for step in range(4):
+            for block in state.raw_model.blocks:
+                block.mlp.strength = 1.0 + step
+            train_gpt.train_step(state, some_batch(), 1.0)
+    except Exception as error:
+        said = explain_edit(error)
+    assert "a number that changes from step to step is a constant to it; make it a tensor" in said
