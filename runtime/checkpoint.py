@@ -25,7 +25,7 @@ from runtime.ranks import DistContext, dist_max, run_on_rank0
 from runtime.watch import check_replicas
 
 # What every checkpoint holds, as snapshot makes it; old ones have no "position", "tokens", "extra",
-# "optimizer_type", "optimizer_settings", "vocabulary" or "eval_part".
+# "optimizer_type", "optimizer_settings", "vocabulary", "eval_part" or "frozen".
 CHECKPOINT_SCHEMA = dict(
     step=int,
     clock=dict,
@@ -124,6 +124,10 @@ def state_names(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
 
 
+def frozen_names(model: nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if not p.requires_grad]
+
+
 def snapshot(state, stream, timer, best: bool = False) -> dict:
     """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part.
 
@@ -147,6 +151,7 @@ def snapshot(state, stream, timer, best: bool = False) -> dict:
         "eval_part": stream.eval_part,
         "scaler": state.scaler.state_dict(),
         "tokens": state.tokens,
+        "frozen": frozen_names(state.raw_model),
         **tensors,
     }
 

@@ -11,9 +11,11 @@ import torch
 from data.bpe import vocabulary_hash
 from data.shards import UserError, load_meta, recorded_hashes
 from data.stream import eval_part_of
+from ops.params import some
 from runtime.checkpoint import (
     BEST,
     find_checkpoint,
+    frozen_names,
     list_checkpoints,
     load_extra,
     load_optimizer,
@@ -303,4 +305,6 @@ def load_start(state, stream, timer, start: Start) -> list[str]:
     check_same_stream(checkpoint, stream.fingerprint(), stream.position(state.step), stream.folder, path)
     load_optimizer(state.raw_model, state.optimizer, state.scaler, checkpoint, path)
     timer.train_time, timer.wall_before = checkpoint["clock"]["train_time"], checkpoint["clock"]["wall_time"]
-    return []
+    frozen = frozen_names(state.raw_model)
+    thawed = [name for name in checkpoint.get("frozen", frozen) if name not in frozen]
+    return [f"frozen when {path.name} was saved, and trained from here on: {some(thawed)}"] if thawed else []

@@ -367,6 +367,21 @@ def test_slots_that_an_edit_adds_to_the_optimizers_state_are_resumed(data, tmp_p
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "run", "train_loss")[3:]
 
 
+def test_what_a_resume_thaws_is_told(data, tmp_path, monkeypatch):
+    step = train_gpt.train_step
+
+    def freeze_once(state, *args):
+        if state.step == 1:
+            state.raw_model.wte.requires_grad_(False)
+        return step(state, *args)
+
+    monkeypatch.setattr(train_gpt, "train_step", freeze_once)
+    tiny_run(tmp_path / "run", data=data, max_steps=3)
+    tiny_run(tmp_path / "run", data=data, max_steps=4, resume="newest")
+    told = "\nfrozen when ckpt_3.pt was saved, and trained from here on: wte.weight\n"
+    assert told in (tmp_path / "run" / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("how", ["by hand", "plateau"])
 def test_learning_rates_set_by_others_are_refused(how):
     state = built()

@@ -32,6 +32,7 @@ from train_gpt import make_config, train
 
 RESULTS = Path(__file__).resolve().with_name("results.jsonl")
 BASE = dict(n_layer=2, seq_len=512, batch_tokens=8192, max_steps=400, muon_lr=0.03, adam_lr=0.012, ngram=0, seed=0)
+DECAY = dict(weight_decay=0.05)  # the default, which most rows leave out
 FIXED = dict(eval_every=0, eval_tokens=262144, compile="default", dtype="bf16", log_every=100)
 
 
@@ -66,6 +67,13 @@ def rows() -> list[dict]:
     for seed in (1, 2):
         found += [row_of(width, seed=seed, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.06)]
         found += [row_of(64, seed=seed, adam_lr=lr) for lr in (0.006, 0.024, 0.048)]
+    for decay in (0.0, 0.1, 0.2, 0.4):
+        found += [row_of(width, weight_decay=decay) for width in (128, 256)]
+        found += [row_of(128, weight_decay=decay, **flags) for flags in (grams, dict(text="english"))]
+        found += [row_of(64, max_steps=1600, weight_decay=decay)]
+    for seed in (1, 2):
+        found += [row_of(128, seed=seed, weight_decay=decay) for decay in (0.0, 0.2)]
+        found += [row_of(128, seed=seed, weight_decay=decay, **grams) for decay in (0.0, 0.05, 0.2)]
     return found
 
 
@@ -95,9 +103,10 @@ def losses(done: dict, over: str, text: str = "python", **flags) -> list[tuple[f
     width = flags.pop("n_embd")
     expected = row_of(width, text, **flags)
     for row in done.values():
-        same = {**row["flags"], over: 0, "seed": 0} == {**expected["flags"], over: 0, "seed": 0}
+        flags, alike = DECAY | row["flags"], {over: 0, "seed": 0}
+        same = flags | alike == DECAY | expected["flags"] | alike
         if same and row["text"] == text and not row["factors"]:
-            found.setdefault(row["flags"][over], []).append(row["val_loss"])
+            found.setdefault(flags[over], []).append(row["val_loss"])
     return sorted((rate, statistics.median(each), len(each)) for rate, each in found.items())
 
 
@@ -117,6 +126,11 @@ LINES = [  # name, which rate, and flags
     ("128 wide, English", "adam_lr", dict(n_embd=128, text="english")),
     ("128 wide, n-grams", "muon_lr", dict(n_embd=128) | GRAMS),
     ("128 wide, n-grams", "adam_lr", dict(n_embd=128) | GRAMS),
+    ("128 wide", "weight_decay", dict(n_embd=128)),
+    ("128 wide, English", "weight_decay", dict(n_embd=128, text="english")),
+    ("128 wide, n-grams", "weight_decay", dict(n_embd=128) | GRAMS),
+    ("256 wide", "weight_decay", dict(n_embd=256)),
+    ("1,600 x 8,192 tokens", "weight_decay", dict(n_embd=64, max_steps=1600)),
     ("64 wide, AdamW", "adam_lr", dict(n_embd=64, optimizer="adamw")),
     ("128 wide, AdamW", "adam_lr", dict(n_embd=128, optimizer="adamw")),
 ]
