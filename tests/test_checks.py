@@ -510,12 +510,12 @@ def test_a_number_that_changes_is_told_of_as_such(monkeypatch):
     forward = model_module.MLP.forward
     monkeypatch.setattr(model_module.MLP, "forward", lambda self, x: forward(self, x) * self.strength)
     state, said = built(compile="default"), ""
-    torch._dynamo.config.recompile_limit = 2
-    try:
-        for step in range(4):
-            for block in state.raw_model.blocks:
-                block.mlp.strength = 1.0 + step
-            train_gpt.train_step(state, some_batch(), 1.0)
-    except Exception as error:
-        said = explain_edit(error)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        try:
+            for step in range(4):
+                for block in state.raw_model.blocks:
+                    block.mlp.strength = 1.0 + step
+                train_gpt.train_step(state, some_batch(), 1.0)
+        except Exception as error:
+            said = explain_edit(error)
     assert "a number that changes from step to step is a constant to it; make it a tensor" in said
