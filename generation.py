@@ -161,6 +161,8 @@ def check_cache(model: nn.Module) -> None:
                 apart = max(apart, (got - want).abs().max().item())
         why = f"logits with a KV cache differ by {apart:.2g} from those without"
     except (RuntimeError, IndexError, KeyError, ValueError, AttributeError) as error:
+        if most != most or isinstance(error, torch.OutOfMemoryError):  # without a cache, too
+            raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         apart, why = math.inf, f"tokens cannot be read one after the other, with a KV cache ({said})"
     finally:

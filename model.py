@@ -549,7 +549,8 @@ class Optimizer(torch.optim.Optimizer):
         self.offload = offload
         for group in self.param_groups:
             group.setdefault("momentum", group["betas"][0])
-            group.setdefault("initial_momentum", group["momentum"])  # from which get_momentum's schedule starts
+            if group["kind"] == "muon":
+                group.setdefault("initial_momentum", group["momentum"])  # what get_momentum's schedule ends at
             for p in group["params"]:
                 if p.requires_grad:
                     self.make_state(group, p)

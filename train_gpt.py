@@ -454,7 +454,8 @@ def update_weights(state: TrainState, lr_multiplier: float) -> tuple[Tensor, Ten
         optimizer.step(skip)
     elif not skip:  # waits for the device
         optimizer.step()
-    optimizer.lr_after_step = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr_after_step"] = (group["lr"], group["initial_lr"])
     scaler.update()
     return norm, skip
 
@@ -524,7 +525,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             cfg = state.cfg = with_rates(cfg)
             if origin.path:
                 notes += resume.load_start(state, stream, timer, origin)
-            checks.check_batch(lambda: get_batch(stream, dist_ctx, state.step), state.raw_model.cfg.vocab_size)
+            checks.check_batch(lambda: get_batch(stream, dist_ctx, state.step))
         del origin  # its tensors
         past_metrics = start.start_log(logger, state, stream, notes)
         progress = Progress(state, stream, logger, timer, past_metrics)

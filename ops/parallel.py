@@ -98,10 +98,11 @@ def apply_fsdp(
             raise ModelError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
         if param._backward_hooks or param._post_accumulate_grad_hooks or vars(param):
             raise ModelError(f"parameter {name} has hooks or attributes, which FSDP drops; use --parallel ddp")
-        if param.dtype != torch.float32:
-            raise ModelError(f"parameter {name} is {param.dtype}, and FSDP here takes float32 only; use --parallel ddp")
     blocks = list(dict.fromkeys(model.blocks))
     places = Counter(p for block in blocks for p in dict.fromkeys(block.parameters()))
+    groups = [[*block.parameters()] for block in blocks] + [[p for p in model.parameters() if p not in places]]
+    if any(len({p.dtype for p in group}) > 1 for group in groups):
+        raise ModelError("FSDP cuts the parameters of a block, and those outside, together: give them one dtype each")
     for name, param in model.named_parameters():
         if places[param] > 1:
             raise ModelError(

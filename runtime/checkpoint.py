@@ -199,8 +199,8 @@ def collect_tensors(
 
 
 def numbers_of(group: dict) -> dict:
-    """The numbers of a parameter group but those that follow schedules, by name."""
-    rates = ("lr", "initial_lr", "momentum" if "initial_momentum" in group else "")  # set anew in each step
+    """The numbers of a parameter group but its learning rate, by name."""
+    rates = ("lr", "initial_lr")
     return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in rates}
 
 
@@ -210,14 +210,19 @@ def note_settings(optimizer: torch.optim.Optimizer) -> None:
 
 
 def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each group the numbers that steps or edits have changed, as Prodigy and schedule-free ones do.
+    """Of each group the numbers that belong to the optimizer's state, as Prodigy and schedule-free ones have them.
 
-    None of an optimizer that was not there at the start.
+    Of ours those that edits add: what it has is set by flags and schedules. None of an optimizer that was not there at
+    the start.
     """
     if not hasattr(optimizer, "settings_at_start"):
         return []
+    ours = hasattr(optimizer, "make_state")
     pairs = itertools.zip_longest(map(numbers_of, optimizer.param_groups), optimizer.settings_at_start, fillvalue={})
-    return [{key: value for key, value in now.items() if value != then.get(key)} for now, then in pairs]
+    return [
+        {key: value for key, value in now.items() if (key not in then if ours else value != then.get(key))}
+        for now, then in pairs
+    ]
 
 
 def whole_tensor(tensor: Tensor) -> Tensor | None:
@@ -346,6 +351,7 @@ def load_optimizer(
     params = dict(model.named_parameters())
     saved_states = strip_wrapper_prefixes(checkpoint["optimizer"], params)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    slots = {slot for state in optimizer.state.values() for slot in state}  # that it makes itself
     if checkpoint.get("optimizer_type", "Optimizer") != type(optimizer).__name__:
         refuse(f"was made with {checkpoint['optimizer_type']}")
     for name, p in params.items():
@@ -356,7 +362,8 @@ def load_optimizer(
             continue
         if p not in optimizer.state:
             make_state(optimizer, groups[p], p, saved)
-        for slot in saved.keys() - optimizer.state[p].keys() if optimizer.state[p].keys() < saved.keys() else ():
+        added = saved.keys() - optimizer.state[p].keys()
+        for slot in added if optimizer.state[p].keys() < saved.keys() and not added & slots else ():
             optimizer.state[p][slot] = new_slot(p, saved[slot], p.device)  # of an edit
         parts = {slot: to_local(part) for slot, part in optimizer.state[p].items()}
         shapes = {slot: p.shape if part.shape == to_local(p).shape else part.shape for slot, part in parts.items()}

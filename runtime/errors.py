@@ -168,9 +168,13 @@ def never_fatal(function):
 
 EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about them
     (
-        "(must|to|should) (have|be) the same( dtype)?|expected scalar type",
+        "(must|to) have the same dtype|expected scalar type|type .* should be the same",
         "weights are fp32, and activations have --dtype: use model.Linear, which casts, or .to(x.dtype), or "
         "--dtype fp32",
+    ),
+    (
+        "index out of range in self",
+        "inputs hold what is no token: what is not to be learned becomes -1 in y of train_step",
     ),
     (
         "meta tensor|[Dd]evice meta",
@@ -209,7 +213,8 @@ def explain_edit(error: Exception) -> str:
         return f"torch.compile cannot compile{at}: {text.splitlines()[0]}; write it otherwise, or remove --compile"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-    for pattern, advice in EDIT_ADVICE if type(error) in (RuntimeError, AttributeError, AssertionError) else ():
+    kinds = (RuntimeError, AttributeError, AssertionError, IndexError)
+    for pattern, advice in EDIT_ADVICE if type(error) in kinds else ():
         if re.search(pattern, text):
             return f"{at}{text.splitlines()[0]}; {advice}"
     return ""

@@ -257,7 +257,7 @@ def loss_of_edit(edit: str):
         ("hundred", "Target -1 is out of bounds.; a target of -1 is not counted"),
         ("focal", "gives another loss with tokens whose target is -1"),
         ("gather", "a target of -1 is not counted"),
-        ("last", r"GPT.forward returns a tensor of shape \(4, 1, 320\) for tokens of shape \(4, 32\)"),
+        ("last", r"GPT.forward returns a tensor of shape \(3, 1, 320\) for tokens of shape \(3, 32\)"),
         ("noisy", None),
     ],
 )
