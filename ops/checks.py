@@ -50,11 +50,13 @@ def check_values(model, cross_entropy, dtype: torch.dtype, length: int) -> None:
 @torch.no_grad()
 def take_notes(model) -> list[str]:
     """What is right, and perhaps not meant; of models that can be tried by a few tokens."""
-    found, sharded = [], hasattr(model, "reshard")
-    for note, dtype in ((note_windows, torch.float32), (note_traces, torch.float32), (note_dtype, model.compute_dtype)):
+    found, takers = [], [(note_windows, torch.float32), (note_dtype, model.compute_dtype)]
+    if not hasattr(model, "reshard"):  # under FSDP, weights are not those that blocks see
+        takers.append((note_traces, torch.float32))
+    for taker, dtype in takers:
         try:
             with as_plain(model, dtype):
-                found += note(model) if note is not note_traces or not sharded else []
+                found += taker(model)
         except ModelError:
             raise
         except Exception:
