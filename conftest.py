@@ -31,6 +31,7 @@ from data import download
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
+from runtime import start
 from runtime.checkpoint import content_hash, list_checkpoints, read_checkpoint
 from train_gpt import main, make_config, sample_text, train
 
@@ -91,6 +92,17 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
         for p in gpt.parameters():
             p.normal_(0, std, generator=generator)
     return gpt
+
+
+def built(**flags):
+    """The TrainState of a tiny run, before its first step."""
+    cfg = make_config(**TINY | flags)
+    return train_gpt.build(cfg, start.launch(cfg), 257)
+
+
+def some_batch(n=16, seed=0) -> torch.Tensor:
+    """Tokens, int64 (n, 33)."""
+    return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(seed))
 
 
 def poison(monkeypatch, at, value=math.nan, rank=None) -> None:

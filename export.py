@@ -26,6 +26,7 @@ from data.bpe import VOCABULARY_FILE
 from data.shards import UserError, atomic_write
 from int8 import quantize
 from model import GPT, GPTConfig, NgramEmbedding
+from ops.checks import some_tokens
 from runtime.checkpoint import as_evaluated, content_hash, load_weights, model_config, read_checkpoint
 from runtime.errors import report_error
 from sample import find_file
@@ -77,7 +78,7 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
         raise UserError(
             f"the model cannot be traced into a graph ({type(error).__name__}: {reason}); {other}"
         ) from None
-    idx = torch.randint(0, model.cfg.vocab_size, (3, model.cfg.seq_len), generator=torch.Generator().manual_seed(0))
+    idx = some_tokens(model, 3, model.cfg.seq_len)
     if not torch.allclose(program.module()(idx), model(idx), rtol=1e-3, atol=1e-3):
         raise UserError(f"the traced graph gives other logits than the model, so something was left out of it; {other}")
     return program

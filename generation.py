@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention import add_bias
+from ops.checks import some_tokens
 
 
 def take_positions(x: Tensor, index: Tensor) -> Tensor:
@@ -145,9 +146,8 @@ def check_cache(model: nn.Module) -> None:
     n = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     if n < 3:
         return
-    apart, most, rough = 0.0, math.nan, any(name.endswith("_int8") for name, _ in model.named_buffers())
-    generator = torch.Generator().manual_seed(0)
-    idx = torch.randint(0, model.cfg.vocab_size, (2, n), generator=generator).to(model.cos.device)
+    apart, most, rough = 0.0, None, any(name.endswith("_int8") for name, _ in model.named_buffers())
+    idx = some_tokens(model, 2, n)
     dtype, model.compute_dtype = model.compute_dtype, model.compute_dtype if model.fp8 else torch.float32
     try:
         whole = model(idx)
@@ -161,7 +161,7 @@ def check_cache(model: nn.Module) -> None:
                 apart = max(apart, (got - want).abs().max().item())
         why = f"logits with a KV cache differ by {apart:.2g} from those without"
     except (RuntimeError, IndexError, KeyError, ValueError, AttributeError) as error:
-        if most != most or isinstance(error, torch.OutOfMemoryError):  # without a cache, too
+        if most is None or isinstance(error, torch.OutOfMemoryError):  # without a cache, too
             raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         apart, why = math.inf, f"tokens cannot be read one after the other, with a KV cache ({said})"

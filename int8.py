@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from generation import GenerationError
 from model import GPT, Linear, NgramEmbedding
+from ops.checks import some_tokens
 from ops.linear import is_matvec, matvec
 
 FEW_ROWS = 16  # up to which the CPU's int8 kernel is faster than bf16 matmuls of what int8 stands for
@@ -73,8 +74,7 @@ def quantize(model: GPT, check: bool = True) -> GPT:
     Raises GenerationError when it then gives other logits, as of layers that do more than multiply; unless not `check`.
     """
     kinds = {Linear: Int8Linear, nn.Embedding: Int8Embedding, NgramEmbedding: Int8NgramEmbedding}
-    idx = torch.randint(0, model.cfg.vocab_size, (2, model.cfg.seq_len), generator=torch.Generator().manual_seed(0))
-    idx, training = idx.to(model.cos.device), model.training
+    idx, training = some_tokens(model, 2, model.cfg.seq_len), model.training
     before = model.eval()(idx) if check else None
     for module in list(model.modules()):
         for name, child in module.named_children():

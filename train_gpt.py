@@ -454,8 +454,7 @@ def update_weights(state: TrainState, lr_multiplier: float) -> tuple[Tensor, Ten
         optimizer.step(skip)
     elif not skip:  # waits for the device
         optimizer.step()
-    for group in optimizer.param_groups:
-        group["lr_after_step"] = (group["lr"], group["initial_lr"])
+    checks.keep_rates(optimizer)
     scaler.update()
     return norm, skip
 

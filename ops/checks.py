@@ -211,7 +211,7 @@ def as_plain(model, dtype: torch.dtype):
 
 
 def some_tokens(model, rows: int, length: int) -> Tensor:
-    """Tokens, int64 (rows, length)."""
+    """Tokens to try a model with, int64 (rows, length), always the same ones."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, model.cfg.vocab_size, (rows, length), generator=generator).to(model.cos.device)
 
@@ -371,6 +371,8 @@ def note_traces(model) -> list[str]:
 
 def note_dtype(model) -> list[str]:
     """A line when blocks put out fp32 where the flags say otherwise, as PyTorch promotes what meets fp32 weights."""
+    if model.compute_dtype == torch.float32:
+        return []
     found = []
 
     def note(block, args, out) -> None:
@@ -383,7 +385,7 @@ def note_dtype(model) -> list[str]:
             model(some_tokens(model, 1, min(model.cfg.seq_len, 16)))
     finally:
         hook.remove()
-    if model.compute_dtype == torch.float32 or torch.float32 not in found:
+    if torch.float32 not in found:
         return []
     dtype = str(model.compute_dtype).removeprefix("torch.")
     return [f"blocks put out float32, not {dtype}: if that is not meant, a weight meets x without .to(x.dtype)"]

@@ -125,6 +125,7 @@ def state_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_names(model: nn.Module) -> list[str]:
+    """The parameters that are not trained now."""
     return [name for name, p in model.named_parameters() if not p.requires_grad]
 
 

@@ -294,6 +294,12 @@ def check_schedule(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def keep_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Notes the learning rates that a step leaves behind, for check_schedule."""
+    for group in optimizer.param_groups:
+        group["lr_after_step"] = (group["lr"], group["initial_lr"])
+
+
 def check_batch(get_batch) -> None:
     """Raises UserError for a get_batch() that is no function of the step.
 

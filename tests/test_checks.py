@@ -17,26 +17,16 @@ import int8
 import model as model_module
 import sample
 import train_gpt
-from conftest import TINY, final, flags_of, random_gpt, rows, run_main, tiny_run
+from conftest import TINY, built, final, flags_of, random_gpt, rows, run_main, some_batch, tiny_run
 from data.shards import UserError
 from generation import GenerationError, check_cache
 from model import GPT, PARAM_TABLE, ParamGroupSpec
 from ops.attention import attention
 from ops.init import ModelError, zeros
-from runtime import start
 from runtime.checkpoint import is_alike, read_checkpoint
 from runtime.errors import explain_edit, report_skipped
 from runtime.ranks import DistContext, dist_means
 from train_gpt import make_config
-
-
-def built(**flags):
-    cfg = make_config(**TINY | flags)
-    return train_gpt.build(cfg, start.launch(cfg), 257)
-
-
-def some_batch(n=16) -> torch.Tensor:
-    return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(0))
 
 
 def refused(capsys, **flags) -> str:

@@ -20,7 +20,7 @@ import model as model_module
 import ops.params
 import sample
 import train_gpt
-from conftest import TINY, final, flags_of, random_gpt, rows, run_main, run_ranks, tiny_run
+from conftest import TINY, built, final, flags_of, random_gpt, rows, run_main, run_ranks, some_batch, tiny_run
 from data.shards import UserError
 from generation import GenerationError, check_cache, generate
 from model import GPT, PARAM_TABLE, GPTConfig, Linear, ParamGroupSpec, optimizer_groups
@@ -35,15 +35,6 @@ from runtime.ranks import exit_process
 from train_gpt import make_config, train
 
 SHAPE = dict(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32)
-
-
-def built(**flags):
-    cfg = make_config(**TINY | flags)
-    return train_gpt.build(cfg, start.launch(cfg), 257)
-
-
-def some_batch(n=16, seed=0) -> torch.Tensor:
-    return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(seed))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
