@@ -6,7 +6,6 @@ optimizer are in model.py. `train(make_config(n_layer=2, ...))` does the same fr
 
 import contextlib
 import dataclasses
-import math
 import random
 import sys
 from collections import deque
@@ -362,11 +361,11 @@ def get_momentum(step: int, final: float) -> float:
 
 
 def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
-    """The flag's value; by default one that grows with the number of epochs, since n-grams are memorized."""
+    """The flag's value; by default one by which each n-gram is kept about twice, however many epochs there are."""
     if not derived.uses_ngrams(cfg) or cfg.ngram_dropout >= 0:
         return max(0.0, cfg.ngram_dropout)
     epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
-    return min(0.6, 0.25 * math.log2(max(1.0, 1.3 * epochs)))
+    return 1 - 1 / (1 + 0.45 * max(0.0, epochs - 0.75))  # n-grams of a text that is seen often are memorized
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:

@@ -9,6 +9,8 @@ from runtime.derived import is_sharded, ranks_per_copy
 from runtime.launch import allocator_settings, device_summary, software_versions
 from runtime.ranks import DistContext
 
+MANY_EPOCHS = 12  # of three small texts, 12 ended lowest or as low as 4, and 40 higher
+
 
 def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int, repository: Path) -> list[str]:
     """f: the flags as attributes; stream: the run's TokenStream; model: its GPT."""
@@ -42,6 +44,11 @@ def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int, reposito
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     if frozen:
         lines.append(f"frozen: {frozen:,} of the parameters")
+    if tokens > MANY_EPOCHS * stream.train.n_tokens:
+        lines.append(
+            f"text: seen more than {MANY_EPOCHS} times, which overfits (docs/rates.md): give more of it or less time; "
+            "sample.py --best takes the lowest evaluation's weights"
+        )
     if not model.loss_kernel:
         lines.append("loss: edited, so that autograd makes its gradient, chunk by chunk, and not the kernel")
     if device.type == "cuda":

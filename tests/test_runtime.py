@@ -294,13 +294,13 @@ def test_checkpoint_of_another_version_of_the_model(data, plain, tmp_path, capsy
 
 
 def test_ngram_dropout_by_epochs(data, tmp_path):
-    """0 where nothing is seen twice, more the more often, and what is given where it is given; a resumed run's own."""
+    """0 where nothing is seen twice, and else each is kept about twice; what is given stays; a resumed run's own."""
     stream = TokenStream(data, 32, 512)  # 56 steps an epoch
     cfg = make_config(**TINY | dict(ngram=3, ngram_rows=65))
-    chosen = [
-        train_gpt.get_ngram_dropout(dataclasses.replace(cfg, max_steps=n), stream) for n in (10, 28, 56, 224, 9999)
-    ]
-    assert chosen[0] == 0 and chosen == sorted(chosen) and 0.05 < chosen[2] < chosen[3] <= chosen[4] < 0.7
+    epochs = (0.2, 0.5, 1, 4, 40, 400)
+    chosen = [train_gpt.get_ngram_dropout(dataclasses.replace(cfg, max_steps=round(56 * n)), stream) for n in epochs]
+    assert chosen[:2] == [0, 0] and 0.05 < chosen[2] < 0.15 and chosen == sorted(chosen)
+    assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], chosen[3:], strict=True))
     for given in (0.0, 0.4):
         assert (
             train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=given, max_steps=999), stream) == given
@@ -317,6 +317,14 @@ def test_ngram_dropout_by_epochs(data, tmp_path):
     longer = train_gpt.get_ngram_dropout(make_config(**common | dict(max_steps=64)), stream)
     train(make_config(**common | dict(max_steps=64, resume="newest")))
     assert f"n-gram dropout goes from {expected:.2f} to {longer:.2f}" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_a_text_seen_too_often_is_told(data, tmp_path, capsys):
+    per_epoch = TokenStream(data, 32, 512).train.n_tokens // 512
+    for epochs in (11, 14):
+        flags = TINY | dict(data=str(data), out_dir=str(tmp_path / f"{epochs}"), max_steps=epochs * per_epoch)
+        train(make_config(**flags | dict(eval_every=1, target_val_loss=99)))  # stops after one step
+        assert ("text: seen more than 12 times" in capsys.readouterr().out) == (epochs == 14)
 
 
 def test_checkpoints_of_other_branches_are_safe(data, tmp_path):
