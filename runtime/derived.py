@@ -7,6 +7,8 @@ from runtime.ranks import DistContext
 
 AC_MODES = ("none", "selective", "full")
 
+MANY_EPOCHS = 6  # with n-grams more ended no lower, of three small texts, at any size (docs/rates.md)
+
 
 def activation_budget(f) -> float:
     """The fraction of activation memory that --checkpointing leaves the compiler; 1 for its modes, nan for nonsense."""

@@ -5,11 +5,9 @@ from pathlib import Path
 import torch
 
 from ops.attention import attention_kernels
-from runtime.derived import is_sharded, ranks_per_copy
+from runtime.derived import MANY_EPOCHS, is_sharded, ranks_per_copy
 from runtime.launch import allocator_settings, device_summary, software_versions
 from runtime.ranks import DistContext
-
-MANY_EPOCHS = 12  # of three small texts, 12 ended lowest or as low as 4, and 40 higher
 
 
 def describe(f, dist_ctx: DistContext, stream, model, micro_batch: int, repository: Path) -> list[str]:

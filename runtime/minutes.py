@@ -6,22 +6,22 @@ import statistics
 import time
 
 from data.shards import UserError
-from runtime.derived import sizes
+from runtime.derived import MANY_EPOCHS, sizes
 from runtime.ranks import DistContext, dist_max
 
 # Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each.
 CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
 END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
 
-# Tokens for each weight of the blocks where the loss was lowest in half a minute to 10 on two cores (docs/rates.md);
-# the part of its matmuls' speed that a CPU reached in training.
-TOKENS_PER_WEIGHT, REACHED = 10, 0.6
+# Tokens for each weight of the blocks where the loss was lowest in half a minute to 40 on two cores, the weights for
+# each token of a small text (docs/rates.md), and the part of its matmuls' speed that a CPU reached in training.
+TOKENS_PER_WEIGHT, WEIGHTS_PER_TOKEN, REACHED = 10, 4, 0.6
 
 
-def sizes_within(f, vocab_size: int, flop_s: float) -> dict:
+def sizes_within(f, vocab_size: int, text_tokens: float, flop_s: float) -> dict:
     """--minutes alone: params, and sizes for those flags that are None; the largest model that sees enough tokens.
 
-    f: the flags; flop_s: FLOP/s of matmuls on all devices.
+    f: the flags; text_tokens: of the training split; flop_s: FLOP/s of matmuls on all devices.
     """
     given = {name: value for name, value in dataclasses.asdict(f).items() if value is not None}
     for exponent in range(50):  # 0.1M to 1.5B
@@ -30,8 +30,8 @@ def sizes_within(f, vocab_size: int, flop_s: float) -> dict:
         weights = 12 * shape["n_layer"] * shape["n_embd"] ** 2
         attention = 6 * shape["n_layer"] * shape["n_embd"] * f.seq_len
         tokens = REACHED * flop_s * 0.9 * 60 * f.minutes / (6 * (weights + vocab_size * shape["n_embd"]) + attention)
-        if exponent == 0 or tokens >= TOKENS_PER_WEIGHT * weights:
-            best = params, tokens
+        if exponent == 0 or (tokens >= TOKENS_PER_WEIGHT * weights and weights <= WEIGHTS_PER_TOKEN * text_tokens):
+            best = params, min(tokens, MANY_EPOCHS * text_tokens)
     chosen = {name: value for name, value in sizes(best[0], given, best[1]).items() if name not in given}
     return chosen | dict(params=round(best[0]))
 
@@ -43,6 +43,7 @@ class Pace:
     step_s: float
     eval_s: float
     end_s: float = END_S
+    most_steps: float = math.inf  # which see the text MANY_EPOCHS times
     mark: tuple[int, float] | None = None  # step and training time at which the last measurement began
 
     def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
@@ -76,7 +77,7 @@ class Pace:
         self.eval_s, self.end_s = (seconds * step_s / self.step_s for seconds in (self.eval_s, self.end_s))
         self.step_s = step_s
         left_s = 60 * cfg.minutes * 0.98 - max(END_S, self.end_s) - dist_max(state.dist_ctx, timer.wall_time)
-        max_steps = step + max(1, self.steps_in(left_s, step, cfg.eval_every))
+        max_steps = min(self.most_steps, step + max(1, self.steps_in(left_s, step, cfg.eval_every)))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
         if not is_flat and present < 1:  # a slope that began before step 0 could not be told by --cooldown_frac
@@ -118,9 +119,14 @@ def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> t
 
     n_eval_batches = stream.num_eval_seqs(cfg.eval_tokens) / seqs_at_once
     elapsed_s = timer.wall_time_here
-    return steps_within(
+    steps, pace, said = steps_within(
         cfg.minutes, step, lambda: evaluate(one_batch, stream), n_eval_batches, cfg.eval_every, elapsed_s, dist_ctx
     )
+    pace.most_steps = max(1, MANY_EPOCHS * stream.per_epoch // stream.seqs_per_batch)
+    if steps > pace.most_steps:
+        steps = pace.most_steps
+        said += f"; {steps:,} are taken, which see the text {MANY_EPOCHS} times: more overfits (docs/rates.md)"
+    return steps, pace, said
 
 
 def steps_within(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import random
 import traceback
 from pathlib import Path
@@ -63,8 +64,9 @@ def fit_sizes(f, dist_ctx: DistContext):
         if free <= saved.keys():
             return {name: saved[name] for name in free} | dict(params=saved.get("params", 0)), []
         flop_s = matmul_speed(f, dist_ctx.device) * dist_ctx.world_size
-        default = load_meta(f.data)["vocab_size"] if f.data else 1024  # of the default corpus
-        chosen = sizes_within(f, f.vocab_size or default, flop_s)
+        meta = load_meta(f.data or prepare("python", out=data_folder(f)))
+        text_tokens = meta["splits"].get("train", {}).get("tokens", math.inf)  # shards of elsewhere have no meta.json
+        chosen = sizes_within(f, f.vocab_size or meta["vocab_size"], text_tokens, flop_s)
         if "batch_tokens" in free:  # a power of two, which not every number of ranks can share
             step = f.seq_len * dist_ctx.world_size * (f.micro_batch or 1)
             chosen["batch_tokens"] = max(1, round(chosen["batch_tokens"] / step)) * step

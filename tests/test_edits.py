@@ -5,6 +5,7 @@ import copy as copy_module
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
@@ -454,8 +455,10 @@ def test_sizes_come_with_the_weights_of_init_from(data, tmp_path):
 
 def test_more_time_and_speed_is_a_larger_model():
     cfg, found = make_config(minutes=1, eval_every=7, dtype="bf16"), []
-    for minutes, vocab_size, flop_s in ((1, 1024, 1e11), (30, 1024, 1e11), (30, 1024, 1e13), (30, 50304, 1e13)):
-        sizes = runtime.minutes.sizes_within(dataclasses.replace(cfg, minutes=minutes), vocab_size, flop_s)
+    of_much_text = ((1, 1024, 1e11), (30, 1024, 1e11), (30, 1024, 1e13), (30, 50304, 1e13))
+    for minutes, vocab_size, flop_s in of_much_text:
+        timed = dataclasses.replace(cfg, minutes=minutes)
+        sizes = runtime.minutes.sizes_within(timed, vocab_size, math.inf, flop_s)
         assert sizes.keys() == runtime.derived.SIZED - {"eval_every"} | {"params"}
         found.append(sizes["params"])
         chosen = dataclasses.replace(cfg, minutes=minutes, **sizes)
@@ -464,8 +467,18 @@ def test_more_time_and_speed_is_a_larger_model():
     assert found[0] < found[1] < found[3] < found[2]
 
 
+def test_a_small_text_is_for_a_small_model_and_batch():
+    hour = make_config(minutes=60, dtype="bf16")
+    little, some, much = (runtime.minutes.sizes_within(hour, 1024, n, 3e11) for n in (1.4e5, 1e6, math.inf))
+    weights = [12 * each["n_layer"] * each["n_embd"] ** 2 for each in (little, some, much)]
+    assert weights[0] <= 4 * 1.4e5 < weights[1] <= 4 * 1e6 and weights[1] <= weights[2]
+    assert little["batch_tokens"] < some["batch_tokens"] < much["batch_tokens"]
+    assert 6 * 1.4e5 / little["batch_tokens"] > 200  # steps enough
+
+
 def test_sizes_by_minutes_suit_any_number_of_ranks(data, monkeypatch):
     monkeypatch.setattr(start, "matmul_speed", lambda *_: 1e11)
+    monkeypatch.setattr(start, "load_meta", lambda _: dict(vocab_size=257, splits={}))  # of shards of elsewhere
     dist_ctx = SimpleNamespace(world_size=6, rank=0, device=torch.device("cpu"), cpu_group=None)
     monkeypatch.setattr(start, "was_restarted", lambda _: False)
     monkeypatch.setattr(start, "run_on_rank0", lambda _, function: function())
@@ -508,6 +521,23 @@ def test_minutes_of_a_few_slow_steps_are_not_chosen_again():
     for step in range(1, 4):
         state = SimpleNamespace(cfg=cfg, step=step, dist_ctx=None)
         assert not runtime.minutes.Pace(2.7, 0.1).revise(state, progress, train_gpt.get_lr_multiplier)
+
+
+def test_minutes_do_not_repeat_a_small_text_for_ever(data, tmp_path, monkeypatch):
+    pace = runtime.minutes.Pace(step_s=0.01, eval_s=0.0)  # far more steps fit, now and whenever it is asked again
+    monkeypatch.setattr(runtime.minutes, "steps_within", lambda *_: (10**6, pace, "so 1,000,000 steps"))
+    monkeypatch.setattr(runtime.minutes, "MANY_EPOCHS", 3)
+    flags = TINY | dict(data=str(data), minutes=60.0, log_every=1000)
+    del flags["max_steps"]
+    n_tokens = json.loads((data / "meta.json").read_text())["splits"]["train"]["tokens"]
+    steps = 3 * ((n_tokens - 32) // 32) // 16  # of 16 sequences each
+
+    def on_step(state, _):
+        assert state.step <= steps
+
+    assert train(make_config(**flags, out_dir=str(tmp_path / "run")), on_step=on_step)["step"] == steps
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert f"so 1,000,000 steps; {steps:,} are taken, which see the text 3 times" in log
 
 
 def test_a_restart_of_torchrun_keeps_what_minutes_chose(data, tmp_path, monkeypatch):

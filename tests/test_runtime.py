@@ -321,10 +321,10 @@ def test_ngram_dropout_by_epochs(data, tmp_path):
 
 def test_a_text_seen_too_often_is_told(data, tmp_path, capsys):
     per_epoch = TokenStream(data, 32, 512).train.n_tokens // 512
-    for epochs in (11, 14):
+    for epochs in (5, 7):
         flags = TINY | dict(data=str(data), out_dir=str(tmp_path / f"{epochs}"), max_steps=epochs * per_epoch)
         train(make_config(**flags | dict(eval_every=1, target_val_loss=99)))  # stops after one step
-        assert ("text: seen more than 12 times" in capsys.readouterr().out) == (epochs == 14)
+        assert ("text: seen more than 6 times" in capsys.readouterr().out) == (epochs == 7)
 
 
 def test_checkpoints_of_other_branches_are_safe(data, tmp_path):

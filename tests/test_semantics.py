@@ -885,9 +885,9 @@ def test_minutes_leave_no_trace_in_buffers_and_extra_state(data, tmp_path, monke
     monkeypatch.setattr(GPT, "__init__", with_buffer)
     monkeypatch.setattr(GPT, "forward", counting)
     monkeypatch.setattr(train_gpt, "train_step", noted)
-    monkeypatch.setattr(
-        minutes_room, "steps_within", lambda minutes, step, *rest: [step(i) for i in range(3)] and (4, None, "4")
-    )
+    monkeypatch.setattr(minutes_room.Pace, "revise", lambda *_: False)
+    chosen = (4, minutes_room.Pace(step_s=1.0, eval_s=0.0), "4")
+    monkeypatch.setattr(minutes_room, "steps_within", lambda _, step, *rest: [step(i) for i in range(3)] and chosen)
     flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=str(data), minutes=1.0)
     train(make_config(**flags, out_dir=str(tmp_path / "run")))
     saved = final(tmp_path / "run")
