@@ -125,7 +125,7 @@ def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> t
     pace.most_steps = max(1, MANY_EPOCHS * stream.per_epoch // stream.seqs_per_batch)
     if steps > pace.most_steps:
         steps = pace.most_steps
-        said += f"; {steps:,} are taken, which see the text {MANY_EPOCHS} times: more overfits (docs/rates.md)"
+        said += f"; {steps:,} are taken, which see the text {MANY_EPOCHS} times: more would overfit (docs/rates.md)"
     return steps, pace, said
 
 
