@@ -9,9 +9,9 @@ from data.shards import UserError
 from runtime.derived import MANY_EPOCHS, sizes
 from runtime.ranks import DistContext, dist_max
 
-# Fractions of the steps at which their number is chosen again, by the speed of the WINDOW before each.
-CHOICES, WINDOW = (0.2, 0.38, 0.6, 0.8), 0.06
-END_S = 6.0  # kept for imports, the last sample and checkpoint, at the least
+# Fraction of the time after which the speed is measured again; of the steps left, by which they may be wrong
+WINDOW, TOLERANCE = 0.05, 0.1
+USED, END_S = 0.98, 4.0  # fraction of the time to fill; seconds kept for imports, the last sample and checkpoint
 
 # Tokens for each weight of the blocks where the loss was lowest in half a minute to 40 on two cores, the weights for
 # each token of a small text (docs/rates.md), and the part of its matmuls' speed that a CPU reached in training.
@@ -42,9 +42,8 @@ class Pace:
 
     step_s: float
     eval_s: float
-    end_s: float = END_S
     most_steps: float = math.inf  # which see the text MANY_EPOCHS times
-    mark: tuple[int, float] | None = None  # step and training time at which the last measurement began
+    mark: tuple[int, float] = (0, 0.0)  # step and training time at which the present measurement began
 
     def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
         """Steps after `step` that end in so many seconds, evaluations from there on and at the end included; or 0."""
@@ -59,6 +58,17 @@ class Pace:
             n -= 1
         return n
 
+    def measure(self, state, timer) -> bool:
+        """Whether a WINDOW has passed since the last measurement; then the speed is that of its steps."""
+        first_step, first_s = self.mark
+        n = state.step - first_step
+        if n < max(2, WINDOW * 60 * state.cfg.minutes / self.step_s):
+            return False
+        self.mark = state.step, timer.pause()
+        step_s = dist_max(state.dist_ctx, (self.mark[1] - first_s) / n)
+        self.step_s, self.eval_s = step_s, self.eval_s * step_s / self.step_s
+        return True
+
     def revise(self, state, progress, lr_multiplier) -> bool:
         """Measure and choose again where that is due; returns whether state.cfg has another number of steps now.
 
@@ -66,24 +76,16 @@ class Pace:
         from where it is, to 0 at the new end. A schedule that cannot do so, by lr_multiplier(step, cfg), the trainer's,
         keeps its steps.
         """
-        cfg, step, timer = state.cfg, state.step, progress.timer
-        window = max(2, round(WINDOW * cfg.max_steps))
-        ends = [int(fraction * cfg.max_steps) for fraction in CHOICES]
-        if step > 0 and step + window in ends:
-            self.mark = step, timer.pause()
-        if step not in ends or not self.mark or step - self.mark[0] != window:
+        cfg, step = state.cfg, state.step
+        if not self.measure(state, progress.timer):
             return False
-        step_s = dist_max(state.dist_ctx, (timer.pause() - self.mark[1]) / window)
-        self.eval_s, self.end_s = (seconds * step_s / self.step_s for seconds in (self.eval_s, self.end_s))
-        self.step_s = step_s
-        left_s = 60 * cfg.minutes * 0.98 - max(END_S, self.end_s) - dist_max(state.dist_ctx, timer.wall_time)
+        left_s = seconds_left(cfg.minutes, dist_max(state.dist_ctx, progress.timer.wall_time))
         max_steps = min(self.most_steps, step + max(1, self.steps_in(left_s, step, cfg.eval_every)))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
-        is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
-        if not is_flat and present < 1:  # a slope that began before step 0 could not be told by --cooldown_frac
-            max_steps = min(max_steps, int((step - present * warmup_steps) / (1 - present)))
-        if abs(max_steps - cfg.max_steps) <= 0.01 * cfg.max_steps or warmup_steps > step or present <= 0:
+        is_close = abs(max_steps - cfg.max_steps) <= TOLERANCE * (cfg.max_steps - step)
+        if is_close or warmup_steps > step or present <= 0:
             return False
+        is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
         falling = (max_steps - step) / (present * max_steps)  # the fraction that makes it fall from here on
         revised = dataclasses.replace(
             cfg,
@@ -97,10 +99,15 @@ class Pace:
             )
             return False
         state.cfg = revised
-        found = f"steps of {1000 * step_s:,.0f} ms now, so {max_steps:,} steps instead of {cfg.max_steps:,}"
+        found = f"steps of {1000 * self.step_s:,.0f} ms now, so {max_steps:,} steps instead of {cfg.max_steps:,}"
         progress.logger.info(f"--minutes {cfg.minutes:g}: {found}")
         progress.logger.log_flags(dataclasses.asdict(revised))
         return True
+
+
+def seconds_left(minutes: float, wall_time: float) -> float:
+    """For steps and evaluations, when so many seconds have passed."""
+    return USED * 60 * minutes - END_S - wall_time
 
 
 def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> tuple[int, Pace, str]:
@@ -140,8 +147,8 @@ def steps_within(
 ) -> tuple[int, Pace, str]:
     """Steps that end, with their evaluations, within so many minutes of the run's start; the speed; what to say of it.
 
-    step(i) and eval_batch() do what is timed, and wait for the device. 5 % and 4 s are kept for imports, the last
-    checkpoint and sample. The same on every rank. Raises UserError when there is no time for one step.
+    step(i) and eval_batch() do what is timed, and wait for the device. The same on every rank. Raises UserError when
+    there is no time for one step.
     """
     seconds, began = [], time.perf_counter()
     while len(seconds) < 3 or dist_max(dist_ctx, time.perf_counter() - began) < min(5.0, 3.0 * minutes):
@@ -153,12 +160,13 @@ def steps_within(
     t0 = time.perf_counter()
     eval_batch()
     pace = Pace(step_s, dist_max(dist_ctx, time.perf_counter() - t0) * n_eval_batches)
-    used = dist_max(dist_ctx, elapsed_s + time.perf_counter() - began) + 4.0 + 0.05 * 60 * minutes
-    steps = pace.steps_in(60 * minutes - used, 0, eval_every)
+    left_s = seconds_left(minutes, dist_max(dist_ctx, elapsed_s + time.perf_counter() - began))
+    steps = pace.steps_in(left_s, 0, eval_every)
     if steps < 1:
+        needed = math.ceil(10 * (minutes + (pace.eval_s + step_s - left_s) / (60 * USED))) / 10
         raise UserError(
             f"--minutes {minutes:g} is too short: a step takes {step_s:.1f} s and an evaluation {pace.eval_s:.1f} s "
-            f"here; give at least {(used + pace.eval_s + step_s) / 60:.1f}"
+            f"here; give at least {needed:g}"
         )
     said = f"steps of {1000 * step_s:,.0f} ms, evaluations of {pace.eval_s:.1f} s, so {steps:,} steps"
     return steps, pace, f"--minutes {minutes:g}: {said}"

@@ -559,7 +559,7 @@ def test_script_of_the_first_gpu_run_names_real_commands(tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # What scripts and imports do to a process
 
-SETTINGS = dict(GOMP_SPINCOUNT="10000", TORCHINDUCTOR_VEC_ISA_OK="1", AOT_INDUCTOR_ENABLE_LINE_TABLES="0")
+SETTINGS = dict(GOMP_SPINCOUNT="2000", TORCHINDUCTOR_VEC_ISA_OK="1", AOT_INDUCTOR_ENABLE_LINE_TABLES="0")
 
 
 @pytest.mark.parametrize("script", ["train_gpt.py", "bench.py", "bench.py infer", "sample.py", "export.py"])
