@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention import add_bias
-from ops.checks import some_tokens
+from ops.checks import as_plain, some_tokens
+from ops.parallel import reshard
 
 
 def take_positions(x: Tensor, index: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ def next_logits(model: nn.Module, idx: Tensor, cache: KVCache | None = None) -> 
         masks = {w: add_bias(cache.mask(w), bias) for w, bias in biases.items()}
     else:
         position = torch.arange(idx.size(1), device=idx.device)
-        masks = model.attention_masks(model.attn if cache is None else "sdpa", idx)
+        masks = model.attention_masks(model.attn_backend if cache is None else "sdpa", idx)
     x = model.hidden(tokens, position, masks, cache and cache.layers)
     last = x[:, -1:] if cache is None or idx.size(1) == 1 else take_positions(x, cache.lengths - 1)
     return model.logits(last)
@@ -140,33 +141,32 @@ class GenerationError(ValueError):
 def check_cache(model: nn.Module) -> None:
     """Raises GenerationError when the model gives other logits with a KV cache than without, for tokens drawn once.
 
-    Whatever looks at other tokens than attention does has to pass through the cache. In fp32, where rounding tells
-    little; fp8 has its own dtype. The model is in eval mode.
+    Whatever looks at other tokens than attention does has to pass through the cache. In fp32 and by PyTorch's own
+    attention, whatever the model is trained with. The model is in eval mode.
     """
     n = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     if n < 3:
         return
     apart, most, rough = 0.0, None, any(name.endswith("_int8") for name, _ in model.named_buffers())
     idx = some_tokens(model, 2, n)
-    dtype, model.compute_dtype = model.compute_dtype, model.compute_dtype if model.fp8 else torch.float32
     try:
-        whole = model(idx)
-        most = (0.5 if rough or model.fp8 else 1e-2) * whole.std().item() + 1e-6
-        for lengths in ([n - 2, max(1, n // 2 - 1)], [1, 1]):  # of the prompts
-            lengths = torch.tensor(lengths, device=idx.device)
-            cache = KVCache(model, lengths)
-            for place in (lengths - 1, lengths, lengths + 1):  # of the newest tokens: the prompt's end, and two steps
-                read = take_positions(idx, place) if cache.length.any() else idx[:, : lengths.max()]
-                got, want = model.next_logits(read, cache), take_positions(whole, place)
-                apart = max(apart, (got - want).abs().max().item())
+        with as_plain(model, torch.float32):
+            whole = model(idx)
+            most = (0.5 if rough else 1e-2) * whole.std().item() + 1e-6
+            for lengths in ([n - 2, max(1, n // 2 - 1)], [1, 1]):  # of the prompts
+                lengths = torch.tensor(lengths, device=idx.device)
+                cache = KVCache(model, lengths)
+                for place in (lengths - 1, lengths, lengths + 1):  # of the newest tokens: the prompt's end, two steps
+                    read = take_positions(idx, place) if cache.length.any() else idx[:, : lengths.max()]
+                    got, want = model.next_logits(read, cache), take_positions(whole, place)
+                    apart = max(apart, (got - want).abs().max().item())
+            reshard(model)  # before as_plain puts back what modules held
         why = f"logits with a KV cache differ by {apart:.2g} from those without"
     except (RuntimeError, IndexError, KeyError, ValueError, AttributeError) as error:
         if most is None or isinstance(error, torch.OutOfMemoryError):  # without a cache, too
             raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         apart, why = math.inf, f"tokens cannot be read one after the other, with a KV cache ({said})"
-    finally:
-        model.compute_dtype = dtype
     if not apart <= most:
         raise GenerationError(
             f"{why}: what looks at other tokens or at positions must pass through the cache, as previous(), "

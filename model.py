@@ -1,7 +1,7 @@
 """What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
-Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only decides how it is
-computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops/; text is drawn in generation.py.
+Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only affects how it is
+computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops/; generation.py generates text.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ from ops.pointwise import norm, relu_squared
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's shape. A checkpoint stores these fields, and nothing else is needed to build the model again."""
+    """The model's shape. A checkpoint stores these fields, and nothing else is needed to rebuild the model."""
 
     vocab_size: int = 50304
     seq_len: int = 1024
     n_layer: int = 12
     n_head: int = 6
     n_embd: int = 768
-    window: str = "L"  # a letter a layer, repeated: L full context, S a sliding window; "SSSL:256" sets its size
-    ngram: int = 0  # the longest n-gram of tokens that has an embedding besides each token's own; below 2 disables
+    window: str = "L"  # one letter per layer, tiled: L full context, S sliding window; "SSSL:256" sets its width
+    ngram: int = 0  # longest n-gram with a hashed embedding, added to each token's own; below 2 disables
     ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
     softcap: float = 15.0  # tanh soft-capping of logits to (-softcap, softcap); 0 disables
     rope_theta: float = 10000.0
-    version: int = 2  # of what is computed below: a checkpoint of another one is refused
+    version: int = 2  # of the computation below; checkpoints of another version are refused
 
     @property
     def head_dim(self) -> int:
@@ -57,13 +57,13 @@ class GPTConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that tell positions; the others are free to tell contents."""
+        """Dimensions of a head that are rotated by position; the others are free to carry content."""
         return self.head_dim // 4 * 2
 
     def layer_windows(self) -> list[int]:
-        """Tokens that each layer's attention sees, itself included (0 = the whole context).
+        """Keys that each query sees in each layer, its own included (0 = the whole context).
 
-        Raises ValueError when `window` is not letters S and L with an optional `:size` (default: a quarter of seq_len).
+        Raises ValueError unless `window` is letters S and L with an optional `:size` (default: a quarter of seq_len).
         """
         match = re.fullmatch(r"([SL]+)(?::([1-9]\d*))?", self.window)
         if not match:
@@ -77,9 +77,9 @@ class GPTConfig:
 
 
 class Linear(nn.Linear):
-    """Linear layer without bias in the activations' dtype: the weight stays fp32 and is cast at each use.
+    """Bias-free linear layer in the activations' dtype: the weight stays fp32 and is cast at each use.
 
-    Several n_out: as many matrices stacked in one weight, each orthogonalized on its own by Muon.
+    Several n_out: that many matrices stacked in one weight; Muon orthogonalizes each separately.
     """
 
     fp8 = False
@@ -96,10 +96,10 @@ class Linear(nn.Linear):
 
 
 class NgramEmbedding(nn.Embedding):
-    """The sum of rows of the table; one sum over all n-grams, as each lookup's gradient is as large as the table."""
+    """Sums rows of the table, over all n-grams at once: each separate lookup's gradient would be a whole table."""
 
     def forward(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """rows: int64 (N, M); weights: of each, (N, M), or None; returns fp32 (N, n_embd)."""
+        """rows: int64 (N, M); weights: one per row, (N, M), or None; returns fp32 (N, n_embd)."""
         return F.embedding_bag(rows, self.weight.float(), mode="sum", per_sample_weights=weights)
 
 
@@ -111,19 +111,19 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttnContext(NamedTuple):
-    """What the blocks know of a sequence besides x (B, T, n_embd)."""
+    """What a block gets besides x (B, T, n_embd)."""
 
     cos: Tensor  # (T, 1, rotary_dim / 2) or (B, T, 1, rotary_dim / 2), in the compute dtype
     sin: Tensor
-    starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: documents do not matter
-    mask: object  # what attention_mask made for this layer's window
-    past: LayerCache | None = None  # this layer's, while text is drawn
+    starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
+    mask: object  # attention_mask's result for this layer's window
+    past: LayerCache | None = None  # this layer's KV cache, during generation only
 
 
 def previous(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
-    """Of x (B, T, ...), what belongs to the token before, also while text is drawn; zeros where there is none.
+    """x (B, T, ...) of the previous token, also in cached decoding; zeros where there is none.
 
-    name: the key of this use in the layer's cache, unique in a layer.
+    name: the key of this use in the layer's cache, unique within the layer.
     """
     before = shift_right(x) if ctx.past is None else ctx.past.shift(name, x)
     if ctx.starts is None:
@@ -132,10 +132,10 @@ def previous(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
 
 
 def shift_keys(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
-    """Keys (B, T, H, D) with the dimensions beyond rotary_dim of the token before; zeros where there is none.
+    """Keys (B, T, H, D) whose dimensions beyond rotary_dim are the previous token's; zeros where there is none.
 
-    Partial key offset, of the NanoGPT speedrun: a query finds what followed an earlier token like its own in one layer
-    instead of two (one-layer induction).
+    Partial key offset (NanoGPT speedrun): one layer instead of two is enough to find what followed an earlier token
+    like the query's (one-layer induction).
     """
     k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
     return torch.cat((k_rot, previous("key", k_pass, ctx)), dim=-1)
@@ -165,7 +165,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, with ReLU squared."""
+    """Feed-forward layer with a hidden width of 4 * n_embd and squared ReLU."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -184,10 +184,10 @@ class Block(nn.Module):
         self.checkpointing, self.offload = "none", False
         self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
-        self.compiled = None  # the compiled layer, within the hooks that a wrapper puts around forward
+        self.compiled = None  # the compiled forward_with_ac; hooks of wrappers stay outside it
 
     def __getstate__(self) -> dict:
-        return self.__dict__ | dict(compiled=None)  # or a copy, as of an EMA, would run this block
+        return self.__dict__ | dict(compiled=None)  # else a copy, e.g. for an EMA, would run this block
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         if ctx.past is not None:
@@ -213,12 +213,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
-    Arguments that change speed, memory and rounding only: `attn` is the attention backend, `loss_chunk` the tokens
-    whose logits exist at once (0 = all), `offload` sends activations to the host; `fp8` (MLP, and the head where the
-    loss kernel makes its gradient) rounds more. Each block's `checkpointing` is none, selective or full.
-    Arguments that change the model: with `doc_eot`, tokens do not attend across the documents that this token starts.
-    `ngram_dropout` is the probability of dropping an n-gram in training mode. Which ones are dropped is a function of
-    the n-gram, its place in the sequence and `step_seed`, new for each step: ranks and micro-batches do not matter.
+    Arguments that only affect speed, memory and rounding: `attn` is the attention backend; `loss_chunk` is how many
+    tokens' logits exist at once (0 = all); `offload` keeps activations in CPU memory; `fp8` (in the MLP, and in the
+    head where the loss kernel computes its gradient) rounds more. Each block's `checkpointing` is none, selective or
+    full. Arguments that change the model: `doc_eot` is the token that starts a document; if it is given, tokens do not
+    attend across documents. `ngram_dropout` is the probability of dropping an n-gram in training mode. Which ones are
+    dropped depends on the n-gram, its position and `step_seed` (new each step), not on ranks or micro-batches.
     """
 
     extrapolates = True  # False: positions end at seq_len, so longer texts are drawn from their last seq_len tokens
@@ -237,7 +237,7 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
         self.ngram_dropout, self.step_seed = ngram_dropout, 0
-        self.attn, self.doc_eot, self.fp8 = attn, doc_eot, fp8
+        self.attn_backend, self.doc_eot, self.fp8 = attn, doc_eot, fp8
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
@@ -268,47 +268,47 @@ class GPT(nn.Module):
         self.sin.copy_(angle.sin())
 
     def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """What is added to the scores of attention, fp32 (..., H, T, S), or None: ALiBi and relative positions go here.
+        """A bias added to the attention scores, fp32 (..., H, T, S), or None: ALiBi and relative positions go here.
 
-        query, key: positions, int64 (..., T) and (..., S), in training and evaluation, and while text is drawn.
+        query, key: positions, int64 (..., T) and (..., S). Called in training, evaluation and generation.
         """
         return None
 
     def attention_masks(self, backend: str, idx: Tensor, cu_seqlens: Tensor | None = None) -> dict[int, object]:
-        """What attention takes as mask, for each window of the layers; idx: tokens (B, T); cu_seqlens: see forward."""
+        """The attention mask for each distinct window, by window; idx: tokens (B, T); cu_seqlens: see forward."""
         position = torch.arange(idx.size(1), device=idx.device)
         bias = self.attention_bias(position, position)
         return {w: attention_mask(backend, idx, w, self.doc_eot, bias, cu_seqlens) for w in set(self.windows)}
 
     def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of rotary position embedding; position: as embed has it."""
-        if position.dim() == 1:  # from the first token on
+        """cos and sin of rotary position embedding; position: as in embed."""
+        if position.dim() == 1:  # 0, 1, 2, ...
             cos, sin = self.cos[: position.size(0)], self.sin[: position.size(0)]
-        else:  # while text is drawn, also beyond the context
+        else:  # during generation, which may exceed the context
             angle = position[..., None, None] * self.frequency
             cos, sin = angle.cos(), angle.sin()
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """idx and targets are integer (B, T), T <= seq_len; a target of -1 is not counted.
+        """idx and targets: integer (B, T), T <= seq_len; targets of -1 are ignored.
 
         With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
-        Without: fp32 logits (B, T, vocab_size). cu_seqlens: document_offsets(idx), where they are known already, for
-        the attention backend "varlen". Raises ValueError for more tokens than the context has.
+        Without: fp32 logits (B, T, vocab_size). cu_seqlens: document_offsets(idx), if already computed, for the
+        attention backend "varlen". Raises ValueError if T exceeds seq_len.
         """
         length = idx.size(1)
         if length > self.cfg.seq_len:
             raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
         position = torch.arange(length, device=idx.device)
-        x = self.hidden(idx, position, self.attention_masks(self.attn, idx, cu_seqlens))
+        x = self.hidden(idx, position, self.attention_masks(self.attn_backend, idx, cu_seqlens))
         if targets is None:
             return self.logits(x)
         return self.loss(x.flatten(0, 1), targets.flatten())
 
     def hidden(self, tokens: Tensor, position: Tensor, masks: dict, layers: list[LayerCache] | None = None) -> Tensor:
-        """What the last block puts out, normalized, (B, T, n_embd); in training, evaluation and while text is drawn.
+        """The last block's output, normalized, (B, T, n_embd); for training, evaluation and generation.
 
-        tokens, position: as embed takes them. masks: of attention, by window. layers: the KV caches.
+        tokens, position: as in embed. masks: attention masks by window. layers: the KV caches.
         """
         cos, sin = self.rotary_tables(position)
         starts = None
@@ -320,13 +320,13 @@ class GPT(nn.Module):
         return norm(x)
 
     offsets_of_micro_batches = offsets_of_micro_batches
-    next_logits = next_logits  # a method, since FSDP gathers weights for methods of the model
+    next_logits = next_logits  # a method, so that FSDP gathers the weights for it
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """Embeddings of the last T of tokens (B, S) and of the n-grams that each ends, summed: (B, T, n_embd).
+        """Summed embeddings of the last T of tokens (B, S) and of the n-grams ending at each: (B, T, n_embd).
 
         position: of those T tokens in the context, int64 (T,) or (B, T). Hashed n-grams as in Over-Tokenized
-        Transformer (Huang et al. 2025): what follows a few letters need not be learned by attention.
+        Transformer (Huang et al. 2025): attention need not learn what follows a few letters.
         """
         length = position.size(-1)
         x = self.wte(tokens[:, -length:])
@@ -341,16 +341,16 @@ class GPT(nn.Module):
         return x + self.ngrams(ngram_rows(codes, self.cfg.ngram_rows), weights).view(x.shape).to(x.dtype)
 
     def freeze(self) -> "GPT":
-        """For inference: no gradients, and matrices in the compute dtype once, instead of at each use."""
+        """For inference: no gradients; weight matrices are cast to the compute dtype once, not at each use."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.weight.data = module.weight.data.to(self.compute_dtype)
         return self.eval().requires_grad_(False)
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of a token of a whole context, forward and backward.
+        """Forward and backward FLOPs per token, averaged over a full context.
 
-        6 per matmul weight, counted once per use, and 12 * n_embd per token attended to.
+        6 per matmul weight, counted once per use, and 12 * n_embd per token attended to, in each layer.
         """
         t = self.cfg.seq_len
         attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
@@ -359,18 +359,18 @@ class GPT(nn.Module):
         return 6 * weights + 12 * self.cfg.n_embd * attended
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of what the last block put out, normalized (..., n_embd): soft-capped logits, fp32 (..., vocab_size)."""
+        """Soft-capped logits, fp32 (..., vocab_size), of the last block's normalized output x (..., n_embd)."""
         return softcap_logits(self.head(x).float(), self.cfg.softcap)
 
     @property
     def loss_kernel(self) -> bool:
-        """Whether a kernel makes the gradient of the loss: of an edited one, or behind another head, autograd does."""
+        """Whether the fused kernel computes the loss gradient; with an edited loss or another head, autograd does."""
         head, functions = self.head, [getattr(f, "__func__", f) for f in (self.logits, self.chunk_loss)]
         hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
         return type(head) is Linear and not any(hooks) and kernel_fits(Linear.forward, *functions, cross_entropy)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses of x (N, n_embd) against targets (N,), fp32 (), by chunks of tokens."""
+        """Summed loss of x (N, n_embd) against targets (N,), fp32 (), computed in chunks of tokens."""
         chunk = self.loss_chunk or len(x)
         if self.loss_kernel and self.loss_chunk and torch.is_grad_enabled():
             options = (self.cfg.softcap, chunk, self.ce_fn, self.fp8)
@@ -385,9 +385,9 @@ class GPT(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
-    """The loss, summed: of fp32 logits (N, V) against targets (N,), of which -1 is not counted; fp32 ().
+    """Summed loss of fp32 logits (N, V) against targets (N,), fp32 (); targets of -1 are ignored.
 
-    training: whether it is trained on, or evaluated.
+    training: False in evaluation.
     """
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
@@ -395,7 +395,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The parameter table
 
-MUON = dict(betas=(0.95, 0.0), wd_mul=1.0)  # momentum, and a number that it does not use
+MUON = dict(betas=(0.95, 0.0), wd_mul=1.0)  # the first is the momentum, the second is unused
 # Every parameter must match exactly one row. Matrices inside the blocks are for Muon, everything else is for Adam.
 PARAM_TABLE = {
     "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", lr_mul=75.0),
@@ -408,17 +408,17 @@ PARAM_TABLE = {
 
 
 def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
-    """Initial weights and buffers. seed_of: of a parameter's name; each is drawn whole, by a generator of its own."""
-    initialize(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)  # a whole model, for rows that say "module"
+    """Initialize weights and buffers. seed_of: parameter name -> seed; each is drawn whole, by its own generator."""
+    initialize(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)  # builds a model for rows with init "module"
 
 
 def init_buffers(model: GPT, seed_of: Callable[[str], int]) -> None:
-    """The buffers alone."""
+    """Initialize the buffers only."""
     initialize_buffers(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)
 
 
 def check_model(model: GPT) -> list[str]:
-    """Raises ModelError for what would train something else than it seems to. Overwrites weights and buffers.
+    """Raises ModelError if the model would silently train something wrong. Overwrites weights and buffers.
 
     Returns lines for the log.
     """
@@ -426,9 +426,9 @@ def check_model(model: GPT) -> list[str]:
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
-    """Parameter groups for `Optimizer`: one for all parameters of a row of the table whose settings are the same.
+    """Parameter groups for `Optimizer`: parameters of one row of the table with equal settings share a group.
 
-    "adamw": one learning rate and decay for all.
+    "adamw": the same learning rate and decay for all.
     """
     groups: dict[tuple, dict] = {}
     for name, param in model.named_parameters():
@@ -460,27 +460,27 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Muon + Adam
 
-# The values of ParamGroupSpec.optim: names of each parameter's state tensors, and an update function, None where
-# Optimizer has it built in: update(group, param, grad, *state), elementwise and in place, under FSDP on rows alone.
+# ParamGroupSpec.optim -> names of each parameter's state tensors, and update(group, param, grad, *state), which works
+# elementwise and in place (under FSDP on this rank's rows only); None where Optimizer implements it itself.
 OPTIMIZERS = {"muon": (("momentum",), None), "adam": (("exp_avg", "exp_avg_sq"), None)}
 
-MAX_STACK_NUMEL = 2**26  # numbers that a rank orthogonalizes at once: they need memory several times over
+MAX_STACK_NUMEL = 2**26  # elements that a rank orthogonalizes at once; this takes several times their memory
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
 # singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
 NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780, -1.9908, 0.4541))
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """A nearly semi-orthogonal matrix for each of x (M, rows, cols): singular values above 0.01 end in [0.7, 1.3].
+    """A nearly semi-orthogonal matrix for each of x (M, rows, cols), by Muon's quintic Newton-Schulz iteration.
 
-    Of the largest, that is: smaller ones grow 76-fold. Quintic Newton-Schulz iteration of Muon (Jordan et al. 2024), in
-    the dtype of x. All-zero matrices stay zero.
+    Singular values above 0.01 of the largest end up in [0.7, 1.3]; smaller ones grow 76-fold. (Jordan et al. 2024.)
+    Runs in the dtype of x. All-zero matrices stay zero.
     """
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
-    gram, x = gram / scale, x / scale.sqrt()  # a tighter bound of the largest singular value than the norm of x
+    gram, x = gram / scale, x / scale.sqrt()  # bounds the largest singular value more tightly than the norm of x
     exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     # Aspect ratio >= 4 in full fp32: iterate on the Gram matrix and apply the accumulated polynomial to x once
     # (17 small-matmul equivalents instead of 27). Unstable in bf16 and TF32.
@@ -500,9 +500,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def normalize_rows(x: Tensor) -> Tensor:
-    """Each of x (M, rows, cols) with rows rescaled to equal length, its Frobenius norm kept; all-zero rows stay.
+    """Rescale the rows of each of x (M, rows, cols) to equal norm, keeping its Frobenius norm; zero rows stay zero.
 
-    Every neuron then moves as far. NorMuon (Li et al. 2025) divides by a running mean, here by a row's present length.
+    Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides by a running mean, this by the norm.
     """
     even = F.normalize(x.float(), dim=-1)
     norms = [torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True, dtype=torch.float32) for t in (x, even)]
@@ -510,9 +510,9 @@ def normalize_rows(x: Tensor) -> Tensor:
 
 
 def orthogonalize(x: Tensor, n_upright: int) -> list[Tensor]:
-    """Muon's updates of matrices x (M, rows, cols), of which those after the first n_upright are transposed.
+    """Muon's updates from x (M, rows, cols), where the matrices after the first n_upright are transposed.
 
-    Rows of one length, times max(1, rows / cols) ** 0.5; returns the upright ones and the others as they should stand.
+    Rows have equal norm, times max(1, rows / cols) ** 0.5. Returns both parts, each in its parameters' orientation.
     """
     x = newton_schulz(x)
     updates = [normalize_rows(part) for part in (x[:n_upright], x[n_upright:].mT)]
@@ -531,17 +531,17 @@ class Optimizer(torch.optim.Optimizer):
         update = normalize_rows(update) * max(1, rows / cols) ** 0.5
         w -= lr * (update + weight_decay * w)
 
-    Matrices of one shape, or of it transposed, are stacked over all groups and orthogonalized in one batched call, in
-    `ns_dtype`; the ranks divide the stack among them, evenly or not, and exchange the results, in `ns_dtype` too, while
-    the next stack or Adam is at work.
-    Under DDP every rank holds whole parameters, and they stay bit-identical. Under FSDP each holds rows: the shards of
-    a matrix meet on its owner, so that a shard is never orthogonalized alone, and its update goes back in shards;
-    stacks are of one group and shape there. With hybrid sharding both hold: shards meet within their group, and the
-    groups divide the matrices.
-    `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) host memory.
+    Matrices of one shape or its transpose are stacked across groups and orthogonalized in one batched call, in
+    `ns_dtype`. The ranks split each stack, evenly or not, and exchange the results, also in `ns_dtype`, overlapped with
+    the next stack or Adam.
+    Under DDP every rank holds whole parameters, which stay bit-identical. Under FSDP each holds rows: every matrix is
+    gathered on its owner, so that no shard is orthogonalized alone, and its update is scattered back; a stack then has
+    one group and shape. With hybrid sharding both apply: shards are gathered within their group, and the groups split
+    the matrices.
+    `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) CPU memory.
     """
 
-    fused = True  # False: one parameter at a time, as in plain loops; the baseline of bench.py, whose Adam never skips
+    fused = True  # False: a plain loop over parameters, bench.py's baseline, in which Adam ignores `skip`
 
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
         super().__init__(groups, dict(lr=0.0))
@@ -550,7 +550,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("momentum", group["betas"][0])
             if group["kind"] == "muon":
-                group.setdefault("initial_momentum", group["momentum"])  # what get_momentum's schedule ends at
+                group.setdefault("initial_momentum", group["momentum"])  # the final value of get_momentum's schedule
             for p in group["params"]:
                 if p.requires_grad:
                     self.make_state(group, p)
@@ -564,32 +564,35 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
-        """Update every parameter that has a gradient from it, with the groups' present `lr`; leave the others alone.
+        """Update every parameter that has a gradient, at its group's current `lr`; leave the others alone.
 
-        skip: bool () on the device. Where it is true, weights and state stay as they are (a -0 may become 0); it needs
+        skip: bool () on the device. If true, weights and state stay unchanged (though a -0 may become 0); it requires
         the fused kernels.
         """
         device = self.param_groups[0]["params"][0].device
         skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
-        if device.type == "mps" and skip.item():  # the fused kernels of MPS do not look at found_inf
+        if device.type == "mps" and skip.item():  # MPS's fused kernels ignore found_inf
             return
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p not in self.state:  # it was frozen before
+                if p.grad is not None and p not in self.state:  # it was frozen until now
                     self.make_state(group, p)
         pending = []
         for stack in matrix_stacks(self.param_groups, self.state, MAX_STACK_NUMEL, self.fused):
             updates, arrival = self.muon_updates(stack, skip)
             pending.append((stack, updates, arrival))
-            if len(pending) > 1 or not arrival:  # one stack travels while the next is worked on
+            if len(pending) > 1 or not arrival:  # exchange one stack while computing the next
                 self.apply_updates(*pending.pop(0), skip)
         for group in self.param_groups:
+            if group["kind"] == "muon":
+                continue
+            update = self.adam_update if group["kind"] == "adam" else self.other_update
             by_shape: dict[object, list[Tensor]] = {}
-            for p in group["params"] if group["kind"] != "muon" else ():
+            for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape if self.fused else p, []).append(p)
             for params in by_shape.values():
-                (self.adam_update if group["kind"] == "adam" else self.other_update)(group, params, skip)
+                update(group, params, skip)
         for last in pending:
             self.apply_updates(*last, skip)
 
@@ -626,7 +629,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def muon_updates(self, stack: list[MuonSlice], skip: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """The updates of a stack, each in a row of its own, and what to wait for until other ranks' are there, or None.
+        """The updates of a stack, one per row, and a handle to wait on for those of other ranks, or None.
 
         Overwrites the gradients.
         """

@@ -232,8 +232,9 @@ def limit_memory(limit_mb: int, device: torch.device) -> None:
     if not limit_mb:
         return
     if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_mb * 2**20 / total))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_mb * 2**20 / total), device)
     elif device.type == "cpu" and sys.platform == "linux":
         import resource
 

@@ -35,6 +35,7 @@ from runtime.memory import (
     fit_loss_chunk,
     largest_loss_chunk,
     state_bytes,
+    update_bytes,
 )
 from runtime.ranks import DistContext, exit_process
 from train_gpt import (
@@ -114,7 +115,7 @@ def plan_ranks(bench: Bench) -> dict:
     cfg = dataclasses.replace(cfg, dtype=resolve_dtype(cfg, DistContext(device))[0])
     micro_batch = cfg.micro_batch or 1
     model, optimizer_bytes = planned_model(cfg)
-    model.loss_chunk = fit_loss_chunk(cfg.loss_chunk, model.cfg.vocab_size, device)
+    model.loss_chunk = fit_loss_chunk(cfg.loss_chunk, model.cfg.vocab_size, device, cfg.compile != "off")
     mode = cfg.checkpointing if cfg.checkpointing in AC_MODES else "none"
     where = dict(on_cpu=device.type == "cpu", compiled=cfg.compile != "off")
     for ranks in (1, 2, 4, 8):
@@ -206,7 +207,7 @@ def measure_card(cfg: Config) -> str:
     model, batch = state.raw_model, torch.zeros((2 * state.micro_batch, cfg.seq_len + 1), dtype=torch.int64)
     for _ in range(2):
         train_step(state, batch.pin_memory(), 1.0)
-    optimizer_bytes = 0 if cfg.offload == "optimizer" else sum(map(state_bytes, state.optimizer.param_groups))
+    optimizer_bytes = update_bytes(cfg, state.optimizer.param_groups, dist_ctx.world_size)
     mode, compiled = model.blocks[0].checkpointing, cfg.compile != "off"
     shape = (model, mode, state.micro_batch, cfg.seq_len, optimizer_bytes)
     ranks = ranks_per_copy(cfg, dist_ctx)

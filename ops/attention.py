@@ -23,7 +23,7 @@ SDPA_BACKENDS = {
 
 
 class Varlen(NamedTuple):
-    """What varlen_attn takes in place of a mask: where sequences start, int32 (N,), the longest, and the window."""
+    """What varlen_attn takes instead of a mask: sequence offsets, int32 (N,), the longest sequence, and the window."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -34,9 +34,9 @@ TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")  # backen
 
 
 def document_offsets(tokens: Tensor, eot: int) -> Tensor:
-    """Where sequences and documents start in tokens (B, T) in one row, and where they end: int32 (N,).
+    """Offsets of sequences and documents in tokens (B, T) laid out in one row, with the end: int32 (N,).
 
-    On a GPU this waits for it, as N is not known before.
+    On a GPU this waits for the device, as N is not known before.
     """
     starts = tokens == eot
     starts[:, 0] = True
@@ -44,11 +44,11 @@ def document_offsets(tokens: Tensor, eot: int) -> Tensor:
 
 
 def offsets_of_micro_batches(model, batch: Tensor, micro_batch: int) -> list[list[Tensor]]:
-    """A list with what GPT.forward takes as cu_seqlens, for each micro-step of a batch (B, T + 1), if it takes any.
+    """For each micro-step of a batch (B, T + 1), what GPT.forward takes as cu_seqlens: a list of one list, or [].
 
-    Of a batch on the host, for which nothing waits.
+    Computed from the batch on the host, so that nothing waits for the device.
     """
-    if model.attn != "varlen" or model.doc_eot is None:
+    if model.attn_backend != "varlen" or model.doc_eot is None:
         return []
     device = model.cos.device
     offsets = [document_offsets(part[:, :-1], model.doc_eot) for part in batch.split(micro_batch)]
@@ -65,13 +65,13 @@ def attention_mask(
     bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ):
-    """Which keys each query sees, in the form that `backend` takes; None where plain causal attention says the same.
+    """Which keys each query sees, in the form that `backend` takes; None if that is plain causal attention.
 
     tokens: integer (B, T). window: keys seen, the query's own included; 0 = all. eot: the token that starts a document,
-    which sees no other; None = documents do not matter. bias: added to the scores, (H, T, T), for TAKES_BIAS only.
-    cu_seqlens: document_offsets(tokens, eot), if they are known.
-    Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or with a bias floating; else a BlockMask or Varlen. Raises
-    ModelError for a bias that the backend does not take.
+    which attends to no other document; None = ignore documents. bias: added to the scores, (H, T, T), for TAKES_BIAS
+    only. cu_seqlens: document_offsets(tokens, eot), if already computed.
+    Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or a float one if there is a bias; else a BlockMask or Varlen.
+    Raises ModelError for a bias that the backend does not take.
     """
     batch, length = tokens.shape
     if bias is not None and backend not in TAKES_BIAS:
@@ -99,13 +99,13 @@ def attention_mask(
 
 
 def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
-    """A bool mask and what is added to the scores as one mask: -inf where nothing is seen."""
+    """Combine a bool mask and a bias of the scores into one mask: -inf where nothing is seen."""
     return mask if bias is None else torch.where(mask, bias, -math.inf)
 
 
 def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor | None = None):
     """FlexAttention's BlockMask of a causal window (0 = all), within documents numbered by doc_ids (B, T) if given."""
-    from torch.nn.attention.flex_attention import create_block_mask  # two seconds that nobody else should pay
+    from torch.nn.attention.flex_attention import create_block_mask  # takes two seconds; only flex needs it
 
     def mask_mod(b, h, q, k):
         inside = (k <= q) & (k > q - window) if window else k <= q
@@ -114,8 +114,16 @@ def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor |
     batch = None if doc_ids is None else len(doc_ids)
     make = create_block_mask
     if doc_ids is not None and device.type == "cuda":  # else it would make the whole (B, T, T)
-        make = torch.compile(create_block_mask)
+        make = compiled_block_mask()
     return make(mask_mod, batch, None, length, length, device=device)
+
+
+@functools.cache
+def compiled_block_mask():
+    """Once, as PyTorch keeps what each call of torch.compile made."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask)
 
 
 causal_block_mask = functools.cache(block_mask)
@@ -142,7 +150,7 @@ def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention to a KV cache. Not by cuDNN, which re-plans for every key length."""
+    """Attention over a KV cache. Avoids cuDNN, which re-plans for every key length."""
     alike = q.size(2) == 1 and q.size(1) == k.size(1) and mask is not None
     if alike and q.is_cpu and torch.compiler.is_dynamo_compiling():
         return one_query_attention(q, k, v, mask)
@@ -178,17 +186,17 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Varlen) -> Tensor:
 
 
 def query_blocks(length: int) -> list[tuple[int, int]]:
-    """Start and end of each block of queries of blocked_attention, which sees the keys before its end: four at most."""
+    """Start and end of each query block of blocked_attention, four at most; a block sees the keys before its end."""
     size = max(128, -(-length // 4))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Matmuls and a softmax for a block of queries at a time, without the keys after the block; q and k equally long.
+    """Matmuls and a softmax, one block of queries at a time, on the keys up to its end; as many queries as keys.
 
-    On a CPU it beats SDPA's kernel, compiled in all dtypes, else in bf16: with that, steps of `laptop` with bytes and
-    `--seq_len 256` take 26 % longer compiled, and 19 % eager. It keeps the probabilities for backward, and has few
-    blocks, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
+    On a CPU it beats SDPA's kernel: compiled in all dtypes, eager in bf16. With SDPA's kernel, steps of `laptop` with
+    bytes and `--seq_len 256` take 26 % longer compiled and 19 % longer eager. It keeps the probabilities for backward,
+    and uses few blocks, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
     """
     (batch, n_head, length, head_dim), out = q.shape, []
     if mask is None:
@@ -222,7 +230,7 @@ ATTENTION_BACKENDS = {
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
     """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made.
 
-    Raises ModelError for more keys than queries without a mask that says which of them is whose.
+    Raises ModelError if there are more keys than queries and no mask to say which keys a query sees.
     """
     if mask is None and k.size(2) != q.size(2):
         raise ModelError(
@@ -234,7 +242,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> T
 
 def attention_kernels(model, micro_batch: int) -> str:
     """Backend and kernels of a GPT's attention: as PyTorch chooses for such tensors, not as a flag says."""
-    backend, cfg, device = model.attn, model.cfg, model.cos.device
+    backend, cfg, device = model.attn_backend, model.cfg, model.cos.device
     if backend not in ("auto", "sdpa", *SDPA_BACKENDS):
         return backend
     q = torch.empty(

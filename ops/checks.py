@@ -1,4 +1,4 @@
-"""Checks of a model when it is built: attention, order and loss are what everything around them takes them for."""
+"""Checks of a freshly built model: attention, causal order and loss are what the code around them assumes."""
 
 import contextlib
 import copy
@@ -16,10 +16,10 @@ from ops.params import check_param_table, some
 
 
 def check_model(model, cross_entropy, table: dict, optimizers: dict) -> list[str]:
-    """Raises ModelError for what would train something else than it seems to; the others are model.py's.
+    """Raises ModelError if the model would silently train something wrong; the other arguments are model.py's.
 
-    Overwrites weights and buffers, which are drawn afterwards. Returns lines for the log: what is right, and perhaps
-    not meant.
+    Overwrites weights and buffers, which are initialized afterwards. Returns lines for the log about what is allowed,
+    but perhaps not intended.
     """
     check_param_table(model, table, optimizers)
     check_attention(model)
@@ -38,7 +38,7 @@ def check_model(model, cross_entropy, table: dict, optimizers: dict) -> list[str
 
 @torch.no_grad()
 def check_values(model, cross_entropy, dtype: torch.dtype, length: int) -> None:
-    """The checks by logits and losses, in this dtype, of so many tokens."""
+    """The checks that compare logits and losses, in this dtype, on `length` tokens."""
     trained_in = model.compute_dtype
     with as_plain(model, dtype):
         check_order(model, length)
@@ -49,7 +49,7 @@ def check_values(model, cross_entropy, dtype: torch.dtype, length: int) -> None:
 
 @torch.no_grad()
 def take_notes(model) -> list[str]:
-    """What is right, and perhaps not meant; of models that can be tried by a few tokens."""
+    """Notes on what is allowed, but perhaps not intended; only for models that run on a few tokens."""
     found, takers = [], [(note_windows, torch.float32), (note_dtype, model.compute_dtype)]
     if not hasattr(model, "reshard"):  # under FSDP, weights are not those that blocks see
         takers.append((note_traces, torch.float32))
@@ -66,11 +66,11 @@ def take_notes(model) -> list[str]:
 
 @torch.no_grad()
 def check_attention(model) -> None:
-    """Raises ModelError when the model's attention backend does not compute what the others do, on random numbers.
+    """Raises ModelError if the model's attention backend disagrees with plain attention on random numbers.
 
-    A backend is how attention is computed: text is drawn with a KV cache, which not every backend can read.
+    A backend may only change how attention is computed: generation uses a KV cache, which not every backend can read.
     """
-    cfg, device, name = model.cfg, model.cos.device, model.attn
+    cfg, device, name = model.cfg, model.cos.device, model.attn_backend
     length = min(cfg.seq_len, 128)
     place = torch.device("cpu") if name == "flex" else device  # where it needs no compiler
     dtype = torch.float32 if name == "flex" else model.compute_dtype
@@ -95,9 +95,9 @@ def check_attention(model) -> None:
         apart = max(apart, off.max().item())
     if not apart < (1e-3 if exact else 3e-2):
         raise ModelError(
-            f"--attn {name} computes something else than softmax attention, so text would be drawn from another model; "
-            "a backend is only how attention is computed: put what changes it into model.py, as GPT.attention_bias or "
-            "in CausalSelfAttention"
+            f"--attn {name} computes something else than softmax attention, so sampling would use another model; "
+            "a backend may only change how attention is computed: put what changes the result into model.py, in "
+            "GPT.attention_bias or CausalSelfAttention"
         )
 
 
@@ -105,9 +105,9 @@ PADDING = "a target of -1 is not counted: give F.cross_entropy ignore_index=-1, 
 
 
 def check_loss(cross_entropy, model) -> None:
-    """Raises ModelError when a loss is not a sum over the tokens whose target is not -1, so that batches can be cut.
+    """Raises ModelError unless the loss is a sum over tokens whose target is not -1, so that batches can be split.
 
-    Of a loss that draws numbers, only when it is not one number.
+    A loss that draws random numbers is only checked to be a single number.
     """
     vocab_size, device = model.cfg.vocab_size, model.cos.device
     logits = torch.randn((6, vocab_size), generator=torch.Generator().manual_seed(0))
@@ -168,9 +168,9 @@ def seed_all(seed: int) -> None:
 
 @torch.no_grad()
 def show_zeros(model) -> None:
-    """Random numbers in the place of zeros and small constants, as of gates, which hide what is behind them.
+    """Replace zeros and small constants, e.g. of gates, by random numbers, as they hide what is behind them.
 
-    Under FSDP of all parameters, as none has values yet.
+    Under FSDP, replace all parameters, as none has values yet.
     """
     sharded = hasattr(model, "reshard")
     seed_all(0)
@@ -182,20 +182,22 @@ def show_zeros(model) -> None:
 
 @contextlib.contextmanager
 def as_plain(model, dtype: torch.dtype):
-    """The model in this dtype, by PyTorch's own attention, with which check_attention has compared the backend.
+    """Context manager: the model in this dtype, with PyTorch's attention (check_attention has checked the backend).
 
-    Afterwards its modules have the attributes that they had, whatever forward passes have left in them.
+    Afterwards its modules have the attributes they had before, whatever forward passes have changed.
     """
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
     containers = [v for kept in attributes for v in kept.values() if isinstance(v, (dict, set, list))]
     contents = [copy.copy(container) for container in containers]
     for module in modules:
-        if vars(module).get("backend") == model.attn:
+        if vars(module).get("backend") == model.attn_backend:
             module.backend = "sdpa"
         if vars(module).get("fp8"):
             module.fp8 = False
-    model.attn, model.compute_dtype = "sdpa", dtype
+        if vars(module).get("compiled"):  # for other shapes it would be compiled again
+            module.compiled = None
+    model.attn_backend, model.compute_dtype = "sdpa", dtype
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -217,9 +219,9 @@ def some_tokens(model, rows: int, length: int) -> Tensor:
 
 
 def check_order(model, length: int) -> None:
-    """Raises ModelError when logits change with tokens that come later, or belong to another sequence or document.
+    """Raises ModelError if logits depend on later tokens, or on another sequence or document.
 
-    A model that sees what it is to predict has a low loss, and no use.
+    A model that sees what it should predict has a low loss, and no use.
     """
     half, logits = length // 2, []
     cuts = (1, max(1, half - 1))  # neither of which is between chunks
@@ -247,17 +249,17 @@ def check_order(model, length: int) -> None:
     for what, most in seen.items():
         if most > 1e-4 * first.nan_to_num(0).std():
             raise ModelError(
-                f"logits of a token change by {most.item():.2g} with {what}, so the loss would be of a model that sees "
-                "what it should not: attention, shifts, pooling, norms and scales of rounding may look at earlier "
-                "tokens of the same sequence only, with --doc_mask of the same document; if more is meant, take "
-                "check_order out of check_values in ops/checks.py"
+                f"logits of a token change by {most.item():.2g} with {what}, so the model sees what it should not: "
+                "attention, shifts, pooling, norms and rounding scales may only look at earlier tokens of the same "
+                "sequence (with --doc_mask, of the same document); if more is intended, take check_order out of "
+                "check_values in ops/checks.py"
             )
 
 
 def check_sum(model, cross_entropy, length: int) -> None:
-    """Raises ModelError for a loss of GPT.forward that is not cross_entropy in evaluation, or no sum in training.
+    """Raises ModelError if GPT.forward's loss is not cross_entropy in evaluation, or not a sum in training.
 
-    Of one token, beside which a mean over all is large, and of all. What draws numbers is not compared.
+    Checked on one target, where a mean over all stands out, and on all. What draws random numbers is not compared.
     """
     idx = some_tokens(model, 1, length)
     last = torch.where(torch.arange(length, device=idx.device) < length - 1, -1, idx)
@@ -320,7 +322,7 @@ def check_config(model, trained_in: torch.dtype, length: int) -> None:
         raise ModelError(
             "a model made by GPT(cfg) alone gives other logits than this one, so sample.py and export.py would use "
             "another model than is trained: what changes it must be a field of GPTConfig, which a flag of the same "
-            "name sets, and not an argument or attribute that build gives it; if it is meant, take check_config out of "
+            "name sets, not an argument or attribute set in build; if it is intended, take check_config out of "
             "check_values in ops/checks.py"
         )
 
@@ -336,13 +338,13 @@ def note_windows(model) -> list[str]:
             model.windows = [window] * len(model.windows)
             seed_all(1)
             logits.append(model(some_tokens(model, 1, length)))
-    return ["--window changes nothing here: attention that uses ctx.mask has it"] * torch.equal(*logits)
+    return ["--window has no effect: the attention must use ctx.mask"] * torch.equal(*logits)
 
 
 def note_traces(model) -> list[str]:
-    """Lines on parameters that no gradient reaches, and buffers that are written and not saved.
+    """Notes on parameters that no gradient reaches, and on buffers that are written but not saved.
 
-    Raises ModelError for frozen parameters that are written.
+    Raises ModelError if forward passes write frozen parameters.
     """
     idx = some_tokens(model, 1, min(model.cfg.seq_len, 128))
     saved, params = persistent_buffers(model).keys(), dict(model.named_parameters())
@@ -361,16 +363,16 @@ def note_traces(model) -> list[str]:
     if frozen:
         raise ModelError(
             f"{frozen[0]} is a parameter that forward passes write, so recomputation would write it twice, and ranks "
-            "and skipped steps leave it apart; make it a buffer, by register_buffer"
+            "and skipped steps would leave it inconsistent; make it a buffer with register_buffer"
         )
-    notes = [f"{some(written)}: written in training, and not in checkpoints, as persistent=False"] * bool(written)
+    notes = [f"{some(written)}: written in training but not saved in checkpoints (persistent=False)"] * bool(written)
     reached = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     missed = [name for name, gradient in zip(trained, reached) if gradient is None]
     return notes + [f"no gradient reaches {some(missed)}: no training changes it"] * bool(missed)
 
 
 def note_dtype(model) -> list[str]:
-    """A line when blocks put out fp32 where the flags say otherwise, as PyTorch promotes what meets fp32 weights."""
+    """A note if blocks output fp32 although the flags say otherwise, as when x meets fp32 weights uncast."""
     if model.compute_dtype == torch.float32:
         return []
     found = []

@@ -22,7 +22,7 @@ def apply_compile(model: nn.Module, mode: str, budget: float = 1.0, probing: boo
     torch._functorch.config.activation_memory_budget = budget
     if not model.cos.is_cuda:
         skip_trial_programs()
-    unfused = probing and model.attn != "flex"  # which materializes all scores unless it is fused
+    unfused = probing and model.attn_backend != "flex"  # which materializes all scores unless it is fused
     how = dict(backend="aot_eager_decomp_partition") if unfused else dict(mode=mode)
     for block in model.blocks:
         block.compiled = torch.compile(block.forward_with_ac, dynamic=False, fullgraph=True, **how)

@@ -1,7 +1,7 @@
 """Flags that cannot go together, cannot work on this device, or have no effect here: one row each.
 
-A row is (when, sentence): the first that holds refuses the run before any work is done. `f` has the flags as
-attributes, `hw` is what check_device knows of the device; sentences may name their values, as in {f.n_embd}.
+A row is (when, sentence): the first whose condition holds refuses the run before any work is done. `f` has the flags as
+attributes, `hw` the facts check_device collects; sentences are format strings, with values such as {f.n_embd}.
 """
 
 import os
@@ -35,7 +35,7 @@ FLAG_RULES = (
     ),
     (
         lambda f: f.n_embd % (2 * f.n_head),
-        "--n_embd {f.n_embd} cannot be cut into {f.n_head} heads of an even size; make it a multiple of {heads}, or "
+        "--n_embd {f.n_embd} cannot be cut into {f.n_head} heads of even dimension; make it a multiple of {heads}, or "
         "change --n_head",
     ),
     (
@@ -62,7 +62,7 @@ FLAG_RULES = (
     ),
     (
         lambda f: f.deterministic and f.compile.startswith("max-autotune"),
-        "--compile {f.compile} picks kernels by timing, so no rerun is sure to be the same; use default",
+        "--compile {f.compile} picks kernels by timing, so reruns may differ; use default",
     ),
     (
         lambda f: f.profile and f.max_steps < f.profile + 3,
@@ -82,7 +82,7 @@ FLAG_RULES = (
     ),
     (
         lambda f: not f.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
-        "torchrun --max-restarts needs a folder to come back to; give --out_dir",
+        "torchrun --max-restarts needs a folder to resume from; give --out_dir",
     ),
     (
         lambda f: f.init_from.startswith("gpt2") and not os.path.exists(f.init_from),
@@ -99,7 +99,7 @@ FLAG_RULES = (
     ),
     (
         lambda f: f.schedule_from == "here" and not f.resume,
-        "--schedule_from here continues at the rate of a run that is resumed; add --resume",
+        "--schedule_from here keeps the learning rate of a resumed run; add --resume",
     ),
     (
         lambda f: f.schedule_from not in ("start", "here") and not 0 <= lr_cap(f) <= 1,
@@ -126,6 +126,10 @@ DEVICE_RULES = (
         "--attn {f.attn} needs bf16 or fp16; add --bf16, or use --attn efficient",
     ),
     (
+        lambda f, hw: f.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and hw.cuda and hw.capability < (8, 0),
+        "--attn {f.attn} needs a GPU of compute capability 8.0 or newer (A100, RTX 30); use --attn efficient",
+    ),
+    (
         lambda f, hw: f.fp8 and hw.capability < (8, 9),
         "--fp8 needs a CUDA device of compute capability 8.9 or newer (L4, RTX 40, H100); remove it",
     ),
@@ -137,7 +141,7 @@ DEVICE_RULES = (
     (lambda f, hw: is_sharded(f) and hw.type == "mps", "--parallel {f.parallel} does not run on MPS; remove it"),
     (
         lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn in ("cudnn", "varlen")),
-        "--deterministic on CUDA needs a given --micro_batch, and another --attn than cudnn and varlen",
+        "--deterministic on CUDA needs an explicit --micro_batch, and an --attn other than cudnn or varlen",
     ),
     (
         lambda f, hw: f.attn == "flex" and f.checkpointing == "selective" and f.compile == "off",
@@ -147,12 +151,12 @@ DEVICE_RULES = (
         lambda f, hw: (
             uses_cudagraphs(f) and hw.cuda and (f.offload == "activations" or f.attn == "varlen" and f.doc_mask)
         ),
-        "--compile {f.compile} records CUDA graphs, which want activations in their places and as many documents each "
-        "time; use --compile max-autotune-no-cudagraphs or default",
+        "--compile {f.compile} records CUDA graphs, which need activations at fixed addresses and a fixed number of "
+        "documents; use --compile max-autotune-no-cudagraphs or default",
     ),
 )
 
-# What is accepted, and said once: it changes nothing here, or not what one may think.
+# What is accepted, with one log line: it has no effect here, or not the one that one may expect.
 NO_EFFECT = (
     (lambda f, hw: f.alloc_conf and not hw.cuda, "--alloc_conf has no effect on {hw.type}: it is about CUDA memory"),
     (
@@ -177,11 +181,11 @@ NO_EFFECT = (
     ),
     (
         lambda f, hw: f.grad_comm == "bf16" and hw.world_size == 1,
-        "--grad_comm bf16 has no effect on one process, which sends its gradients to nobody",
+        "--grad_comm bf16 has no effect on one process, which exchanges no gradients",
     ),
     (
         lambda f, hw: f.ngram == 1,
-        "--ngram 1 has no effect: every token has an embedding of its own already; 2 is the least that adds some",
+        "--ngram 1 has no effect: every token already has its own embedding; n-grams start at 2",
     ),
     (
         lambda f, hw: "S" in f.window and not hw.windowed,
@@ -197,8 +201,16 @@ NO_EFFECT = (
     ),
     (
         lambda f, hw: f.preset.startswith("gpt2") and not f.data,
-        "--preset {f.preset} without --data trains on Python's source, not in GPT-2's tokens; for those run "
+        "--preset {f.preset} without --data trains on Python's source, not with GPT-2's tokenizer; for that run "
         "`python data/prepare.py fineweb10B` and add --data data/fineweb10B",
+    ),
+    (
+        lambda f, hw: hw.cuda and f.dtype == "auto" and hw.dtype == "fp32",
+        "--dtype auto is fp32 on a GPU without bf16; --dtype fp16 uses its tensor cores, if it has any",
+    ),
+    (
+        lambda f, hw: hw.cuda and f.dtype == "bf16" and hw.capability < (8, 0),
+        "--dtype bf16 is emulated by this GPU, slower than fp32; --dtype fp16 uses its tensor cores, if it has any",
     ),
     (
         lambda f, hw: hw.masked and f.attn in ("auto", "sdpa") and hw.cuda,
@@ -224,7 +236,7 @@ def check_flags(f) -> None:
 def check_device(f, preset, device: torch.device, windowed: bool, world_size: int) -> list[str]:
     """Refuse flags that cannot work on this device with a UserError; returns a line for each that has no effect.
 
-    preset: the flags as they are when none is given. windowed: whether a layer's window is shorter than the context.
+    preset: the preset's flags, with nothing overridden. windowed: whether a layer's window is shorter than the context.
     """
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
@@ -264,33 +276,33 @@ def check_compiler(device: torch.device) -> None:
 
 
 def check_recomputation(f, checkpointing: str, effects: dict) -> None:
-    """Raises UserError when what compiled blocks recompute for the backward pass would not be what they computed.
+    """Raises UserError if compiled blocks would recompute other values for the backward pass than they computed.
 
-    checkpointing: of the blocks; effects: of a forward and backward pass, as ops.side_effects has them.
+    checkpointing: the blocks' mode; effects: as warm_up returns them.
     """
     given = "--checkpointing" + f" {f.checkpointing}" * (f.checkpointing != "auto")
     if effects["drawn"] and activation_budget(f) < 1:
         raise UserError(
-            f"{given} lets the compiler draw random numbers, as dropout does, anew for the backward pass, whose "
-            "gradients would be wrong; use --checkpointing full, selective or none"
+            f"{given} lets the compiler redraw random numbers, as of dropout, for the backward pass, which would make "
+            "the gradients wrong; use --checkpointing full, selective or none"
         )
     if effects["written"] and f.compile != "off" and (checkpointing != "none" or activation_budget(f) < 1):
         raise UserError(
-            f"{given} with --compile recomputes blocks with buffers as forward passes leave them ("
-            f"{', '.join(effects['written'][:4])}), so gradients would be wrong; remove one of both flags"
+            f"{given} with --compile recomputes blocks with buffers as the forward pass left them ("
+            f"{', '.join(effects['written'][:4])}), so gradients would be wrong; remove one of the two flags"
         )
 
 
 def check_schedule(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for learning rates that others have set, as PyTorch's schedulers do: the trainer sets them."""
+    """Raises UserError for learning rates set by others, e.g. PyTorch's schedulers: the trainer sets them itself."""
     changed = False
     for group in optimizer.param_groups:
         lr, initial_lr = group.get("lr_after_step", (group["lr"], None))
         changed |= group["lr"] != lr and group["initial_lr"] == initial_lr
     if hasattr(optimizer.step, "_wrapped_by_lr_sched") or changed:
         raise UserError(
-            "something sets learning rates, as a scheduler of torch.optim.lr_scheduler does, that update_weights sets "
-            'anew in each step; put the schedule into get_lr_multiplier, or change a group\'s "initial_lr"'
+            "something sets learning rates, as a torch.optim.lr_scheduler would, but update_weights overwrites them in "
+            'each step; put the schedule into get_lr_multiplier, or change a group\'s "initial_lr"'
         )
 
 
@@ -301,9 +313,9 @@ def keep_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_batch(get_batch) -> None:
-    """Raises UserError for a get_batch() that is no function of the step.
+    """Raises UserError if get_batch() is not a function of the step.
 
-    It runs in a thread, ahead of the steps and beside those that draw from global generators.
+    It runs ahead of the steps in a thread, beside steps that draw from the global generators.
     """
 
     def states() -> list:
@@ -314,7 +326,7 @@ def check_batch(get_batch) -> None:
     batch, again = get_batch(), get_batch()
     if states() != before:
         raise UserError(
-            "get_batch draws from a global generator, in a thread of its own, so that no two runs would be alike; draw "
+            "get_batch draws from a global generator, in its own thread, so that no two runs would be the same; draw "
             'from np.random.default_rng(derive_seed(stream.seed, "batch", step)), with dist_ctx.rank where ranks differ'
         )
     if isinstance(batch, Tensor) and not torch.equal(batch, again):
@@ -342,7 +354,7 @@ ALLOC_CONF_KEYS = {
 
 
 def check_alloc_conf(text: str) -> None:
-    """Raises UserError for what PyTorch's allocator does not know: it would accept much of that without a word."""
+    """Raises UserError for settings unknown to PyTorch's allocator, which silently accepts many of them."""
     for part in filter(None, re.sub(r"\[.*?\]", "", text).split(",")):
         key, colon, _ = part.strip().partition(":")
         if key == "backend":

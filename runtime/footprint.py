@@ -23,13 +23,13 @@ def block_tensors(model, micro_batch: int, seq_len: int, fused_norms: bool) -> d
         kept["scales of the norms"] = 4 * tokens * (2 + 2 * cfg.n_head)
     else:
         kept["inputs of the two norms"] = 2 * numel * size
-    if model.attn == "blocked":
+    if model.attn_backend == "blocked":
         kept["values"] = numel * size
         scores = sum((end - start) * end for start, end in query_blocks(seq_len))
         kept["probabilities of attention"] = micro_batch * cfg.n_head * scores * size
     else:
         kept["queries, keys and values"] = 3 * numel * size
-    if model.attn == "math":
+    if model.attn_backend == "math":
         kept["probabilities of attention"] = micro_batch * cfg.n_head * seq_len**2 * size
     return kept
 

@@ -7,7 +7,15 @@ import torch
 from data.shards import UserError
 from ops.compile import apply_compile
 from ops.warmup import allocate_gradients, dummy_micro_step
-from runtime.derived import AC_MODES, activation_budget, largest_divisor, ranks_per_copy, seqs_per_rank, uses_cudagraphs
+from runtime.derived import (
+    AC_MODES,
+    activation_budget,
+    is_sharded,
+    largest_divisor,
+    ranks_per_copy,
+    seqs_per_rank,
+    uses_cudagraphs,
+)
 from runtime.errors import is_out_of_memory
 from runtime.footprint import least_checkpointing, memory_formula
 from runtime.ranks import DistContext, dist_max
@@ -29,7 +37,7 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
     """
     n_seqs, cuda = seqs_per_rank(f, dist_ctx.world_size), dist_ctx.device.type == "cuda"
     n_shards = ranks_per_copy(f, dist_ctx)
-    optimizer_bytes = 0 if f.offload == "optimizer" else sum(map(state_bytes, groups))
+    optimizer_bytes = update_bytes(f, groups, dist_ctx.world_size)
     modes = [f.checkpointing if f.checkpointing in AC_MODES else "none"]
     if f.checkpointing == "auto" and cuda and f.offload != "activations":
         # selective cannot see into uncompiled FlexAttention
@@ -60,6 +68,18 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
         except DoesNotFit:
             if mode == modes[-1]:
                 raise
+
+
+def update_bytes(f, groups: list[dict], world_size: int) -> int:
+    """What the optimizer and DDP's buckets hold on the device beside weights and gradients, unsharded.
+
+    groups: the optimizer's.
+    """
+    state = 0 if f.offload == "optimizer" else sum(map(state_bytes, groups))
+    if world_size == 1 or is_sharded(f):
+        return state
+    # Gradients are views of the buckets only until they are freed, so from the second micro-step on both are there
+    return state + 4 * sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
 
 
 def state_bytes(group: dict) -> int:
@@ -93,7 +113,8 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
         return sum(memory_formula(*shape, on_cpu=False, compiled=compiled, n_ranks=n_shards).values())
 
     def peak(micro_batch: int) -> float:
-        used = agreed_peak(probe, micro_batch, n_seqs if hasattr(model, "reshard") else 0, dist_ctx)  # FSDP
+        waiting = hasattr(model, "reshard") and dist_ctx.world_size > 1  # for shards, under FSDP
+        used = agreed_peak(probe, micro_batch, n_seqs if waiting else 0, dist_ctx)
         torch.cuda.empty_cache()
         return used
 
@@ -113,7 +134,7 @@ def available_memory() -> float:
     return USABLE * min(free + torch.cuda.memory_reserved(), total * torch.cuda.get_per_process_memory_fraction())
 
 
-def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
+def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device, compiled: bool) -> int:
     """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 is replaced: 2,048, or on a GPU more, as fits.
 
     On a CPU 512 of vocabularies whose logits then stay in its cache.
@@ -130,15 +151,17 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device) -> int:
     if device.type != "cuda":
         return 512 if device.type == "cpu" and 512 < vocab_size <= 4096 else 2048
     total = torch.cuda.get_device_properties(device).total_memory
-    return largest_loss_chunk(vocab_size, total * torch.cuda.get_per_process_memory_fraction())
+    return largest_loss_chunk(vocab_size, total * torch.cuda.get_per_process_memory_fraction(), compiled)
 
 
-def largest_loss_chunk(vocab_size: int, memory: float) -> int:
+def largest_loss_chunk(vocab_size: int, memory: float, compiled: bool = True) -> int:
     """For a GPU of so many bytes, where larger matmuls are faster and the head's gradient is added up more rarely.
 
-    2,048 to 16,384 tokens, as long as logits and their gradient, in 16 bits, take a seventh of the memory at most.
+    2,048 to 16,384 tokens, as long as logits and their gradient, in 16 bits, and the fp32 copies that uncompiled code
+    makes of them, take a seventh of the memory at most.
     """
-    return max(2048, min(16384, 2 ** int(math.log2(max(1, memory / 7 / (4 * vocab_size))))))
+    bytes_per_logit = 4 if compiled else 16
+    return max(2048, min(16384, 2 ** int(math.log2(max(1, memory / 7 / (bytes_per_logit * vocab_size))))))
 
 
 def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) -> float:

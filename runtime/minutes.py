@@ -1,4 +1,4 @@
-"""--minutes: how many steps fit into the time that there is, and how large a model is best for it."""
+"""--minutes: how many steps fit into the given time, and which model size is best for it."""
 
 import dataclasses
 import math
@@ -13,15 +13,15 @@ from runtime.ranks import DistContext, dist_max
 WINDOW, TOLERANCE = 0.05, 0.1
 USED, END_S = 0.98, 4.0  # fraction of the time to fill; seconds kept for imports, the last sample and checkpoint
 
-# Tokens for each weight of the blocks where the loss was lowest in half a minute to 40 on two cores, the weights for
-# each token of a small text (docs/rates.md), and the part of its matmuls' speed that a CPU reached in training.
+# Tokens per weight of the blocks that gave the lowest loss in half a minute to 40 on two cores, weights per token of a
+# small text (docs/rates.md), and the fraction of matmul speed that training reached on a CPU.
 TOKENS_PER_WEIGHT, WEIGHTS_PER_TOKEN, REACHED = 10, 4, 0.6
 
 
 def sizes_within(f, vocab_size: int, text_tokens: float, flop_s: float) -> dict:
-    """--minutes alone: params, and sizes for those flags that are None; the largest model that sees enough tokens.
+    """--minutes alone: params, and sizes for the flags that are None: the largest model that sees enough tokens.
 
-    f: the flags; text_tokens: of the training split; flop_s: FLOP/s of matmuls on all devices.
+    f: the flags; text_tokens: of the training split; flop_s: matmul FLOP/s of all devices together.
     """
     given = {name: value for name, value in dataclasses.asdict(f).items() if value is not None}
     for exponent in range(50):  # 0.1M to 1.5B
@@ -38,15 +38,15 @@ def sizes_within(f, vocab_size: int, text_tokens: float, flop_s: float) -> dict:
 
 @dataclasses.dataclass
 class Pace:
-    """The speed by which --minutes chooses the steps, in seconds of a step and of an evaluation; all ranks have one."""
+    """The speed from which --minutes chooses the steps: seconds per step and per evaluation, the same on all ranks."""
 
     step_s: float
     eval_s: float
-    most_steps: float = math.inf  # which see the text MANY_EPOCHS times
+    most_steps: float = math.inf  # so many see the text MANY_EPOCHS times
     mark: tuple[int, float] = (0, 0.0)  # step and training time at which the present measurement began
 
     def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
-        """Steps after `step` that end in so many seconds, evaluations from there on and at the end included; or 0."""
+        """How many steps after `step` fit into this time, with their evaluations and the one at the end; 0 if none."""
 
         def needed_s(n: int) -> float:
             evaluations = (step + n - 1) // eval_every - max(0, step - 1) // eval_every if eval_every else 0
@@ -70,11 +70,11 @@ class Pace:
         return True
 
     def revise(self, state, progress, lr_multiplier) -> bool:
-        """Measure and choose again where that is due; returns whether state.cfg has another number of steps now.
+        """Measure and choose again where that is due; returns whether state.cfg has a new number of steps.
 
-        While the learning rate is flat, it begins to fall where the new number says; where it falls already, it goes on
-        from where it is, to 0 at the new end. A schedule that cannot do so, by lr_multiplier(step, cfg), the trainer's,
-        keeps its steps.
+        If the learning rate is still flat, its decay starts where the new number says; if it is falling, it continues
+        from its current value to 0 at the new end. A schedule that cannot do so (by lr_multiplier(step, cfg), the
+        trainer's) keeps its steps.
         """
         cfg, step = state.cfg, state.step
         if not self.measure(state, progress.timer):
@@ -86,7 +86,7 @@ class Pace:
         if is_close or warmup_steps > step or present <= 0:
             return False
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
-        falling = (max_steps - step) / (present * max_steps)  # the fraction that makes it fall from here on
+        falling = (max_steps - step) / (present * max_steps)  # cooldown_frac with which it falls from here on
         revised = dataclasses.replace(
             cfg,
             max_steps=max_steps,
@@ -111,10 +111,10 @@ def seconds_left(minutes: float, wall_time: float) -> float:
 
 
 def choose_max_steps(state, stream, timer, train_step, evaluate, get_batch) -> tuple[int, Pace, str]:
-    """For --minutes: how many steps, with their evaluations, end in time; what was measured, and what to say of it.
+    """For --minutes: how many steps, with their evaluations, end in time; the measured Pace; and a line for the log.
 
-    state, train_step, evaluate, get_batch: the trainer's. The learning rate is 0, and the caller makes everything anew
-    afterwards. Raises UserError when there is no time for one step.
+    state, train_step, evaluate, get_batch: the trainer's. The learning rate is 0, and the caller resets everything
+    afterwards. Raises UserError if there is no time for one step.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     seqs_at_once = state.micro_batch * dist_ctx.world_size

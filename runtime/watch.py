@@ -107,7 +107,7 @@ def check_replicas(model: torch.nn.Module, dist_ctx: DistContext, step: int) -> 
     """Raises RunError, on every rank, when DDP's ranks no longer hold the same weights."""
     if not hasattr(model, "synchronized"):
         return
-    sums = [p.detach().double().sum() for p in model.parameters()]
+    sums = [p.detach().sum(dtype=torch.float64) for p in model.parameters()]
     everyones = gather_objects(dist_ctx, torch.stack(sums).tolist())
     names = [name for name, _ in model.module.named_parameters()]
     for i, numbers in enumerate(zip(*everyones)):

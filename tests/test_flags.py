@@ -177,6 +177,7 @@ DEVICE_CASES = (
     ("cpu", dict(attn="varlen")),
     ("cuda", dict(attn="flash", doc_mask=True)),
     ("cuda", dict(attn="cudnn", dtype="fp32")),
+    ("t4", dict(attn="flash", dtype="fp16")),
     ("cpu", dict(fp8=True)),
     ("cuda", dict(fp8=True, dtype="fp16")),
     ("mps", dict(parallel="hsdp")),
@@ -197,6 +198,8 @@ NO_EFFECT_CASES = (
     ("cpu", dict(ngram_rows=99, ngram=0)),
     ("cpu", dict(optimizer="adamw", muon_lr=0.5)),
     ("cpu", dict(preset="gpt2-small")),
+    ("t4", {}),
+    ("t4", dict(dtype="bf16")),
     ("cuda", dict(doc_mask=True)),
 )
 
@@ -209,12 +212,17 @@ def unchecked(**flags) -> train_gpt.Config:
 def check_hardware(device: str, **flags) -> list[str]:
     cfg, preset = make_config(**flags), make_config(preset=flags.get("preset", "laptop"))
     windows = train_gpt.gpt_config(cfg, 257).layer_windows()
-    return start.check_hardware(cfg, preset, DistContext(torch.device(device)), windows)
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "t4":
+            patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+            patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+            device = "cuda"
+        return start.check_hardware(cfg, preset, DistContext(torch.device(device)), windows)
 
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """CUDA and MPS devices that are good enough for everything, and only seem to be there."""
+    """CUDA and MPS devices that are good enough for everything, and only seem to be there; "t4" is an older GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(checks, "check_compiler", lambda device: None)
@@ -391,6 +399,18 @@ def test_checkpointing_is_what_memory_makes_necessary(monkeypatch):
     assert chosen(8, DistContext(torch.device("cpu"))) == ("none", 8)
 
 
+def test_ddp_holds_gradients_twice():
+    """In its buckets, and from the second micro-step on beside them."""
+    cfg = make_config(preset="gpt2-small", dtype="bf16", device="cuda")
+    gpt, _ = planned_model(cfg)
+    groups = optimizer_groups(gpt, cfg.optimizer, 0.02, 0.006, 0.05)
+    n_bytes = 4 * sum(p.numel() for p in gpt.parameters())
+    assert memory.update_bytes(cfg, groups, 2) == memory.update_bytes(cfg, groups, 1) + n_bytes
+    offloaded, sharded = dataclasses.replace(cfg, offload="optimizer"), dataclasses.replace(cfg, parallel="fsdp")
+    assert memory.update_bytes(offloaded, groups, 2) == n_bytes and memory.update_bytes(offloaded, groups, 1) == 0
+    assert memory.update_bytes(sharded, groups, 2) == memory.update_bytes(cfg, groups, 1)
+
+
 @pytest.mark.parametrize("flags, most", [(dict(), 512), (dict(offload="activations"), 4), (dict(attn="flex"), 512)])
 def test_micro_batch_is_measured_on_what_training_uses(flags, most, monkeypatch):
     """What a probe keeps: no compilation of another size, and of activations in host memory no more than are of use."""
@@ -490,12 +510,13 @@ def test_loss_chunk_by_device(monkeypatch):
         properties = SimpleNamespace(total_memory=total * gib)
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_, found=properties: found)
-        assert fit_loss_chunk(-1, vocab_size, cuda) == chunk, total
-    assert [fit_loss_chunk(chunk, 50304, cuda) for chunk in (0, 100)] == [0, 100]
-    assert [fit_loss_chunk(-1, size, cpu) for size in (64, 320, 1024, 50304)] == [2048, 2048, 512, 2048]
+        assert fit_loss_chunk(-1, vocab_size, cuda, compiled=True) == chunk, total
+        assert fit_loss_chunk(-1, 4 * vocab_size, cuda, compiled=True) == fit_loss_chunk(-1, vocab_size, cuda, False)
+    assert [fit_loss_chunk(chunk, 50304, cuda, True) for chunk in (0, 100)] == [0, 100]
+    assert [fit_loss_chunk(-1, size, cpu, False) for size in (64, 320, 1024, 50304)] == [2048, 2048, 512, 2048]
     with pytest.raises(UserError, match="use 42689 or less, or -1"):
-        fit_loss_chunk(50000, 50304, cpu)
-    assert fit_loss_chunk(42689, 50304, cpu) * 50304 < 2**31
+        fit_loss_chunk(50000, 50304, cpu, False)
+    assert fit_loss_chunk(42689, 50304, cpu, False) * 50304 < 2**31
 
 
 def test_help_lists_every_flag_with_its_default(capsys):

@@ -166,6 +166,16 @@ def test_gpu_fp8_matmuls_are_close(compiled):
         assert (a - b).norm() <= 0.08 * b.norm() and a.isfinite().all()
 
 
+@pytest.mark.parametrize("parallel", ["auto", "fsdp"])
+@pytest.mark.parametrize("attn", ["flash", "cudnn", "varlen"])
+def test_gpu_samples_of_a_run_with_a_16_bit_backend(attn, parallel, data, tmp_path):
+    """Its cache is tried in fp32, which these kernels do not take."""
+    flags = dict(device="cuda", dtype="bf16", attn=attn, parallel=parallel, n_embd=128, sample_every=3)
+    tiny_run(tmp_path / "run", data=data, **flags)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("--- sample at step") > 1 and "(failed" not in log
+
+
 def test_gpu_allocator_settings_are_in_force(data, tmp_path):
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", device="cuda", max_steps=1)
     done = run_python("train_gpt.py", *flags_of(flags), "--alloc_conf", "max_split_size_mb:77")

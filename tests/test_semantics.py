@@ -101,7 +101,7 @@ def test_documents_by_offsets_are_those_of_the_mask(monkeypatch):
     starts = sorted({*range(0, 129, 32), *(tokens.flatten() == 256).nonzero()[:, 0].tolist()})
     assert offsets.dtype == torch.int32 and offsets.tolist() == starts
     for backend, eot, want in (("varlen", 256, 3), ("sdpa", 256, 0), ("varlen", None, 0)):
-        model = SimpleNamespace(attn=backend, doc_eot=eot, cos=torch.empty(0))
+        model = SimpleNamespace(attn_backend=backend, doc_eot=eot, cos=torch.empty(0))
         parts = offsets_of_micro_batches(model, torch.cat([tokens, tokens[:, :1]], dim=1), 2)
         assert [len(p) for p in parts] == [2] * bool(want)
         for part, sequences in zip(*parts, tokens.split(2)) if parts else ():
@@ -454,10 +454,10 @@ def test_a_backend_that_changes_attention_is_refused(data, tmp_path, monkeypatch
         monkeypatch.setitem(train_gpt.ATTENTION_BACKENDS, name, function)
     with pytest.raises(ModelError, match="--attn sharper computes something else than softmax attention"):
         gpt = random_gpt()
-        gpt.attn = "sharper"
+        gpt.attn_backend = "sharper"
         model_module.GPT.attention_masks  # noqa: B018
         ops.checks.check_attention(gpt)
-    gpt.attn = "own"
+    gpt.attn_backend = "own"
     ops.checks.check_attention(gpt)
 
 
@@ -510,12 +510,16 @@ def test_a_model_that_sees_another_document_is_refused(leaks, monkeypatch):
 def test_a_checked_model_is_what_it_was():
     """But for its weights; also where forward passes keep things, as masks of their length."""
     gpt = GPT(GPTConfig(**SHAPE))
-    gpt.attn = gpt.blocks[0].attn.backend = "blocked"
+    gpt.attn_backend = gpt.blocks[0].attn.backend = "blocked"
     gpt.kept, forward = [], gpt.forward
     hook = gpt.register_forward_hook(lambda *_: (gpt.kept.append(1), setattr(gpt, "mask", 1)) and None)
     before = {name: list(vars(module)) for name, module in gpt.named_modules()}
     model_module.check_model(gpt)
-    assert gpt.attn == gpt.blocks[0].attn.backend == "blocked" and gpt.training and gpt.compute_dtype == torch.float32
+    assert (
+        gpt.attn_backend == gpt.blocks[0].attn.backend == "blocked"
+        and gpt.training
+        and gpt.compute_dtype == torch.float32
+    )
     assert {name: list(vars(module)) for name, module in gpt.named_modules()} == before and gpt.kept == []
     hook.remove()
     assert not gpt._forward_hooks and gpt.forward == forward
@@ -600,7 +604,7 @@ def test_a_bias_is_added_in_training_and_decoding(windows, monkeypatch):
     gpt, idx = random_gpt(std=0.3, **windows), torch.arange(48).view(2, 24)
     logits = {}
     for attn in ("sdpa", "math", "blocked"):
-        gpt.attn = attn
+        gpt.attn_backend = attn
         for block in gpt.blocks:
             block.attn.backend = attn
         logits[attn] = gpt(idx)
