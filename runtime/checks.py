@@ -30,7 +30,7 @@ FLAG_RULES = (
         "--bf16 and --dtype {f.dtype} contradict each other; give one of them",
     ),
     (
-        lambda f: f.warmup_frac + f.cooldown_frac > 1 and not f.minutes,  # which may choose a slope from before step 0
+        lambda f: f.warmup_frac + f.cooldown_frac > 1 and not f.resume,  # of what --minutes may have chosen
         "--warmup_frac {f.warmup_frac} and --cooldown_frac {f.cooldown_frac} add up to more than 1; lower one",
     ),
     (

@@ -410,6 +410,7 @@ def test_minutes_choose_the_steps_again(factor, after, data, tmp_path, monkeypat
     again = dict(out_dir=str(tmp_path / "again"), resume=str(tmp_path / "run" / f"ckpt_{first}.pt"), minutes=1.0)
     train(make_config(**flags | again))
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "run", "train_loss")[first:]
+    assert make_config(resume="newest", out_dir=str(tmp_path / "run"), max_steps=999).minutes == 0
     with pytest.raises(UserError, match="--minutes chooses the steps when a run begins, and that of .* has"):
         train(make_config(**flags | again | dict(out_dir=str(tmp_path / "third"), minutes=2.0, warmup_frac=0.01)))
 
