@@ -1,23 +1,23 @@
 """Measure what each optimization is worth on this machine: `python bench.py [SUBCOMMAND] [--quick] [trainer flags]`
 
 train      (the default) the ladder: optimizations added one by one; then the full stack without each of them
-loss       what a change of the recipe saves of the time to a loss, over several seeds: AdamW, Muon and its switches, or
-           flags, edited checkouts, texts and sizes of --recipes FILE.json (docs/benchmarks.md)
+loss       how much time to a loss a change of the recipe saves, over several seeds: AdamW, Muon and its switches, or
+           the flags, edited checkouts, texts and sizes in --recipes FILE.json (docs/benchmarks.md)
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 fit        the largest micro-batch that fits, by bisection, and throughput over batch sizes
 memory     weights, gradients, optimizer state and activations: by formula and measured, per checkpointing mode
-data       what the loader can deliver, its fraction of a step, prefetch depth, pinned memory; byte pairs: training them
-           and encoding text
+data       loader throughput, its fraction of a step, prefetch depth, pinned memory; training a BPE vocabulary and
+           encoding text
 infer      prefill and decode: without a KV cache, with one, compiled, in int8
 scaling    1, 2, 4, ... ranks of this machine (or the ranks that torchrun started this with): weak and strong scaling
 profile    where a step's time goes, in six lines, and the trace
 tour       the stages of docs/tour.md: training and sampling in four steps each, by the commands themselves
-record DIR whether a folder of records/ keeps the rules of its track, with mean, deviation and p-value; with --pack HEAD
-           its runs' source/ folders become source.patch, a commit and the difference to it
-plot DIR   a picture of the losses in runs and records: plot DIR... [--x step|tokens|train_time|wall_time]
+record DIR check a folder of records/ against the rules of its track, with mean, deviation and p-value; --pack HEAD
+           turns its runs' source/ folders into source.patch: a commit and the diff against it
+plot DIR   plot the losses of runs and records: plot DIR... [--x step|tokens|train_time|wall_time]
            [--y val_loss|val_bpb] [--target LOSS] [--out FILE.svg|FILE.png]
 
-A step is the trainer's own train_step on dummy tokens. Every case has a process of its own; what is compared is
+A step is the trainer's own train_step on dummy tokens. Every case runs in its own process; cases that are compared are
 interleaved (A B A B) after an untimed warm-up, with the device synchronized; figures are medians (min-max). Flags of
 train_gpt.py set sizes and everything else that a benchmark does not vary itself.
 """
@@ -69,7 +69,7 @@ BENCHMARKS = {
 
 
 def report_record(folder: str, commit: str) -> dict:
-    """Print the row of a record, and which rules it breaks. commit: what to pack its sources against, or "" not to."""
+    """Print a record's row and the rules that it breaks. commit: pack its sources against this commit; "" = do not."""
     if commit:
         pack(folder, commit)
     row, notes = check_record(folder)
@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def draw(argv: list[str]) -> int:
-    """`plot`, whose flags are its own: write the picture, say so; returns 0. Raises UserError."""
+    """`plot`, which has its own flags: write the picture and report it; returns 0. Raises UserError."""
     parser = Parser(prog="bench.py plot", description="Draw losses of runs.", allow_abbrev=False)
     parser.add_argument("folders", nargs="+", metavar="RUN_OR_RECORD", help="an --out_dir, or a folder of records/")
     parser.add_argument("--x", choices=X_AXES, default="train_time", help="the horizontal axis [train_time]")
@@ -104,8 +104,8 @@ def draw(argv: list[str]) -> int:
     return 0
 
 
-def parse(argv: list[str]) -> tuple[str, str, str, Bench]:
-    """Subcommand, folder of a record and file for JSON ("" without one), and what a benchmark takes.
+def parse(argv: list[str]) -> tuple[str, str, argparse.Namespace, Bench]:
+    """Subcommand, folder of a record ("" without one), the parsed arguments, and the Bench that a benchmark takes.
 
     Raises UserError.
     """
@@ -114,11 +114,11 @@ def parse(argv: list[str]) -> tuple[str, str, str, Bench]:
         name, *argv = argv
     style = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="bench.py [SUBCOMMAND]", description=__doc__, allow_abbrev=False, formatter_class=style)
-    parser.add_argument("--quick", action="store_true", help="smaller and fewer: a first look")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats: a first look")
     parser.add_argument("--repeats", type=int, default=0, help="measurements of each case [5; 3 with --quick]")
     parser.add_argument("--limit_mb", type=int, default=0, help="memory that a case may use, in MiB [all there is]")
-    parser.add_argument("--json", default="", metavar="FILE", help="write everything that was measured there")
-    parser.add_argument("--pack", default="", metavar="COMMIT", help="record: keep source/ as a difference to it")
+    parser.add_argument("--json", default="", metavar="FILE", help="write all measurements to this file")
+    parser.add_argument("--pack", default="", metavar="COMMIT", help="record: store source/ as a diff against it")
     parser.add_argument("--recipes", default="", metavar="FILE", help="loss: what to compare [AdamW, Muon, switches]")
     if "WORLD_SIZE" in os.environ and name != "scaling":
         raise UserError(f"{name} starts its own processes; use python instead of torchrun (scaling takes both)")
@@ -130,7 +130,7 @@ def parse(argv: list[str]) -> tuple[str, str, str, Bench]:
     if args.repeats < 0 or args.limit_mb < 0:
         raise UserError("--repeats and --limit_mb cannot be negative")
     if args.recipes and name != "loss":
-        raise UserError("--recipes is what loss compares; remove it")
+        raise UserError("--recipes is for loss only; remove it")
     if args.pack and name != "record":
         raise UserError("--pack is for the sources of a record; remove it")
     if args.json and (not Path(args.json).resolve().parent.is_dir() or Path(args.json).is_dir()):

@@ -1,4 +1,4 @@
-"""What a trained model knows of a text: perplexity, and the choice among endings."""
+"""Evaluation of a trained model: perplexity on a text, and multiple-choice questions."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from model import GPT
 
 
 def say_every(seconds: float):
-    """A function that prints a text to stderr, unless it has printed less than so many seconds ago."""
+    """A function that prints a text to stderr, at most once every `seconds` seconds."""
     said = time.perf_counter()
 
     def say(text: str) -> None:
@@ -34,9 +34,9 @@ def say_every(seconds: float):
 
 
 def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, report=lambda done, loss: None) -> float:
-    """Sum of the losses of the tokens in nats; each is predicted once, the first from `eot` before it.
+    """Summed loss of the tokens in nats; each is predicted once, the first from an `eot` before it.
 
-    Contexts of the model's length start every `stride` tokens, and all but the first count their last `stride` only.
+    Windows of the model's context length advance by `stride` tokens; all but the first score only their last `stride`.
     """
     seq_len, device = model.cfg.seq_len, model.cos.device
     stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
@@ -59,24 +59,24 @@ def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, report=la
 def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     """Print a file's perplexity per token, byte and word of the text that data/prepare.py would tokenize."""
     if not path.is_file():
-        raise UserError(f"there is no file {path}; --perplexity wants a text file")
+        raise UserError(f"there is no file {path}; --perplexity needs a text file")
     if path.suffix in (".csv", ".jsonl", ".gz"):
-        raise UserError(f"{path} is not plain text, as --perplexity wants; write its texts into one file")
+        raise UserError(f"{path} is not plain text, as --perplexity needs; write its texts into one file")
     if stride > model.cfg.seq_len:
         raise UserError(f"--stride is {stride}; expected at most the model's context of {model.cfg.seq_len}")
     tokens, n_bytes = encode_file(path, tokenizer)
     if not len(tokens):
-        raise UserError(f"{path} is empty; --perplexity wants some text")
+        raise UserError(f"{path} is empty; --perplexity needs some text")
     say = say_every(5)
 
     def report(done: int, loss: float) -> None:
-        say(f"{done:,} of {len(tokens):,} tokens, {math.exp(min(loss / done, 700)):.4f} a token")
+        say(f"{done:,} of {len(tokens):,} tokens, perplexity {math.exp(min(loss / done, 700)):.4f}")
 
     loss = summed_loss(model, tokens, tokenizer.eot, stride, report)
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
     print(
-        f"{path}: contexts of {model.cfg.seq_len} tokens, {stride} apart; each token is predicted once, the first "
-        "from the end of text before it"
+        f"{path}: windows of {model.cfg.seq_len} tokens, stride {stride}; each token is predicted once, the first "
+        "from an end-of-text token"
     )
     print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
     for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
@@ -87,15 +87,15 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The choice among endings
+# Multiple choice
 
 
 @torch.no_grad()
 def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each ending after its context: its log-likelihood in nats, fp64 (N,), and whether greedy drawing writes it.
+    """Log-likelihood of each ending after its context, in nats, fp64 (N,), and whether greedy decoding produces it.
 
-    contexts, endings: tokens, int64, at least one each; an ending fits into the model's context, and of what comes
-    before, the newest tokens that fit are read.
+    contexts, endings: tokens, int64, at least one each; an ending must fit into the model's context, and its context
+    is truncated on the left to what fits.
     """
     seq_len, device = model.cfg.seq_len, model.cos.device
     scores, greedy = torch.zeros(len(endings), dtype=torch.float64), torch.ones(len(endings), dtype=torch.bool)
@@ -118,10 +118,10 @@ def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> 
 
 
 def tokens_of(question: Question, tokenizer, seq_len: int, place: str) -> list[tuple[Tensor, Tensor]]:
-    """Context and ending, int64, for each ending of a question; what is predicted first follows at least one token.
+    """Context and ending, int64, for each ending of a question; a context has at least one token.
 
-    Blanks at the context's end go to the ending, as in lm-evaluation-harness: they belong to the word's token. Raises
-    UserError when an ending does not fit into the model's context.
+    Trailing whitespace of the context moves to the ending, as in lm-evaluation-harness: it is part of the word's token.
+    Raises UserError when an ending does not fit into the model's context.
     """
     before = question.context.rstrip()
     blanks = question.context[len(before) :]
@@ -137,7 +137,7 @@ def tokens_of(question: Question, tokenizer, seq_len: int, place: str) -> list[t
 
 
 def is_chosen(question: Question, scores: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> dict[str, bool]:
-    """Whether the right ending scores highest, by each measure; of equal scores the first is the highest.
+    """Whether the right ending scores highest, by each measure; ties go to the first.
 
     scores: log-likelihoods of the endings, fp64.
     """
@@ -154,12 +154,12 @@ def is_chosen(question: Question, scores: Tensor, pairs: list[tuple[Tensor, Tens
 def print_choices(model: GPT, tokenizer, path: Path) -> None:
     """Print the accuracy of a file's questions (data/choices.py), with its standard error.
 
-    The log-likelihood of an ending is summed, or divided by its length, as GPT-2's figures on HellaSwag are made by
-    llm.c and lm-evaluation-harness. Where every question has one ending, as LAMBADA's last words do: how many are drawn
-    greedily, and their perplexity. Raises UserError.
+    An ending's log-likelihood is summed, or normalized by its length, as llm.c and lm-evaluation-harness do for GPT-2's
+    figures on HellaSwag. If every question has one ending, as with LAMBADA's last words: how many of them greedy
+    decoding produces, and their perplexity. Raises UserError.
     """
     if not path.is_file():
-        raise UserError(f"there is no file {path}; --choices wants lines of JSON (`python data/prepare.py hellaswag`)")
+        raise UserError(f"there is no file {path}; --choices needs lines of JSON (`python data/prepare.py hellaswag`)")
     questions = read_questions(path)
     alone = len(questions[0].endings) == 1
     if any((len(question.endings) == 1) != alone for question in questions):

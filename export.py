@@ -1,4 +1,4 @@
-"""A run's model for other programs: `python export.py RUN --to safetensors|int8|torch-export|onnx --out FILE`."""
+"""Export a run's model: `python export.py RUN --to safetensors|int8|torch-export|onnx --out FILE`."""
 
 import argparse
 import contextlib
@@ -35,7 +35,7 @@ PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"]}
 
 
 def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
-    """The fp32 weights by the model's names, and beside them config.json with its shape and tokenizer."""
+    """The fp32 weights under the model's parameter names, and config.json with shape and tokenizer beside them."""
     from safetensors.torch import save
 
     config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
@@ -63,7 +63,7 @@ def sum_of_rows(table: NgramEmbedding, rows: Tensor, weights: None) -> Tensor:
 
 
 def traced(model: GPT) -> torch.export.ExportedProgram:
-    """The forward pass from ids, int64 (batch, length), to fp32 logits (batch, length, vocab_size), for any of both."""
+    """The forward pass from int64 ids (batch, length) to fp32 logits (batch, length, vocab_size), of any such shape."""
     if model.ngrams is not None:
         model.ngrams.forward = types.MethodType(sum_of_rows, model.ngrams)
     length = torch.export.Dim("length", min=1, max=model.cfg.seq_len)
@@ -73,20 +73,20 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             program = torch.export.export(model, (example,), dynamic_shapes=shapes)
-    except Exception as error:  # of many kinds: what an edit does may be no graph
+    except Exception as error:  # of many kinds: an edit may not be traceable
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"the model cannot be traced into a graph ({type(error).__name__}: {reason}); {other}"
         ) from None
     idx = some_tokens(model, 3, model.cfg.seq_len)
     if not torch.allclose(program.module()(idx), model(idx), rtol=1e-3, atol=1e-3):
-        raise UserError(f"the traced graph gives other logits than the model, so something was left out of it; {other}")
+        raise UserError(f"the traced graph's logits differ from the model's, so it lacks part of the model; {other}")
     return program
 
 
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
     """A program that torch.export.load reads without this repository."""
-    content = io.BytesIO()  # what cannot be written ends the process in PyTorch's own writer
+    content = io.BytesIO()  # in memory first: PyTorch's own writer aborts when a write fails
     torch.export.save(traced(model), content)
     with atomic_write(out) as file:
         file.write(content.getbuffer())
@@ -97,7 +97,7 @@ def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
     program = torch.onnx.export(traced(model), input_names=["idx"], output_names=["logits"], dynamo=True, verbose=False)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
         program.save(Path(folder) / out.name)
-        for path in sorted(Path(folder).iterdir()):  # the weights, if they are apart, and then the graph
+        for path in sorted(Path(folder).iterdir(), reverse=True):  # the weights, if they are apart, and then the graph
             os.replace(path, out.with_name(path.name))
 
 
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint file")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format; graphs are in fp32")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; it must not be there yet")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; must not exist yet")
     parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""Text from a model: the KV cache, and tokens drawn one after the other."""
+"""Autoregressive generation: the KV cache, and sampling one token at a time."""
 
 import math
 import re
@@ -14,27 +14,27 @@ from ops.parallel import reshard
 
 
 def take_positions(x: Tensor, index: Tensor) -> Tensor:
-    """Of x (B, T, ...), the entry at each row's own index, int64 (B,): (B, 1, ...)."""
+    """The entry of x (B, T, ...) at each row's own index, int64 (B,); returns (B, 1, ...)."""
     return x[torch.arange(len(x), device=x.device), index][:, None]
 
 
 def shift_right(x: Tensor) -> Tensor:
-    """x (B, T, ...) moved on by one place, with zeros at the first."""
+    """x (B, T, ...) shifted right by one position, with zeros in the first."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
 
 
 class LayerCache:
-    """One layer's keys and values of the newest `size` tokens of each row: token number p is in slot p % size.
+    """A ring buffer of one layer's keys and values for each row's newest `size` tokens: token p is in slot p % size.
 
-    k, v: (B, heads, size, head_dim), made when the first ones come. before: what shift gives to the next token, by
-    name. length: int64 (B,), the tokens of each row, those being read included; all layers share it.
+    k, v: (B, heads, size, head_dim), allocated on first use. before: what shift returns for the next token, by name.
+    length: int64 (B,), tokens in each row, including those being read; shared by all layers.
     """
 
     def __init__(self, size: int, length: Tensor):
         self.size, self.length, self.k, self.v, self.before = size, length, None, None, {}
 
     def shift(self, name: str, x: Tensor) -> Tensor:
-        """Of the tokens being read, x (B, T, ...); returns what belongs to the token before each."""
+        """x (B, T, ...) of the tokens being read; returns, for each of them, the x of the token before it."""
         if name not in self.before:
             self.before[name] = torch.zeros_like(x[:, :1])
         if x.size(1) > 1:
@@ -45,9 +45,9 @@ class LayerCache:
         return before
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep k and v (B, heads, T, head_dim) of the tokens being read; returns those that they attend to.
+        """Store k and v (B, heads, T, head_dim) of the tokens being read; returns the keys and values they attend to.
 
-        Beyond the context, slots are not in the order of positions, which GPT.attention_bias is given.
+        Beyond the context, slots are no longer ordered by position; GPT.attention_bias is given the positions.
         """
         if self.k is None:
             self.k, self.v = (t.new_zeros((*t.shape[:2], self.size, t.size(3))) for t in (k, v))
@@ -64,16 +64,16 @@ class LayerCache:
 
 
 class KVCache:
-    """Keys and values of what a model has read, in tensors of one size: each new token costs one position.
+    """Keys and values of the tokens read so far, in fixed-size tensors: each new token costs one position.
 
-    Layers with a sliding window keep their window, the others the newest seq_len tokens: beyond the context, every
-    layer attends to a sliding window of it (Mistral 7B, 2023), and nothing is read twice.
+    Sliding-window layers keep their window, the others the newest seq_len tokens: beyond the context length, every
+    layer attends to a sliding window (Mistral 7B, 2023), and no token is read twice.
     """
 
     def __init__(self, model: nn.Module, lengths: Tensor, capacity: int = 0):
-        """lengths: int64 (B,), of the prompts that will be read; capacity: tokens to come in all, if less than seq_len.
+        """lengths: int64 (B,), of the prompts that will be read; capacity: tokens expected in all, if below seq_len.
 
-        Reading T > 1 tokens at once is for prompts, which shorter ones fill up at the end with anything.
+        Only prompts are read T > 1 tokens at a time; shorter prompts are right-padded with any token.
         """
         cfg, batch, device = model.cfg, len(lengths), lengths.device
         self.lengths, self.length, self.doc_start = lengths, torch.zeros_like(lengths), torch.zeros_like(lengths)
@@ -82,14 +82,14 @@ class KVCache:
         self.layers = [LayerCache(self.sizes[window], self.length) for window in model.windows]
 
     def tensors(self) -> list[Tensor]:
-        """All that a token changes."""
+        """Every tensor that reading a token changes."""
         own = [self.length, self.doc_start, self.recent]
         return own + [t for layer in self.layers for t in (layer.k, layer.v, *layer.before.values()) if t is not None]
 
     def read(self, idx: Tensor, eot: int | None) -> Tensor:
-        """Note the tokens idx (B, T) that are about to be read; returns them behind those that n-grams reach back to.
+        """Register tokens idx (B, T) that are about to be read; returns them after those that n-grams reach back to.
 
-        Raises ValueError for a prompt where something has been read before.
+        Raises ValueError for a prompt if the cache already holds tokens.
         """
         prompt = idx.size(1) > 1
         if prompt and self.length.any():
@@ -106,7 +106,7 @@ class KVCache:
         return tokens
 
     def positions(self, window: int) -> Tensor:
-        """Of the token in each slot of a layer with this window, int64 (B, size); negative where there is none."""
+        """Positions of the tokens in the slots of a layer with this window, int64 (B, size); negative if empty."""
         size, newest = self.sizes[window], self.length[:, None] - 1
         return newest - (newest - torch.arange(size, device=newest.device)) % size
 
@@ -116,9 +116,9 @@ class KVCache:
 
 
 def next_logits(model: nn.Module, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-    """Logits of the token that follows each row of idx (B, T), fp32 (B, 1, vocab_size), by the blocks of training.
+    """Logits of the token that follows each row of idx (B, T), fp32 (B, 1, vocab_size), with the blocks of training.
 
-    With a cache: idx is the prompts, if it is still empty, or (B, 1) and follows what it holds.
+    With a cache, idx is the prompts if the cache is empty, else (B, 1): the tokens after those that it holds.
     """
     tokens = idx if cache is None else cache.read(idx, model.doc_eot)
     if cache is not None and idx.size(1) == 1:
@@ -134,15 +134,15 @@ def next_logits(model: nn.Module, idx: Tensor, cache: KVCache | None = None) -> 
 
 
 class GenerationError(ValueError):
-    """Text cannot be drawn from this model in the way that is asked for."""
+    """This model cannot generate text in the way that was asked for."""
 
 
 @torch.no_grad()
 def check_cache(model: nn.Module) -> None:
-    """Raises GenerationError when the model gives other logits with a KV cache than without, for tokens drawn once.
+    """Raises GenerationError if the model's logits with a KV cache differ from those without, for fixed random tokens.
 
-    Whatever looks at other tokens than attention does has to pass through the cache. In fp32 and by PyTorch's own
-    attention, whatever the model is trained with. The model is in eval mode.
+    Anything besides attention that looks at other tokens must go through the cache. Compared in fp32 with PyTorch's
+    own attention, whatever the model is trained with. The model must be in eval mode.
     """
     n = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     if n < 3:
@@ -166,11 +166,11 @@ def check_cache(model: nn.Module) -> None:
         if most is None or isinstance(error, torch.OutOfMemoryError):  # without a cache, too
             raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        apart, why = math.inf, f"tokens cannot be read one after the other, with a KV cache ({said})"
+        apart, why = math.inf, f"tokens cannot be read one at a time with a KV cache ({said})"
     if not apart <= most:
         raise GenerationError(
-            f"{why}: what looks at other tokens or at positions must pass through the cache, as previous(), "
-            "GPT.attention_bias and GPT.embed's position do; sample.py --no_cache draws without it"
+            f"{why}: anything that looks at other tokens or at positions must pass through the cache, as previous(), "
+            "GPT.attention_bias and GPT.embed's position do; sample.py --no_cache samples without it"
         )
 
 
@@ -187,13 +187,13 @@ def generate(
     step=None,
     use_cache: bool = True,
 ):
-    """Continue prompts, integer (T >= 1,) each: yields n_tokens times the next token of all, int64 (B,), on the device.
+    """Continue prompts, integer (T >= 1,) each: yields the next token of each, int64 (B,) on device, n_tokens times.
 
-    temperature 0 takes the likeliest token; top_k keeps the k likeliest (0 = all); top_p the fewest whose probability
-    reaches it (Holtzman et al. 2019). Ids from vocab_size on are padding of the head and never drawn. seeds: one a
-    prompt, so that what is drawn for it does not depend on the others (but for rounding). Of a prompt longer than the
-    context, its end is read. step: decode_step, or a compiled one. use_cache=False reads the last seq_len tokens again
-    for every token, as nanoGPT does; its prompts must be equally long (else GenerationError).
+    temperature 0 is greedy; top_k keeps the k most likely tokens (0 = all), top_p the fewest whose total probability
+    reaches it (Holtzman et al. 2019). Ids from vocab_size on are padding of the head and never sampled. seeds: one per
+    prompt, so that its samples do not depend on the other prompts (except for rounding). A prompt longer than the
+    context is truncated to its end. step: decode_step, or a compiled one. use_cache=False re-reads the last seq_len
+    tokens for every new one, as nanoGPT does; its prompts must be equally long (else GenerationError).
     """
     device, context = model.cos.device, model.cfg.seq_len
     prompts = [prompt[-context:] for prompt in prompts]
@@ -212,21 +212,21 @@ def generate(
             yield token[:, 0]
             idx = torch.cat((idx, token), dim=1)
         return
-    capacity = max(128, 1 << (idx.size(1) + n_tokens - 1).bit_length())  # few sizes, as each is a compilation
+    capacity = max(128, 1 << (idx.size(1) + n_tokens - 1).bit_length())  # few distinct sizes: each one compiles
     cache, token = KVCache(model, lengths.to(device), min(context, capacity)), idx
     for i, draws in enumerate(drawn):
         try:
             token = (step if step and i else decode_step)(model, token, cache, draws, *options)
         except IndexError as error:
             raise GenerationError(
-                f"text longer than the context of {context} tokens looked for what is not there ({error}), as learned "
+                f"text longer than the context of {context} tokens indexed out of range ({error}), as learned "
                 "positions do; set GPT.extrapolates to False"
             ) from None
         yield token[:, 0]
 
 
 def uniform(generators: list[torch.Generator], device: torch.device, n: int):
-    """Yields n times a number in [0, 1) from each generator, (B, 1), on the device; few trips there."""
+    """Yields, n times, a uniform number in [0, 1) from each generator, (B, 1) on the device; copied there in blocks."""
     for start in range(0, n, 1024):
         block = torch.stack([torch.rand(1024, generator=generator) for generator in generators]).to(device)
         yield from block[:, : n - start].split(1, dim=1)
@@ -242,14 +242,14 @@ def decode_step(
     top_k: int,
     top_p: float,
 ) -> Tensor:
-    """The token that follows idx (B, T) in each row, int64 (B, 1); a function of tensors, to be compiled whole."""
+    """The token that follows idx (B, T) in each row, int64 (B, 1); written to compile as a single graph."""
     return sample_token(model.next_logits(idx, cache)[:, -1, :vocab_size], draws, temperature, top_k, top_p)
 
 
 def compile_decode_step(device: torch.device):
-    """decode_step in one graph, on a GPU a CUDA graph, else called from C++: small kernels wait for Python.
+    """decode_step compiled as one graph, with CUDA graphs on a GPU, else a C++ wrapper: Python limits small kernels.
 
-    Whether the compiled code fits is asked once a cache and options of sampling; a cache belongs to one model.
+    Guards are checked once per cache and set of sampling options; a cache belongs to one model.
     """
     how = dict(mode="reduce-overhead") if device.type == "cuda" else dict(options={"cpp_wrapper": True})
     compiled, seen = torch.compile(decode_step, fullgraph=True, dynamic=False, **how), weakref.WeakKeyDictionary()
@@ -269,7 +269,7 @@ def compile_decode_step(device: torch.device):
 
 
 def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """One token a row from fp32 logits (B, V), int64 (B, 1); draws: uniform in [0, 1), (B, 1)."""
+    """One token per row from fp32 logits (B, V), int64 (B, 1); draws: uniform random numbers in [0, 1), (B, 1)."""
     if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
     values, order = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # in descending order
@@ -280,12 +280,12 @@ def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, 
         weights = weights.masked_fill(reached, 0)
         total = weights.cumsum(-1)
     below = total[:, -1:] * (draws * 2**24).long() >> 24
-    place = (total <= below).sum(-1, keepdim=True).clamp(max=values.size(-1) - 1)  # beyond it are logits of NaN
+    place = (total <= below).sum(-1, keepdim=True).clamp(max=values.size(-1) - 1)  # past the end only for NaN logits
     return order.gather(1, place)
 
 
 def on_host(tokens):
-    """What generate yields as lists of ints; on a GPU, each is handed out while the next is being made."""
+    """What generate yields, as lists of ints; on a GPU, each is handed out while the next is being computed."""
     pending = []
     for token in tokens:
         if token.is_cuda:
@@ -316,6 +316,6 @@ def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: i
     check_cache(model)
     drawn = generate(model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed])
     tokens = [token for (token,) in on_host(drawn)]
-    known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold more tokens than their tokenizer
+    known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
     return printable(">>>".join(texts))

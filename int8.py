@@ -1,4 +1,4 @@
-"""A trained GPT with weights in int8, one scale an output channel or table row: a quarter of fp32's bytes to read."""
+"""A trained GPT with int8 weights and a scale per output channel or table row: a quarter of fp32's bytes to read."""
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,11 @@ from model import GPT, Linear, NgramEmbedding
 from ops.checks import some_tokens
 from ops.linear import is_matvec, matvec
 
-FEW_ROWS = 16  # up to which the CPU's int8 kernel is faster than bf16 matmuls of what int8 stands for
+FEW_ROWS = 16  # up to this many, the CPU's int8 kernel is faster than bf16 matmuls with dequantized weights
 
 
 def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight (N, K) as int8 and the fp32 scales (N,) that undo it; the largest number of each row becomes 127."""
+    """weight (N, K) in int8, and its fp32 scales (N,); the largest magnitude of each row becomes 127."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     return (weight.float() / scale[:, None]).round().to(torch.int8), scale
 
@@ -28,27 +28,27 @@ class Int8Weight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the numbers stand for, fp32 (N, K), for models that use a weight by itself."""
+        """The dequantized weight, fp32 (N, K), for models that use a weight directly."""
         return self.weight_int8 * self.weight_scale[:, None]
 
 
 class Int8Linear(Int8Weight):
-    """x (..., K) @ w (N, K).T in x's dtype, of a weight in int8; for inference.
+    """x (..., K) @ w (N, K).T in x's dtype, with w in int8; for inference.
 
-    For one row, compiled, and few rows on a CPU, w is read as it is (by the CPU's kernel with x rounded to bf16); else
-    w is made x's dtype first.
+    w is read as int8 for a single compiled row, and for few rows on a CPU (whose kernel rounds x to bf16); otherwise it
+    is dequantized to x's dtype first.
     """
 
     def __init__(self, weight: Tensor):
         super().__init__(weight)
-        ones = torch.ones_like(self.weight_scale, dtype=torch.bfloat16)  # its own scales would be rounded to bf16
+        ones = torch.ones_like(self.weight_scale, dtype=torch.bfloat16)  # the kernel would round real scales to bf16
         self.register_buffer("ones", ones, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows, w = x.flatten(0, -2), self.weight_int8
         if is_matvec(x):
             y = matvec(rows, w) * self.weight_scale
-        elif not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # of which the kernel reads 16 at a time
+        elif not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # the kernel reads 16 columns at a time
             y = F.linear(rows, (w * self.weight_scale[:, None]).to(x.dtype))
         else:
             y = torch._weight_int8pack_mm(rows.bfloat16(), w, self.ones) * self.weight_scale
@@ -56,7 +56,7 @@ class Int8Linear(Int8Weight):
 
 
 class Int8Embedding(Int8Weight):
-    """Rows of a table in int8, in fp32."""
+    """Rows of an int8 table, dequantized to fp32."""
 
     def forward(self, idx: Tensor) -> Tensor:
         return self.weight_int8[idx] * self.weight_scale[idx][..., None]
@@ -69,9 +69,9 @@ class Int8NgramEmbedding(Int8Embedding):
 
 @torch.no_grad()
 def quantize(model: GPT, check: bool = True) -> GPT:
-    """The model, its linear layers and tables now in int8; layers with more parameters than a weight stay as they are.
+    """The model with linear layers and tables in int8; layers with parameters besides `weight` stay as they are.
 
-    Raises GenerationError when it then gives other logits, as of layers that do more than multiply; unless not `check`.
+    With `check`, raises GenerationError if its logits change too much, as when a layer does more than multiply.
     """
     kinds = {Linear: Int8Linear, nn.Embedding: Int8Embedding, NgramEmbedding: Int8NgramEmbedding}
     idx, training = some_tokens(model, 2, model.cfg.seq_len), model.training
@@ -82,6 +82,6 @@ def quantize(model: GPT, check: bool = True) -> GPT:
                 setattr(module, name, kinds[type(child)](child.weight))
     if check and not (model(idx) - before).std() <= 0.05 * before.std() + 1e-6:
         raise GenerationError(
-            "with weights in int8 the model gives other logits: a layer does more than int8.py knows of"
+            "with weights in int8 the model's logits differ: a layer does more than int8.py accounts for"
         )
     return model.train(training)

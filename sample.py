@@ -1,4 +1,4 @@
-"""Text from a checkpoint, or what it knows: `python sample.py --run DIR|CKPT [--prompt TEXT ...]`, or with
+"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT [--prompt TEXT ...]`, or with
 `--perplexity FILE` or `--choices FILE.jsonl`."""
 
 import argparse
@@ -30,10 +30,10 @@ from runtime.launch import DTYPES, peak_memory_mb, select_device
 
 
 def find_file(run: str, best: bool = False) -> Path:
-    """The checkpoint file of a run's folder, its newest or best, or the file itself. Raises UserError."""
+    """The checkpoint file to load: the newest or best of a run's folder, or `run` itself. Raises UserError."""
     path = Path(run)
     if best and not (path / BEST).is_file():
-        raise UserError(f"{path} holds no {BEST}; it is kept by runs that evaluate on the way: remove --best")
+        raise UserError(f"{path} holds no {BEST}; only runs that evaluate during training save it: remove --best")
     if best:
         return path / BEST
     if path.is_dir():
@@ -47,7 +47,7 @@ def find_file(run: str, best: bool = False) -> Path:
 def load(path: Path, device: str, dtype: str, int8: bool = False, cached: bool = True) -> tuple[GPT, object]:
     """The model of a checkpoint file, or of what `export.py --to int8` wrote, for inference, and its tokenizer.
 
-    cached: it will be used with a KV cache, which is tried. Raises UserError.
+    cached: it will generate with a KV cache, which is checked. Raises UserError.
     """
     checkpoint, place = read_checkpoint(path), select_device(device)
     cfg = model_config(checkpoint, GPTConfig, path)
@@ -91,27 +91,27 @@ def main(argv: list[str]) -> int:
         "--stride",
         type=int,
         default=0,
-        help="tokens between the contexts of --perplexity; 0 = a whole"
-        " context, which is fastest; fewer give every token more to go by",
+        help="tokens by which the windows of --perplexity advance; 0 = a whole"
+        " context, which is fastest; fewer give each token more context",
     )
     parser.add_argument(
         "--choices",
         metavar="FILE",
-        help="print how often the model finds the right ending in this file of questions (data/prepare.py hellaswag)",
+        help="print the accuracy on this file of multiple-choice questions (as from data/prepare.py hellaswag)",
     )
-    parser.add_argument("--num_samples", type=int, default=1, help="texts to write for each prompt, 32 at once")
+    parser.add_argument("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
     parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token")
-    parser.add_argument("--top_k", type=int, default=200, help="draw from the k likeliest tokens; 0 = all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens with this probability")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy decoding")
+    parser.add_argument("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
+    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto is what it was trained in")
+    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto = as trained, if supported")
     parser.add_argument(
         "--int8", action="store_true", help="round weights to int8; on a CPU without --compile, activations to bf16 too"
     )
-    parser.add_argument("--no_cache", action="store_true", help="read the whole text again for each token, to compare")
-    parser.add_argument("--compile", action="store_true", help="compile the making of a token; pays for long texts")
+    parser.add_argument("--no_cache", action="store_true", help="re-read the whole context for each token, to compare")
+    parser.add_argument("--compile", action="store_true", help="compile the decode step; pays off for long texts")
     args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stdin):  # the text may hold what a terminal cannot show
         if hasattr(stream, "reconfigure"):
@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print()
         return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises UserError for values that cannot be, and for flags that would do nothing."""
+    """Raises UserError for invalid values, and for flags that would have no effect."""
     for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0).items():
         if not getattr(args, name) >= least:
             raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
@@ -158,7 +158,7 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     if args.stride and args.perplexity is None:
         raise UserError("--stride is for --perplexity, which was not given; remove it")
     if args.perplexity is not None and args.choices is not None:
-        raise UserError("--perplexity and --choices are two questions; ask them one by one")
+        raise UserError("--perplexity and --choices cannot be combined; run them one by one")
     if args.perplexity is not None or args.choices is not None:
         drawing = "prompt interactive num_samples max_new_tokens temperature top_k top_p seed no_cache compile".split()
         for name in drawing:
@@ -176,7 +176,7 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def typed_lines():
-    """Yields what is typed, a line at a time, as a list of one prompt, until its end (Ctrl-D)."""
+    """Yields each typed line as a list of one prompt, until the end of input (Ctrl-D)."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -186,7 +186,7 @@ def typed_lines():
 
 
 def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step) -> None:
-    """Continue the prompts: a single text is written as it is drawn, of several 32 at once when they are done."""
+    """Continue the prompts: a single text is streamed; several are generated 32 at a time and printed when done."""
     number = len(prompts) * args.num_samples
     for first in range(0, number, 32):
         chosen = range(first, min(first + 32, number))
@@ -212,7 +212,7 @@ def print_batch(
         not args.no_cache,
     )
     alone = len(args.prompt) * args.num_samples == 1
-    shown = printable if sys.stdout.isatty() else str  # a file gets what was drawn
+    shown = printable if sys.stdout.isatty() else str  # a file gets the text unchanged
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
     if alone:
         print(texts[0], end="", flush=True)

@@ -608,6 +608,7 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, pace, signa
             state.step += 1
             if on_step:
                 on_step(state, loss)
+            checks.check_same_flags(cfg, state.cfg)
             profiling.step()
         votes.close()  # not after an error, as it waits for the other ranks
         saver.finish()

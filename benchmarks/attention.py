@@ -56,7 +56,7 @@ def prepare_call(flags: dict, backend: str, length: int, tokens: int, variant: s
     idx = torch.randint(max(2, length // 4), (shape[0], length), generator=generator).to(device)  # 0: a document
     window = length // 4 if variant == "window" else 0
     eot = 0 if variant == "documents" else None
-    torch._dynamo.reset()  # or FlexAttention runs into the limit of recompilations, and uncompiled from there
+    torch._dynamo.reset()  # or FlexAttention hits the recompile limit, and runs uncompiled from then on
     compiled = torch.compile(attention, dynamic=False)
 
     def call() -> tuple[float, float | None]:
@@ -83,7 +83,7 @@ def prepare_call(flags: dict, backend: str, length: int, tokens: int, variant: s
 
 
 def attention_case(flags: dict, backend: str, todo: list[tuple[int, str]], tokens: int, repeats: int):
-    """Yields, for each (T, variant) to do, the most MiB that a call holds; then `repeats` times seconds of a call."""
+    """Yields, for each (T, variant) in todo, the peak MiB of a call; then `repeats` times the seconds of a call."""
     for length, variant in todo:
         device, call = prepare_call(flags, backend, length, tokens, variant)
         call()  # compiles

@@ -63,8 +63,8 @@ def train_steps(state: TrainState, stream: TokenStream, depth: int | None, steps
 def measure_byte_pairs(stream: TokenStream, most: int, repeats: int) -> list[dict]:
     """A row for training a vocabulary on `most` bytes of the training split, or all it has, and one for encoding them.
 
-    As preparation does it: pieces, encoded by all cores. Training needs the package tokenizers. No rows where the
-    tokenizer of the data is out of reach, none for encoding where it is that of bytes, which are tokens as they are.
+    As in preparation: in pieces, encoded on all cores. Training needs the package tokenizers; without it, the data's
+    tokenizer encodes. No rows if the data's tokenizer is unavailable, or is bytes while the package is missing.
     """
     try:
         tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
@@ -123,18 +123,18 @@ def bench_data(bench: Bench) -> dict:
         row |= median_min_max([wait_s / s for s, wait_s in zip(seconds, waits)], "waits")
         rows.append(row)
     tokens = make_config(**bench.flags).batch_tokens
-    note = f"The loader alone makes {facts['loader_tokens_per_s']:,.0f} tokens/s, a batch of {tokens:,} in "
+    note = f"The loader alone delivers {facts['loader_tokens_per_s']:,.0f} tokens/s, a batch of {tokens:,} in "
     note += f"{1000 * facts['batch_s']:.2f} ms; training takes {1000 * tokens / rows[-1]['ms']:,.0f} tokens/s. "
     if "pinned_s" in facts:
         note += f"To the device: {1e6 * facts['pinned_s']:.0f} us pinned, {1e6 * facts['pageable_s']:.0f} us pageable."
     else:
         note += "Pinned memory is for CUDA only."
     print(table("Data", rows, "name ms against_none waits".split(), note))
-    note = "Of text of the training split, as data/prepare.py does it, on all cores."
+    note = "On text of the training split, on all cores, as in data/prepare.py."
     if len(byte_pairs) < 2:
         note += " Training byte pairs needs the package tokenizers: run `pip install tokenizers`."
     if not byte_pairs:
-        note = "Not measured: the data are bytes and tokenizers is not installed, or their tokenizer is out of reach."
+        note = "Not measured: the data are bytes and tokenizers is not installed, or their tokenizer is unavailable."
     keys = "name megabytes seconds mb_per_s bytes_per_token".split()
     print(table("Tokenizer", byte_pairs, keys, note))
     return dict(data=rows, tokenizer=byte_pairs, **facts)

@@ -10,14 +10,14 @@ from train_gpt import make_config
 
 
 def memory_limit_mb(bench: Bench) -> int:
-    """MiB that a case may use; 0 = all of a CUDA device's. Raises UserError where memory has no end to find."""
+    """MiB that a case may use; 0 = all of a CUDA device's. Raises UserError where no memory limit can be found."""
     if bench.limit_mb or bench.device.type == "cuda":
         return bench.limit_mb
     if bench.device.type != "cpu" or sys.platform != "linux":
-        raise UserError("fit finds no end of memory here: it needs CUDA, or Linux for a CPU; use another machine")
+        raise UserError("fit cannot limit memory here: it needs CUDA, or Linux for a CPU; use another machine")
     if bench.quick:
         return 1024
-    return proc_kib("/proc/meminfo", "MemAvailable") // 1024 * 3 // 4  # a system that swaps is no place to search
+    return proc_kib("/proc/meminfo", "MemAvailable") // 1024 * 3 // 4  # a search must not make the system swap
 
 
 def bench_fit(bench: Bench) -> dict:
@@ -26,7 +26,7 @@ def bench_fit(bench: Bench) -> dict:
     Raises CaseFailed for what is not a lack of memory.
     """
     bench.reject_flags("micro_batch", "batch_tokens", "parallel")
-    flags = dict(checkpointing="none") | bench.flags  # auto would change in between
+    flags = dict(checkpointing="none") | bench.flags  # auto would change between sizes
     bench = dataclasses.replace(bench, limit_mb=memory_limit_mb(bench), flags=flags)
     seq_len, rows = make_config(**flags).seq_len, {}
 

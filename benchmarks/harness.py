@@ -89,15 +89,15 @@ COLUMNS = {  # key in a row -> heading, format; other keys are their own heading
     # loss
     "val_bpb": ("final val_bpb", ".4f"),
     "val_loss": ("final val_loss", ".4f"),
-    "sooner": ("times sooner (time)", ".3f"),
-    "fewer": ("times sooner (steps)", ".3f"),
+    "sooner": ("paired speedup (time)", ".3f"),
+    "fewer": ("paired speedup (steps)", ".3f"),
     "reached": ("seeds at target", ""),
     "to_target_s": ("train_time to target, s", ".1f"),
     "steps_to_target": ("steps to target", ".0f"),
     "speedup": ("speedup", ".2f"),
-    "time_saved": ("saves of the time", ".1%"),
+    "time_saved": ("time saved", ".1%"),
     "time_p": ("p (time)", ".2g"),
-    "step_saved": ("saves of the steps", ".1%"),
+    "step_saved": ("steps saved", ".1%"),
     "step_p": ("p (steps)", ".2g"),
     "worst": ("worst text (time)", ""),
 }
@@ -192,7 +192,7 @@ def worker_main(pipe, bench: Bench, case, args: tuple) -> None:
             try:
                 pipe.send(("value", value))
                 pipe.recv()
-            except (EOFError, OSError):  # nobody asks any more
+            except (EOFError, OSError):  # the parent has closed the pipe
                 return
     except KeyboardInterrupt:
         return
@@ -207,13 +207,13 @@ def explain_exit(code: int) -> str:
 
 
 def explain_failure(error: Exception) -> tuple[str, str]:
-    """Kind and reason of a CaseFailed, in one line; prints the traceback of an error that nobody expects."""
+    """Kind and reason of a CaseFailed, in one line; prints the traceback of an unexpected error."""
     if isinstance(error, UserError):
         return "refused", str(error)
     if isinstance(error, TrainerError):
         return "failed", f"FAILED: {error}"
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    if is_out_of_memory(error) or "can't start new thread" in text:  # a limit of memory is one of threads
+    if is_out_of_memory(error) or "can't start new thread" in text:  # a memory limit also limits threads
         return "failed", "out of memory"
     if sentence := explain_peer_failure(error):
         return "peer", f"FAILED: {sentence}"
@@ -222,7 +222,7 @@ def explain_failure(error: Exception) -> tuple[str, str]:
 
 
 def exit_with_parent() -> None:
-    """Wait for the end of the process that asked for this one, however it ends; then end this one."""
+    """Wait until the parent process ends, however it ends; then end this one."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
@@ -274,8 +274,8 @@ def measure_interleaved(
 ) -> list[list]:
     """Run a case, (function, *args), for each row: its first value goes into the row, `repeats` more are returned.
 
-    One value of each in turn: A B A B. A case that fails leaves the reason as `note` in its row. workers: by the row's
-    number, those of an earlier call, whose cases yield as much again, and those of this one; the caller closes them.
+    The values are taken interleaved: A B A B. A case that fails leaves the reason as `note` in its row. workers: by row
+    index, those of an earlier call, whose cases yield as much again, and those of this one; the caller closes them.
     """
     values, running = [[] for _ in rows], {} if workers is None else workers
     try:
@@ -389,8 +389,8 @@ def system_info(device: torch.device) -> dict:
 
 
 def tokenizer_size(cfg: Config) -> int:
-    """Tokens of the data folder's tokenizer; without a folder --vocab_size, or those of the default run's tokenizer for
-    its preset, else of GPT-2's."""
+    """Vocabulary size of the data folder's tokenizer; without a folder, --vocab_size, else that of the default run for
+    its preset, else GPT-2's."""
     if cfg.data:
         return load_meta(Path(cfg.data))["vocab_size"]
     if cfg.vocab_size:
@@ -411,7 +411,7 @@ def settle(cfg: Config, check: bool = True) -> tuple[Config, DistContext]:
 
 
 def build_state(flags: dict, unfused: bool = False) -> tuple[TrainState, Tensor]:
-    """What train_step takes, for these trainer flags: the state, and tokens of a step, int64 (sequences, seq_len + 1).
+    """train_step's arguments for these trainer flags: the state, and a step's tokens, int64 (sequences, seq_len + 1).
 
     unfused: the optimizer's loop over parameters. Raises UserError.
     """
@@ -420,7 +420,7 @@ def build_state(flags: dict, unfused: bool = False) -> tuple[TrainState, Tensor]
     state.optimizer.fused = not unfused
     for slots in state.optimizer.state.values() if unfused else ():
         if "step" in slots:
-            slots["step"] = slots["step"].cpu()  # as unfused Adam counts: it would wait for a GPU to read it
+            slots["step"] = slots["step"].cpu()  # as unfused Adam keeps it: reading it from a GPU would wait
     if cfg.attn == "math":  # the naive attention in bf16 multiplies in bf16
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     shape = (cfg.batch_tokens // cfg.seq_len // dist_ctx.world_size, cfg.seq_len + 1)

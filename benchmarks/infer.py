@@ -29,7 +29,7 @@ MODES = ("no cache", "KV cache", "KV cache, compiled", "KV cache, int8", "KV cac
 
 
 def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int, patience: float):
-    """Yields seconds of warming up and peak MiB; then seconds to each of n_tokens, or to the first after `patience`."""
+    """Yields warm-up seconds; then seconds to each of n_tokens, or to the first after `patience`, and peak MiB."""
     cfg, dist_ctx = settle(make_config(**flags), check=False)
     device, vocab_size, step = dist_ctx.device, tokenizer_size(cfg), None
     with device:
@@ -61,7 +61,7 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int, p
 
 
 def summarize(row: dict, rounds: list[tuple[list[float], float]], lengths: tuple[int, ...]) -> None:
-    """Fill in what infer_case measured; decoding, and the seconds to a length, only if no round's patience ended."""
+    """Fill in what infer_case measured; decoding, and the seconds to a length, only if every round got that far."""
     runs = [times for times, _ in rounds]
     row["peak_mb"] = rounds[-1][1]
     row |= median_min_max([1000 * times[0] for times in runs], "prefill_ms")

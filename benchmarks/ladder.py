@@ -31,7 +31,7 @@ LADDER = (
     ("blockwise attention (compiled)", dict(attn="blocked")),
     ("fused optimizer", dict(unfused=False)),
     ("chunked loss", dict(loss_chunk=Config.loss_chunk)),
-    ("auto micro-batch", dict(micro_batch=0)),  # of 8,192 tokens a GPU's step would measure the host
+    ("auto micro-batch", dict(micro_batch=0)),  # with 8,192 tokens, a GPU's step would measure the host
     ("max-autotune", dict(compile="max-autotune")),
     ("fp8", dict(fp8=True)),
     ("selective checkpointing", dict(checkpointing="selective")),
@@ -40,7 +40,7 @@ LADDER = (
 
 
 def unsupported_reason(change: dict, device: torch.device) -> str:
-    """Why this hardware cannot do what a rung of the ladder asks for; "" when the trainer's own checks will tell."""
+    """Why this hardware cannot run a step of the ladder; "" if it can, or if the trainer's own checks will tell."""
     cuda = device.type == "cuda"
     if change.get("matmul_precision") == "high" and not (cuda and torch.cuda.get_device_capability() >= (8, 0)):
         return "TF32 needs a CUDA device of compute capability 8.0 or newer"
@@ -87,9 +87,9 @@ def measure_matmuls(bench: Bench, peaks: dict[str, float]) -> None:
 
 
 def compare(bench: Bench, stack: dict | None, values: dict, row: dict) -> list[float]:
-    """Fill in the row by steps with these values, interleaved with steps of the stack, whose seconds are returned.
+    """Fill in the row by timing steps with `values`, interleaved with steps of the stack, whose seconds are returned.
 
-    A stack of None: the row's steps alone.
+    If stack is None, the row's steps are timed alone.
     """
     cases = []
     for config in (stack, values) if stack else (values,):
@@ -111,7 +111,7 @@ def compare(bench: Bench, stack: dict | None, values: dict, row: dict) -> list[f
 
 
 def climb(bench: Bench, base: dict) -> tuple[list[dict], dict, dict]:
-    """Rows of the base and of every rung; the stack of what was kept; kept rung -> the values that it replaced."""
+    """Rows of the base and of every ladder step; the stack of kept steps; kept step -> the values that it replaced."""
     rows, stack, replaced, last = [], dict(base), {}, None
     for name, change in (("fp32 eager", {}), *LADDER):
         row = dict(name=f"+ {name}" if change else name)
@@ -138,7 +138,7 @@ def climb(bench: Bench, base: dict) -> tuple[list[dict], dict, dict]:
 
 
 def leave_one_out(bench: Bench, base: dict, stack: dict, replaced: dict) -> list[dict]:
-    """Rows of the base, then of the full stack without each rung that was kept, interleaved with all of it."""
+    """Rows of the base, then of the full stack without each step that was kept, interleaved with the full stack."""
     rows = []
     for name in ("all of them", *replaced) if replaced else ():
         row = dict(name=f"without {name}")

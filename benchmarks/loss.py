@@ -118,14 +118,14 @@ def plan_runs(bench: Bench, changes: dict) -> tuple[str | Path, dict]:
         return HERE, flags
     if type(repository) is not str or not Path(repository, "train_gpt.py").is_file():
         raise UserError(f"repository is {repository!r}; expected a checkout of this repository, with its train_gpt.py")
-    for key, value in flags.items():  # what they mean only its own trainer knows
+    for key, value in flags.items():  # only its own trainer knows what they mean
         if type(value) not in (str, int, float, bool):
             raise UserError(f"{key} is {reprlib.repr(value)}; expected a number, a text, true or false")
     return repository, flags
 
 
 def find_texts(folders: list[str]) -> dict[str, Path]:
-    """Name -> folder, absolute: another repository has data of its own. Makes the default corpus. Raises UserError."""
+    """Name -> absolute folder, as another repository has its own data. Makes the default corpus. Raises UserError."""
     if folders == [""]:
         return {"default corpus": prepare("python", out=data_folder(make_config()), say=progress).resolve()}
     texts = {folder: Path(folder).resolve() for folder in folders}
@@ -145,7 +145,7 @@ def train_once(repository: str | Path, flags: dict) -> dict:
 
     Raises CaseFailed, for a run that diverged too.
     """
-    with tempfile.TemporaryDirectory() as folder:  # its checkpoints go with it
+    with tempfile.TemporaryDirectory() as folder:  # its checkpoints are deleted with it
         given = [f"--{key}={value}" for key, value in flags.items()]
         run_script(Path(repository).resolve() / "train_gpt.py", *given, f"--out_dir={folder}")
         try:
@@ -164,9 +164,9 @@ def train_once(repository: str | Path, flags: dict) -> dict:
 
 
 def train_text(recipes: dict[str, tuple], seeds: int, label: str) -> tuple[dict[str, list[dict]], dict]:
-    """The runs of each recipe on a text, interleaved, and the CaseFailed of those recipes that failed and ended there.
+    """The runs of each recipe on a text, interleaved, and the CaseFailed of each recipe that failed and so stopped.
 
-    recipes: name -> (repository, flags without seed). No recipe is always first; all of them end with the baseline.
+    recipes: name -> (repository, flags without seed). The order rotates with the seed; if the baseline fails, all stop.
     """
     names, failed, runs, auto = list(recipes), {}, {name: [] for name in recipes}, {}
     for seed in range(seeds):
@@ -184,7 +184,7 @@ def train_text(recipes: dict[str, tuple], seeds: int, label: str) -> tuple[dict[
                 continue
             runs[name].append(run | dict(seed=seed))
             if not names_dtype and run["dtype"] != "auto":
-                auto = dict(dtype=run["dtype"])  # the first run settles it, or noise might give a pair two of them
+                auto = dict(dtype=run["dtype"])  # the first run decides: noise could make a pair's runs differ
             progress(f"{label}seed {seed}, {name}: {run['val_loss']:.4f} in {run['train_time_s']:.1f} s")
     return runs, failed
 
@@ -217,7 +217,7 @@ def mean_and_error(values: list[float], name: str) -> dict:
 
 
 def geometric_mean(factors: list[float], name: str) -> dict:
-    """The same of the geometric mean."""
+    """The same for the geometric mean."""
     logs = mean_and_error([math.log(factor) for factor in factors], name)
     mean = math.exp(logs.pop(name))
     return {name: mean} | {key: mean * error for key, error in logs.items()}
@@ -226,7 +226,7 @@ def geometric_mean(factors: list[float], name: str) -> dict:
 def judge_text(runs: dict[str, list[dict]], failed: dict) -> list[dict]:
     """A row for each recipe on a text: final loss, time and steps against the baseline's, seed by seed.
 
-    Times are train_time in s. A recipe that failed has its reason and no figures; without a baseline nobody has any.
+    Times are train_time in s. A failed recipe gets its reason and no figures; if the baseline failed, none has figures.
     """
     base, rows = next(iter(runs)), []
     for name, own in runs.items():
@@ -258,7 +258,7 @@ def judge_text(runs: dict[str, list[dict]], failed: dict) -> list[dict]:
 def judge_recipe(rows: list[dict]) -> dict:
     """A recipe over its rows on all texts: the fraction of the baseline's time and steps that it saves.
 
-    p is of a one-sided t-test that nothing is saved, of the logarithms of the ratios.
+    p: of a one-sided t-test on the log ratios, with the null hypothesis that nothing is saved.
     """
     done = [row for row in rows if "note" not in row]
     failed = [f"{row['data']}: {row['note']}" for row in rows if "note" in row]
@@ -290,8 +290,8 @@ def how(rows: list[dict], seeds: int) -> str:
 def text_table(rows: list[dict], title: str, seeds: int) -> str:
     base = rows[0]["name"]
     note = (
-        f"{how(rows, seeds)} Times sooner: {base}'s train_time (steps) over the recipe's, seed by seed, each up to the "
-        "higher of the two final losses; the geometric mean."
+        f"{how(rows, seeds)} Paired speedup: {base}'s train_time (steps) over the recipe's, seed by seed, each up to "
+        "the higher of the two final losses; the geometric mean."
     )
     if "target" in rows[0]:
         note += (
@@ -305,20 +305,20 @@ def text_table(rows: list[dict], title: str, seeds: int) -> str:
 
 def verdict_table(verdicts: list[dict], rows: list[dict], title: str, seeds: int) -> str:
     note = (
-        f"Against {rows[0]['name']}; {how(rows, seeds)} Pairs: texts x seeds. p: one-sided t-test of the logarithms of "
-        "the pairs' ratios, that nothing is saved."
+        f"Against {rows[0]['name']}; {how(rows, seeds)} Pairs: texts x seeds. p: one-sided t-test on the pairs' log "
+        "ratios (null hypothesis: nothing is saved)."
     )
     keys = "name time_saved time_p step_saved step_p pairs worst".split()
     return table(f"What is saved over all texts{title}", verdicts, keys, note)
 
 
 def bench_loss(bench: Bench) -> dict:
-    """What each recipe saves of the time to the baseline's loss.
+    """How much of the time to the baseline's loss each recipe saves.
 
     Raises UserError, or CaseFailed if the baseline fails on the first text.
     """
     if bench.limit_mb:
-        raise UserError("loss starts train_gpt.py as it is, without a limit of its memory; remove --limit_mb")
+        raise UserError("loss runs train_gpt.py itself, and cannot limit its memory; remove --limit_mb")
     plan = make_plan(bench)
     seeds, (base, *others) = plan["seeds"], plan["recipes"]
     rows, verdicts, all_runs = [], [], []

@@ -54,7 +54,7 @@ GB = (8, 16, 24, 40, 80, 141)  # of memory, of the cards in the plan
 
 
 def planned_model(cfg: Config) -> tuple[GPT, int]:
-    """A GPT without memory behind its tensors, still without its loss_chunk, and the bytes of its optimizer's state."""
+    """A GPT on the meta device, its loss_chunk still to be set, and the bytes of its optimizer state."""
     with torch.device("meta"):
         attn = select_attn_backend(cfg, torch.device(cfg.device))
         model = GPT(gpt_config(cfg, tokenizer_size(cfg)), DTYPES[cfg.dtype], attn=attn)
@@ -63,9 +63,9 @@ def planned_model(cfg: Config) -> tuple[GPT, int]:
 
 
 def plan_cards() -> list[dict]:
-    """What presets of GPT-2's sizes train with on a GPU of each size, compiled, by formula: a row a preset and card.
+    """What `auto` chooses for the GPT-2 presets on a GPU of each size, compiled, by formula: a row per preset and card.
 
-    `auto`'s checkpointing, loss chunk and micro-batch; where only that fits, with the optimizer's state in host memory.
+    Checkpointing, loss chunk and micro-batch; if nothing else fits, with the optimizer state offloaded to host memory.
     """
     rows = []
     for preset in (name for name in PRESETS if name.startswith("gpt2-")):
@@ -131,7 +131,7 @@ def plan_ranks(bench: Bench) -> dict:
 
 
 def memory_case(flags: dict):
-    """Yields bytes by formula and measured, of a step with gradients there (the second micro-step and later ones)."""
+    """Yields bytes by formula and measured, of a step with gradients allocated (from the second micro-step on)."""
     state, batch = build_state(flags)
     device, batch = state.dist_ctx.device, batch[: state.micro_batch]
     train_step(state, batch.repeat(state.grad_accum_steps, 1), 1.0)
@@ -191,8 +191,8 @@ def bench_memory(bench: Bench) -> dict:
     micro_batch = cfg.micro_batch or largest_divisor(cfg.batch_tokens // cfg.seq_len, 8192 // cfg.seq_len)
     rows = [row for mode in ("none", "selective", "full") for row in measure_mode(bench, mode, micro_batch)]
     note = (
-        f"MiB, of a micro-step of {micro_batch} sequences while gradients are there. Transient is what the peak holds "
-        "besides: a recomputed block, gradients of activations, logits. Error: of the formula, against the measurement."
+        f"MiB, of a micro-step of {micro_batch} sequences with gradients allocated. Transient: the rest of the peak, "
+        "such as a recomputed block, gradients of activations, logits. Error: the formula against the measurement."
     )
     print(table("Memory", rows, "checkpointing part formula_mb measured_mb differs resident_mb note".split(), note))
     return dict(memory=rows)
@@ -202,7 +202,7 @@ def measure_card(cfg: Config) -> str:
     """What a run with these flags takes on the GPU at hand, and its peak after two steps of two micro-steps, in GiB."""
     cfg, dist_ctx = settle(cfg)
     if dist_ctx.device.type != "cuda":
-        raise UserError(f"this measures a GPU's memory, and here is {dist_ctx.device.type}; use `bench.py memory`")
+        raise UserError(f"this measures a GPU's memory, and this is {dist_ctx.device.type}; use `bench.py memory`")
     state = build(cfg, dist_ctx, tokenizer_size(cfg))
     model, batch = state.raw_model, torch.zeros((2 * state.micro_batch, cfg.seq_len + 1), dtype=torch.int64)
     for _ in range(2):

@@ -47,7 +47,7 @@ def namespaces(n: int, mbit: float = 0):
 def start_agent(node: str, rank: int, nodes: list[str], *argv: str, ranks: int = 1, env=None, **streams):
     """torchrun in the namespace of node number `rank`, a subprocess.Popen. ranks: those it starts.
 
-    All namespaces have one host name, so who hosts the rendezvous, and under which address, has to be said.
+    All namespaces share one host name, so the rendezvous host and its address are given explicitly.
     """
     command = f"ip netns exec {node} {sys.executable} -m torch.distributed.run --nnodes={len(nodes)}"
     command += f" --nproc_per_node={ranks} --rdzv_backend=c10d --rdzv_endpoint=10.77.0.1:29500"

@@ -20,11 +20,11 @@ X_AXES = {  # --x -> key in metrics.jsonl, the axis' label
 }
 Y_AXES = {"val_loss": "nats per token", "val_bpb": "bits per byte"}  # --y -> unit
 STYLES = ("-", "--", "-.", ":")  # for the first, second, ... turn of matplotlib's ten colors
-MOST_POINTS = 300  # of a line; of more, means are drawn
+MOST_POINTS = 300  # per line; longer ones are averaged
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, which gzip has compressed if it is named so. Raises UserError."""
+    """The text of a file, decompressed if its name ends in .gz. Raises UserError."""
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8", errors="replace")
@@ -33,7 +33,7 @@ def read_text(path: Path) -> str:
 
 
 def read_nanogpt(log: str) -> list[dict]:
-    """The same rows of what nanoGPT's train.py prints; none of other logs.
+    """Rows as in metrics.jsonl, from what nanoGPT's train.py prints; none from other logs.
 
     "iter N" is the loss before update N + 1, "step N" an evaluation after N updates. The time of an iteration that
     evaluates includes that: training is charged the median of the others.
@@ -82,19 +82,19 @@ def bits_per_nat(rows: list[dict]) -> float:
 
 
 def choose_y(curves: dict[str, list[list[dict]]]) -> str:
-    """Bits per byte where tokenizers differ, and all runs can be told in them; else nats."""
+    """Bits per byte if tokenizers differ and all runs have them; else nats."""
     ratios = [bits_per_nat(rows) for runs in curves.values() for rows in runs]
     return "val_bpb" if max(ratios) > 1.001 * min(ratios) and not any(map(math.isnan, ratios)) else "val_loss"
 
 
 def in_bits(rows: list[dict]) -> list[dict]:
-    """The rows with their losses in bits per byte; of training, with the bytes per token of validation."""
+    """The rows with losses in bits per byte; training losses use the validation split's bytes per token."""
     ratio = bits_per_nat(rows)
     return [row | {key: row[key] * ratio for key in ("train_loss", "val_loss") if row.get(key)} for row in rows]
 
 
 def points(rows: list[dict], x: str, loss: str) -> np.ndarray:
-    """x and loss (2 x n) of the rows that hold both, by step; of a step that was made twice, the last.
+    """x and loss (2 x n) of the rows that hold both, by step; the last row of a step that was run twice.
 
     Not of step 0: the loss of an untrained model says nothing and stretches the axes.
     """
@@ -204,5 +204,5 @@ def plot(curves: dict[str, list[list[dict]]], x: str, y: str, targets: list[floa
         with atomic_write(Path(out)) as file:
             file.write(picture.getvalue())
     except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror}); give a file in a folder there is") from None
+        raise UserError(f"--out {out} cannot be written ({error.strerror}); give one in an existing folder") from None
     return f"{out}: validation loss ({Y_AXES[y]}) over {x}, {len(picture.getvalue()) / 1000:.0f} kB{notes}"

@@ -27,9 +27,9 @@ KEYS = "name ranks tokens ms tokens_per_s efficiency communication predicted_ms 
 KEYS += ["peak_mb", "note"]
 HEADINGS = COLUMNS | {"peak_mb": ("peak MiB per rank", ",.0f")}
 NOTE = (
-    "Exposed exchange: the fraction of a step that is saved by sending neither gradients, weights nor Muon's updates. "
-    "Predicted: the time of a step that sends nothing, and the bytes at the speed of their collectives alone, Mbit/s. "
-    "Sent: counted for rings, as NCCL's and gloo's, whose reduce-scatter sends what an all-reduce does, twice NCCL's; "
+    "Exposed exchange: the fraction of a step that is saved by sending no gradients, weights or Muon updates. "
+    "Predicted: a step that sends nothing, plus the time of the bytes at the speed of their collectives alone, Mbit/s. "
+    "Sent: counted for ring algorithms (gloo's reduce-scatter sends as much as an all-reduce, twice NCCL's); "
     "and measured, on Linux CPUs, at the network interfaces of rank 0's machine, headers and other programs included."
 )
 
@@ -38,9 +38,9 @@ NOTE = (
 
 
 def ring_factor(collective: str, group: dist.ProcessGroup | None) -> float:
-    """Bytes that a rank sends in a collective of this group, over those of the largest tensor that it is given or gets.
+    """Bytes that a rank sends in a collective of this group, over those of its largest input or output tensor.
 
-    Of rings, as NCCL's and gloo's; but gloo's reduce-scatter is an all-reduce of which a part is kept.
+    For ring algorithms, as in NCCL and gloo; but gloo's reduce-scatter is an all-reduce of which a part is kept.
     """
     n = group.size() if group else 1
     twice = collective == "all-reduce" or collective == "reduce-scatter" and n > 1 and dist.get_backend(group) == "gloo"
@@ -50,8 +50,8 @@ def ring_factor(collective: str, group: dist.ProcessGroup | None) -> float:
 def exchanges(state: TrainState) -> dict[str, tuple]:
     """What ranks exchange in one optimizer step: kind -> collective, group, dtype, elements of the busiest rank.
 
-    A group is of the ranks that share one copy of the weights, or one part of it; under DDP the shards are whole. Norms
-    and scalars are not counted.
+    A group is the ranks that shard one copy of the weights, or those that hold the same shard (under DDP, all of it).
+    Norms and scalars are not counted.
     """
     params = dict(state.raw_model.named_parameters())
     shards, replicas = rank_groups(params["wte.weight"])
@@ -69,8 +69,8 @@ def exchanges(state: TrainState) -> dict[str, tuple]:
         mine = -(-count // n_replicas)
         owned += 2 * -(-mine // n_shards) * rows * cols
         updates += mine * n_replicas * -(-rows // n_shards) * cols
-    # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and for
-    # the backward pass of each, but the root's stay in between.
+    # Gradients are scattered in each micro-step and averaged in the last. Weights are gathered for the forward and
+    # again for the backward pass of each, except the root's, which stay gathered in between.
     steps, grads, weights = state.grad_accum_steps, DTYPES[state.cfg.grad_comm], DTYPES[state.cfg.dtype]
     return {
         "gradients, scattered": ("reduce-scatter", shards, grads, steps * total),
@@ -90,10 +90,10 @@ def bytes_per_step(state: TrainState) -> dict[str, float]:
 
 
 def early_fraction(state: TrainState) -> float:
-    """The fraction of gradients that travel during the backward pass: DDP's buckets that are full before another is.
+    """The fraction of gradients that are sent during the backward pass: those in all full DDP buckets but the last.
 
-    DDP fills them from the last parameter on; the embeddings' gradients are there when the backward pass ends. FSDP
-    waits for each exchange on a CPU. (On GPUs it does not: what is predicted there is the longest that a step takes.)
+    DDP fills them from the last parameter on; the embeddings' gradients come at the end of the backward pass. On a CPU,
+    FSDP waits for each exchange. (On GPUs it does not: the prediction is an upper bound there.)
     """
     early = last = bucket = 0
     for name, p in reversed(list(state.raw_model.named_parameters())):
@@ -108,7 +108,7 @@ def early_fraction(state: TrainState) -> float:
 def predicted_seconds(
     compute: float, sent: dict[str, float], speeds: dict[str, float], early: float = 0.0, backward: float = 0.0
 ) -> float:
-    """Seconds of a step: those of one that sends nothing, and bytes over bytes/s of each kind, but what DDP hides.
+    """Seconds of a step: those of one that sends nothing, plus bytes over bytes/s of each kind, less what DDP hides.
 
     early: the fraction of gradients whose all-reduce runs during the last backward pass, of `backward` seconds.
     """
@@ -145,16 +145,16 @@ def time_together(device: torch.device, function) -> float:
 
 
 def bytes_sent_here(device: torch.device) -> float:
-    """What the network interfaces of this machine, loopback included, have sent so far; nan where nobody counts it."""
+    """Bytes that this machine's network interfaces, loopback included, have sent so far; nan where not counted."""
     path = Path("/proc/net/dev")
-    if device.type != "cpu" or not path.exists():  # GPUs have other ways
+    if device.type != "cpu" or not path.exists():  # GPUs use other links
         return math.nan
     return sum(int(line.split(":")[1].split()[8]) for line in path.read_text().splitlines()[2:])
 
 
 @contextlib.contextmanager
 def nothing_sent(model: nn.Module):
-    """Steps of ranks that compute all and send nothing but norms: what they would receive is zeros."""
+    """Context manager: ranks compute everything but send only norms; what they would receive is zeros."""
 
     def receive_zeros(output: Tensor | list[Tensor], *_, **__) -> unittest.mock.Mock:
         for tensor in output if isinstance(output, list) else [output]:
@@ -164,7 +164,7 @@ def nothing_sent(model: nn.Module):
     collectives = (
         "all_gather|all_gather_(into_tensor|single)|all_reduce|all_to_all_single|reduce_scatter_(tensor|single)"
     )
-    names = [name for name in dir(dist) if re.fullmatch(collectives, name)]  # others in each version of PyTorch
+    names = [name for name in dir(dist) if re.fullmatch(collectives, name)]  # they vary with PyTorch's version
     with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():  # DDP
         with unittest.mock.patch.multiple(dist, **dict.fromkeys(names, receive_zeros)):
             yield
@@ -177,7 +177,7 @@ def nothing_sent(model: nn.Module):
 def measure_rank(flags: dict, repeats: int, threads: int = 0) -> dict:
     """What measure_steps returns; leaves the process group.
 
-    DDP is gone by then: if its end were the group's, it would wait for gloo's threads while they wait for the GIL.
+    DDP is freed before that: freed with the group, it would wait for gloo's threads while they wait for the GIL.
     """
     row = measure_steps(flags, repeats, threads)
     if dist.is_initialized():
@@ -244,7 +244,7 @@ def run_ranks(bench: Bench, flags: dict, world_size: int, threads: int) -> dict:
     """Start ranks on this machine, as torchrun would; returns what rank 0 measured.
 
     They meet at a store of this process, on a port that the system chose. Raises CaseFailed with the reason of the rank
-    that failed, not of those that lost it.
+    that failed, not of its peers.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {
@@ -265,7 +265,7 @@ def run_ranks(bench: Bench, flags: dict, world_size: int, threads: int) -> dict:
         values, failure = {}, None
         while workers and (failure is None or failure.kind == "peer"):
             ready = multiprocessing.connection.wait(list(workers), 5 if failure else None)
-            if not ready:  # nobody had a reason of its own
+            if not ready:  # no rank has its own reason
                 break
             for pipe in ready:
                 rank, worker = workers.pop(pipe)

@@ -92,8 +92,8 @@ def bench_tour(bench: Bench) -> dict:
             model = out / str(trained[-1])
             run_stage(f"sample: {name}", "sample.py --run RUN", command, sample_stage, model, out / "val.txt", device)
     note = (
-        f"Training: {steps} steps a stage; sampling: {n_tokens} tokens of the last stage's model. Perplexity a token: "
-        f"training's of {n_val:,} validation tokens, sampling's of the same text."
+        f"Training: {steps} steps per stage; sampling: {n_tokens} tokens of the last stage's model. Perplexity per "
+        f"token: for training on {n_val:,} validation tokens, for sampling on the same text."
     )
     print(table("Tour", rows, "stage peak_mb tokens_per_s perplexity command sample note".split(), note))
     return dict(tour=rows)

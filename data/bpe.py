@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies of one's own: trained by the package `tokenizers`, kept as a plain file, used by tiktoken."""
+"""Custom BPE vocabularies: trained with the package `tokenizers`, stored as a plain file, used by tiktoken."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ from data.shards import UserError
 
 VOCABULARY_FILE = "tokenizer.json"
 PATTERNS = {
-    # GPT-4's, with digits in groups of two at most, as small vocabularies have no room for more, and with blanks as in
-    # GPT-2: a line's end and the indentation of the next are one run, of which the last space goes to the word after.
+    # GPT-4's, but with digits in groups of two at most, as small vocabularies have no room for more, and whitespace as
+    # in GPT-2: a line break and the next line's indentation are one run, whose last space goes to the word after it.
     "gpt4-digits2": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+",
 }
 PATTERN = "gpt4-digits2"
@@ -18,9 +18,9 @@ MIN_SIZE, MAX_SIZE = 258, 65536  # bytes, one pair and end-of-text; what uint16 
 
 
 def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
-    """The content of a vocabulary file for vocab_size tokens or, of little text, fewer; end-of-text is the last.
+    """The content of a vocabulary file with vocab_size tokens, or fewer if there is little text; end-of-text is last.
 
-    texts: UTF-8; what is not becomes U+FFFD here. The same texts give the same vocabulary, byte for byte. Raises
+    texts: UTF-8; invalid bytes become U+FFFD here. The same texts give the same vocabulary, byte for byte. Raises
     UserError when the package is missing, or the texts hold no pair of bytes.
     """
     try:
@@ -39,7 +39,7 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     byte_of = bytes_of_letters()
     merged = {}
     for first, second in json.loads(tokenizer.to_str())["model"]["merges"]:
-        merged[bytes(byte_of[letter] for letter in first + second)] = None  # a token that two pairs make is one
+        merged[bytes(byte_of[letter] for letter in first + second)] = None  # different pairs can make the same token
     if not merged:
         raise UserError(
             "the training split has no pair of bytes to make a token of: give more text, or --tokenizer bytes"
@@ -83,7 +83,7 @@ def vocabulary_hash(text: str) -> str:
 
 
 def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
-    """The content of a vocabulary file, or of the one in a folder. Raises UserError when it is not there or another."""
+    """The content of a vocabulary file, or of the one in a folder. Raises UserError if missing or of another hash."""
     path = Path(path)
     path = path / VOCABULARY_FILE if path.is_dir() else path
     try:
@@ -92,7 +92,7 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
         raise UserError(f"there is no vocabulary {path}: put it back, or prepare the data again") from None
     except UnicodeDecodeError:
         raise UserError(
-            f"{path} is no vocabulary, which is plain text: give a run's or a data folder, or its {VOCABULARY_FILE}"
+            f"{path} is not a vocabulary, which is plain text: give a run's or a data folder, or its {VOCABULARY_FILE}"
         ) from None
     except OSError as error:
         raise UserError(

@@ -1,7 +1,7 @@
-"""Multiple-choice questions: HellaSwag, and files of one's own in the same form.
+"""Multiple-choice questions: HellaSwag, and your own files in the same format.
 
-A file holds a JSON object a line: `context`, a text; `endings`, a list of texts, each continuing it as it stands (with
-the blank between them, if there is one); `label`, the number of the right one, from 0.
+A file has one JSON object per line: `context`, a string; `endings`, a list of strings that are appended to it as they
+are (so with a leading space, if there is one); `label`, the index of the right one, from 0.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ def read_questions(path):
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not text in UTF-8 ({error.reason}); give lines of JSON") from None
     if not questions:
-        raise UserError(f"{path} holds no questions; expected a JSON object a line with context, endings and label")
+        raise UserError(f"{path} holds no questions; expected one JSON object per line with context, endings, label")
     return questions
 
 
@@ -65,8 +65,8 @@ def _question(line, place):
 def prepare_hellaswag(folder, say=print):
     """Downloads HellaSwag's validation questions (Zellers et al. 2019) and writes two files of them into `folder`.
 
-    llmc.jsonl as llm.c puts them, harness.jsonl as lm-evaluation-harness does: with the activity before the context,
-    and without WikiHow's marks. Raises UserError.
+    llmc.jsonl formats them as llm.c does, harness.jsonl as lm-evaluation-harness does: with the activity before the
+    context, and without WikiHow's markup. Raises UserError.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -75,9 +75,9 @@ def list_skipped(skipped):
 
 
 def given_files(arguments, out, encoding, include, skipped):
-    """A TextFile for each text file that the arguments mean, once, without hidden ones and those in the folder `out`.
+    """A TextFile for each text file that the arguments match, without duplicates, hidden files and those in `out`.
 
-    Adds (name, reason) of what is not text to `skipped`, unless an argument is its own path: that is refused.
+    Adds (name, reason) of files that are not text to `skipped`, but refuses those that an argument names directly.
     """
     names, own, unmatched = {}, set(), set(include)
 
@@ -125,7 +125,7 @@ def given_files(arguments, out, encoding, include, skipped):
 
 
 def read_files(files, val_fraction, keys, progress, skipped):
-    """The documents of all files. Files that do not decode are added to `skipped`, unless all do not."""
+    """The documents of all files. Searched files that do not decode go to `skipped`; raises if no file is left."""
     left = len(files)
     for file in files:
         try:
@@ -139,7 +139,7 @@ def read_files(files, val_fraction, keys, progress, skipped):
 
 
 def _read_file(file, val_fraction, keys, progress, alone):
-    """A document for each row, whose name is `<name>:<number>`; else one, but two of a text that is `alone`."""
+    """A document per row, named `<name>:<number>`; else one per file, but two (train, val) if it is `alone`."""
     with open_utf8(file.path, file.encoding) as (packed, text):
         position = 0
         if read_rows := row_reader(file.path):
@@ -208,7 +208,7 @@ def _listed(names):
 
 
 def _jsonl_texts(stream, path, keys):
-    """(line number, text) of each line that is not blank: the strings under `keys`, one below the other."""
+    """(line number, text) of each line that is not blank: the strings under `keys`, joined by newlines."""
     like = ", ".join(f"{_quoted(key)}: ..." for key in keys)
     for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE + 1), b""), start=1):
         where = f"line {number} of {path}"
@@ -237,8 +237,8 @@ def _jsonl_texts(stream, path, keys):
 
 
 def _csv_texts(stream, path, keys):
-    """(number, text) of each row below the header: its fields in the columns `keys`, one below the other."""
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))  # which the whole row must keep here
+    """(number, text) of each row below the header: its fields in the columns `keys`, joined by newlines."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE))  # lines() applies it to the whole row
     text = io.TextIOWrapper(stream, "utf-8", errors="surrogateescape", newline="")
     first, size = 1, 0  # of the row that is being read: its first line, and its bytes so far
 

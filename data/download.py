@@ -1,4 +1,4 @@
-"""Downloads that resume and are checked, and lines that say how far a long job is."""
+"""Resumable, verified downloads, and progress lines of long jobs."""
 
 import http.client
 import os
@@ -29,7 +29,7 @@ FINEWEB_SHARDS = 103
 
 
 class Progress:
-    """Says how far a job of `total` bytes is, twice a second on a terminal and every 10 seconds elsewhere."""
+    """Reports the progress of a job of `total` bytes, twice a second on a terminal and every 10 seconds elsewhere."""
 
     def __init__(self, doing, total, say):
         self.doing, self.total, self.say = doing, total, say
@@ -54,15 +54,15 @@ class Progress:
 
 
 def address_of(template):
-    """The address with HF_ENDPOINT in it, where it names a hub."""
+    """The address, with its {hub} replaced by HF_ENDPOINT or the default."""
     hub = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    if "@" in hub and "{hub}" in template:  # it would stand in meta.json and in messages
+    if "@" in hub and "{hub}" in template:  # it would show up in meta.json and in messages
         raise UserError("HF_ENDPOINT holds a user name or a password, which cannot be used: give an address without")
     return template.replace("{hub}", hub)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Keeps what Hugging Face says only on the response that redirects to its storage: the file's SHA-256."""
+    """Keeps the file's SHA-256, which Hugging Face sends only with the redirect to its storage."""
 
     etag = None
 
@@ -72,7 +72,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _fetch(url, partial, say):
-    """One attempt to add to `partial` what it lacks. Returns the SHA-256 that the server names, or None."""
+    """One attempt to complete `partial`. Returns the SHA-256 that the server reports, or None."""
     have = partial.stat().st_size if partial.exists() else 0
     headers = {"User-Agent": "prepare.py"}
     if have:
@@ -102,7 +102,7 @@ def _fetch(url, partial, say):
 def download(url, path, sha256=None, say=print):
     """Downloads `url` to `path` unless it is there, and returns its SHA-256 in hex.
 
-    What arrives is kept beside it as `.tmp-<name>`: further attempts and runs resume from there. Raises UserError when
+    Partial content stays beside it as `.tmp-<name>`: further attempts and runs resume from there. Raises UserError when
     four attempts fail, or when the hash is not the one given here or named by the server.
     """
     path = Path(path)
@@ -139,8 +139,8 @@ def download(url, path, sha256=None, say=print):
 
 
 def download_fineweb(folder, staging, shards, say):
-    """Downloads FineWeb's shards as they are to `staging`, but those that `folder` has. Returns "splits" and "files" of
-    meta.json for all that are in either.
+    """Downloads FineWeb's shards unchanged to `staging`, except those in `folder`. Returns "splits" and "files" of
+    meta.json for the shards of both.
     """
     say(f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}")
     digests = {}

@@ -1,4 +1,4 @@
-"""Corpora to token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
+"""Prepares token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
 
 data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents, data/text.py which
 files are text. A folder that is complete is left as it is; after a run that was stopped, the same command resumes its
@@ -25,7 +25,7 @@ import numpy as np
 
 try:
     import fcntl
-except ImportError:  # Windows: two processes that make one folder are not kept apart
+except ImportError:  # Windows: no lock against two processes that make the same folder
     fcntl = None
 
 if __name__ == "__main__":  # a script's first import path is its own folder, whose tokenizers.py hides a package's name
@@ -56,9 +56,9 @@ from data.tokenizers import BPETokenizer, get_tokenizer
 
 # ---- Documents to shards --------------------------------------------------------------------------------------------
 
-PIECE = 1 << 18  # bytes read at once; pieces stay under 10^6, where tiktoken fails on a long run of blanks
+PIECE = 1 << 18  # bytes read at once; from pieces of 10^6 bytes on, tiktoken fails on long runs of whitespace
 BATCH = 1 << 20  # bytes given to a thread at once
-# GPT-2 never joins a blank to a visible character before it. Surely visible: ASCII, and UTF-8 other than the blanks
+# GPT-2 never merges whitespace with a visible character before it. Surely visible: ASCII, and UTF-8 but the whitespace
 # U+0085, U+00A0, U+1680, U+2000 to U+205F, U+3000.
 SAFE_CUT = re.compile(rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])")
 
@@ -71,7 +71,7 @@ def pieces_of(stream, size):
         rest += block
         safe = SAFE_CUT.match(rest)
         cut = safe.end() if safe else 0
-        if not safe and len(rest) >= 3 * PIECE:  # no place in sight: between any two characters, to bound the memory
+        if not safe and len(rest) >= 3 * PIECE:  # no safe place: between any two characters, to bound the memory
             cut = max((i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80), default=len(rest))
         if cut:
             yield rest[:cut]
@@ -148,7 +148,7 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
     """Encodes and completes shards on all cores, writes in order. Returns "splits" and "files" of meta.json."""
     splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
     files = {}
-    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy do their work outside Python's lock
+    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL while they work
     waiting = deque()
 
     def write_next():
@@ -186,7 +186,7 @@ BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
 
 
 def _train(documents, vocab_size, say):
-    """The vocabulary of the training split, or of the first BPE_SAMPLE bytes of it, in the order of the hashes."""
+    """Trains a vocabulary on the training split, or on its first BPE_SAMPLE bytes, in hash order."""
     progress = Progress("training byte pairs", None, say)
     sampled = 0
 
@@ -213,14 +213,14 @@ def _train(documents, vocab_size, say):
 
 
 def _skip(stream, length):
-    """Read on past a document, of which some streams hold the next one behind it."""
+    """Reads past a document, as some streams hold the next one after it."""
     while length > 0:
         length -= len(stream.read(min(length, PIECE))) or length
 
 
 # ---- The folder -----------------------------------------------------------------------------------------------------
 
-STAGING = ".tmp-new"  # folder inside a data folder: what is made or downloaded stays there until all of it is complete
+STAGING = ".tmp-new"  # folder inside a data folder: holds what is made or downloaded until everything is complete
 MADE = re.compile(
     r"(\.tmp-)?((train|val)_\d{6}\.bin|meta\.json|tokenizer\.json)"
 )  # names of what is made here, and not downloaded
@@ -233,7 +233,7 @@ def _locked(folder, say):
     while True:
         made += [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # a process that failed has removed the folder: once more
+        with contextlib.suppress(FileNotFoundError):  # another process failed and removed the folder: retry
             lock = open(folder / ".lock", "w")
             try:
                 if fcntl:
@@ -252,9 +252,9 @@ def _locked(folder, say):
 
 
 def _is_done(folder, made_with, shards, files, say, unasked):
-    """Whether the folder is complete, and says so. Raises UserError when it holds something else than this makes.
+    """Whether the folder is complete; if so, reports it. Raises UserError if it holds anything but what this makes.
 
-    unasked: keys of made_with for which nothing was asked, so that what the folder was made with is right.
+    unasked: keys of made_with that no option has set, so that whatever the folder was made with is right.
     """
     if not (folder / "meta.json").exists():
         found = [] if (folder / UNFINISHED).exists() else list_shards(folder, "train") + list_shards(folder, "val")
@@ -289,7 +289,7 @@ def _is_done(folder, made_with, shards, files, say, unasked):
 
 
 def _how_to_make_again(folder, made_with):
-    """What to say of the flags that make a folder as it was; nothing of a vocabulary that came from elsewhere."""
+    """Advice on the flags that make a folder as it was; "" if its vocabulary came from elsewhere."""
     if "vocabulary" in made_with:
         return ""
     size = f" --vocab_size {made_with['vocab_size']}" if "vocab_size" in made_with else ""
@@ -334,7 +334,7 @@ def _begin(folder, command):
 
 
 def _publish(folder, meta):
-    """Replaces the data of a folder by those of `meta`, which are in STAGING as far as they are new."""
+    """Replaces a folder's data by what `meta` describes, of which the new files are in STAGING."""
     staging = folder / STAGING
     with atomic_write(staging / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode())
@@ -351,8 +351,8 @@ def _publish(folder, meta):
 
 
 def _clean_up(folder, made):
-    """After an error: the folder is what it was before, but for downloads, which the next run resumes; the folders
-    `made` are removed if nothing is in them.
+    """After an error: restores the folder, except for downloads, which the next run resumes; removes the folders in
+    `made` that are empty.
     """
     with contextlib.suppress(OSError):
         _remove_made(folder / STAGING)
@@ -371,17 +371,17 @@ def _clean_up(folder, made):
 # ---- The whole job --------------------------------------------------------------------------------------------------
 
 TOKENIZERS = ("gpt2", "bytes", "bpe")
-DEFAULT_SIZE = 1024  # of a vocabulary of one's own
-SMALL = 10**6  # bytes of text, of which a small model learns bytes better than it learns byte pairs
+DEFAULT_SIZE = 1024  # tokens of a custom vocabulary
+SMALL = 10**6  # bytes of text, below which a small model does better on bytes than on byte pairs
 DEFAULTS = {"val_fraction": 0.1, "shard_tokens": 10**8, "shards": None}
 DEFAULTS_OF_FILES = {"encoding": "utf-8", "text_key": "text", "include": []}  # of the source "files" alone
 
 
 def choose_tokenizer(files):
-    """What serves a small model best that learns this text for a minute, and what to say of it (docs/data.md)."""
+    """The best tokenizer for a small model that trains on this text for a minute, and why (docs/data.md)."""
     sizes = [file.path.stat().st_size * (3 if file.path.suffix == ".gz" else 1) for file in files]
     if sum(sizes) < SMALL:
-        return "bytes", f"tokenizer bytes, as byte pairs of less than {SMALL / 1e6:.0f} MB of text are learned by heart"
+        return "bytes", f"tokenizer bytes, as byte pairs overfit on less than {SMALL / 1e6:.0f} MB of text"
     if importlib.util.find_spec("tokenizers"):
         return "bpe", f"tokenizer bpe, {DEFAULT_SIZE:,} tokens of this text (for GPT-2's presets: --tokenizer gpt2)"
     return "bytes", (
@@ -399,7 +399,7 @@ def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, 
     if tokenizer not in (None, *TOKENIZERS) and not Path(tokenizer).exists():
         raise UserError(
             f"unknown tokenizer {tokenizer!r}: it must be gpt2, bytes, bpe, or a data folder or run whose "
-            "vocabulary to take"
+            "vocabulary is used"
         )
     if source == "fineweb10B" and tokenizer != "gpt2":
         flags = ["--vocab_size"] if vocab_size is not None else []
@@ -429,7 +429,7 @@ def check_arguments(source, paths, tokenizer, vocab_size, folder, val_fraction, 
 
 
 def _inputs(source, paths, folder, encoding, include, skipped):
-    """(origin as meta.json tells it, TextFiles to read). A download may not be there yet."""
+    """(origin as recorded in meta.json, TextFiles to read). A download may not exist yet."""
     if source == "fineweb10B":
         return address_of(FINEWEB), []
     if source in DOWNLOADS:
@@ -442,7 +442,7 @@ def _inputs(source, paths, folder, encoding, include, skipped):
 
 
 def _made_with(source, tokenizer, val_fraction, shard_tokens, files, encoding, given):
-    """What a folder must have been made with for it to count as this command's, as meta.json holds it."""
+    """What a folder must have been made with to count as this command's, as recorded in meta.json."""
     made_with = {"source": source, "tokenizer": tokenizer}
     if source != "fineweb10B":
         made_with |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
@@ -477,21 +477,21 @@ def _command(source, paths, given):
 def prepare(
     source,  # a key of SOURCES
     paths=(),  # files, folders and globs, for "files"
-    tokenizer=None,  # "gpt2", "bytes", "bpe" or a folder or file with a vocabulary (None: by source, of files by size)
+    tokenizer=None,  # "gpt2", "bytes", "bpe" or a folder or file with a vocabulary (None: by source; of files, by size)
     out=None,  # the folder (None: beside this file)
     val_fraction=0.1,  # for validation: of documents, or of a single text's bytes
     shard_tokens=10**8,  # the most that one shard holds
     shards=None,  # training shards of fineweb10B (None: all)
     encoding="utf-8",  # of all files given ("utf-8": or what a byte order mark says)
     text_key="text",  # key of .jsonl and column of .csv with the text; a list: their texts are joined by newlines
-    include=(),  # patterns of names, of which a file inside a folder must match one
+    include=(),  # name patterns; files inside folders must match one of them
     vocab_size=None,  # of bpe, end-of-text included (None: DEFAULT_SIZE)
     say=print,  # gets each line of output
 ):
-    """Makes a folder of token shards and returns its Path. One that is complete already is left as it is.
+    """Makes a folder of token shards and returns its Path. A folder that is already complete is left as it is.
 
-    Several processes may run it at once: one works, the others wait. After an error the folder is what it was before,
-    and downloads in it resume. Raises UserError.
+    Several processes may run it at once: one works, the others wait. After an error the folder is restored, except for
+    downloads, which resume later. Raises UserError.
     """
     began = time.monotonic()
     own_tokenizer = SOURCES.get(source)
@@ -513,7 +513,7 @@ def prepare(
     made_with = _made_with(source, _kind(tokenizer), val_fraction, shard_tokens, files, encoding, given)
     vocab_size = vocab_size or DEFAULT_SIZE
     made_with |= _made_of_pairs(tokenizer, vocab_size, vocabulary)
-    if _is_done(folder, made_with, shards, files, say, unasked):  # asked before locking: it may be read-only
+    if _is_done(folder, made_with, shards, files, say, unasked):  # checked before locking: it may be read-only
         return folder
     if why:
         say(why)
@@ -547,19 +547,19 @@ def prepare(
 
 
 def _kind(tokenizer):
-    """What a tokenizer is called: one that is given by its vocabulary is "bpe"."""
+    """The tokenizer's name in meta.json: "bpe" for one that is given by its vocabulary."""
     return tokenizer if tokenizer in TOKENIZERS else "bpe"
 
 
 def _of_files(encoding, text_key, include):
-    """Options of "files" in one form: encoding, keys as a list, as they are told (one alone), and patterns, sorted."""
+    """Options of "files", normalized: encoding, keys as a list and as recorded (one as a string), sorted patterns."""
     keys = [text_key] if isinstance(text_key, str) else list(text_key) or ["text"]
     patterns = sorted({include} if isinstance(include, str) else set(include))
     return check_encoding(encoding), keys, keys[0] if len(keys) == 1 else keys, patterns
 
 
 def _made_of_pairs(tokenizer, vocab_size, vocabulary):
-    """What else a folder of byte pairs of one's own must have been made with."""
+    """What else a folder with a custom BPE vocabulary must have been made with."""
     if tokenizer == "bpe":
         return {"vocab_size": vocab_size}
     return {"vocabulary": vocabulary_hash(vocabulary)} if vocabulary else {}
@@ -576,7 +576,7 @@ def _tokenizer_facts(kind, encoder, vocabulary, staging):
 
 
 def _tell(folder, meta, n_shards, seconds, skipped, say):
-    """Says what was made, what was skipped, and what lies in the folder besides."""
+    """Reports what was made, what was skipped, and what else is in the folder."""
     kind, train, val = meta["tokenizer"], meta["splits"]["train"], meta["splits"]["val"]
     n_tokens = f"{train['tokens']:,} tokens for training, {val['tokens']:,} for validation"
     say(f"{folder}: {n_tokens} ({kind}) in {n_shards} shards")
@@ -599,18 +599,18 @@ def main(argv=None):
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"for files: {ACCEPTED}, folders, globs")
     how = "gpt2, bytes, bpe (trained on this text), or a folder with a vocabulary; default: by source and size"
     parser.add_argument("--tokenizer", metavar="NAME|PATH", help=how)
-    how = f"tokens of --tokenizer bpe, {MIN_SIZE} to {MAX_SIZE} (default: {DEFAULT_SIZE})"
+    how = f"vocabulary size for --tokenizer bpe, {MIN_SIZE} to {MAX_SIZE} (default: {DEFAULT_SIZE})"
     parser.add_argument("--vocab_size", type=int, metavar="N", help=how)
     parser.add_argument("--out", metavar="DIR", help="the folder to make; default: data/<source>")
     parser.add_argument("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
-    parser.add_argument("--shard_tokens", type=int, default=10**8, help="most tokens in a shard (default: 100000000)")
-    parser.add_argument("--shards", type=int, help="fineweb10B: training shards to get, 200 MB each (default: 103)")
-    how = "files: encoding of all of them (default: utf-8, or what a byte order mark says)"
+    parser.add_argument("--shard_tokens", type=int, default=10**8, help="max tokens per shard (default: 100000000)")
+    parser.add_argument("--shards", type=int, help="fineweb10B: number of training shards, 200 MB each (default: 103)")
+    how = "files: their encoding (default: by the byte order mark, else utf-8)"
     parser.add_argument("--encoding", metavar="NAME", default="utf-8", help=how)
     several = dict(nargs="+", action="extend", default=[])
-    how = "files: keys of .jsonl, columns of .csv that hold the text, joined by newlines (default: text)"
+    how = "files: .jsonl keys or .csv columns that hold the text; several are joined by newlines (default: text)"
     parser.add_argument("--text_key", metavar="KEY", help=how, **several)
-    how = "files: inside folders, take only names that match one of these, such as '*.md' '*.txt'"
+    how = "files: inside folders, read only files whose name matches one of these, such as '*.md' '*.txt'"
     parser.add_argument("--include", metavar="PATTERN", help=how, **several)
 
     def refuse(message):

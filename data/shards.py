@@ -1,4 +1,4 @@
-"""Token shards and the folder that holds them: format, meta.json, atomic files, and the errors told in one sentence.
+"""Token shards and the folder that holds them: format, meta.json, atomic writes, and one-sentence errors.
 
 A prepared folder holds `*train*.bin` and `*val*.bin` in the format that llm.c and the NanoGPT speedrun read: 256
 little-endian int32 (magic, version, token count, zeros), then the tokens. Every document is preceded by one end-of-text
@@ -31,7 +31,7 @@ TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> 
 
 
 class TrainerError(Exception):
-    """The base of every error that is told in one sentence: what was found, what was expected, what to do.
+    """The base of every error that is reported in one sentence: what was found, what was expected, what to do.
 
     printed: another rank prints it.
     """
@@ -56,9 +56,9 @@ class Stopped(TrainerError):
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A binary file to write under a name that starts with `.tmp`; at the end it is on the disk and renamed to path.
+    """A binary file, written under a name that starts with `.tmp`, then flushed to disk and renamed to `path`.
 
-    When anything fails, it is removed and `path` is what it was.
+    If anything fails, it is removed and `path` stays as it was.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -74,7 +74,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until new names in a folder are on the disk too, where the system can do that."""
+    """Flushes a folder's entries, and so new names, to the disk, where the system can do that."""
     if hasattr(os, "O_DIRECTORY"):
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -140,7 +140,7 @@ def read_shard(path: str | Path) -> np.memmap:
 
 # ---- A prepared folder ----------------------------------------------------------------------------------------------
 
-UNFINISHED = ".tmp-unfinished"  # holds the command that makes the folder, which counts until there is a meta.json
+UNFINISHED = ".tmp-unfinished"  # holds the command that makes the folder; ignored once meta.json exists
 EXPECTED = "expected a folder that `python data/prepare.py SOURCE` made"
 
 
@@ -150,7 +150,7 @@ def list_shards(folder: Path, split: str) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UserError when there is no such folder; it names the data folder beside it whose name is most like it."""
+    """Raises UserError when there is no such folder; it suggests the data folder beside it with the closest name."""
     if folder.is_dir():
         return
     problem = f"{folder} is a file" if folder.exists() else f"there is no data folder {folder}"

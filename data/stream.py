@@ -1,7 +1,7 @@
 """Shards to batches: the training stream is a pure function of (seed, step). numpy only, and usable alone:
 
 stream = TokenStream("data/python", seq_len=256, batch_tokens=4096)
-stream.batch(step=0)  # int64 (16, 257): inputs and one target more
+stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
 """
 
 import functools
@@ -20,17 +20,17 @@ from data.shards import HEADER_BYTES, UserError, find_shards, load_meta, read_sh
 
 
 def derive_seed(*names) -> int:
-    """64 bits that look random, a function of what is named."""
+    """A 64-bit pseudo-random seed, a function of the names."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little")
 
 
 class TokenShards:
-    """The shards of one split as one long row of tokens, read and not mapped.
+    """The shards of one split as one long token sequence, read instead of memory-mapped.
 
     Truncating a memory-mapped file would raise SIGBUS.
     """
 
-    CHECKED = 1 << 28  # first tokens checked on opening: against the vocabulary, and shards wholly in them by hash
+    CHECKED = 1 << 28  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
     READ_CHUNK = 1 << 22  # tokens read at once where all are read
 
     def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
@@ -59,7 +59,7 @@ class TokenShards:
         """`size` bytes of shard i from each offset, joined. Raises UserError when they are gone."""
         parts, error = [], ""
         try:
-            with open(self.paths[i], "rb") as file:  # not kept open: a corpus may have more shards than a process files
+            with open(self.paths[i], "rb") as file:  # not kept open: there may be more shards than file handles
                 for offset in offsets:
                     file.seek(offset)
                     parts.append(file.read(size))
@@ -169,9 +169,9 @@ def sequence_starts(
 
 
 def eval_part_of(meta: dict) -> str:
-    """Which part of the validation split stands for it: "spread" over it, or "first", which races compare.
+    """Which part of the validation split is evaluated: "spread" over it, or the "first" tokens, as in races.
 
-    Those are on FineWeb, and on shards of llm.c and the speedruns, which have no meta.json.
+    Races are on FineWeb, and on shards of llm.c and the speedruns, which have no meta.json.
     """
     made_with = meta.get("made_with")
     fineweb = isinstance(made_with, dict) and made_with.get("source") == "fineweb10B"
@@ -197,7 +197,7 @@ class TokenStream:
         self.folder, self.seq_len, self.seed = Path(folder), seq_len, seed
         self.seqs_per_batch = batch_tokens // seq_len
         self.meta = load_meta(self.folder)
-        self.vocabulary = None  # the content of the vocabulary's file, where the tokenizer is one of one's own
+        self.vocabulary = None  # the content of the vocabulary file of a custom tokenizer
         if self.meta["tokenizer"] == "bpe":
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
         if 0 < vocab_size < self.meta["vocab_size"]:
@@ -247,7 +247,7 @@ class TokenStream:
                 )
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """This rank's part of step's global batch: inputs and one target more, int64 (sequences, seq_len + 1)."""
+        """This rank's part of step's global batch: inputs and one more target, int64 (sequences, seq_len + 1)."""
         per_rank = self.seqs_per_batch // world_size
         mine = step * self.seqs_per_batch + rank * per_rank + np.arange(per_rank, dtype=np.int64)
         starts = sequence_starts(mine, self.train.n_tokens, self.seq_len, self.seed, self.aligned)
@@ -261,8 +261,8 @@ class TokenStream:
     def eval_starts(self, eval_tokens: int) -> np.ndarray:
         """Where the sequences of an evaluation start, int64 (n,), ascending.
 
-        A part of the split stands for the whole: its sequences are spread evenly over it, or where eval_part is "first"
-        they are its first ones.
+        If only a part of the split is evaluated, its sequences are spread evenly over the split, or are the first ones
+        if eval_part is "first".
         """
         n_seqs = self.num_eval_seqs(eval_tokens)
         index = np.arange(n_seqs, dtype=np.int64)
@@ -273,7 +273,7 @@ class TokenStream:
     def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator:
         """This rank's part of an evaluation: yields inputs and targets, int64 (micro_batch, seq_len) each.
 
-        The same number of times on every rank; targets of padding are -1: one static shape to compile.
+        Yields equally often on every rank; padding has targets of -1, so that there is one static shape to compile.
         """
         all_starts = self.eval_starts(eval_tokens)
         n_seqs = len(all_starts)

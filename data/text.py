@@ -82,10 +82,10 @@ def _sample(path: Path) -> bytes:
 
 
 def check_text(path: Path, encoding: str = "utf-8") -> str:
-    """The encoding to read a file with: the given one, but what a byte order mark says where that is "utf-8".
+    """The encoding to read a file with: the given one, or for "utf-8" what its byte order mark says.
 
     Raises NotText for a suffix of BINARY, and for a sample of at most 3 * SAMPLE bytes that has a NUL, does not decode
-    in the encoding, or has more bytes that are not UTF-8 than one, and than one in 1,000.
+    in the encoding, or has more than one byte, and more than one in 1,000, that is not UTF-8.
     """
     kind = KINDS.get(path.suffix.lower())
     if not path.is_file():
@@ -112,7 +112,7 @@ def check_text(path: Path, encoding: str = "utf-8") -> str:
 
 
 def _to_utf8(blocks: Iterable[bytes], path: Path, encoding: str) -> Iterator[bytes]:
-    """Blocks of a file in any encoding, of which an empty one is the end -> blocks in UTF-8. Raises NotText."""
+    """Blocks of a file in any encoding, ended by an empty one -> blocks in UTF-8. Raises NotText."""
     decoder = codecs.getincrementaldecoder(encoding)()
     consumed = 0
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Text to tokens and back: GPT-2's byte pairs, those of a vocabulary of one's own, and plain bytes."""
+"""Text to tokens and back: GPT-2's BPE, custom BPE vocabularies, and plain bytes."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are not UTF-8, as surro
 
 
 class Tokenizer:
-    """What tokenizers share: by the bytes of encode_raw, and by `tiktoken`, an encoding, where they do not say else."""
+    """Base class: encodes by the subclass's encode_raw, and decodes by `tiktoken`, its Encoding, unless overridden."""
 
     def encode(self, text: str) -> np.ndarray:
         """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
@@ -70,7 +70,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """Byte pairs of a vocabulary file (data/bpe.py), by tiktoken: any bytes come back as they were.
+    """Byte pairs of a vocabulary file (data/bpe.py), by tiktoken: any bytes round-trip exactly.
 
     The last token is end-of-text. Raises UserError for a file that is damaged; `where` names it.
     """

@@ -14,13 +14,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 def apply_ac(mode: str, module: nn.Module, *inputs) -> Tensor:
     """module._forward(*inputs), of which backward recomputes nothing, all, or all but matmuls and attention.
 
-    mode: "none", "full" or "selective". What is recomputed draws the same numbers (from the global generators of torch,
-    Python and numpy), and finds the module's buffers as they were.
+    mode: "none", "full" or "selective". Recomputation draws the same random numbers (from the global RNGs of torch,
+    Python and numpy) and sees the module's buffers as they were.
     """
     if mode == "none" or not torch.is_grad_enabled():
         return module._forward(*inputs)
     contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
-    if torch.compiler.is_compiling():  # which sees buffers and draws itself
+    if torch.compiler.is_compiling():  # the compiler handles buffers and RNG itself
         options = dict(context_fn=contexts) if mode == "selective" else {}
     else:
         options = dict(context_fn=functools.partial(ac_contexts, module, contexts if mode == "selective" else None))
@@ -28,7 +28,7 @@ def apply_ac(mode: str, module: nn.Module, *inputs) -> Tensor:
 
 
 def recomputed(module: nn.Module, function):
-    """The function, of which backward keeps the inputs and recomputes the rest; it is a part of the module."""
+    """The function, a part of the module, with full checkpointing: backward recomputes it from its saved inputs."""
 
     def call(*inputs):
         contexts = functools.partial(ac_contexts, module, None)
@@ -38,15 +38,31 @@ def recomputed(module: nn.Module, function):
 
 
 def ac_contexts(module: nn.Module, contexts) -> tuple:
-    """The contexts of a forward pass and of its recomputation, around those that `contexts()` makes if it is given."""
+    """The contexts of a forward pass and of its recomputation; `contexts()`, if given, makes those that they wrap."""
     forward, again = contexts() if contexts else (contextlib.nullcontext(), contextlib.nullcontext())
     buffers = [(owner, name, t.clone()) for owner in module.modules() for name, t in owner._buffers.items()]
-    return forward, recomputation(again, (random.getstate(), np.random.get_state()), buffers)
+    return forward, Reusable(
+        functools.partial(recomputation, again, (random.getstate(), np.random.get_state()), buffers)
+    )
+
+
+class Reusable:
+    """A context manager that may be entered again, as a second backward pass through one graph does."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __enter__(self):
+        self.inner = self.make()
+        return self.inner.__enter__()
+
+    def __exit__(self, *error):
+        return self.inner.__exit__(*error)
 
 
 @contextlib.contextmanager
 def recomputation(context, draws: tuple, buffers: list[tuple[nn.Module, str, Tensor]]):
-    """Python's and numpy's generators and these buffers as they were, within; as they are now, afterwards."""
+    """Context manager: Python's and numpy's RNGs and these buffers as before forward; afterwards as they are now."""
     buffers_now, draws_now = (
         [owner._buffers[name] for owner, name, _ in buffers],
         (random.getstate(), np.random.get_state()),
@@ -74,7 +90,7 @@ def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def offload_activations(module: nn.Module, n_tokens: int, strided: bool):
-    """A context in which the module's forward pass keeps what backward needs in host memory, but for its weights.
+    """Context manager: the module's forward pass saves what backward needs, except weights, in host memory.
 
     n_tokens: of the batch. strided: for a compiled backward pass.
     """
@@ -88,18 +104,18 @@ OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
 
 
 def offload_pack(tensor: Tensor, strided: bool, n_tokens: int, weights: set[int], shapes: set[tuple]):
-    """What backward needs, in pinned host memory; masks, weights, small tensors and CPU tensors stay where they are.
+    """Moves a saved tensor to pinned host memory; masks, weights, small tensors and CPU tensors stay where they are.
 
-    strided: it comes back with the strides it had, gaps and all, which a compiled backward pass insists on. weights:
-    addresses of their storages. shapes: of weights and their transposes, by which casts of them are known; what has
-    such a shape and a row for each token may be either, and goes, unless it is transposed, as F.linear keeps a weight.
+    strided: its strides, gaps included, are restored, as a compiled backward pass requires. weights: addresses of
+    their storages. shapes: of weights and their transposes, to recognize cast copies of them. A tensor of such a shape
+    with one row per token is ambiguous, and is moved unless it is transposed, as weights saved by F.linear are.
     """
     if not tensor.is_cuda or tensor.dtype == torch.bool or tensor.numel() < OFFLOAD_MIN_NUMEL:
         return tensor
     cast = tensor.shape in shapes and (tensor.size(0) != n_tokens or tensor.stride(0) == 1)
     if cast or tensor.untyped_storage().data_ptr() in weights:
         return tensor
-    if strided and 0 in tensor.stride():  # one number stands for many
+    if strided and 0 in tensor.stride():  # an expanded tensor
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return tensor.device, strided and tensor.stride(), host.copy_(tensor, non_blocking=True)

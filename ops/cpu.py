@@ -1,4 +1,4 @@
-"""What is for CPUs: norms in fewer memory passes where nothing is compiled, and settings of malloc and the compiler."""
+"""For CPUs only: eager norms in fewer memory passes, and settings of malloc and the compiler."""
 
 import contextlib
 import ctypes
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class EagerRMSNorm(torch.autograd.Function):
-    """RMSNorm of x (B, T, ..., D), in fp32 inside: a few rows at a time go through all its steps, in the cache.
+    """RMSNorm of x (B, T, ..., D), computed in fp32: a few rows at a time go through all steps while in cache.
 
     Without it and EagerReLUSquared, eager steps of the default run take 5 % longer in fp32 and 6 % in bf16.
 
-    PyTorch's own takes the whole tensor through memory twenty times. Backward needs the result and a number a row.
+    PyTorch's own makes twenty passes over the whole tensor. Backward needs the output and one number per row.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class EagerReLUSquared(torch.autograd.Function):
 
 
 def cache_sized(*tensors: Tensor):
-    """Views of the same few rows of all the tensors (B, T, ...), as many as the cores' caches hold."""
+    """The tensors (B, T, ...), split alike into views of a few rows each, as many as fit into the cores' caches."""
     rows = [t.flatten(0, 1) for t in tensors]
     count = max(1, 65536 * torch.get_num_threads() // rows[0][0].numel())
     return zip(*(t.split(count) for t in rows))
@@ -76,28 +76,28 @@ def cache_sized(*tensors: Tensor):
 
 
 def tune_glibc_malloc() -> None:
-    """Have glibc keep what a step frees for the next one: given back, it costs a page fault for every 4 KiB again.
+    """Have glibc keep the memory that a step frees: returned to the system, every 4 KiB would page-fault again.
 
     Without it, steps of the default run take 4 % longer in fp32, 16 % in bf16 and 17 % compiled (2 cores of an EPYC).
 
-    Other C libraries are left alone, and so is one that the environment sets up (GLIBC_TUNABLES, MALLOC_...).
+    Does nothing with other C libraries, or if the environment configures malloc (GLIBC_TUNABLES, MALLOC_...).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt and not any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well ...
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
         if Path("/sys/kernel/mm/transparent_hugepage").exists():
-            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages; PyTorch looks when it first allocates
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; PyTorch reads this at its first allocation
 
 
 def skip_trial_programs() -> None:
-    """Spare Inductor programs that tell whether g++ knows the CPU's AMX instructions, 4 seconds of them.
+    """Skip the programs that Inductor compiles, for 4 seconds, to see if g++ supports the CPU's AMX instructions.
 
-    Whether it accepts their flags says as much, unless TORCHINDUCTOR_VEC_ISA_OK asks for the programs.
+    Whether it accepts their flags tells as much, unless TORCHINDUCTOR_VEC_ISA_OK asks for the programs.
     """
     if sys.platform != "linux" or os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") != "1":
         return
-    with contextlib.suppress(Exception):  # what matters will stop the compiler too, and be told once
+    with contextlib.suppress(Exception):  # a real problem fails in the compiler too, and is reported there
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 

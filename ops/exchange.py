@@ -1,4 +1,4 @@
-"""What ranks exchange so that each matrix is orthogonalized by one of them."""
+"""Muon's communication: each matrix is orthogonalized by one rank."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ def gather_whole_matrices(shards: Tensor, rows: int, group: dist.ProcessGroup) -
 
 
 def scatter_shards(updates: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """The way back: from updates of the matrices that this rank owns (n, rows, cols) to its shard of all `count`."""
+    """The inverse: from updates of the matrices that this rank owns (n, rows, cols) to its shard of all `count`."""
     _, rows, cols = updates.shape
     rank, world_size = group.rank(), group.size()
     heights, owned = chunk_sizes(rows, world_size), chunk_sizes(count, world_size)
@@ -41,9 +41,9 @@ def scatter_shards(updates: Tensor, count: int, group: dist.ProcessGroup) -> Ten
 
 
 def start_gather(parts: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begins to fill in the other ranks' parts of `parts` (n, ...), n / world_size rows a rank, in the ranks' order.
+    """Starts to all-gather the other ranks' parts into `parts` (n, ...), n / world_size rows per rank, in rank order.
 
-    They are there after wait(); until then nobody may touch `parts`.
+    They have arrived after wait(); `parts` must not be touched before.
     """
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
     return all_gather(parts, parts.chunk(group.size())[group.rank()], group=group, async_op=True)
@@ -51,7 +51,7 @@ def start_gather(parts: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 @contextlib.contextmanager
 def state_on_device(device: torch.device, *kept: list[Tensor]):
-    """Yields these lists of tensors; of those that are kept elsewhere, copies on the device that are written back."""
+    """Yields these lists of tensors on the device; those stored elsewhere are copied, and written back at exit."""
     used = [[t.to(device, non_blocking=True) for t in tensors] for tensors in kept]
     yield used
     for ours, theirs in zip(sum(kept, []), sum(used, [])):
@@ -60,10 +60,10 @@ def state_on_device(device: torch.device, *kept: list[Tensor]):
 
 
 class MuonSlice(NamedTuple):
-    """What Muon updates at once: one of the matrices in a parameter, or under FSDP this rank's rows of all of them.
+    """One unit of Muon's update: one of the matrices in a parameter, or under FSDP this rank's rows of all of them.
 
-    weight, grad and momentum are views of one shape, of the parameter, its gradient and its state. split: the heights
-    of the parameter's matrices.
+    weight, grad and momentum are views of one shape into the parameter, its gradient and its state. split: the row
+    counts of the parameter's matrices.
     """
 
     group: dict
@@ -75,11 +75,11 @@ class MuonSlice(NamedTuple):
 
 
 def matrix_stacks(groups: list[dict], state: dict, numel: int, batched: bool) -> list[list[MuonSlice]]:
-    """Muon's matrices of all groups that have a gradient, in stacks to be orthogonalized in one call.
+    """Muon's matrices that have a gradient, from all groups, in stacks that are orthogonalized in one call each.
 
-    A stack has whole matrices of one shape first, then those of it transposed; or, under FSDP, shards of one group's
-    parameters of one shape. numel: the most numbers of a stack for each rank, unless a matrix has more. Not `batched`:
-    the matrices of one parameter.
+    A stack has whole matrices of one shape first, then those of the transposed shape; or, under FSDP, shards of one
+    group's parameters of one shape. numel: max elements of a stack per rank, unless one matrix has more. Without
+    `batched`, a stack has the matrices of one parameter only.
     """
     alike: dict[object, list[MuonSlice]] = {}
     for group in groups:
@@ -108,7 +108,7 @@ def matrix_stacks(groups: list[dict], state: dict, numel: int, batched: bool) ->
 
 
 def owned_part(stack: list[MuonSlice]) -> slice:
-    """The slices of a stack whose matrices this rank orthogonalizes, or under FSDP the ranks that share its shards."""
+    """The part of a stack that this rank orthogonalizes, or, under FSDP, its shard group as a whole."""
     _, replicas = rank_groups(stack[0].param)
     n_parts, part = (replicas.size(), replicas.rank()) if replicas else (1, 0)
     most = chunk_sizes(len(stack), n_parts)[0]
@@ -118,7 +118,7 @@ def owned_part(stack: list[MuonSlice]) -> slice:
 def gather_matrices(stack: list[MuonSlice], slices: list[Tensor], dtype: torch.dtype) -> list[tuple[Tensor, int]]:
     """The matrices that this rank owns, in batches (M, rows, cols) of `dtype`; slices: the values of owned_part(stack).
 
-    Beside each batch, how many of it stand as they are; those after them are transposed.
+    With each batch, the number of its matrices that are not transposed; these come first.
     """
     shape = stack[0].weight.shape
     transposed = [m.weight.shape != shape for m in stack[owned_part(stack)]]
@@ -135,9 +135,9 @@ def gather_matrices(stack: list[MuonSlice], slices: list[Tensor], dtype: torch.d
 
 
 def scatter_updates(stack: list[MuonSlice], batches: list[list[Tensor]], dtype: torch.dtype):
-    """The way back, from the updates of each batch: those of the whole stack (N, numel), in `dtype`.
+    """The inverse: from the updates of each batch to those of the whole stack (N, numel), in `dtype`.
 
-    Beside them what other ranks' updates are still to arrive by, a dist.Work, or None.
+    With them, the dist.Work by which other ranks' updates arrive, or None.
     """
     shards, replicas = rank_groups(stack[0].param)
     mine = owned_part(stack)

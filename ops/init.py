@@ -5,11 +5,11 @@ from torch import Tensor, nn
 
 
 class ModelError(ValueError):
-    """What model.py asks for cannot be trained: a parameter without a row of PARAM_TABLE, a loss that is no sum, ..."""
+    """The model of model.py cannot be trained: a parameter without a row of PARAM_TABLE, a loss that is no sum, ..."""
 
 
 def normal(std: float, by_fan_in: bool = True):
-    """Normal with this standard deviation, for matrices times fan_in ** -0.5 (unless not by_fan_in)."""
+    """Normal with this standard deviation; with by_fan_in, that of matrices is scaled by fan_in ** -0.5."""
 
     def fill(x: Tensor, generator: torch.Generator) -> Tensor:
         scale = x.size(-1) ** 0.5 if by_fan_in and x.dim() > 1 else 1.0

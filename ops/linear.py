@@ -1,22 +1,22 @@
-"""Matmuls of linear layers in special cases: float8, and a single row that is compiled."""
+"""Matmuls of linear layers in special cases: float8, and compiled matrix-vector products."""
 
 import torch
 from torch import Tensor
 
 
 def is_matvec(x: Tensor) -> bool:
-    """Whether to compile x (..., K) @ w.T as a sum of products, which fuses with what is beside it."""
+    """Whether to compile x (..., K) @ w.T as a sum of products, which fuses with neighbouring operations."""
     return torch.compiler.is_dynamo_compiling() and x.numel() == x.size(-1)
 
 
 def matvec(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., K) of one row @ w (N, K).T in fp32, made to be compiled: (..., N)."""
-    row, parts = x.float().flatten(), w.chunk(4 if x.is_cpu else 1)  # a core adds four sums up in the time of one
+    """x (..., K) of a single row @ w (N, K).T in fp32, written to be compiled: (..., N)."""
+    row, parts = x.float().flatten(), w.chunk(4 if x.is_cpu else 1)  # a core accumulates four sums as fast as one
     return torch.cat([(row * part.float()).sum(-1) for part in parts]).view(*x.shape[:-1], len(w))
 
 
 def quantize_fp8(x: Tensor, dim=-1) -> tuple[Tensor, Tensor]:
-    """x (M, K) in e4m3, scaled to its range, and the fp32 scales that undo it: (M, 1) a row, or (1, 1) with dim=()."""
+    """x (M, K) in e4m3, scaled to its range, and the fp32 scales that undo it: (M, 1), or (1, 1) with dim=()."""
     scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale  # divided in fp32, the scale's dtype
 
@@ -24,17 +24,17 @@ def quantize_fp8(x: Tensor, dim=-1) -> tuple[Tensor, Tensor]:
 def fp8_matmul(a: Tensor, b: Tensor, fast: bool) -> Tensor:
     """a (M, K) @ b (N, K).T in e4m3, with a scale for each row of both, in a's dtype, which is bf16; both contiguous.
 
-    fast: sums as the tensor cores make them, with fewer bits than fp32. K and N must be multiples of 16.
+    fast: the tensor cores' own accumulation, with fewer bits than fp32. K and N must be multiples of 16.
     """
     (a8, a_scale), (b8, b_scale) = quantize_fp8(a), quantize_fp8(b)
     return torch._scaled_mm(a8, b8.t(), a_scale, b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
 class Fp8Linear(torch.autograd.Function):
-    """x (..., K) @ w (N, K).T in float8, and the gradient by x; that by w stays in x's dtype, which is bf16.
+    """x (..., K) @ w (N, K).T and the gradient of x in float8; the gradient of w stays in x's dtype, which is bf16.
 
-    A scale for each token and for each row of w, as in torchao's rowwise_with_gw_hp: there is no state, and each scale
-    can be made where its row is made.
+    One scale per token and per row of w, as in torchao's rowwise_with_gw_hp: there is no state, and each scale can be
+    computed together with its row.
     """
 
     @staticmethod

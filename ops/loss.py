@@ -16,13 +16,13 @@ def softcap_logits(logits: Tensor, softcap: float) -> Tensor:
 
 
 # SHA-256 of the sources that the loss kernel below was derived from: Linear.forward, GPT.logits, GPT.chunk_loss and
-# cross_entropy in model.py, softcap_logits and ce_fwd_bwd here. Whoever changes them for good, all alike, renews it.
+# cross_entropy in model.py, softcap_logits and ce_fwd_bwd here. If you change all of them alike, renew it.
 KERNEL_SOURCES = "574f2275cac9c9b25cb28551ca9da571276cb5dfc02d3a8696de78191f910dd4"
 
 
 @functools.cache
 def kernel_fits(*functions) -> bool:
-    """Whether these functions are the ones that the loss kernel was derived from, letter by letter."""
+    """Whether these functions are verbatim those that the loss kernel was derived from."""
     try:
         text = "".join(inspect.getsource(function) for function in (*functions, softcap_logits, ce_fwd_bwd))
     except OSError:  # typed into a notebook
@@ -66,7 +66,7 @@ def ce_fwd_bwd(
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (M, N), fp32, += a (M, K) @ b (K, N). CUDA adds 16-bit matrices up in fp32, unrounded, as in Liger."""
+    """total (M, N), fp32, += a (M, K) @ b (K, N). On CUDA, 16-bit matmuls accumulate into it unrounded, as in Liger."""
     if total.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -76,19 +76,19 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> None:
 class ChunkedLinearCrossEntropy(torch.autograd.Function):
     """lm_head and cross entropy, `chunk` tokens at a time: the logits of the whole batch never exist.
 
-    The gradients are made in the forward pass while each chunk's logits are there, as in Liger Kernel (Hsu et al.
-    2024), so nothing is computed twice. Until backward it keeps the gradient by x, in x's dtype, and that by the
-    weight, in fp32; the caller's graph keeps x and the weight besides.
+    The gradients are computed in the forward pass while each chunk's logits exist, as in Liger Kernel (Hsu et al.
+    2024), so nothing is computed twice. Until backward it stores the gradient of x, in x's dtype, and that of the
+    weight, in fp32; the caller's graph also keeps x and the weight.
 
-    fp8: logits and dx are float8 matmuls, whose sizes must be multiples of 16; the weight's gradient sums over tokens
-    and stays in x's dtype. Scales are known before, as in modded-nanogpt, but the weight's, which is made once: x is
-    RMS-normalized, so it is within sqrt(n_embd) and e4m3 holds it as it is.
+    fp8: logits and dx are float8 matmuls, whose sizes must be multiples of 16; the weight's gradient, a sum over
+    tokens, stays in x's dtype. Scales are fixed in advance, as in modded-nanogpt, except the weight's, computed once
+    per call: x is RMS-normalized, so it is within sqrt(n_embd) and e4m3 holds it unscaled.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, softcap, chunk, ce_fn, fp8=False):
         w = weight.to(x.dtype)
-        ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities vanish in fp16
+        ctx.grad_scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities underflow in fp16
         if fp8:
             ctx.grad_scale = 2.0**15  # the power of two below e5m2's largest number
             w8, w_scale = quantize_fp8(w, dim=())

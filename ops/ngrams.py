@@ -10,8 +10,8 @@ HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31  # multipliers of
 def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> Tensor:
     """Hashes of the n-grams of 2 to `longest` tokens that end at each of the last `length` of tokens (B, S).
 
-    int64 (B, length, longest - 1). An n-gram that would reach over the start of the context, or of the document that
-    begins with `eot`, has "no token" there.
+    int64 (B, length, longest - 1). Where an n-gram would reach back past the start of the context, or of its document
+    (which begins with `eot`), it has "no token".
     """
     tokens = tokens[:, -(length + longest - 1) :]
     doc_ids = None if eot is None else (tokens == eot).cumsum(1)
@@ -32,7 +32,7 @@ def ngram_rows(codes: Tensor, n_rows: int) -> Tensor:
 
 
 def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
-    """Numbers in [0, 1) that look random, fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
+    """Pseudo-random numbers in [0, 1), fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
     for mixed_in in (place * HASH_B % HASH_MODULUS, seed % HASH_MODULUS):  # multiplying and folding, as in MurmurHash
         code = (code ^ mixed_in) * HASH_A % HASH_MODULUS
         code = (code ^ code >> 15) * HASH_B % HASH_MODULUS

@@ -1,4 +1,4 @@
-"""DDP and FSDP2: gradients, buffers, and the way between the rows that this rank holds and full tensors."""
+"""DDP and FSDP2: gradients, buffers, and conversion between this rank's shards and full tensors."""
 
 import contextlib
 from collections import Counter
@@ -17,7 +17,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def rank_groups(param: Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """The ranks that share a parameter's shards, and those that hold the same part of it; None for this rank alone."""
+    """A parameter's shard group, and the group of ranks with the same shard; None for this rank alone."""
     mesh = getattr(param, "device_mesh", None)
     if mesh is None:
         return None, dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
@@ -43,9 +43,9 @@ def copy_from_full_tensor_(param: Tensor, full: Tensor, part: Tensor | None = No
 
 @torch.no_grad()
 def full_tensor_on_rank0(param: Tensor, part: Tensor) -> Tensor | None:
-    """A copy in host memory of the full tensor of which `part`, cut as the parameter is, is this rank's shard.
+    """A copy in host memory of the full tensor whose shard on this rank is `part`, sharded like the parameter.
 
-    None but on rank 0, which receives a shard at a time from its group; every rank has to call it.
+    None except on rank 0, which receives one shard at a time from its group; every rank must call it.
     """
     shards = rank_groups(param)[0] if part.dim() else None
     members = dist.get_process_group_ranks(shards) if shards else [0]
@@ -67,17 +67,17 @@ def full_tensor_on_rank0(param: Tensor, part: Tensor) -> Tensor | None:
 
 
 def apply_ddp(model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype) -> DistributedDataParallel:
-    """The model with gradients that are averaged over all ranks, travelling as `grad_comm`."""
-    # Layers that a rank leaves out, and experts without tokens, have no gradient in a step.
+    """The model in DDP: gradients are averaged over all ranks, and reduced in `grad_comm`."""
+    # Layers that a rank skips, and experts without tokens, get no gradient in a step.
     wrapped = DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_cap_mb, find_unused_parameters=True
     )
     wrapped.synchronized = {p for p in model.parameters() if p.requires_grad}
-    wrapped.broadcast_buffers = False  # sync_buffers does; as an argument it warns from 2.13 on
+    wrapped.broadcast_buffers = False  # sync_buffers does that; as an argument it warns from 2.13 on
     if grad_comm == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        # by another name, as DDP looks whether NCCL takes bf16, of gloo too
+        # under another name: DDP would check for NCCL's bf16 support even with gloo
         wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
 
@@ -85,24 +85,24 @@ def apply_ddp(model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype) -> D
 def apply_fsdp(
     model: nn.Module, device: torch.device, dtype: torch.dtype, shard_size: int, grad_comm: torch.dtype
 ) -> None:
-    """FSDP2: blocks first, then the rest, from the meta device; the weights are still to be put in.
+    """FSDP2: shards the blocks first, then the rest, from the meta device; the weights must be filled in afterwards.
 
-    Each `shard_size` ranks in a row hold the model once, and several such groups the same one (hybrid sharding);
-    gradients travel as `grad_comm`. Raises ModelError for a parameter that cannot be sharded.
+    Every `shard_size` consecutive ranks hold one copy of the model; several such groups are replicas (hybrid
+    sharding). Gradients are reduced in `grad_comm`. Raises ModelError for a parameter that cannot be sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     for name, param in model.named_parameters():
         if param.dim() == 0:
-            raise ModelError(f"parameter {name} is a single number, which FSDP cannot cut; give it the shape (1,)")
+            raise ModelError(f"parameter {name} is a scalar, which FSDP cannot shard; give it the shape (1,)")
         if param._backward_hooks or param._post_accumulate_grad_hooks or vars(param):
             raise ModelError(f"parameter {name} has hooks or attributes, which FSDP drops; use --parallel ddp")
     blocks = list(dict.fromkeys(model.blocks))
     places = Counter(p for block in blocks for p in dict.fromkeys(block.parameters()))
     groups = [[*block.parameters()] for block in blocks] + [[p for p in model.parameters() if p not in places]]
     if any(len({p.dtype for p in group}) > 1 for group in groups):
-        raise ModelError("FSDP cuts the parameters of a block, and those outside, together: give them one dtype each")
+        raise ModelError("FSDP shards each block's parameters, and all others, together: give them one dtype each")
     for name, param in model.named_parameters():
         if places[param] > 1:
             raise ModelError(
@@ -124,9 +124,9 @@ def apply_fsdp(
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """What forward passes wrote into the model's state is the same on all ranks: floats are averaged, others rank 0's.
+    """Synchronize buffers that forward passes have written: floats are averaged over ranks, others are rank 0's.
 
-    DDP would take rank 0's before every forward pass, and FSDP none. Equal values stay as they are, to the bit.
+    DDP would broadcast rank 0's before every forward pass, and FSDP none. Equal values stay as they are, to the bit.
     """
     for buffer in persistent_buffers(model).values():
         first = buffer.clone()
@@ -140,7 +140,7 @@ def sync_buffers(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module, others: dict[str, Tensor]):
-    """Yields the model in eval mode, with other values for the parameters that `others` names, sharded as they are."""
+    """Yields the model in eval mode, with the values of `others` for the parameters it names, sharded like them."""
     model.eval()
     swap_weights(model, others)
     try:
@@ -169,7 +169,7 @@ def clone_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_buffers(model: nn.Module, before: dict[str, Tensor], skip: Tensor) -> None:
-    """Buffers as they were before, where skip, bool (), is true; else the same on all ranks."""
+    """Restore the buffers from `before` if skip, bool (), is true; then synchronize them over all ranks."""
     for name, buffer in persistent_buffers(model).items():
         torch.where(skip, before[name], buffer, out=buffer)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -184,7 +184,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def maybe_no_sync(model: nn.Module, last: bool):
-    """Copies of the weights share gradients on the last micro-step only; a context for its forward and backward."""
+    """Context for a micro-step's forward and backward: replicas all-reduce gradients on the last micro-step only."""
     if hasattr(model, "set_requires_all_reduce"):  # FSDP, which reduces shards of gradients in every micro-step
         model.set_requires_all_reduce(last)
     elif hasattr(model, "no_sync") and not last:
@@ -193,6 +193,6 @@ def maybe_no_sync(model: nn.Module, last: bool):
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward one, FSDP's root still holds whole parameters: back to shards."""
+    """Reshard FSDP's root, which still holds full parameters after a forward pass without a backward one."""
     if hasattr(model, "reshard"):
         model.reshard()

@@ -1,14 +1,18 @@
-"""The table of parameters: which row a parameter has, what cannot be trained, and initial values by it."""
+"""The parameter table: matching parameters to rows, rejecting what cannot be trained, initializing weights."""
 
+import random
 import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ops.init import ModelError
 from ops.parallel import copy_from_full_tensor_
+
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class ParamGroupSpec(NamedTuple):
@@ -35,12 +39,12 @@ def param_spec_name(name: str, table: dict[str, ParamGroupSpec]) -> str:
 
 
 def some(names: list[str]) -> str:
-    """The names, or the first of many, for a sentence."""
+    """The names, or the first of many, for a message."""
     return ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
 
 
 def was_filled_again(model: nn.Module, name: str) -> bool:
-    """Whether values were written into a weight after its module had written its own, as far as PyTorch counts that."""
+    """Whether a weight was overwritten after its module initialized it, as far as PyTorch's version counter tells."""
     place, _, leaf = name.rpartition(".")
     module, param = model.get_submodule(place), model.get_parameter(name)
     once = isinstance(module, (nn.Linear, nn.Embedding)) and getattr(module, "padding_idx", None) is None
@@ -48,7 +52,7 @@ def was_filled_again(model: nn.Module, name: str) -> bool:
 
 
 def check_param_table(model: nn.Module, table: dict[str, ParamGroupSpec], optimizers: dict) -> None:
-    """Raises ModelError for a parameter without exactly one row, or with one that cannot be."""
+    """Raises ModelError for a parameter without exactly one valid row, and for state that checkpoints cannot hold."""
     first_name: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         row = param_spec_name(name, table)
@@ -58,22 +62,27 @@ def check_param_table(model: nn.Module, table: dict[str, ParamGroupSpec], optimi
                 f"parameter {name} of shape {tuple(param.shape)} has optim {optim!r} in PARAM_TABLE in model.py; "
                 f"expected one of {', '.join(optimizers)}, and muon for matrices only"
             )
+        if param.requires_grad and (param.dtype == torch.float16 or param.is_complex()):
+            raise ModelError(
+                f"parameter {name} is {param.dtype}, which the optimizers cannot train; make it float32 (a complex one "
+                "with a last dimension of 2, for torch.view_as_complex), and cast it where it is used"
+            )
         if table[row].init != "module" and was_filled_again(model, name):
             raise ModelError(
-                f"parameter {name} is given other values than its module gives it, as by nn.init, and its row {row} of "
-                'PARAM_TABLE in model.py replaces them; say there how it starts, or "module" to keep them'
+                f"parameter {name} is initialized again after its module did, as by nn.init, and its row {row} of "
+                'PARAM_TABLE in model.py replaces that; put its initialization there, or "module" to keep it'
             )
         other = first_name.setdefault(param, name)
         if param_spec_name(other, table) != row:
             names = "|".join(map(re.escape, (other, name)))
             raise ModelError(
-                f"{name} is the same parameter as {other}, and each has a row in PARAM_TABLE in model.py; put one in "
-                f'their places that says how both start and are trained: "tied": ParamGroupSpec(r"{names}", ...)'
+                f"{name} is the same parameter as {other}, and each has a row in PARAM_TABLE in model.py; replace them "
+                f'by one row for both: "tied": ParamGroupSpec(r"{names}", ...)'
             )
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ModelError(f"module {name} has get_extra_state, which checkpoints do not hold; use a buffer")
-        if any(isinstance(value, torch.Generator) for value in vars(module).values()):
+        if any(isinstance(value, GENERATORS) for value in vars(module).values()):
             raise ModelError(
                 f"module {name} keeps a generator, whose draws are neither recomputed nor resumed; draw from torch's, "
                 "or make one within the forward pass, seeded from GPT.step_seed"
@@ -81,9 +90,9 @@ def check_param_table(model: nn.Module, table: dict[str, ParamGroupSpec], optimi
 
 
 def initialize(model: nn.Module, table: dict, make_model: Callable, seed_of: Callable[[str], int]) -> None:
-    """Initial weights, drawn whole on the CPU, then placed or sharded, and buffers: functions of names and seeds.
+    """Initialize weights (drawn whole on the CPU, then placed or sharded) and buffers, from names and seeds alone.
 
-    make_model: makes the same model with whatever its constructors draw. seed_of: the seed of a parameter, by name.
+    make_model: builds the same model with its constructors' own values. seed_of: the seed of a parameter, by name.
     """
     made = initialize_buffers(model, table, make_model, seed_of)
     for name, param in model.named_parameters():
@@ -93,9 +102,9 @@ def initialize(model: nn.Module, table: dict, make_model: Callable, seed_of: Cal
 
 @torch.no_grad()
 def initialize_buffers(model: nn.Module, table: dict, make_model: Callable, seed_of) -> nn.Module | None:
-    """Buffers as the constructors make them; returns the model that these made, where they matter: None if nowhere.
+    """Set buffers to the constructors' values; returns the model that was built for that, or None if none was needed.
 
-    Raises ModelError for a buffer that they do not make.
+    Raises ModelError for a buffer that the constructors do not make.
     """
     model.reset_buffers()
     inits = {table[param_spec_name(name, table)].init for name, _ in model.named_parameters()}
@@ -114,9 +123,9 @@ def initialize_buffers(model: nn.Module, table: dict, make_model: Callable, seed
 
 
 def initial_weight(name: str, shape: torch.Size, table: dict, seed: int, made: nn.Module | None) -> Tensor:
-    """The full initial tensor, fp32 on the CPU, whatever the ranks and devices; `seed` is this tensor's own.
+    """The full initial tensor, fp32 on the CPU, for any ranks and devices; `seed` is this tensor's own.
 
-    made: what the constructors make, for rows that say "module". Raises ModelError for what they do not make.
+    made: the model as its constructors build it, for rows that say "module". Raises ModelError for what it lacks.
     """
     init = table[param_spec_name(name, table)].init
     if init != "module":

@@ -10,11 +10,11 @@ from ops.cpu import EagerReLUSquared, EagerRMSNorm
 def is_eager_on_cpu(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
-    return x.dim() > 2 and x.size(1) > 1 and x.numel() > 0  # one token at a time, nothing leaves the cache anyhow
+    return x.dim() > 2 and x.size(1) > 1 and x.numel() > 0  # a single token stays in cache anyway
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension of x (..., D), without a gain: the next matrix can hold one."""
+    """RMSNorm over the last dimension of x (..., D), without a gain, which the next matrix can absorb."""
     if is_eager_on_cpu(x):
         return EagerRMSNorm.apply(x)
     return F.rms_norm(x, (x.size(-1),))

@@ -1,4 +1,4 @@
-"""Compiler warm-up, and what a forward pass leaves behind."""
+"""Compiler warm-up, and the side effects of a forward pass."""
 
 import contextlib
 
@@ -9,13 +9,13 @@ from ops.parallel import reshard
 
 
 def cudagraph_mark_step(cudagraphs: bool) -> None:
-    """Tell CUDA graphs, if there are any, that what an earlier call returned may be overwritten."""
+    """Tell CUDA graphs, if they are used, that the outputs of earlier calls may be overwritten."""
     if cudagraphs:
         torch.compiler.cudagraph_mark_step_begin()  # imports the compiler: more than a second
 
 
 def dummy_micro_step(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool, train: bool = True) -> None:
-    """One forward pass, with `train` a backward one too, on zeros, for what it compiles, loads or allocates."""
+    """A forward pass on zeros, and with `train` a backward pass, to compile, load and allocate what they need."""
     x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=next(model.parameters()).device)
     cudagraph_mark_step(cudagraphs)
     with torch.set_grad_enabled(train):
@@ -25,15 +25,15 @@ def dummy_micro_step(model: nn.Module, micro_batch: int, seq_len: int, cudagraph
 
 
 def allocate_gradients(model: nn.Module) -> None:
-    """Zeros for the gradients of all that is trained, as they are there in all micro-steps but the first."""
+    """Zero gradients for all trained parameters, as they exist in every micro-step but the first."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
 
 
 @contextlib.contextmanager
 def side_effects(model: nn.Module, device: torch.device):
-    """Yields a dict that afterwards says what happened within: "drawn", whether torch's global generators gave numbers,
-    and "written", the names of buffers that were written."""
+    """Yields a dict that is filled in at exit: "drawn", whether torch's global RNGs were used inside, and "written",
+    the names of buffers that were written."""
 
     def draws() -> list[Tensor]:
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device.type == "cuda" else [])]
@@ -48,16 +48,16 @@ def side_effects(model: nn.Module, device: torch.device):
 
 
 def compile_blocks_early(model: nn.Module, micro_batch: int, seq_len: int, cudagraphs: bool) -> None:
-    """Has each block compile its forward and backward pass while nothing else is in memory: the compiler tries out.
+    """Compile each block's forward and backward pass while memory is otherwise free: the compiler runs trials.
 
-    Otherwise the backward pass is compiled as soon as it begins, when all that it needs of all blocks is there.
+    Otherwise backward is compiled only when it begins, with the saved activations of all blocks in memory.
     """
 
     def compile_now(block, args, kwargs):
         hooks.pop(block).remove()
         copies = {}
 
-        def own(value):  # what is one tensor stays one
+        def own(value):  # the same tensor gets the same copy
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             return copies.setdefault(id(value), value.detach().requires_grad_())
@@ -81,13 +81,13 @@ def compile_blocks_early(model: nn.Module, micro_batch: int, seq_len: int, cudag
 
 
 def warm_up(model: nn.Module, optimizer, micro_batch: int, seq_len: int, cudagraphs: bool) -> dict:
-    """Compile and load kernels for training and evaluation. Weights, buffers and the optimizer are to be made anew.
+    """Compile and load kernels for training and evaluation. Weights, buffers and optimizer must be reset after it.
 
     Returns what side_effects saw of training.
     """
     raw_model = getattr(model, "module", model)
     calls = 3 if cudagraphs else 1  # a graph is recorded at the second call
-    if cudagraphs:  # gradients stay where they are
+    if cudagraphs:  # gradients keep their addresses
         allocate_gradients(raw_model)
     if raw_model.cos.is_cuda and raw_model.blocks[0].compiled and not hasattr(raw_model, "reshard"):  # FSDP has hooks
         compile_blocks_early(raw_model, micro_batch, seq_len, cudagraphs)

@@ -1,4 +1,4 @@
-"""Checkpoints: ckpt_<step>.pt, plain tensors and JSON-like values in one file, saved whole or not at all and verified.
+"""Checkpoints: ckpt_<step>.pt, plain tensors and JSON-like values in one file, written atomically and verified.
 
 `weights_only=True` loads them, so that no pickled code is executed; a content hash finds damage that torch.load misses.
 """
@@ -24,8 +24,8 @@ from runtime.logger import RunLogger
 from runtime.ranks import DistContext, dist_max, run_on_rank0
 from runtime.watch import check_replicas
 
-# What every checkpoint holds, as snapshot makes it; old ones have no "position", "tokens", "extra",
-# "optimizer_type", "optimizer_settings", "vocabulary", "eval_part" or "frozen".
+# Keys that every checkpoint has, see snapshot; old ones lack "position", "tokens", "extra", "optimizer_type",
+# "optimizer_settings", "vocabulary", "eval_part" and "frozen".
 CHECKPOINT_SCHEMA = dict(
     step=int,
     clock=dict,
@@ -115,12 +115,12 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
 
 
 def strip_wrapper_prefixes(named: dict, known) -> dict:
-    """The same, without what DDP and torch.compile put before parameter names, but for names that are known."""
+    """The dict without the prefixes that DDP and torch.compile add to names; names in `known` stay as they are."""
     return {name if name in known else re.sub(r"(module|_orig_mod)\.", "", name): t for name, t in named.items()}
 
 
 def state_names(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by its names, several for one that stands in several places."""
+    """Every parameter and persistent buffer by name; a shared one appears under each of its names."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **persistent_buffers(model)}
 
 
@@ -130,9 +130,9 @@ def frozen_names(model: nn.Module) -> list[str]:
 
 
 def snapshot(state, stream, timer, best: bool = False) -> dict:
-    """What a checkpoint holds, as a copy in host memory; on rank 0, but every rank has to take part.
+    """The content of a checkpoint, copied to host memory; complete on rank 0 only, but every rank must take part.
 
-    state, stream, timer: the trainer's. best: without the optimizer, and with the weights as they are evaluated.
+    state, stream, timer: the trainer's. best: without optimizer state, and with the weights that are evaluated.
     """
     check_replicas(state.model, state.dist_ctx, state.step)
     if best:
@@ -146,7 +146,7 @@ def snapshot(state, stream, timer, best: bool = False) -> dict:
         "config": dataclasses.asdict(state.cfg),
         "model_config": dataclasses.asdict(state.raw_model.cfg),
         "tokenizer": stream.meta["tokenizer"],
-        "vocabulary": stream.vocabulary,  # of byte pairs of one's own, so that text needs no data folder
+        "vocabulary": stream.vocabulary,  # of a custom BPE, so that sampling needs no data folder
         "data": stream.fingerprint(),
         "position": stream.position(state.step),
         "eval_part": stream.eval_part,
@@ -160,9 +160,9 @@ def snapshot(state, stream, timer, best: bool = False) -> dict:
 def collect_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: dict | None = None
 ) -> dict:
-    """Copies in host memory of the model's state and, if given, the optimizer's and that of edits; empty but on rank 0.
+    """Copies in host memory of the model's state and, if given, the optimizer's and edits'; empty except on rank 0.
 
-    Every rank has to take part; none but rank 0 needs memory for it, and rank 0 none but that of the copies.
+    Every rank must take part; only rank 0 needs extra memory, and no more than the copies take.
     """
     found = dict(model={}, optimizer={}, extra=collect_extra(extra or {}))
     first: dict[Tensor, str] = {}
@@ -175,11 +175,30 @@ def collect_tensors(
             found["model"][name] = full
     if optimizer is None:
         return found
+    check_optimizer_state(model, optimizer)
     found["optimizer_type"] = type(optimizer).__name__
     found["optimizer_settings"] = changed_settings(optimizer)
+    then = vars(optimizer).get("numbers_at_start", {})
+    found["optimizer_numbers"] = {k: v for k, v in numbers_of(vars(optimizer)).items() if v != then.get(k)}
     for name, p in model.named_parameters():
         if name in found["model"]:
             found["optimizer"][name] = {}  # also of what is frozen
+        for slot, part in optimizer.state.get(p, {}).items():
+            part = to_local(torch.as_tensor(part)) if part is not None else None
+            full = None if part is None else full_tensor_on_rank0(p, part)
+            if full is not None:
+                found["optimizer"][name][slot] = full
+    return found
+
+
+def check_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for state that a checkpoint cannot hold."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state is not optimizer.state:
+        raise UserError(
+            "make_optimizer returns no torch.optim.Optimizer with a `state` of its own, which a resume fills in; "
+            "derive from it, and put each parameter's state into self.state[p]"
+        )
+    for name, p in model.named_parameters():
         for slot, part in optimizer.state.get(p, {}).items():
             if not isinstance(part, (Tensor, bool, int, float, type(None))):
                 raise UserError(
@@ -190,13 +209,9 @@ def collect_tensors(
             if part is not None and part.dim() and hasattr(p, "to_local") and part.shape != to_local(p).shape:
                 raise UserError(
                     f"the optimizer's {slot} of {name} has the shape {tuple(part.shape)}, and this rank's rows of it "
-                    f"{tuple(to_local(p).shape)}: under FSDP, checkpoints hold state that is cut as the parameter is; "
+                    f"{tuple(to_local(p).shape)}: under FSDP, checkpoints need state sharded like the parameter; "
                     "train with --parallel ddp"
                 )
-            full = None if part is None else full_tensor_on_rank0(p, part)
-            if full is not None:
-                found["optimizer"][name][slot] = full
-    return found
 
 
 def numbers_of(group: dict) -> dict:
@@ -206,15 +221,16 @@ def numbers_of(group: dict) -> dict:
 
 
 def note_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Keep the groups' numbers before the first step, from which changed_settings tells what steps have changed."""
+    """Record the groups' numbers before the first step, so that changed_settings can tell what steps have changed."""
     optimizer.__dict__.setdefault("settings_at_start", [numbers_of(group) for group in optimizer.param_groups])
+    optimizer.__dict__.setdefault("numbers_at_start", numbers_of(vars(optimizer)))
 
 
 def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Of each group the numbers that belong to the optimizer's state, as Prodigy and schedule-free ones have them.
+    """Each group's numbers that are really optimizer state, as Prodigy and schedule-free optimizers have them.
 
-    Of ours those that edits add: what it has is set by flags and schedules. None of an optimizer that was not there at
-    the start.
+    For our Optimizer only those that edits add, as flags and schedules set its own. Empty for an optimizer that was
+    created after the start.
     """
     if not hasattr(optimizer, "settings_at_start"):
         return []
@@ -227,12 +243,12 @@ def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor | None:
-    """A copy of all of it in host memory; None but on rank 0."""
+    """A copy of the full tensor in host memory; None except on rank 0."""
     return full_tensor_on_rank0(tensor, to_local(tensor))
 
 
 def collect_extra(value, name: str = "state.extra", keep=whole_tensor):
-    """What edits keep, with keep(tensor) for each tensor. Raises UserError for what a checkpoint cannot hold."""
+    """The state of edits, with keep() applied to each tensor. Raises UserError for what a checkpoint cannot hold."""
     if isinstance(value, Tensor):
         return keep(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -247,7 +263,7 @@ def collect_extra(value, name: str = "state.extra", keep=whole_tensor):
 
 
 def load_extra(model: nn.Module, checkpoint: dict) -> dict:
-    """What collect_extra kept, on the model's device; tensors of a parameter's name and shape, sharded as it is."""
+    """What collect_extra saved, on the model's device; tensors of a parameter's name and shape are sharded alike."""
     params = dict(model.named_parameters())
     device = next(iter(params.values())).device
 
@@ -268,12 +284,12 @@ def load_extra(model: nn.Module, checkpoint: dict) -> dict:
 
 
 def as_evaluated(checkpoint: dict) -> dict:
-    """The checkpoint with the weights that its run evaluated, where an edit kept others than those it trained."""
+    """The checkpoint with the weights that its run evaluated, if an edit keeps them apart from the trained ones."""
     return checkpoint | dict(model=checkpoint["model"] | checkpoint.get("extra", {}).get("eval_weights", {}))
 
 
 def is_alike(default, value) -> bool:
-    """Whether a field with this default may have the value: of the same type, with None and any number for numbers."""
+    """Whether a field with this default may have the value: same type, a number for a number, or one is None."""
     kinds = {type(default), type(value)}
     return len(kinds) == 1 or kinds == {int, float} or type(None) in kinds
 
@@ -284,7 +300,7 @@ def model_config(checkpoint: dict, kind: type, path):
     if saved.get("version", 1) != defaults["version"]:
         raise UserError(
             f"{path} holds version {saved.get('version', 1)} of the model, and this is version {defaults['version']}, "
-            "which computes something else; use the source that made it, as its run's folder has it"
+            "which computes something else; use the source that made it, a copy of which is in its run's folder"
         )
     if any(key not in defaults or not is_alike(defaults[key], value) for key, value in saved.items()):
         raise UserError(
@@ -306,8 +322,8 @@ def load_weights(
 ) -> str:
     """Copy the checkpoint's weights and buffers into the model; prefixes that wrappers leave on names are dropped.
 
-    Raises UserError when the model's configuration `model.cfg` differs, but for the fields that may, or names or shapes
-    do. partial: take those that fit. Returns what to say of the others.
+    Raises UserError if the configuration (except the fields of may_differ), names or shapes differ from the model's.
+    partial: load only what fits. Returns a description of what was left out.
     """
     ours = state_names(model)
     weights = strip_wrapper_prefixes(checkpoint["model"], ours)
@@ -359,7 +375,7 @@ def load_optimizer(
         if name not in saved_states:
             refuse("holds no optimizer state" + (f" of {name}" if saved_states else ""))
         saved = saved_states[name]
-        if not saved or p not in groups:  # it was frozen, or is nobody's
+        if not saved or p not in groups:  # it was frozen, or is in no parameter group now
             continue
         if p not in optimizer.state:
             make_state(optimizer, groups[p], p, saved)
@@ -375,9 +391,10 @@ def load_optimizer(
     note_settings(optimizer)
     changed = checkpoint.get("optimizer_settings", [])
     if not isinstance(changed, list) or not all(isinstance(c, dict) and numbers_of(c) == c for c in changed):
-        refuse("holds settings of an optimizer that are no numbers")
+        refuse("holds optimizer settings that are not numbers")
     for group, numbers in zip(optimizer.param_groups, changed):
         group.update(numbers)
+    vars(optimizer).update(numbers_of(checkpoint.get("optimizer_numbers", {})))
     if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
         scaler.load_state_dict(checkpoint["scaler"])
 
@@ -387,23 +404,23 @@ def make_state(optimizer: torch.optim.Optimizer, group: dict, p: Tensor, saved: 
     if hasattr(optimizer, "make_state"):
         optimizer.make_state(group, p)
         return
-    on_device = group.get("fused") or group.get("capturable")  # with its count of steps, as torch.optim has it
+    on_device = group.get("fused") or group.get("capturable")  # then torch.optim keeps its step count there too
     for slot, t in saved.items():
         optimizer.state[p][slot] = new_slot(p, t, p.device if t.dim() or on_device else "cpu")
 
 
 def new_slot(p: Tensor, saved: Tensor, device) -> Tensor:
-    """Zeros for a saved tensor of a parameter's state, cut as the parameter is where they are of one shape."""
+    """Zeros for a saved tensor of a parameter's state, sharded like the parameter if both have the same shape."""
     return torch.zeros_like(p if saved.shape == p.shape else saved, dtype=saved.dtype, device=device)
 
 
 def find_checkpoint(
     folder: Path, resume: str, init_from: str, say, restarted: bool = False
 ) -> tuple[Path | None, bool]:
-    """The file to start from, verified (None = from nothing), and whether to resume it. Raises UserError.
+    """The file to start from, verified (None = from scratch), and whether to resume it. Raises UserError.
 
-    resume and init_from are the flags; restarted: torchrun has restarted the job. A damaged checkpoint that is passed
-    over is renamed to .damaged, and `say` is told; best weights without a checkpoint to continue from are deleted.
+    resume and init_from are the flags; restarted: torchrun has restarted the job. A damaged checkpoint that is skipped
+    is renamed to .damaged and reported with `say`; best weights without a checkpoint to continue from are deleted.
     """
     there = list_checkpoints(folder)
     if there and restarted:
@@ -431,7 +448,7 @@ def find_checkpoint(
 
 
 def newest_valid(folder: Path, say, rename: bool = True) -> Path:
-    """The newest checkpoint that is whole; damaged ones are told of and renamed. Raises UserError if there is none."""
+    """The newest intact checkpoint; damaged ones are reported and renamed. Raises UserError if there is none."""
     for path in list_checkpoints(folder):
         try:
             read_checkpoint(path)
@@ -456,10 +473,10 @@ class CheckpointManager:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, step: int, make_snapshot, best: bool = False, wait: bool = True) -> None:
-        """Save what make_snapshot() returns on rank 0, unless this step is saved; every rank calls both.
+        """Save what make_snapshot() returns on rank 0, unless this step is already saved; every rank must call it.
 
-        Returns when the copy is made. best: as BEST. There is one copy of each kind at a time: when the last one is
-        still being written, this one waits for it, or without `wait` is left out after two seconds.
+        Returns once the copy is made. best: saves as BEST. There is one copy of each kind at a time: while the previous
+        one is still being written, this one waits for it, or, without `wait`, is skipped after two seconds.
         """
         name = BEST if best else ""
         if not best and step == self.step:
@@ -503,7 +520,7 @@ class CheckpointManager:
                 self.logger.info(f"WARNING: {old} could not be deleted ({error})")
 
     def finish(self) -> None:
-        """Wait for what is being written. Raises RunError, on every rank, when the newest checkpoint could not be."""
+        """Wait for pending writes. Raises RunError, on every rank, if the newest checkpoint could not be written."""
         run_on_rank0(self.dist_ctx, self.wait_for_writing)
 
     def wait_for_writing(self) -> None:

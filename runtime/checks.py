@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from data.shards import UserError
 from runtime.derived import AC_MODES, activation_budget, is_sharded, lr_cap, uses_cudagraphs, uses_ngrams
@@ -295,10 +296,11 @@ def check_recomputation(f, checkpointing: str, effects: dict) -> None:
 
 def check_schedule(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError for learning rates set by others, e.g. PyTorch's schedulers: the trainer sets them itself."""
-    changed = False
-    for group in optimizer.param_groups:
-        lr, initial_lr = group.get("lr_after_step", (group["lr"], None))
-        changed |= group["lr"] != lr and group["initial_lr"] == initial_lr
+    changed = any(
+        name in group and group[name] != value and group[f"initial_{name}"] == initial
+        for group in optimizer.param_groups
+        for name, (value, initial) in group.get("after_step", {}).items()
+    )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched") or changed:
         raise UserError(
             "something sets learning rates, as a torch.optim.lr_scheduler would, but update_weights overwrites them in "
@@ -307,9 +309,19 @@ def check_schedule(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Notes the learning rates that a step leaves behind, for check_schedule."""
+    """Notes the learning rates and momenta that a step leaves behind, for check_schedule."""
     for group in optimizer.param_groups:
-        group["lr_after_step"] = (group["lr"], group["initial_lr"])
+        names = [name for name in ("lr", "momentum") if f"initial_{name}" in group]
+        group["after_step"] = {name: (group[name], group[f"initial_{name}"]) for name in names}
+
+
+def check_same_flags(before, now) -> None:
+    """Raises UserError when a step has replaced the flags, which are settled when a run starts."""
+    if now is not before:
+        raise UserError(
+            "state.cfg was replaced in training, where flags are no longer read, though a resume would read them; put "
+            'schedules into get_lr_multiplier or get_momentum, or change "initial_lr" of a parameter group'
+        )
 
 
 def check_batch(get_batch) -> None:
@@ -329,7 +341,8 @@ def check_batch(get_batch) -> None:
             "get_batch draws from a global generator, in its own thread, so that no two runs would be the same; draw "
             'from np.random.default_rng(derive_seed(stream.seed, "batch", step)), with dist_ctx.rank where ranks differ'
         )
-    if isinstance(batch, Tensor) and not torch.equal(batch, again):
+    batch, again = (tree_leaves(parts) for parts in (batch, again))
+    if not all(torch.equal(a, b) for a, b in zip(batch, again) if isinstance(a, Tensor)):
         raise UserError(
             "get_batch gives another batch when it is called again for the same step, so that a resumed run would see "
             "other data; it must be a function of stream, ranks and step, without iterators or generators that go on"

@@ -1,4 +1,4 @@
-"""What follows from the flags: facts that several rooms need. `f` has the flags as attributes."""
+"""Values derived from the flags that several modules need. `f` has the flags as attributes."""
 
 import math
 
@@ -7,7 +7,7 @@ from runtime.ranks import DistContext
 
 AC_MODES = ("none", "selective", "full")
 
-MANY_EPOCHS = 6  # with n-grams more ended no lower, of three small texts, at any size (docs/rates.md)
+MANY_EPOCHS = 6  # with n-grams, more gave no lower loss on three small texts, at any size (docs/rates.md)
 
 
 def activation_budget(f) -> float:
@@ -83,16 +83,16 @@ def seqs_per_rank(f, world_size: int) -> int:
 
 
 def sizes(params: float, given: dict, tokens: float = 0) -> dict:
-    """--params: the flags of a model whose blocks hold about so many weights, and of a run on so many tokens.
+    """--params: flags for a model with about this many weights in its blocks, and for a run on this many tokens.
 
-    As in GPT-2's small size, the width is 64 times the layers. tokens: 0 is 20 for each weight (Hoffmann et al. 2022);
-    a batch grows with their root. N-grams help small models most, and above 50M there are none. given: flags that stay,
-    from which the others follow.
+    As in GPT-2 small, the width is 64 times the depth. tokens: 0 = 20 per weight (Hoffmann et al. 2022); the batch
+    grows with their square root. N-grams help small models most; from 50M weights on there are none. given: flags that
+    are fixed, and from which the others follow.
     """
     n_embd = (16 * params / 3) ** (1 / 3)  # where 12 n_layer n_embd**2 weights have n_embd = 64 n_layer
     unit = 64 if n_embd < 480 else 128  # a head
     n_embd = unit * max(1, round(n_embd / unit))
-    if "n_layer" not in given and params < 18 * n_embd**2:  # one layer, which cannot find what followed last time
+    if "n_layer" not in given and params < 18 * n_embd**2:  # one layer cannot do induction: narrower
         n_embd = max(64, n_embd - unit)
     n_embd = max(1, given.get("n_embd", n_embd))
     n_layer = max(1, given.get("n_layer", round(params / (12 * n_embd**2))))

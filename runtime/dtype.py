@@ -9,12 +9,12 @@ from torch import Tensor
 from runtime.launch import DTYPES
 from runtime.ranks import DistContext, run_on_rank0
 
-EMULATED = 0.5  # how many times as fast as fp32 a CPU that emulates bf16 is at most
-BF16_GAIN = 1.2  # how many times faster its matmuls must be: casts and norms in bf16 take a part of that
+EMULATED = 0.5  # a CPU that emulates bf16 reaches at most this fraction of its fp32 speed
+BF16_GAIN = 1.2  # how many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of that
 ROUNDS = 3  # of timing; the first warms up
 SIZING_S = 1.0  # for --minutes: beside other work, short matmuls wait for a second core longer than they run
 MOST_TOKENS, MOST_FLOPS, MOST_SECONDS = 8192, 200e9, 0.07  # FLOP of all rounds at one size, in both dtypes
-KINDS = (6, 8, 8, 8)  # FLOP of the matmuls timed, for a row and n_embd**2
+KINDS = (6, 8, 8, 8)  # FLOP of each timed matmul, per row and n_embd**2
 
 
 def hardware_dtype(dtype: str, device: torch.device) -> str:
@@ -83,9 +83,9 @@ def faster_dtype(n_embd: int, tokens: int) -> tuple[str, str]:
 
 
 def matmul_speeds(n_embd: int, tokens: int, most_seconds: float = MOST_SECONDS) -> dict[str, float]:
-    """FLOP/s of a block's matmuls on this CPU in fp32 and bf16, in less than 0.1 s by default.
+    """FLOP/s of a block's matmuls on this CPU in fp32 and bf16, measured in less than 0.1 s by default.
 
-    A small one tells first what that time allows: as many rows (tokens) as fit, in a narrower block where 128 do not.
+    A small one first shows what fits into that time: as many rows (tokens) as possible, or a narrower block for 128.
     """
     deadline, tokens = time.perf_counter() + most_seconds, min(tokens, MOST_TOKENS)
     width, rows, kinds = min(n_embd, 128), min(tokens, 64), 1
@@ -116,9 +116,9 @@ def time_matmuls(width: int, rows: int, kinds: int, deadline: float) -> dict[str
 
 
 def block_matmuls(width: int, rows: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """What to multiply: for queries, keys and values; into the MLP; out of it; and the gradient by a weight of it.
+    """Operands of a block's matmuls: queries, keys and values; into the MLP; out of it; the gradient of its weight.
 
-    Ones, as nothing may draw from the generator that a run's own edits draw from.
+    All ones: drawing random numbers would advance the RNG that a run's own edits use.
     """
     x, inside = torch.ones(rows, width, dtype=dtype), torch.ones(rows, 4 * width, dtype=dtype)
     weights = [torch.ones(shape, dtype=dtype) for shape in ((3 * width, width), (4 * width, width), (width, 4 * width))]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointError
 
 from data.shards import Stopped, TrainerError, UserError
 from generation import GenerationError
@@ -26,9 +27,9 @@ FILE_MISTAKES = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 @contextlib.contextmanager
 def catch_signals():
-    """Yields a list that SIGTERM, SIGINT, SIGUSR1 and SIGHUP land in by name; a second one ends the process at once.
+    """Yields a list that collects SIGTERM, SIGINT, SIGUSR1 and SIGHUP by name; a second one ends the process at once.
 
-    One within half a second of the first is the same again: systemd and schedulers signal torchrun and its ranks.
+    Within half a second of the first it counts as the same: systemd and schedulers signal torchrun and its ranks.
     """
     caught, before, since = [], {}, [0.0]
 
@@ -52,10 +53,10 @@ def catch_signals():
 
 
 def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int, stream, say) -> tuple[int, str]:
-    """Tell which updates up to `step` were skipped, and forget them; waits for the device.
+    """Report which updates up to `step` were skipped, and clear the list; waits for the device.
 
-    skipped: bool () tensors, true for a skipped update. bad_steps: skipped ones in a row before these. Returns those in
-    a row now, and why the run must end when there are max_bad_steps (0: never), else "". stream: the run's TokenStream.
+    skipped: bool () tensors, true for a skipped update. bad_steps: consecutive skips before these. Returns the new
+    count, and why the run must end once it reaches max_bad_steps (0: never), else "". stream: the run's TokenStream.
     """
     flags = torch.stack(list(skipped)).tolist() if skipped else []
     skipped.clear()
@@ -77,7 +78,7 @@ def report_skipped(skipped: deque, step: int, bad_steps: int, max_bad_steps: int
     return bad_steps, ""
 
 
-# The words of PyTorch, CUDA, Triton, cuBLAS, cuDNN, the system, and oneDNN, which has no memory for a kernel's code
+# The words of PyTorch, CUDA, Triton, cuBLAS, cuDNN, the system, and oneDNN when it cannot allocate a kernel's code
 NO_MEMORY = re.compile(
     "(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|bad_alloc|"
     r"could not create a primitive\b(?! descriptor)"
@@ -86,7 +87,7 @@ NO_MEMORY = re.compile(
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory ran out, on the device or the host."""
-    if isinstance(error, (TrainerError, ModelError, GenerationError)):  # which say themselves what they mean
+    if isinstance(error, (TrainerError, ModelError, GenerationError)):  # these explain themselves
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -109,7 +110,7 @@ def explain_oom(error: Exception) -> str:
         available = f", with {os.sysconf('SC_AVPHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:,.1f} GiB free"
     return (
         f"memory ran out: {asked} were asked for{available}; try, in this order, a smaller --micro_batch, "
-        f"--checkpointing full, {last} (for texts, a smaller --num_samples); a checkpoint that was saved is kept, and "
+        f"--checkpointing full, {last} (sampling: a smaller --num_samples); a checkpoint that was saved is kept, and "
         "--resume continues from it"
     )
 
@@ -117,7 +118,7 @@ def explain_oom(error: Exception) -> str:
 def explain_io_error(error: Exception) -> str:
     """What to say when there is no room for a file, or it may not be read or written; "" for any other error."""
     if isinstance(error, FILE_MISTAKES) and error.filename:
-        return f"{error.filename} cannot be read or written ({error.strerror}); give another one, or change its rights"
+        return f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix its permissions"
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
         return ""
     return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
@@ -130,7 +131,7 @@ def explain_compile_error(error: Exception) -> str:
     found = re.search(r"error: .*", str(error))
     return (
         f"the C++ compiler could not compile PyTorch's code ({found[0] if found else 'no reason given'}); put "
-        "TORCHINDUCTOR_VEC_ISA_OK= before the command, for instructions that it knows, or remove --compile"
+        "TORCHINDUCTOR_VEC_ISA_OK= before the command, to use only instructions it supports, or remove --compile"
     )
 
 
@@ -142,6 +143,8 @@ def explain_peer_failure(error: Exception) -> str:
         return ""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return ""
+    if not found and "NCCL error" in str(error):  # its own, on all ranks: shared memory, interfaces, drivers
+        return f"NCCL failed ({str(error).strip().splitlines()[-1]}); NCCL_DEBUG=INFO before the command says more"
     return (
         f"another rank has ended ({found[0] if found else type(error).__name__}); its own message says why, or under "
         "--parallel fsdp the ranks had gradients for different parameters, which --parallel ddp allows"
@@ -149,9 +152,9 @@ def explain_peer_failure(error: Exception) -> str:
 
 
 def never_fatal(function):
-    """A decorator for what is nice to have, and must not end a run: the text that it makes, or why it failed.
+    """A decorator for functions that must not end a run: returns their text, or why they failed.
 
-    Its first argument is the TrainState. Where ranks hold shards it fails, as the others would wait for this one.
+    The first argument is the TrainState. With sharded weights they do raise, as other ranks would wait for this one.
     """
 
     @functools.wraps(function)
@@ -168,23 +171,26 @@ def never_fatal(function):
 
 EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about them
     (
-        "(must|to) have the same dtype|expected scalar type|type .* should be the same",
-        "weights are fp32, and activations have --dtype: use model.Linear, which casts, or .to(x.dtype), or "
+        "(must|to) have the same dtype|expected scalar type|type .* should be the same|does not match weight dtype",
+        "weights are fp32, and activations are in --dtype: use model.Linear, which casts, or .to(x.dtype), or "
         "--dtype fp32",
     ),
     (
         "index out of range in self",
-        "inputs hold what is no token: what is not to be learned becomes -1 in y of train_step",
+        "inputs hold an id that is not a token: a target to exclude becomes -1 in y of train_step",
     ),
     (
         "meta tensor|[Dd]evice meta",
-        "under FSDP the model is made without values first, so that constructors cannot read any",
+        "under FSDP the model is first built on the meta device, so constructors cannot read values",
     ),
     (
         "mixed torch.Tensor and DTensor|does not support deepcopy",
-        "under FSDP a parameter is cut into shards: make what goes with it by torch.zeros_like(p) or p.detach().clone()"
-        ", keep it in state.extra or the optimizer's state under the parameter's name, and losses in GPT.forward",
+        "under FSDP a parameter is sharded: make tensors that go with it by torch.zeros_like(p) or p.detach().clone()"
+        ", keep them in state.extra or the optimizer's state under the parameter's name, and losses in GPT.forward",
     ),
+    ("storage of size 0", "FSDP gathers weights for loss.backward() alone, not for torch.autograd.grad"),
+    ("backward an extra time", "--checkpointing selective allows one backward pass; use full or none"),
+    ("different number of tensors was saved", "what a forward pass does must not depend on state that changes between"),
     ("ready only once", "under DDP all of a loss must come from GPT.forward, and checkpoint(..., use_reentrant=False)"),
     (
         "once_differentiable",
@@ -198,7 +204,7 @@ EDIT_ADVICE = (  # what PyTorch says of mistakes of edits, and what to do about 
 
 
 def explain_edit(error: Exception) -> str:
-    """What to say of mistakes of edits that PyTorch words otherwise, and of what cannot be compiled; else ""."""
+    """What to say of mistakes in edits that PyTorch's message does not explain, and in what cannot compile; else ""."""
     text = str(error).strip()
     if type(error).__module__.startswith("torch._dynamo.exc"):
         places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("from user code")[2])
@@ -206,14 +212,14 @@ def explain_edit(error: Exception) -> str:
         at = f" {Path(places[-1][0]).name}, line {places[-1][1]}" if places else " a block"
         if "Recompile" in type(error).__name__:  # FailOnRecompileLimitHit
             return (
-                f"torch.compile compiles{at} again and again ({text.splitlines()[0]}): a number that changes from step "
-                "to step is a constant to it; make it a tensor, as a buffer that is filled in each step, or remove "
+                f"torch.compile keeps recompiling{at} ({text.splitlines()[0]}): a number that changes from step "
+                "to step is a constant to it; make it a tensor, such as a buffer filled in each step, or remove "
                 "--compile"
             )
         return f"torch.compile cannot compile{at}: {text.splitlines()[0]}; write it otherwise, or remove --compile"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
     at = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
-    kinds = (RuntimeError, AttributeError, AssertionError, IndexError)
+    kinds = (RuntimeError, ValueError, AttributeError, AssertionError, IndexError, CheckpointError)
     for pattern, advice in EDIT_ADVICE if type(error) in kinds else ():
         if re.search(pattern, text):
             return f"{at}{text.splitlines()[0]}; {advice}"

@@ -12,7 +12,7 @@ from data.shards import UserError
 
 
 def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
-    """A dataclass field that is a flag. const: what the flag without a value means. min: of a number."""
+    """A dataclass field that is a flag. const: what the flag without a value means. min: the least number."""
     return field(default=default, metadata=dict(help=help, choices=tuple(choices) or None, const=const, min=min))
 
 
@@ -99,7 +99,7 @@ PARSERS = {int: integer, float: float, bool: _boolean, str: str}
 
 
 def parse_flags(argv: list[str], fields: tuple[dataclasses.Field, ...], defaults: dict, description: str) -> dict:
-    """The flags that a command line names, with their values. defaults: for the help, over the fields' own.
+    """The flags that a command line names, with their values. defaults: shown in the help instead of the fields' own.
 
     Raises UserError; --help prints and exits.
     """

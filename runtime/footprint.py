@@ -1,4 +1,4 @@
-"""The memory model: bytes of a training step by counting, and the activation checkpointing that fits by it."""
+"""The memory model: bytes of a training step by formula, and the least activation checkpointing that fits."""
 
 from ops.attention import query_blocks
 
@@ -6,8 +6,8 @@ from ops.attention import query_blocks
 def block_tensors(model, micro_batch: int, seq_len: int, fused_norms: bool) -> dict[str, int]:
     """Bytes that one block's forward pass saves for backward without checkpointing, of each kind of tensor.
 
-    Without windows or documents. fused_norms: norms keep what they put out and not what they got, as compiled ones do,
-    and ours on a CPU.
+    Without windows or documents. fused_norms: norms save their output instead of their input, as compiled ones do, and
+    ours on a CPU.
     """
     cfg, size, tokens = model.cfg, model.compute_dtype.itemsize, micro_batch * seq_len
     numel = tokens * cfg.n_embd
@@ -40,7 +40,7 @@ def checkpointed_tensors(model, mode: str, micro_batch: int, seq_len: int, fused
     if mode == "none":
         return block_tensors(model, micro_batch, seq_len, fused_norms)
     kept = {"input of the block": numel * size}
-    if mode == "selective":  # what matmuls and attention put out
+    if mode == "selective":  # the outputs of matmuls and attention
         kept |= {
             "queries, keys and values": 3 * numel * size,
             "output of attention": numel * size,
@@ -78,19 +78,19 @@ def logits_bytes(model, n_tokens: int) -> int:
 
 
 def transient_bytes(model, mode: str, micro_batch: int, seq_len: int, fused_norms: bool, compiled: bool) -> int:
-    """Bytes at the peak beyond what is kept: the loss at work, or a block recomputed, with the gradients inside it."""
+    """Bytes at the peak beyond what is saved: computing the loss, or recomputing a block, with its inner gradients."""
     size, numel = model.compute_dtype.itemsize, micro_batch * seq_len * model.cfg.n_embd
     whole = sum(block_tensors(model, micro_batch, seq_len, fused_norms).values())
     recomputed = whole - sum(checkpointed_tensors(model, mode, micro_batch, seq_len, fused_norms).values())
     inside, logits = recomputed + (5 if fused_norms else 10) * numel * size, logits_bytes(model, micro_batch * seq_len)
-    if model.loss_chunk:  # logits and their gradient, and where nothing is fused three fp32 copies; the head's cast
+    if model.loss_chunk:  # logits and their gradient, three fp32 copies if not compiled, and the head's cast
         cast = size * model.cfg.vocab_size * model.cfg.n_embd if size < 4 else 0
         return max(inside, logits * (2 * size + (0 if compiled else 12)) // 4 + cast)
     return max(inside - 2 * logits, 2 * logits)
 
 
 def rest_of_block(n_bytes: int) -> int:
-    """Bytes that PyTorch's CUDA allocator gives a tensor of its own beyond its size: rounded to 2 MiB, not split."""
+    """Bytes lost in a tensor's own block of PyTorch's CUDA allocator, which is rounded up to 2 MiB and not split."""
     rest = -n_bytes % 2**21 if n_bytes >= 10 * 2**20 else 0
     return rest if rest <= 2**20 else 0
 
@@ -106,10 +106,10 @@ def memory_formula(
     compiled: bool = False,
     n_ranks: int = 1,
 ) -> dict[str, int]:
-    """Bytes of a step by counting: weights, gradients, optimizer state, activations kept for backward, transient.
+    """Bytes of a step by formula: weights, gradients, optimizer state, activations kept for backward, transient.
 
-    optimizer_bytes: on the device, unsharded. n_ranks share the weights under FSDP; embeddings and head are then whole
-    from forward to backward, as are a block at work and the next one.
+    optimizer_bytes: on the device, unsharded. n_ranks shard the weights under FSDP; embeddings and head then stay
+    gathered from forward to backward, and so are the running block and the next one.
     """
     weights, size, fused_norms = (
         sum(p.numel() for p in model.parameters()),
@@ -120,9 +120,9 @@ def memory_formula(
     block = sum(p.numel() for p in model.blocks[0].parameters())
     saved = saved_tensors(model, mode, micro_batch, seq_len, fused_norms)
     if n_ranks > 1:
-        saved.pop("blocks' weights, cast", None)  # they are gathered as such, and again for backward
+        saved.pop("blocks' weights, cast", None)  # FSDP gathers them cast, and again for backward
     kept = sum(saved.values())
-    # The last gradient to be made and added up is that of the embeddings, once nothing else is kept any more
+    # The embeddings' gradient is computed and accumulated last, when no other activation is kept any more
     named = model.named_parameters()
     tables = [p.numel() for name, p in named if name.startswith(("wte.", "ngrams.")) and p.requires_grad]
     rounding = 0  # of weights, gradients and optimizer state

@@ -33,7 +33,7 @@ def init_distributed(
     """Choose the device and join the other ranks, if torchrun started any; may be called again in a process.
 
     Sets what belongs to the process: the CUDA allocator, threads, determinism, matmul precision, the flash kernel
-    behind `attn`. need_group: make a process group for one rank too. Raises UserError for what is not there.
+    behind `attn`. need_group: make a process group for one rank too. Raises UserError for what is unavailable.
     """
     defaults = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
     env = {key: int(os.environ.get(key, default)) for key, default in defaults.items()}
@@ -50,7 +50,7 @@ def init_distributed(
                 f"{env['LOCAL_WORLD_SIZE']} processes were started for {torch.cuda.device_count()} CUDA device(s); "
                 f"use torchrun --nproc_per_node={torch.cuda.device_count()}"
             )
-        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it was always; Triton 3.9 warns of what is to come
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the old default; Triton 3.9 warns that it will change
         place = torch.device("cuda", env["LOCAL_RANK"])
         torch.cuda.set_device(place)
         set_flash_impl(attn)
@@ -71,7 +71,7 @@ def init_distributed(
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
-    """NCCL on CUDA, gloo elsewhere, by torchrun's store, or alone by one of this process. Raises UserError."""
+    """NCCL on CUDA, else gloo; over torchrun's store, or a local one for a single process. Raises UserError."""
     store = dist.HashStore()
     if "WORLD_SIZE" in os.environ:
         store = rendezvous(rank, world_size, device.type)
@@ -92,7 +92,7 @@ def gloo_group(everyone: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def set_flash_impl(attn: str) -> None:
-    """Have SDPA's flash kernel be FlashAttention 3 or 4 ("fa3", "fa4": packages of their own) or PyTorch's ("flash").
+    """Select SDPA's flash kernel: FlashAttention 3 or 4 ("fa3", "fa4": separate packages) or PyTorch's ("flash").
 
     Raises UserError when the package does not load.
     """
@@ -175,7 +175,7 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """What the GPU or the processor calls itself."""
+    """The model name of the GPU or the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

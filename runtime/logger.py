@@ -24,18 +24,18 @@ try:
 except ImportError:
     fcntl = None
 
-SECTION = "=" * 40  # begins each start of a run in log.txt, and what --minutes chooses later
+SECTION = "=" * 40  # begins a section of log.txt: each start of a run, and each later choice of --minutes
 
 
 class LineWriter:
-    """A file to which lines are appended; what a full disk holds back is kept, and written when there is room again."""
+    """A file to which lines are appended; what a full disk rejects is buffered, and written when there is room."""
 
     def __init__(self, path: Path, append: bool):
         self.path, self.pending, self.lock = path, b"", threading.Lock()
         self.file = open(path, "ab" if append else "wb", buffering=0)
 
     def write(self, text: str) -> None:
-        """Append text and a newline. A failure is told on the console; it does not end the run."""
+        """Append text and a newline. A failure is reported on the console; it does not end the run."""
         try:
             self.flush(text.encode("utf-8", errors="replace") + b"\n")
         except OSError as error:
@@ -58,10 +58,10 @@ class LineWriter:
 
 
 class RunLogger:
-    """The run's folder and what is told of the run. Silent on every rank but 0."""
+    """The run's folder and everything the run reports. Silent on every rank but 0."""
 
     def __init__(self, folder: Path, is_rank0: bool = True, made: bool = False):
-        """made: the folder was made for this run, and goes again if the run does not begin."""
+        """made: the folder was made for this run, and is removed if the run does not begin."""
         self.folder, self.is_rank0, self.made = folder, is_rank0, made
         self.log = self.metrics = self.wandb = self.lock_file = None
         self.early = []  # lines from before log.txt is open
@@ -91,7 +91,7 @@ class RunLogger:
                 partial.unlink()
 
     def take_lock(self) -> bool:
-        """Whether no other process has the folder's lock; also where there are no locks."""
+        """Whether this process got the folder's lock, or the file system has no locks."""
         try:
             if fcntl:
                 fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,7 +191,7 @@ class RunLogger:
             (self.folder / ".lock").unlink(missing_ok=True)  # while it is locked
         for file in (self.log, self.metrics, self.lock_file):
             if file:
-                with contextlib.suppress(OSError):  # a full disk has been told
+                with contextlib.suppress(OSError):  # a full disk has been reported
                     file.close()
         if remove:
             with contextlib.suppress(OSError):  # something else is in it
@@ -214,7 +214,7 @@ def read_rows(metrics: str) -> list[dict]:
 
 
 def read_finished_run(folder: Path) -> tuple[dict, dict] | None:
-    """Summary and flags of a run that reached its last step; None for any other. Raises UserError for odd files."""
+    """Summary and flags of a run that reached its last step; None for any other. Raises UserError if unreadable."""
     if not (folder / "summary.json").exists():
         return None
     try:
@@ -230,7 +230,7 @@ def read_finished_run(folder: Path) -> tuple[dict, dict] | None:
 
 
 def check_metrics(metrics: dict, row: dict) -> None:
-    """Raises UserError for a metric of an edit with the name of a figure that every row has."""
+    """Raises UserError if an edit's metric has the name of a built-in one."""
     for name in metrics.keys() & row.keys():
         raise UserError(f"state.metrics has {name!r}, which every row of metrics.jsonl has already; use another name")
 
@@ -283,7 +283,7 @@ def trials_line(summaries: list[dict], folder: Path) -> str:
 
 
 def new_run_folder(preset: str) -> Path:
-    """Make runs/<time>-<preset>, with a number behind it if it is there already; returns its path. Raises UserError."""
+    """Make runs/<time>-<preset>, with a number appended if it exists; returns its path. Raises UserError."""
     name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}"
     for number in itertools.count(1):
         path = Path(name if number == 1 else f"{name}-{number}")
@@ -297,7 +297,7 @@ def new_run_folder(preset: str) -> Path:
 
 
 def is_best(evaluations: list[dict], f) -> bool:
-    """Whether the last evaluation is the lowest of several; to be asked on rank 0, which has those before a resume.
+    """Whether the last evaluation is the lowest of several; only rank 0 knows those from before a resume.
 
     f: the flags as attributes.
     """
@@ -311,7 +311,7 @@ def is_loss_spike(loss: float, before: Sequence[float]) -> bool:
 
 
 def nan_to_none(value):
-    """The same, inside dicts and lists too, with None for non-finite numbers: JSON has no word for them."""
+    """The same, inside dicts and lists too, with None for non-finite numbers, which JSON cannot represent."""
     if isinstance(value, dict):
         return {k: nan_to_none(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -326,20 +326,20 @@ def format_duration(seconds: float) -> str:
 
 
 class TrainTimer:
-    """Seconds of training steps, `train_time`, which stands still from pause() to start(); and of everything since
-    this object was made, `wall_time`: the imports before it are not in it. A resumed run adds what was before."""
+    """`train_time`, the seconds of training steps, which stops from pause() to start(); and `wall_time`, everything
+    since this object was made, so without the imports. A resumed run adds the time from before."""
 
     def __init__(self, device: torch.device):
         self.device, self.train_time, self.wall_before, self.created = device, 0.0, 0.0, time.perf_counter()
         self.started = None
 
     def start(self) -> None:
-        """Let the training clock run, if it stands still."""
+        """Start the training clock, if it is paused."""
         if self.started is None:
             self.started = time.perf_counter()
 
     def pause(self) -> float:
-        """Stop it once the device has done what it was given; returns the training time."""
+        """Pause it once the device has finished its queued work; returns the training time."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         if self.started is not None:

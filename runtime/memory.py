@@ -20,8 +20,8 @@ from runtime.errors import is_out_of_memory
 from runtime.footprint import least_checkpointing, memory_formula
 from runtime.ranks import DistContext, dist_max
 
-USABLE = 0.92  # of the memory: the rest is lost between blocks, or CUDA's own
-ENOUGH_TOKENS = 4096  # of a micro-step: they keep a GPU busy, so nothing is recomputed to make room for more
+USABLE = 0.92  # fraction of the memory: the rest is lost to fragmentation, or used by CUDA itself
+ENOUGH_TOKENS = 4096  # per micro-step: they keep a GPU busy, so nothing is recomputed to fit more
 
 
 class DoesNotFit(UserError):
@@ -31,9 +31,9 @@ class DoesNotFit(UserError):
 def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistContext) -> int:
     """Set the model's activation checkpointing as the flags `f` say; returns the sequences of a micro-step.
 
-    groups: the optimizer's. `auto` recomputes nothing but what a GPU's memory makes necessary: so that a micro-step of
-    --micro_batch sequences, or of ENOUGH_TOKENS, fits by formula, and one sequence when measured. The same on every
-    rank. Raises UserError.
+    groups: the optimizer's. `auto` recomputes only what a GPU's memory requires: so that a micro-step of --micro_batch
+    sequences, or of ENOUGH_TOKENS, fits by formula, and one sequence fits when measured. The same on every rank.
+    Raises UserError.
     """
     n_seqs, cuda = seqs_per_rank(f, dist_ctx.world_size), dist_ctx.device.type == "cuda"
     n_shards = ranks_per_copy(f, dist_ctx)
@@ -55,14 +55,14 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
         )
         modes = modes[modes.index(by_formula) :]
     if f.attn == "flex":
-        torch._dynamo.reset()  # what else was compiled in this process counts against the limit of recompilations
+        torch._dynamo.reset()  # earlier compilations in this process count against the recompile limit
     if f.compile != "off" and cuda and not f.micro_batch:
         apply_compile(model, "default", activation_budget(f), probing=True)
     for mode in modes:
         for block in model.blocks:
             block.checkpointing = mode
         if f.micro_batch or not cuda:
-            return f.micro_batch or largest_divisor(n_seqs, 8192 // f.seq_len)  # there, more are no faster
+            return f.micro_batch or largest_divisor(n_seqs, 8192 // f.seq_len)  # without CUDA, more are no faster
         try:
             return fit_micro_batch(f, model, mode, optimizer_bytes, dist_ctx)
         except DoesNotFit:
@@ -71,39 +71,39 @@ def fit_memory(f, model: torch.nn.Module, groups: list[dict], dist_ctx: DistCont
 
 
 def update_bytes(f, groups: list[dict], world_size: int) -> int:
-    """What the optimizer and DDP's buckets hold on the device beside weights and gradients, unsharded.
+    """Bytes of optimizer state and DDP's buckets on the device, besides weights and gradients, unsharded.
 
     groups: the optimizer's.
     """
     state = 0 if f.offload == "optimizer" else sum(map(state_bytes, groups))
     if world_size == 1 or is_sharded(f):
         return state
-    # Gradients are views of the buckets only until they are freed, so from the second micro-step on both are there
+    # Once freed, gradients are no longer views of the buckets, so both exist from the second micro-step on
     return state + 4 * sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
 
 
 def state_bytes(group: dict) -> int:
-    """What the optimizer keeps of a group's parameters, unsharded: Muon a number of each, others two; all fp32."""
+    """Bytes of optimizer state for a group, unsharded: Muon has one fp32 number per parameter, others have two."""
     return (4 if group["kind"] == "muon" else 8) * sum(p.numel() for p in group["params"] if p.requires_grad)
 
 
 def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, dist_ctx: DistContext) -> int:
-    """As many sequences of a step as fit into a GPU, with this mode of --checkpointing.
+    """The most sequences per micro-step that fit into a GPU, with this mode of --checkpointing.
 
     optimizer_bytes: what the optimizer will need on the device, unsharded. Raises UserError when not even one fits.
     """
     n_seqs, n_shards = seqs_per_rank(f, dist_ctx.world_size), ranks_per_copy(f, dist_ctx)
     compiled, most = f.compile != "off", n_seqs
     compiles = compiled or f.attn == "flex"
-    if f.offload == "activations":  # to host memory, of which nobody knows how much there is to take
+    if f.offload == "activations":  # to host memory, and how much of that is free is unknown
         most = largest_divisor(n_seqs, max(1, ENOUGH_TOKENS // f.seq_len))
 
     def probe(micro_batch: int) -> float:
-        copied = 0  # into the memory of CUDA graphs: the input of each block
+        copied = 0  # by CUDA graphs, which copy each block's input into their own memory
         if uses_cudagraphs(f):
             copied = len(model.blocks) * micro_batch * f.seq_len * f.n_embd * model.compute_dtype.itemsize
         if compiles:
-            torch._dynamo.reset()  # each size is a compilation, and their number is limited
+            torch._dynamo.reset()  # each size recompiles, and the number of recompilations is limited
         torch.cuda.reset_peak_memory_stats()
         dummy_micro_step(model, micro_batch, f.seq_len, cudagraphs=False)
         return torch.cuda.max_memory_allocated() + copied
@@ -121,10 +121,10 @@ def fit_micro_batch(f, model: torch.nn.Module, mode: str, optimizer_bytes: int, 
     allocate_gradients(model)
     budget = -dist_max(dist_ctx, optimizer_bytes // n_shards - available_memory())
     if compiles:
-        peak(1)  # holds what the compiler tried
+        peak(1)  # not used: it includes the compiler's trials
     fits = find_max_micro_batch(n_seqs, peak, budget, formula, most)
     model.zero_grad(set_to_none=True)
-    torch.cuda.reset_peak_memory_stats()  # that of what did not fit is nobody's
+    torch.cuda.reset_peak_memory_stats()  # discards the peaks of what did not fit
     return fits
 
 
@@ -135,11 +135,11 @@ def available_memory() -> float:
 
 
 def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device, compiled: bool) -> int:
-    """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 is replaced: 2,048, or on a GPU more, as fits.
+    """Tokens whose logits exist at once; 0 = all. A `chunk` of -1 becomes 2,048, or on a GPU more if they fit.
 
-    On a CPU 512 of vocabularies whose logits then stay in its cache.
+    On a CPU, it becomes 512 for vocabularies whose logits then stay in cache.
 
-    Raises UserError for a chunk of more numbers than a kernel's 32-bit index reaches.
+    Raises UserError for a chunk with more logits than a kernel's 32-bit index can reach.
     """
     if chunk * vocab_size >= 2**31:
         raise UserError(
@@ -155,20 +155,20 @@ def fit_loss_chunk(chunk: int, vocab_size: int, device: torch.device, compiled: 
 
 
 def largest_loss_chunk(vocab_size: int, memory: float, compiled: bool = True) -> int:
-    """For a GPU of so many bytes, where larger matmuls are faster and the head's gradient is added up more rarely.
+    """For a GPU with this many bytes: larger matmuls are faster, and the head's gradient is accumulated less often.
 
-    2,048 to 16,384 tokens, as long as logits and their gradient, in 16 bits, and the fp32 copies that uncompiled code
-    makes of them, take a seventh of the memory at most.
+    2,048 to 16,384 tokens, so that (beyond 2,048) logits and their gradient, in 16 bits, with the fp32 copies that
+    uncompiled code makes of them, take at most a seventh of the memory.
     """
     bytes_per_logit = 4 if compiled else 16
     return max(2048, min(16384, 2 ** int(math.log2(max(1, memory / 7 / (bytes_per_logit * vocab_size))))))
 
 
 def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) -> float:
-    """Bytes at the peak of probe(micro_batch), the largest of the ranks; infinite when one ran out of memory.
+    """Peak bytes of probe(micro_batch), the maximum over ranks; infinite when one ran out of memory.
 
-    Raises UserError for that, on every rank, when `n_sharded` sequences a step are trained on sharded weights: the
-    other GPUs then wait for the shards of that rank. The ranks agree on the CPU, which waits for no GPU.
+    With sharded weights (`n_sharded`: sequences per step) that raises UserError on every rank instead: the other GPUs
+    wait for that rank's shards. The ranks agree over the CPU, which waits for no GPU.
     """
     try:
         used = probe(micro_batch)
@@ -186,19 +186,19 @@ def agreed_peak(probe, micro_batch: int, n_sharded: int, dist_ctx: DistContext) 
 
 
 def find_max_micro_batch(n_seqs: int, peak, budget: float, formula=lambda n: 0, most: int = 0) -> int:
-    """A large divisor of n_seqs, `most` at most, whose peak(micro_batch) is within budget, by measuring what is
-    predicted to fit.
+    """A large divisor of n_seqs, `most` at most, whose peak(micro_batch) is within budget; only what is predicted to
+    fit is measured.
 
-    A prediction is formula(micro_batch), which knows what grows no more once it is full, and what the last two
-    measurements differed by from theirs, as a line. What does not fit after all is halved. Raises DoesNotFit when not
-    even one sequence fits.
+    A prediction is formula(micro_batch), which accounts for what saturates, plus its error, extrapolated linearly from
+    the last two measurements. What does not fit after all is halved. Raises DoesNotFit when not even one sequence
+    fits.
     """
     one = peak(1)
     if one > budget:
         needed = f"needs {one / 2**30:.1f} GiB, of" if one < math.inf else "needs more than the"
         raise DoesNotFit(
             f"one sequence {needed} {max(0.0, budget) / 2**30:.1f} GiB available on this device; "
-            "leave --checkpointing to itself, add --offload optimizer, or use a smaller --seq_len or model"
+            "leave --checkpointing at auto, add --offload optimizer, or use a smaller --seq_len or model"
         )
     most = min(most or n_seqs, n_seqs)
     low, high = 1, min(2, most)

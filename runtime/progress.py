@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from data.shards import recorded_hashes
-from runtime.checkpoint import collect_extra
+from runtime.checkpoint import check_optimizer_state, collect_extra
 from runtime.errors import report_skipped
 from runtime.launch import device_summary, peak_flops, peak_memory_mb
 from runtime.logger import (
@@ -23,10 +23,11 @@ from runtime.logger import (
     step_line,
 )
 from runtime.ranks import check_stop, dist_max, dist_means, run_on_rank0
+from runtime.watch import check_replicas
 
 
 class Progress:
-    """Keeps and prints the figures of a run; every rank calls its methods, rank 0 writes."""
+    """Records and prints the metrics of a run; every rank calls its methods, rank 0 writes."""
 
     def __init__(self, state, stream, logger: RunLogger, timer: TrainTimer, past_metrics: list[dict]):
         """state: the trainer's; stream: its TokenStream; past_metrics: rows of a resumed metrics.jsonl."""
@@ -50,12 +51,15 @@ class Progress:
         return batch
 
     def log_step(self, loss: Tensor, norm: Tensor, lr: float) -> str:
-        """Print and keep the figures of the step just done, and which updates were skipped; waits for the device.
+        """Print and record the metrics of the last step, and which updates were skipped; waits for the device.
 
         loss, norm: as train_step returns them. Returns why the run must end, or "".
         """
         state, cfg, train_time = self.state, self.state.cfg, self.timer.pause()
         collect_extra(state.extra, keep=lambda tensor: None)  # refuses what the first checkpoint would
+        if state.step == self.first_step + 1:
+            check_optimizer_state(state.raw_model, state.optimizer)
+            check_replicas(state.model, state.dist_ctx, state.step)
         metrics = dist_means(state.dist_ctx, {**state.metrics, "train_loss": loss})
         train_loss = metrics.pop("train_loss")
         tokens_per_s = (state.tokens - self.last_tokens) / max(train_time - self.last_train_time, 1e-9)
@@ -103,7 +107,7 @@ class Progress:
         self.evaluations.append(row)
 
     def is_evaluated(self) -> bool:
-        """Whether the present weights are, in this process or before a resume, of which rank 0 has the rows."""
+        """Whether the current weights are evaluated, here or before a resume (whose rows rank 0 has)."""
         steps = [row["step"] for row in self.evaluations]
         return dist_max(self.state.dist_ctx, self.state.step in steps) > 0
 

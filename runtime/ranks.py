@@ -1,4 +1,4 @@
-"""Ranks: their rendezvous, how they agree, and share what one of them found out."""
+"""Ranks: rendezvous, agreement on errors and decisions, and sharing the result of one rank."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from data.shards import RunError, Stopped, TrainerError, UserError, sha256_of_file
 from ops.init import ModelError
 
-PATIENCE_S = 600.0  # with ranks that come later, as torchrun has with nodes
+PATIENCE_S = 600.0  # how long to wait for late ranks, as torchrun does for nodes
 RENDEZVOUS_ADVICE = (
     "start the same command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, HOST being "
     "one of the nodes that all can reach"
@@ -41,10 +41,10 @@ class DistContext:
 
 
 def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
-    """A store for these ranks, started together, alone. Raises UserError when some do not come, or differ in `device`.
+    """A store for the ranks of this start only. Raises UserError when some do not come, or differ in `device`.
 
-    torchrun keeps its own store over restarts, with the addresses of ranks that have died in it, and counts restarts on
-    each node for itself. So rank 0 draws a name for this start, and tells it to whom says a word that is drawn now.
+    torchrun keeps its own store across restarts, with stale addresses of ranks that have died, and each node counts
+    restarts by itself. So rank 0 draws a random name for this start, and gives it to each rank for a fresh random word.
     """
     endpoint, deadline = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", time.monotonic() + PATIENCE_S
     try:
@@ -84,7 +84,7 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
 
 
 def ranks_named(ranks: list[int], world_size: int) -> str:
-    """Ranks, or the first of many, for a sentence."""
+    """Ranks, or the first of many, for a message."""
     first = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
     return f"rank{'s' * (len(ranks) > 1)} {first} of {world_size}"
 
@@ -105,10 +105,10 @@ def run_on_rank0(dist_ctx: DistContext, function):
 
 @contextlib.contextmanager
 def agree(dist_ctx: DistContext, signals: list[str] = ()):
-    """Where a rank raises a TrainerError in this block, all do at its end, and the first such rank says it.
+    """If a rank raises a TrainerError in this block, all raise it at its end, and the first such rank prints it.
 
-    What else is raised where there are `signals` is Stopped: a compiler's workers got them too, and failed. Nodes that
-    got none raise RunError then, see check_stop.
+    Any other exception becomes Stopped if there are `signals`: the compiler's workers got them too, and failed. Nodes
+    that got none then raise RunError, see check_stop.
     """
     error = None
     try:
@@ -131,7 +131,7 @@ def agree(dist_ctx: DistContext, signals: list[str] = ()):
 
 
 def printed_by(error: TrainerError, here: bool) -> TrainerError:
-    """An error that several ranks raise, and whether this one says it."""
+    """An error that several ranks raise, marked with whether this one prints it."""
     error.printed = not here
     return error
 
@@ -162,7 +162,7 @@ def dist_max(dist_ctx: DistContext, value: float) -> float:
 
 
 class StopVotes:
-    """Why to stop before the next step, alike on all ranks. A vote counts a step later, so that nobody waits for it."""
+    """Why to stop before the next step, the same on all ranks. A vote counts a step later, so no rank waits for it."""
 
     REASONS = ("", "max_minutes", "signal")
 
@@ -185,7 +185,7 @@ class StopVotes:
         if self.dist_ctx.world_size == 1:
             return vote
         most_votes = self.take()
-        self.box.copy_(torch.tensor([vote, blocks_hash, -blocks_hash], dtype=self.box.dtype))  # all digits of the hash
+        self.box.copy_(torch.tensor([vote, blocks_hash, -blocks_hash], dtype=self.box.dtype))  # exact in fp64
         self.work = dist.all_reduce(self.box, dist.ReduceOp.MAX, group=self.dist_ctx.cpu_group, async_op=True)
         return most_votes
 
@@ -219,7 +219,7 @@ def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What has to be alike
+# What must be the same on all ranks
 
 
 def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
@@ -247,7 +247,7 @@ def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) ->
     if flags.get("parallel") == "hsdp" and not flags["shard_size"]:
         facts["so many ranks on its node:"] = dist_ctx.local_world_size
     facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
-    check_same_on_all_ranks(dist_ctx, facts, "start all of them alike, and resume from a folder that all of them see")
+    check_same_on_all_ranks(dist_ctx, facts, "start all ranks alike, and resume from a folder that all can read")
     check_clocks(dist_ctx)
 
 
@@ -282,9 +282,9 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
 
 
 def exit_process(code: int) -> None:
-    """End this process with an exit code; among ranks, without the clean-up of Python.
+    """End this process with an exit code; under torchrun, without Python's clean-up.
 
-    A thread of gloo that is late to release a tensor would find Python gone, and end the process with SIGABRT.
+    A gloo thread that releases a tensor late would find the interpreter gone, and end the process with SIGABRT.
     """
     if "WORLD_SIZE" in os.environ:
         sys.stdout.flush()

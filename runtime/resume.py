@@ -101,13 +101,13 @@ def flags_of_run(given: dict, fields: set[str], presets: dict[str, dict], runs: 
 
 
 def of_today(saved: dict) -> dict:
-    """A checkpoint's flags; an adam_lr of 0 is from before the learning rate went by the width."""
+    """A checkpoint's flags; an adam_lr of 0 is from before the learning rate depended on the width."""
     old = dict(muon_lr=0.0, adam_lr=0.002) if saved.get("optimizer") == "adamw" else dict(adam_lr=0.006)
     return saved | old if saved.get("adam_lr") == 0.0 else dict(saved)
 
 
 def saved_flags(path: Path) -> dict | None:
-    """The flags that a checkpoint was made with; None for a file that cannot be read, which is told of later."""
+    """The flags that a checkpoint was made with; None for a file that cannot be read, which is reported later."""
     try:
         return of_today(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["config"])
     except Exception:  # torn and foreign files fail in many ways
@@ -121,11 +121,11 @@ def flags_of_first(paths: list[Path]) -> dict:
 
 def was_restarted(dist_ctx: DistContext) -> bool:
     """Whether torchrun has started this job again, on every rank the same."""
-    return dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # some nodes count
+    return dist_max(dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))) > 0  # not all nodes count them
 
 
 def check_same_stream(checkpoint: dict, fingerprint: str, position: dict, folder: Path, path: Path) -> None:
-    """Raises UserError when resuming would continue with other data, or at another place of them."""
+    """Raises UserError when resuming would continue with other data, or at another place in them."""
     if checkpoint["data"] != fingerprint:
         raise UserError(
             f"{path} was trained on other data than {folder} holds now; give the same --data, or start a new run with "
@@ -141,7 +141,7 @@ def check_same_stream(checkpoint: dict, fingerprint: str, position: dict, folder
 
 
 def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
-    """Raises UserError when a checkpoint's model reads other tokens than the data are made of."""
+    """Raises UserError when a checkpoint's model was trained with another tokenizer than the data's."""
     was, tokenizer, folder = checkpoint["tokenizer"], stream.meta["tokenizer"], stream.folder
     if was != tokenizer:
         raise UserError(
@@ -199,7 +199,7 @@ def check_steps(flags: dict, checkpoint: dict, path: Path) -> None:
 
 
 def load_finished_trial(folder: Path, flags: dict, data: Path) -> dict | None:
-    """The summary of a trial that is done, for --resume auto. Raises UserError when its flags or data were others."""
+    """The summary of a finished trial, for --resume auto. Raises UserError if its flags or data were different."""
     if not flags["resume"] or not (finished := read_finished_run(folder)):
         return None
     summary, before = finished

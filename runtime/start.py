@@ -35,7 +35,7 @@ SOURCE_FILES = {name: HERE / name for name in NAMES}
 
 
 def launch(f) -> DistContext:
-    """Choose the device, join the other ranks, if torchrun started any and they are alike, and seed the generators.
+    """Choose the device, join the other ranks, if torchrun started any, check that they match, and seed the RNGs.
 
     f: the flags. Raises UserError.
     """
@@ -50,9 +50,9 @@ def launch(f) -> DistContext:
 
 
 def fit_sizes(f, dist_ctx: DistContext):
-    """The flags with the sizes that --minutes alone chooses (None until now), the same on every rank, and a line.
+    """The flags, with the sizes that --minutes chooses (None until now), the same on every rank, and log lines.
 
-    A job that torchrun starts again keeps those of its checkpoint. Raises UserError.
+    A job that torchrun restarts keeps those of its checkpoint. Raises UserError.
     """
     free = {name for name in SIZED if getattr(f, name) is None}
     if not free:
@@ -83,7 +83,7 @@ def fit_sizes(f, dist_ctx: DistContext):
 def check_hardware(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[str]:
     """Refuse what cannot work on this device with a UserError; returns a line for each flag without effect.
 
-    preset: the flags as they are when none is given. windows: of the layers, in tokens; 0 = the whole context.
+    preset: the preset's own flags. windows: of the layers, in tokens; 0 = the whole context.
     """
     with agree(dist_ctx):
         seqs_per_rank(f, dist_ctx.world_size)
@@ -98,7 +98,7 @@ def data_folder(f) -> Path:
 
 
 def open_stream(f, dist_ctx: DistContext) -> TokenStream:
-    """The data folder, checked, the same on all ranks; makes the default corpus first. Raises UserError."""
+    """Open the data folder and check it, also across ranks; makes the default corpus first. Raises UserError."""
     folder = data_folder(f)
     with agree(dist_ctx):
         if not f.data and dist_ctx.local_rank == 0:  # each node has its own standard library

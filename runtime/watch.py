@@ -1,4 +1,4 @@
-"""Ranks that fall apart: under FSDP by running other blocks, under DDP by updating their copies of weights apart."""
+"""Detects ranks that diverge: under FSDP by running different blocks, under DDP by different weight updates."""
 
 import os
 import sys
@@ -14,10 +14,10 @@ from runtime.ranks import SAME_BLOCKS, DistContext, gather_objects, printed_by, 
 
 
 def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 2.0) -> None:
-    """Starts a thread that ends this process, with a sentence, when another rank waits for a block not run here.
+    """Starts a thread that ends this process, with a message, when another rank waits for a block not run here.
 
-    Keeps in `model.blocks_run` [forward passes, blocks begun in the last one, whether it is over, a hash of all blocks
-    run so far], up to date by hooks, and at its end check_gradients' hash, which ranks may be a backward pass apart in.
+    Hooks keep `model.blocks_run` up to date: [forward passes, blocks begun in the last one, whether it is over, a hash
+    of all blocks run so far, and check_gradients' hash, in which ranks may be one backward pass apart].
     """
     alive, rank = weakref.ref(model), dist_ctx.rank
     place = model.blocks_run = [0, 0, 0, 0, 0]
@@ -77,8 +77,8 @@ def watch_blocks(model: torch.nn.Module, dist_ctx: DistContext, poll_s: float = 
 def check_gradients(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError for a gradient that the optimizer does not use.
 
-    Under FSDP, hashes which blocks ran and which parameters have a gradient, so that ranks that differ are told. Under
-    DDP, raises RunError for a gradient of a parameter that was frozen when the ranks' copies were made.
+    Under FSDP, hashes which blocks ran and which parameters have a gradient, so that differing ranks are detected.
+    Under DDP, raises RunError for a gradient of a parameter that was frozen when DDP was set up.
     """
     updated = {p for group in optimizer.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
@@ -113,7 +113,8 @@ def check_replicas(model: torch.nn.Module, dist_ctx: DistContext, step: int) -> 
     for i, numbers in enumerate(zip(*everyones)):
         if len(set(map(repr, numbers))) > 1:
             error = RunError(
-                f"at step {step} the ranks hold different values of {names[i]}: something updates it in another way on "
-                "each; what is drawn for an update must be the same on all ranks that hold the same weights"
+                f"at step {step} the ranks hold different values of {names[i]}: something updates it differently on "
+                "each, or its gradient is from torch.autograd.grad, which DDP does not average; random numbers in an "
+                "update must be the same on all ranks that hold the same weights"
             )
             raise printed_by(error, dist_ctx.rank == 0)

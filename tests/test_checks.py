@@ -1,6 +1,7 @@
 """What is refused, told or made right of edits that would otherwise train, draw or export another model in silence."""
 
 import contextlib
+import dataclasses
 import json
 from collections import deque
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ from generation import GenerationError, check_cache
 from model import GPT, PARAM_TABLE, ParamGroupSpec
 from ops.attention import attention
 from ops.init import ModelError, zeros
+from runtime import checks
 from runtime.checkpoint import is_alike, read_checkpoint
-from runtime.errors import explain_edit, report_skipped
+from runtime.errors import explain_edit, explain_peer_failure, report_skipped
 from runtime.ranks import DistContext, dist_means
 from train_gpt import make_config
 
@@ -509,7 +511,7 @@ def test_groups_may_come_and_rates_change_with_their_initial_value():
     train_gpt.train_step(state, some_batch(), 1.0)
     head.requires_grad_(True)
     group = dict(state.optimizer.param_groups[0], params=[head], names=["head.weight"], lr=0.1, initial_lr=0.1)
-    group.pop("lr_after_step")
+    group.pop("after_step")
     state.optimizer.add_param_group(group)
     for group in state.optimizer.param_groups:
         group["lr"] = group["initial_lr"] = 0.01
@@ -557,3 +559,161 @@ def test_a_number_that_changes_is_told_of_as_such(monkeypatch):
         except Exception as error:
             said = explain_edit(error)
     assert "a number that changes from step to step is a constant to it; make it a tensor" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# State that would neither be recomputed nor resumed
+
+
+RNG = np.random.default_rng(0)
+KEEPS = {
+    "mean": lambda self, x: (
+        vars(self).update(mean=0.9 * vars(self).get("mean", 0) + 0.1 * x.detach().mean()) or self.mean
+    ),
+    "counter": lambda self, x: vars(self).update(calls=vars(self).get("calls", 0) + 1) or 1 / self.calls,
+    "generator": lambda self, x: RNG.random(),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_state_outside_of_buffers_is_refused(name, monkeypatch):
+    def forward(self, x):
+        x = self.fc(x)
+        return self.proj(F.relu(x - KEEPS[name](self, x) if self.training else x).square())
+
+    monkeypatch.setattr(model_module.MLP, "forward", forward)
+    with pytest.raises(ModelError, match="another loss for the same tokens, seeds and buffers when it is called again"):
+        built()
+
+
+def test_a_generator_that_a_module_keeps_is_refused(monkeypatch):
+    add_to(monkeypatch, model_module.MLP, lambda mlp: setattr(mlp, "rng", np.random.default_rng(0)))
+    with pytest.raises(ModelError, match="keeps a generator"):
+        built()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_parameters_of_types_that_no_optimizer_trains_are_refused(dtype, monkeypatch):
+    add_rows(monkeypatch, scale=(r"blocks\.\d+\.mlp\.scale", "module"))
+    scale = lambda mlp: setattr(mlp, "scale", nn.Parameter(torch.ones(32, dtype=dtype)))  # noqa: E731
+    add_to(monkeypatch, model_module.MLP, scale)
+    with pytest.raises(ModelError, match="which the optimizers cannot train; make it float32"):
+        built()
+
+
+def add_to(monkeypatch, kind: type, what) -> None:
+    """Have the constructor of a module do one thing more to it."""
+    init = kind.__init__
+    monkeypatch.setattr(kind, "__init__", lambda self, *args, **rest: (init(self, *args, **rest), what(self))[0])
+
+
+def test_layers_left_out_at_random_are_not_told_to_be_untrained(monkeypatch):
+    forward = model_module.Block._forward
+    sometimes = lambda self, x, ctx: x if self.training and torch.rand(()) < 0.5 else forward(self, x, ctx)  # noqa: E731
+    monkeypatch.setattr(model_module.Block, "_forward", sometimes)
+    assert built().notes == []
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_graph_may_be_used_twice(checkpointing):
+    state = built(checkpointing=checkpointing)
+    x, y = some_batch()[:, :-1], some_batch()[:, 1:]
+    norms = []
+    for backwards in (1, 2):
+        state.raw_model.zero_grad()
+        loss = state.raw_model(x, y)
+        for _ in range(backwards):
+            loss.backward(retain_graph=True)
+        norms.append(nn.utils.get_total_norm([p.grad for p in state.raw_model.parameters()]).item())
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
+
+
+def test_flags_replaced_in_training_are_refused(data, tmp_path):
+    def on_step(state, loss):
+        state.cfg = dataclasses.replace(state.cfg, weight_decay=0.1)
+
+    with pytest.raises(UserError, match="state.cfg was replaced in training"):
+        train_gpt.train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"))), on_step=on_step)
+
+
+def test_momentum_set_by_others_is_refused():
+    state = built()
+    train_gpt.train_step(state, some_batch(), 1.0)
+    for group in state.optimizer.param_groups:
+        group["momentum"] = 0.5
+    with pytest.raises(UserError, match="something sets learning rates"):
+        train_gpt.train_step(state, some_batch(), 1.0)
+
+
+class Lookahead(model_module.Optimizer):
+    """Every third step halfway back to the weights of three steps before (Zhang et al. 2019)."""
+
+    count = 0
+
+    def step(self, skip=None):
+        if self.count == 0:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["slow"] = p.detach().clone()
+        super().step(skip)
+        self.count += 1
+        if self.count % 3 == 0:
+            for p, state in self.state.items():
+                state["slow"].lerp_(p.detach(), 0.5)
+                p.data.copy_(state["slow"])
+
+
+class Listed(model_module.Optimizer):
+    def step(self, skip=None):
+        super().step(skip)
+        for p in self.state:
+            self.state[p]["factors"] = [torch.eye(2)]
+
+
+class Two:
+    """Two optimizers that seem to be one."""
+
+    def __init__(self, first, second):
+        self.both = first, second
+
+    param_groups = property(lambda self: [group for one in self.both for group in one.param_groups])
+    state = property(lambda self: {p: s for one in self.both for p, s in one.state.items()})
+    step = lambda self: [one.step() for one in self.both]  # noqa: E731
+    zero_grad = lambda self, **how: [one.zero_grad(**how) for one in self.both]  # noqa: E731
+
+
+def use_optimizer(monkeypatch, make) -> None:
+    monkeypatch.setattr(train_gpt, "make_optimizer", lambda cfg, gpt: make(train_gpt.make_groups(cfg, gpt)))
+
+
+def test_numbers_that_an_optimizer_counts_are_resumed(data, tmp_path, monkeypatch):
+    use_optimizer(monkeypatch, Lookahead)
+    flags = dict(data=data, max_steps=6, save_every=2, keep=0)
+    tiny_run(tmp_path / "whole", **flags)
+    tiny_run(tmp_path / "again", **flags, resume=tmp_path / "whole" / "ckpt_2.pt")
+    assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "whole", "train_loss")[2:]
+
+
+def test_optimizers_that_cannot_be_saved_are_refused_in_the_first_step(data, tmp_path, monkeypatch, capsys):
+    use_optimizer(monkeypatch, Listed)
+    assert "factors of wte.weight is a list" in refused(capsys, data=data, out_dir=tmp_path / "a")
+    sgd = lambda groups: torch.optim.SGD([dict(params=group["params"]) for group in groups], lr=0.1)  # noqa: E731
+    use_optimizer(monkeypatch, lambda groups: Two(sgd(groups[:2]), sgd(groups[2:])))
+    assert "no torch.optim.Optimizer with a `state` of its own" in refused(capsys, data=data, out_dir=tmp_path / "b")
+    for name in "ab":
+        assert "step 2/" not in (tmp_path / name / "log.txt").read_text()
+
+
+def test_a_batch_with_weights_must_be_a_function_of_the_step():
+    tokens = torch.zeros(1)
+    with pytest.raises(UserError, match="get_batch gives another batch"):
+        checks.check_batch(lambda: (tokens, torch.from_numpy(RNG.random(3))))
+    checks.check_batch(lambda: (tokens, tokens))
+
+
+def test_nccls_own_failures_are_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    own = "NCCL error in: x.cpp:1, unhandled system error\nLast error:\nError while creating shared memory segment"
+    assert "Error while creating shared memory" in explain_peer_failure(torch.distributed.DistBackendError(own))
+    gone = "NCCL error: remote process exited or there was a network error"
+    assert "another rank has ended" in explain_peer_failure(torch.distributed.DistBackendError(gone))

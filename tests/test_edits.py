@@ -149,7 +149,7 @@ def test_rows_that_cannot_be_are_refused_when_the_model_is_built(gated, data, tm
     assert code == 2 and err.count("\n") == 1 and "of shape (1,) has optim 'muon'" in err
     gated()
     code, err = run_main([*flags, "--parallel", "fsdp"], capsys)
-    assert code == 2 and err.count("\n") == 1 and "blocks.0.mlp.scale is a single number, which FSDP cannot" in err
+    assert code == 2 and err.count("\n") == 1 and "blocks.0.mlp.scale is a scalar, which FSDP cannot shard" in err
     assert not (tmp_path / "run").exists()
 
 

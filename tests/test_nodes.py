@@ -207,7 +207,7 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
 # Ranks that cannot work together: one sentence, exit code 2 on all
 
 MISTAKES = {  # case -> its sentence
-    "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all of them alike",
+    "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all ranks alike",
     "code": "rank 1 on HOST has a model.py of hash 000000000000, and rank 0 on HOST has",
     "torch": f"rank 1 on HOST has PyTorch 2.9.9, and rank 0 on HOST has {torch.__version__};",
     "clock": "the clock of rank 1 is +3600 s from that of rank 0",

@@ -342,7 +342,7 @@ def test_values_that_the_table_replaces_are_refused(fill, monkeypatch):
         fill(self.fc.weight)
 
     monkeypatch.setattr(model_module.MLP, "__init__", filled)
-    with pytest.raises(ModelError, match="mlp.fc.weight is given other values .* its row mlp_in of PARAM_TABLE"):
+    with pytest.raises(ModelError, match="mlp.fc.weight is initialized again .* its row mlp_in of PARAM_TABLE"):
         random_gpt()
     monkeypatch.setitem(PARAM_TABLE, "mlp_in", PARAM_TABLE["mlp_in"]._replace(init="module"))
     random_gpt()
