@@ -223,7 +223,8 @@ class TrainState:
     scaler: torch.amp.GradScaler = None
     step: int = 0  # updates done, skipped ones included
     tokens: int = 0  # trained on so far
-    # For your edits: name -> number or 0-d tensor; averaged over ranks and logged with the loss until you change it.
+    # For your edits: name -> number or 0-d tensor; averaged over ranks and logged with the loss until you change it
+    # (with the validation loss, if evaluate sets it).
     metrics: dict = dataclasses.field(default_factory=dict)
     # For your edits, saved in checkpoints: tensors, numbers, strings, lists, dicts. A tensor named like a parameter is
     # sharded like it; extra["eval_weights"] (name -> tensor) is what is evaluated, sampled and saved as the best.
@@ -618,10 +619,13 @@ def loop(state: TrainState, stream: TokenStream, progress: Progress, pace, signa
 def run_eval(state: TrainState, stream: TokenStream, progress: Progress, signals: list[str]) -> str:
     """Evaluate and log the loss; returns why to stop, "signal" or "target_val_loss", or "" to continue."""
     progress.timer.pause()
+    of_training = dict(state.metrics)
     val_loss = evaluate(state, stream, signals)
     if val_loss is None:
         return "signal"
-    progress.log_eval(val_loss)
+    measured = {name: value for name, value in state.metrics.items() if of_training.get(name) is not value}
+    state.metrics = of_training
+    progress.log_eval(val_loss, measured)
     reached = state.cfg.target_val_loss and val_loss <= state.cfg.target_val_loss
     return "target_val_loss" if reached else ""
 

@@ -247,12 +247,13 @@ def step_line(row: dict, max_steps: int, eta_s: float, spike: bool, metrics: dic
     )
 
 
-def eval_line(row: dict, max_steps: int) -> str:
-    """The console's line for an evaluation row of metrics.jsonl."""
+def eval_line(row: dict, max_steps: int, metrics: dict[str, float]) -> str:
+    """The console's line for an evaluation row of metrics.jsonl, with what edits measure."""
+    more = "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
     return (
         f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | val_loss {row['val_loss']:.4f} | "
         + (f"val_bpb {row['val_bpb']:.4f} | " if math.isfinite(row["val_bpb"]) else "")
-        + f"train_time {row['train_time_s']:.1f} s"
+        + f"{more}train_time {row['train_time_s']:.1f} s"
     )
 
 

@@ -90,8 +90,9 @@ class Progress:
         )
         return failure
 
-    def log_eval(self, val_loss: float) -> None:
-        """Print and keep a validation loss, in nats a token."""
+    def log_eval(self, val_loss: float, metrics: dict) -> None:
+        """Print and record a validation loss, in nats per token, and what evaluate has put into state.metrics."""
+        metrics = dist_means(self.state.dist_ctx, metrics)
         counts = self.stream.meta["splits"].get("val") or {}
         bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
         row = dict(
@@ -102,8 +103,9 @@ class Progress:
             train_time_s=self.timer.pause(),
             wall_time_s=self.timer.wall_time,
         )
-        self.logger.info(eval_line(row, self.state.cfg.max_steps))
-        self.logger.log_metrics(**row)
+        check_metrics(metrics, row)
+        self.logger.info(eval_line(row, self.state.cfg.max_steps, metrics))
+        self.logger.log_metrics(**row, **metrics)
         self.evaluations.append(row)
 
     def is_evaluated(self) -> bool:

@@ -717,3 +717,18 @@ def test_nccls_own_failures_are_told(monkeypatch):
     assert "Error while creating shared memory" in explain_peer_failure(torch.distributed.DistBackendError(own))
     gone = "NCCL error: remote process exited or there was a network error"
     assert "another rank has ended" in explain_peer_failure(torch.distributed.DistBackendError(gone))
+
+
+def test_metrics_of_an_evaluation_stand_beside_its_loss(data, tmp_path, monkeypatch):
+    evaluate = train_gpt.evaluate
+
+    def with_accuracy(state, *args):
+        state.metrics["accuracy"] = state.step / 10
+        return evaluate(state, *args)
+
+    monkeypatch.setattr(train_gpt, "evaluate", with_accuracy)
+    tiny_run(tmp_path / "run", data=data, max_steps=4, eval_every=2)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [(row["step"], "val_loss" in row, row["accuracy"]) for row in map(json.loads, lines) if "accuracy" in row]
+    assert found == [(2, True, 0.2), (4, True, 0.4)]
+    assert " | accuracy 0.4 | train_time" in (tmp_path / "run" / "log.txt").read_text()

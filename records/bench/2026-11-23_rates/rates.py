@@ -46,10 +46,8 @@ def rows() -> list[dict]:
     """All trainings of the table: around 0.03 and 0.012, one thing at a time."""
     found = []
     for width, steps in ((64, 400), (128, 400), (256, 400), (384, 300)):
-        texts = ("python", "english") if width == 128 else ("python",)
-        for text in texts:
-            found += [row_of(width, text, max_steps=steps, muon_lr=lr) for lr in (0.0075, 0.015, 0.03, 0.06)]
-            found += [row_of(width, text, max_steps=steps, adam_lr=lr) for lr in (0.003, 0.006, 0.024, 0.048)]
+        found += [row_of(width, max_steps=steps, muon_lr=lr) for lr in (0.0075, 0.015, 0.03, 0.06)]
+        found += [row_of(width, max_steps=steps, adam_lr=lr) for lr in (0.003, 0.006, 0.024, 0.048)]
     found += [row_of(width, n_layer=6, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.03, 0.06)]
     for batch, steps in ((8192, 1600), (4096, 800), (32768, 100)):
         rates = (0.0075, 0.015, 0.03, 0.06, 0.12)
@@ -72,6 +70,10 @@ def rows() -> list[dict]:
         found += [row_of(64, max_steps=1600, weight_decay=decay)]
     for seed in (1, 2):
         found += [row_of(128, seed=seed, weight_decay=decay) for decay in (0.0, 0.2)]
+    for width in (64, 128, 256):
+        found += [row_of(width, "english", muon_lr=lr) for lr in (0.015, 0.03, 0.06)]
+        found += [row_of(width, "english", adam_lr=lr) for lr in (0.006, 0.024)]
+    found += [row_of(384, max_steps=300, seed=1, adam_lr=0.006)]
     return found
 
 
@@ -120,8 +122,8 @@ LINES = [  # name, which rate, and flags
     ),
     ("64 wide, 6 layers", "muon_lr", dict(n_embd=64, n_layer=6)),
     ("128 wide, 6 layers", "muon_lr", dict(n_embd=128, n_layer=6)),
-    ("128 wide, English", "muon_lr", dict(n_embd=128, text="english")),
-    ("128 wide, English", "adam_lr", dict(n_embd=128, text="english")),
+    *((f"{width} wide, English", "muon_lr", dict(n_embd=width, text="english")) for width in (64, 128, 256)),
+    *((f"{width} wide, English", "adam_lr", dict(n_embd=width, text="english")) for width in (64, 128, 256)),
     ("128 wide, n-grams", "muon_lr", dict(n_embd=128) | GRAMS),
     ("128 wide, n-grams", "adam_lr", dict(n_embd=128) | GRAMS),
     ("128 wide", "weight_decay", dict(n_embd=128)),
