@@ -25,7 +25,7 @@ from runtime.ranks import DistContext, dist_max, run_on_rank0
 from runtime.watch import check_replicas
 
 # Keys that every checkpoint has, see snapshot; old ones lack "position", "tokens", "extra", "optimizer_type",
-# "optimizer_settings", "vocabulary", "eval_part" and "frozen".
+# "optimizer_settings", "optimizer_numbers", "vocabulary", "eval_part" and "frozen".
 CHECKPOINT_SCHEMA = dict(
     step=int,
     clock=dict,
@@ -389,12 +389,12 @@ def load_optimizer(
         for slot, part in parts.items():
             copy_from_full_tensor_(p, saved[slot], part)
     note_settings(optimizer)
-    changed = checkpoint.get("optimizer_settings", [])
-    if not isinstance(changed, list) or not all(isinstance(c, dict) and numbers_of(c) == c for c in changed):
+    changed, own = checkpoint.get("optimizer_settings", []), checkpoint.get("optimizer_numbers", {})
+    if not isinstance(changed, list) or not all(isinstance(c, dict) and numbers_of(c) == c for c in (*changed, own)):
         refuse("holds optimizer settings that are not numbers")
     for group, numbers in zip(optimizer.param_groups, changed):
         group.update(numbers)
-    vars(optimizer).update(numbers_of(checkpoint.get("optimizer_numbers", {})))
+    vars(optimizer).update(own)
     if scaler.is_enabled() and checkpoint["scaler"].keys() == scaler.state_dict().keys():
         scaler.load_state_dict(checkpoint["scaler"])
 

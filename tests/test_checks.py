@@ -687,9 +687,12 @@ def use_optimizer(monkeypatch, make) -> None:
 
 
 def test_numbers_that_an_optimizer_counts_are_resumed(data, tmp_path, monkeypatch):
-    use_optimizer(monkeypatch, Lookahead)
     flags = dict(data=data, max_steps=6, save_every=2, keep=0)
+    tiny_run(tmp_path / "ours", **flags)
+    assert final(tmp_path / "ours")["optimizer_numbers"] == {}
+    use_optimizer(monkeypatch, Lookahead)
     tiny_run(tmp_path / "whole", **flags)
+    assert final(tmp_path / "whole")["optimizer_numbers"] == {"count": 6}
     tiny_run(tmp_path / "again", **flags, resume=tmp_path / "whole" / "ckpt_2.pt")
     assert rows(tmp_path / "again", "train_loss") == rows(tmp_path / "whole", "train_loss")[2:]
 
