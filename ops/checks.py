@@ -209,8 +209,11 @@ def as_plain(model, dtype: torch.dtype):
             vars(module).clear()
             vars(module).update(kept)
         for container, content in zip(containers, contents):  # the same ones, which hooks refer to
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            if isinstance(container, list):
+                container[:] = content
+            else:
+                container.clear()
+                container.update(content)
 
 
 def some_tokens(model, rows: int, length: int) -> Tensor:
@@ -266,14 +269,14 @@ def check_sum(model, cross_entropy, length: int) -> None:
     last = torch.where(torch.arange(length, device=idx.device) < length - 1, -1, idx)
     sharded = hasattr(model, "reshard")
     rtol = 2e-4 if model.compute_dtype == torch.float32 and not sharded else 3e-2  # FSDP has its own dtype
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
 
     def loss(n: int, targets: Tensor = last, seed: int = 1) -> Tensor:
         seed_all(seed)
         model.step_seed = seed
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
+        for present, before in buffers:
+            present.clear()
+            present.update({name: buffer if buffer is None else buffer.clone() for name, buffer in before.items()})
         return model(idx.repeat(n, 1), targets.repeat(n, 1))
 
     for targets in (last, idx):

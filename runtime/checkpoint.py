@@ -179,7 +179,7 @@ def collect_tensors(
     found["optimizer_type"] = type(optimizer).__name__
     found["optimizer_settings"] = changed_settings(optimizer)
     then = vars(optimizer).get("numbers_at_start", {})
-    found["optimizer_numbers"] = {k: v for k, v in numbers_of(vars(optimizer)).items() if v != then.get(k)}
+    found["optimizer_numbers"] = {k: v for k, v in own_numbers(optimizer).items() if v != then.get(k)}
     for name, p in model.named_parameters():
         if name in found["model"]:
             found["optimizer"][name] = {}  # also of what is frozen
@@ -220,10 +220,15 @@ def numbers_of(group: dict) -> dict:
     return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in rates}
 
 
+def own_numbers(optimizer: torch.optim.Optimizer) -> dict:
+    """The numbers that an optimizer has as attributes, such as counters, by name."""
+    return {k: v for k, v in vars(optimizer).items() if type(v) in (bool, int, float) and not k.startswith("_")}
+
+
 def note_settings(optimizer: torch.optim.Optimizer) -> None:
     """Record the groups' numbers before the first step, so that changed_settings can tell what steps have changed."""
     optimizer.__dict__.setdefault("settings_at_start", [numbers_of(group) for group in optimizer.param_groups])
-    optimizer.__dict__.setdefault("numbers_at_start", numbers_of(vars(optimizer)))
+    optimizer.__dict__.setdefault("numbers_at_start", own_numbers(optimizer))
 
 
 def changed_settings(optimizer: torch.optim.Optimizer) -> list[dict]:
@@ -390,7 +395,8 @@ def load_optimizer(
             copy_from_full_tensor_(p, saved[slot], part)
     note_settings(optimizer)
     changed, own = checkpoint.get("optimizer_settings", []), checkpoint.get("optimizer_numbers", {})
-    if not isinstance(changed, list) or not all(isinstance(c, dict) and numbers_of(c) == c for c in (*changed, own)):
+    are_numbers = isinstance(changed, list) and all(isinstance(c, dict) and numbers_of(c) == c for c in changed)
+    if not are_numbers or not isinstance(own, dict) or any(type(v) not in (bool, int, float) for v in own.values()):
         refuse("holds optimizer settings that are not numbers")
     for group, numbers in zip(optimizer.param_groups, changed):
         group.update(numbers)

@@ -303,8 +303,9 @@ def check_schedule(optimizer: torch.optim.Optimizer) -> None:
     )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched") or changed:
         raise UserError(
-            "something sets learning rates, as a torch.optim.lr_scheduler would, but update_weights overwrites them in "
-            'each step; put the schedule into get_lr_multiplier, or change a group\'s "initial_lr"'
+            "something sets learning rates or momenta, as a torch.optim.lr_scheduler would, but update_weights "
+            "overwrites them in each step; put the schedule into get_lr_multiplier or get_momentum, or change "
+            '"initial_lr" or "initial_momentum" of a parameter group'
         )
 
 

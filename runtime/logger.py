@@ -231,7 +231,7 @@ def read_finished_run(folder: Path) -> tuple[dict, dict] | None:
 
 def check_metrics(metrics: dict, row: dict) -> None:
     """Raises UserError if an edit's metric has the name of a built-in one."""
-    for name in metrics.keys() & row.keys():
+    for name in metrics.keys() & (row.keys() | {"train_loss", "val_loss", "val_bpb"}):
         raise UserError(f"state.metrics has {name!r}, which every row of metrics.jsonl has already; use another name")
 
 

@@ -44,6 +44,7 @@ class Pace:
     eval_s: float
     most_steps: float = math.inf  # so many see the text MANY_EPOCHS times
     mark: tuple[int, float] = (0, 0.0)  # step and training time at which the present measurement began
+    keeps_steps: bool = False  # as the schedule needs them
 
     def steps_in(self, seconds: float, step: int, eval_every: int) -> int:
         """How many steps after `step` fit into this time, with their evaluations and the one at the end; 0 if none."""
@@ -77,13 +78,13 @@ class Pace:
         trainer's) keeps its steps.
         """
         cfg, step = state.cfg, state.step
-        if not self.measure(state, progress.timer):
+        if self.keeps_steps or not self.measure(state, progress.timer):
             return False
         left_s = seconds_left(cfg.minutes, dist_max(state.dist_ctx, progress.timer.wall_time))
         max_steps = min(self.most_steps, step + max(1, self.steps_in(left_s, step, cfg.eval_every)))
         present, warmup_steps = lr_multiplier(step, cfg), cfg.warmup_frac * cfg.max_steps
         is_close = abs(max_steps - cfg.max_steps) <= TOLERANCE * (cfg.max_steps - step)
-        if is_close or warmup_steps > step or present <= 0:
+        if is_close or present <= 0:
             return False
         is_flat = present == lr_multiplier(step, dataclasses.replace(cfg, cooldown_frac=0.0))
         falling = (max_steps - step) / (present * max_steps)  # cooldown_frac with which it falls from here on
@@ -94,6 +95,7 @@ class Pace:
             cooldown_frac=min(cfg.cooldown_frac, falling) if is_flat else falling,
         )
         if not math.isclose(present, lr_multiplier(step, revised)):
+            self.keeps_steps = True
             progress.logger.info(
                 f"--minutes {cfg.minutes:g}: still {cfg.max_steps:,} steps, as the schedule needs them"
             )

@@ -22,6 +22,7 @@ from conftest import TINY, built, final, flags_of, random_gpt, rows, run_main, s
 from data.shards import UserError
 from generation import GenerationError, check_cache
 from model import GPT, PARAM_TABLE, ParamGroupSpec
+from ops import checks as checks_of_model
 from ops.attention import attention
 from ops.init import ModelError, zeros
 from runtime import checks
@@ -393,7 +394,7 @@ def test_learning_rates_set_by_others_are_refused(how):
     else:
         for group in state.optimizer.param_groups:
             group["lr"] = 1e-12
-    with pytest.raises(UserError, match='or change a group\'s "initial_lr"'):
+    with pytest.raises(UserError, match='or change "initial_lr" or'):
         train_gpt.train_step(state, some_batch(), 1.0)
 
 
@@ -735,3 +736,26 @@ def test_metrics_of_an_evaluation_stand_beside_its_loss(data, tmp_path, monkeypa
     found = [(row["step"], "val_loss" in row, row["accuracy"]) for row in map(json.loads, lines) if "accuracy" in row]
     assert found == [(2, True, 0.2), (4, True, 0.4)]
     assert " | accuracy 0.4 | train_time" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_buffers_may_change_their_shape_or_begin_as_none(monkeypatch):
+    def forward(self, x):
+        self.last = x.detach()[:, :1]
+        if self.training:
+            self.sizes = torch.cat((self.sizes, self.sizes))[-4:]
+        return of_mlp(self, x)
+
+    of_mlp = model_module.MLP.forward
+    begin = lambda mlp: (mlp.register_buffer("last", None), mlp.register_buffer("sizes", torch.ones(1), False))  # noqa: E731
+    add_to(monkeypatch, model_module.MLP, begin)
+    monkeypatch.setattr(model_module.MLP, "forward", forward)
+    checks_of_model.check_sum(random_gpt(), model_module.cross_entropy, 16)
+
+
+@pytest.mark.parametrize("name", ["val_loss", "train_loss"])
+def test_metrics_may_not_take_names_of_other_rows(name, data, tmp_path):
+    def on_step(state, loss):
+        state.metrics[name] = 0.0
+
+    with pytest.raises(UserError, match="use another name"):
+        train_gpt.train(make_config(**TINY | dict(data=str(data), out_dir=str(tmp_path / "run"))), on_step=on_step)

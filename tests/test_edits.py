@@ -524,6 +524,19 @@ def test_minutes_of_a_few_slow_steps_are_measured_by_two_at_least():
     assert found == [False, False, True, False, True, False] and pace.step_s == pytest.approx(3.0)
 
 
+def test_minutes_are_fewer_steps_also_during_warm_up():
+    """Steps of 0.5 s take 2 s from the first on; the learning rate goes on from where it is, and ends at 0."""
+    pace = runtime.minutes.Pace(0.5, 0.0)
+    cfg = dataclasses.replace(make_config(max_steps=100, eval_every=0), minutes=1.0, warmup_frac=0.4)
+    state = SimpleNamespace(cfg=cfg, dist_ctx=SimpleNamespace(world_size=1), step=6)
+    logger = SimpleNamespace(info=print, log_flags=print)
+    progress = SimpleNamespace(timer=SimpleNamespace(pause=lambda: 12.0, wall_time=14.0), logger=logger)
+    assert pace.revise(state, progress, train_gpt.get_lr_multiplier)
+    assert state.cfg.max_steps == 6 + int((0.98 * 60 - 4 - 14) / 2)
+    rates = [train_gpt.get_lr_multiplier(step, each) for each in (cfg, state.cfg) for step in (6,)]
+    assert rates[0] == pytest.approx(rates[1]) and train_gpt.get_lr_multiplier(state.cfg.max_steps, state.cfg) == 0
+
+
 def test_minutes_do_not_repeat_a_small_text_for_ever(data, tmp_path, monkeypatch):
     pace = runtime.minutes.Pace(step_s=0.01, eval_s=0.0)  # far more steps fit, now and whenever it is asked again
     monkeypatch.setattr(runtime.minutes, "steps_within", lambda *_: (10**6, pace, "so 1,000,000 steps"))
