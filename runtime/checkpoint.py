@@ -214,15 +214,17 @@ def check_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
                 )
 
 
+NUMBERS = (bool, int, float)
+
+
 def numbers_of(group: dict) -> dict:
     """The numbers of a parameter group but its learning rate, by name."""
-    rates = ("lr", "initial_lr")
-    return {key: value for key, value in group.items() if type(value) in (bool, int, float) and key not in rates}
+    return {k: v for k, v in group.items() if type(v) in NUMBERS and k not in ("lr", "initial_lr")}
 
 
 def own_numbers(optimizer: torch.optim.Optimizer) -> dict:
     """The numbers that an optimizer has as attributes, such as counters, by name."""
-    return {k: v for k, v in vars(optimizer).items() if type(v) in (bool, int, float) and not k.startswith("_")}
+    return {k: v for k, v in vars(optimizer).items() if type(v) in NUMBERS and not k.startswith("_")}
 
 
 def note_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -396,7 +398,7 @@ def load_optimizer(
     note_settings(optimizer)
     changed, own = checkpoint.get("optimizer_settings", []), checkpoint.get("optimizer_numbers", {})
     are_numbers = isinstance(changed, list) and all(isinstance(c, dict) and numbers_of(c) == c for c in changed)
-    if not are_numbers or not isinstance(own, dict) or any(type(v) not in (bool, int, float) for v in own.values()):
+    if not are_numbers or not isinstance(own, dict) or any(type(v) not in NUMBERS for v in own.values()):
         refuse("holds optimizer settings that are not numbers")
     for group, numbers in zip(optimizer.param_groups, changed):
         group.update(numbers)

@@ -235,25 +235,29 @@ def check_metrics(metrics: dict, row: dict) -> None:
         raise UserError(f"state.metrics has {name!r}, which every row of metrics.jsonl has already; use another name")
 
 
+def figures(metrics: dict[str, float]) -> str:
+    """What edits measure, for a line of the console."""
+    return "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
+
+
 def step_line(row: dict, max_steps: int, eta_s: float, spike: bool, metrics: dict[str, float]) -> str:
     """The console's line for a training row of metrics.jsonl, with what edits measure."""
     loss = f"loss {row['train_loss']:.4f}" + (" SPIKE" if spike else "")
     mfu = f"mfu {row['mfu']:.1%} | " if math.isfinite(row["mfu"]) else ""
-    more = "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
     return (
         f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | {loss} | lr {row['lr']:.2e} | "
-        f"norm {row['grad_norm']:.3f} | {more}{row['tokens_per_s']:,.0f} tok/s | {mfu}{row['peak_mem_mb']:,.0f} MiB | "
+        f"norm {row['grad_norm']:.3f} | {figures(metrics)}"
+        f"{row['tokens_per_s']:,.0f} tok/s | {mfu}{row['peak_mem_mb']:,.0f} MiB | "
         f"{format_duration(row['wall_time_s'])} < {format_duration(eta_s)}"
     )
 
 
 def eval_line(row: dict, max_steps: int, metrics: dict[str, float]) -> str:
     """The console's line for an evaluation row of metrics.jsonl, with what edits measure."""
-    more = "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
     return (
         f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | val_loss {row['val_loss']:.4f} | "
         + (f"val_bpb {row['val_bpb']:.4f} | " if math.isfinite(row["val_bpb"]) else "")
-        + f"{more}train_time {row['train_time_s']:.1f} s"
+        + f"{figures(metrics)}train_time {row['train_time_s']:.1f} s"
     )
 
 
