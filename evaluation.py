@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from data.choices import Question, read_questions
 from data.prepare import encode_file
-from data.shards import UserError
 from model import GPT
+from runtime.errors import UserError
 
 
 def say_every(seconds: float):

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from generation import GenerationError
+from generation import some_tokens
 from model import GPT, Linear, NgramEmbedding
-from ops.checks import some_tokens
 from ops.linear import is_matvec, matvec
+from runtime.errors import UserError
 
 FEW_ROWS = 16  # up to this many, the CPU's int8 kernel is faster than bf16 matmuls with dequantized weights
 
@@ -71,7 +71,7 @@ class Int8NgramEmbedding(Int8Embedding):
 def quantize(model: GPT, check: bool = True) -> GPT:
     """The model with linear layers and tables in int8; layers with parameters besides `weight` stay as they are.
 
-    With `check`, raises GenerationError if its logits change too much, as when a layer does more than multiply.
+    With `check`, raises UserError if its logits change too much, as when a layer does more than multiply.
     """
     kinds = {Linear: Int8Linear, nn.Embedding: Int8Embedding, NgramEmbedding: Int8NgramEmbedding}
     idx, training = some_tokens(model, 2, model.cfg.seq_len), model.training
@@ -81,7 +81,5 @@ def quantize(model: GPT, check: bool = True) -> GPT:
             if type(child) in kinds and [n for n, _ in child.named_parameters()] == ["weight"]:
                 setattr(module, name, kinds[type(child)](child.weight))
     if check and not (model(idx) - before).std() <= 0.05 * before.std() + 1e-6:
-        raise GenerationError(
-            "with weights in int8 the model's logits differ: a layer does more than int8.py accounts for"
-        )
+        raise UserError("with weights in int8 the model's logits differ: a layer does more than int8.py accounts for")
     return model.train(training)

@@ -1,35 +1,26 @@
 """What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
 Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only affects how it is
-computed (attention backends, chunked loss, fp8, checkpointing, sharding) is in ops/; generation.py generates text.
+computed (attention backends, chunks of the loss, fp8, checkpointing, sharding) is in ops/; generation.py generates
+text.
 """
 
-import contextlib
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
 from generation import LayerCache, next_logits, shift_right
-from ops import checks
-from ops.attention import attention, attention_mask, cached_attention, offsets_of_micro_batches
-from ops.checkpointing import apply_ac, offload_activations, recomputed
-from ops.exchange import MuonSlice, gather_matrices, matrix_stacks, owned_part, scatter_updates, state_on_device
-from ops.init import normal, zeros
-from ops.linear import Fp8Linear, is_matvec, matvec
-from ops.loss import ChunkedLinearCrossEntropy, ce_fwd_bwd, kernel_fits, softcap_logits
-from ops.ngrams import hashed_uniform, ngram_hashes, ngram_rows
-from ops.parallel import to_local
-from ops.params import ParamGroupSpec, check_param_table, initialize, initialize_buffers, param_spec_name
-from ops.pointwise import norm, relu_squared
+from ops import cpu
+from ops.attention import attention, attention_mask, cached_attention
+from ops.linear import is_matvec, matvec
+from ops.loss import chunked_loss, softcap_cross_entropy
+from ops.parallel import gather_matrices, replica_part, scatter_updates, state_on_device, to_local
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. GPTConfig
@@ -76,13 +67,27 @@ class GPTConfig:
 # 2. Modules
 
 
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension of x (..., D), without a gain, which the next matrix can absorb."""
+    if cpu.is_eager(x):
+        return cpu.EagerRMSNorm.apply(x)  # the same, in fewer memory passes
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """ReLU squared (So et al. 2021)."""
+    if cpu.is_eager(x):
+        return cpu.EagerReLUSquared.apply(x)
+    return F.relu(x).square()
+
+
 class Linear(nn.Linear):
     """Bias-free linear layer in the activations' dtype: the weight stays fp32 and is cast at each use.
 
     Several n_out: that many matrices stacked in one weight; Muon orthogonalizes each separately.
     """
 
-    fp8 = False
+    matmul = staticmethod(F.linear)  # or another way to compute x @ w.T, as with --fp8
 
     def __init__(self, n_in: int, *n_out: int):
         super().__init__(n_in, sum(n_out), bias=False)
@@ -90,9 +95,38 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.to(x.dtype)
-        if is_matvec(x):
-            return matvec(x, w).to(x.dtype)
-        return Fp8Linear.apply(x, w) if self.fp8 else F.linear(x, w)
+        return matvec(x, w).to(x.dtype) if is_matvec(x) else self.matmul(x, w)
+
+
+HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31  # multipliers of MurmurHash and xxHash
+
+
+def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> Tensor:
+    """Hashes of the n-grams of 2 to `longest` tokens that end at each of the last `length` of tokens (B, S).
+
+    int64 (B, length, longest - 1). Where an n-gram would reach back past the start of the context, or of its document
+    (which begins with `eot`), it has "no token".
+    """
+    tokens = tokens[:, -(length + longest - 1) :]
+    doc_ids = None if eot is None else (tokens == eot).cumsum(1)
+    code, codes = tokens[:, -length:].long() + 1, []
+    for back in range(1, longest):
+        before = F.pad(tokens + 1, (back, 0))[:, -length - back : -back]
+        if doc_ids is not None:
+            same_doc = doc_ids == F.pad(doc_ids, (back, 0), value=-1)[:, :-back]
+            before = before * same_doc[:, -length:]
+        code = (code * HASH_A + before) % HASH_MODULUS
+        codes.append(code)
+    return torch.stack(codes, -1)
+
+
+def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
+    """Pseudo-random numbers in [0, 1), fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
+    for mixed_in in (place * HASH_B % HASH_MODULUS, seed % HASH_MODULUS):  # multiplying and folding, as in MurmurHash
+        code = (code ^ mixed_in) * HASH_A % HASH_MODULUS
+        code = (code ^ code >> 15) * HASH_B % HASH_MODULUS
+        code = code ^ code >> 13
+    return (code % (1 << 24)) / (1 << 24)
 
 
 class NgramEmbedding(nn.Embedding):
@@ -117,6 +151,7 @@ class AttnContext(NamedTuple):
     sin: Tensor
     starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
     mask: object  # attention_mask's result for this layer's window
+    backend: str  # of attention
     past: LayerCache | None = None  # this layer's KV cache, during generation only
 
 
@@ -146,7 +181,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.n_head, self.head_dim, self.rotary_dim, self.backend = cfg.n_head, cfg.head_dim, cfg.rotary_dim, "sdpa"
+        self.n_head, self.head_dim, self.rotary_dim = cfg.n_head, cfg.head_dim, cfg.rotary_dim
         self.qkv = Linear(cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
@@ -160,7 +195,7 @@ class CausalSelfAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if ctx.past is not None:
             k, v = ctx.past.append(k, v)
-        y = attention(q, k, v, ctx.mask, self.backend) if ctx.past is None else cached_attention(q, k, v, ctx.mask)
+        y = attention(q, k, v, ctx.mask, ctx.backend) if ctx.past is None else cached_attention(q, k, v, ctx.mask)
         return self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
 
 
@@ -177,33 +212,37 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer; a function of tensors only, so that one compilation serves every block."""
+    """One transformer layer."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.checkpointing, self.offload = "none", False
         self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
-        self.compiled = None  # the compiled forward_with_ac; hooks of wrappers stay outside it
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | dict(compiled=None)  # else a copy, e.g. for an EMA, would run this block
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
-        if ctx.past is not None:
-            return self._forward(x, ctx)
-        how = contextlib.nullcontext()
-        if self.offload:
-            how = offload_activations(self, x.numel() // x.size(-1), self.compiled is not None)
-        with how:
-            return (self.compiled or self.forward_with_ac)(x, ctx)
-
-    def forward_with_ac(self, x: Tensor, ctx: AttnContext) -> Tensor:
-        return apply_ac(self.checkpointing, self, x, ctx)
-
-    def _forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         x = x + self.attn(norm(x), ctx)
         return x + self.mlp(norm(x))
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """tanh soft-capping to (-cap, cap) (Gemma 2, 2024); 0 disables."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+class CrossEntropy(nn.Module):
+    """The loss, in training and evaluation: the mean over targets that are not -1."""
+
+    def __init__(self, cfg: GPTConfig):
+        super().__init__()
+        self.softcap = cfg.softcap
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits: of the head, not yet capped, in the compute dtype, (N, vocab_size); targets: int64 (N,)."""
+        if logits.requires_grad and 0 < self.softcap < 70:
+            # What follows, with its gradient by hand (of 8,192 x 1,024, bf16, with the head's matmuls: 49 ms instead of
+            # 61, compiled 39 instead of 80)
+            return softcap_cross_entropy(logits, targets, self.softcap)
+        return F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,11 +253,10 @@ class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
     Arguments that only affect speed, memory and rounding: `attn` is the attention backend; `loss_chunk` is how many
-    tokens' logits exist at once (0 = all); `offload` keeps activations in CPU memory; `fp8` (in the MLP, and in the
-    head where the loss kernel computes its gradient) rounds more. Each block's `checkpointing` is none, selective or
-    full. Arguments that change the model: `doc_eot` is the token that starts a document; if it is given, tokens do not
-    attend across documents. `ngram_dropout` is the probability of dropping an n-gram in training mode. Which ones are
-    dropped depends on the n-gram, its position and `step_seed` (new each step), not on ranks or micro-batches.
+    tokens' logits exist at once (0 = all). Arguments that change the model: `doc_eot` is the token that starts a
+    document; if it is given, tokens do not attend across documents. `ngram_dropout` is the probability of dropping an
+    n-gram in training mode. Which ones are dropped depends on the n-gram, its position and `step_seed` (new each step),
+    not on ranks or micro-batches.
     """
 
     extrapolates = True  # False: positions end at seq_len, so longer texts are drawn from their last seq_len tokens
@@ -230,42 +268,26 @@ class GPT(nn.Module):
         loss_chunk: int = 0,
         attn: str = "sdpa",
         doc_eot: int | None = None,
-        fp8: bool = False,
-        offload: bool = False,
         ngram_dropout: float = 0.0,
     ):
         super().__init__()
-        self.cfg, self.compute_dtype, self.loss_chunk = cfg, compute_dtype, loss_chunk
-        self.ngram_dropout, self.step_seed = ngram_dropout, 0
-        self.attn_backend, self.doc_eot, self.fp8 = attn, doc_eot, fp8
+        self.cfg, self.compute_dtype, self.loss_chunk, self.attn_backend = cfg, compute_dtype, loss_chunk, attn
+        self.doc_eot, self.ngram_dropout, self.step_seed = doc_eot, ngram_dropout, 0
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
-        self.ce_fn, self.compiled_loss = ce_fwd_bwd, None
-        for block in self.blocks:
-            block.offload, block.attn.backend = offload, attn
-            block.mlp.fc.fp8 = block.mlp.proj.fp8 = fp8
-        self.register_buffer("cos", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(cfg.seq_len, 1, cfg.rotary_dim // 2), persistent=False)
-        self.register_buffer("frequency", torch.empty(cfg.rotary_dim // 2), persistent=False)
-        self.reset_buffers()
-        check_param_table(self, PARAM_TABLE, OPTIMIZERS)
+        self.cross_entropy = CrossEntropy(cfg)
+        half = cfg.rotary_dim // 2
+        frequency = cfg.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+        angle = torch.outer(torch.arange(cfg.seq_len, dtype=torch.float64, device="cpu"), frequency)[:, None]
+        for name, table in dict(cos=angle.cos(), sin=angle.sin(), frequency=frequency).items():
+            self.register_buffer(name, table.float().to(self.wte.weight.device), persistent=False)
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | dict(compiled_loss=None)  # as in Block
-
-    @torch.no_grad()
-    def reset_buffers(self) -> None:
-        """Compute the rotary tables."""
-        half, theta = self.cfg.rotary_dim // 2, self.cfg.rope_theta
-        frequency = theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-        position = torch.arange(self.cfg.seq_len, dtype=torch.float64, device="cpu")  # not every device has float64
-        angle = torch.outer(position, frequency)[:, None]
-        self.frequency.copy_(frequency)
-        self.cos.copy_(angle.cos())
-        self.sin.copy_(angle.sin())
+    @property
+    def device(self) -> torch.device:
+        return self.wte.weight.device
 
     def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
         """A bias added to the attention scores, fp32 (..., H, T, S), or None: ALiBi and relative positions go here.
@@ -274,11 +296,11 @@ class GPT(nn.Module):
         """
         return None
 
-    def attention_masks(self, backend: str, idx: Tensor, cu_seqlens: Tensor | None = None) -> dict[int, object]:
-        """The attention mask for each distinct window, by window; idx: tokens (B, T); cu_seqlens: see forward."""
+    def attention_masks(self, backend: str, idx: Tensor) -> dict[int, object]:
+        """The attention mask for each distinct window, by window; idx: tokens (B, T)."""
         position = torch.arange(idx.size(1), device=idx.device)
         bias = self.attention_bias(position, position)
-        return {w: attention_mask(backend, idx, w, self.doc_eot, bias, cu_seqlens) for w in set(self.windows)}
+        return {w: attention_mask(backend, idx, w, self.doc_eot, bias) for w in set(self.windows)}
 
     def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of rotary position embedding; position: as in embed."""
@@ -289,26 +311,23 @@ class GPT(nn.Module):
             cos, sin = angle.cos(), angle.sin()
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """idx and targets: integer (B, T), T <= seq_len; targets of -1 are ignored.
 
-        With targets: the *sum* of the token losses in nats, fp32 (), so that means over any split of a batch are exact.
-        Without: fp32 logits (B, T, vocab_size). cu_seqlens: document_offsets(idx), if already computed, for the
-        attention backend "varlen". Raises ValueError if T exceeds seq_len.
+        With targets: their mean loss in nats, fp32 (), or 0 if there are none; the caller weights it by their number.
+        Without: fp32 logits (B, T, vocab_size). Raises ValueError if T exceeds seq_len.
         """
         length = idx.size(1)
         if length > self.cfg.seq_len:
             raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
         position = torch.arange(length, device=idx.device)
-        x = self.hidden(idx, position, self.attention_masks(self.attn_backend, idx, cu_seqlens))
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x.flatten(0, 1), targets.flatten())
+        x = self.hidden(idx, position, self.attention_masks(self.attn_backend, idx), self.attn_backend)
+        return self.logits(x) if targets is None else self.loss(x, targets)
 
-    def hidden(self, tokens: Tensor, position: Tensor, masks: dict, layers: list[LayerCache] | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, position: Tensor, masks: dict, backend: str, layers: list | None = None) -> Tensor:
         """The last block's output, normalized, (B, T, n_embd); for training, evaluation and generation.
 
-        tokens, position: as in embed. masks: attention masks by window. layers: the KV caches.
+        tokens, position: as in embed. masks: attention masks of this backend by window. layers: the KV caches.
         """
         cos, sin = self.rotary_tables(position)
         starts = None
@@ -316,10 +335,9 @@ class GPT(nn.Module):
             starts = (tokens[:, -position.size(-1) :] == self.doc_eot)[..., None, None]
         x = norm(self.embed(tokens, position).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
-            x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], layers and layers[i]))
+            x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], backend, layers and layers[i]))
         return norm(x)
 
-    offsets_of_micro_batches = offsets_of_micro_batches
     next_logits = next_logits  # a method, so that FSDP gathers the weights for it
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -332,13 +350,26 @@ class GPT(nn.Module):
         x = self.wte(tokens[:, -length:])
         if self.ngrams is None:
             return x
-        codes = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1)
-        weights = None
+        codes, weights = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1), None
         if self.ngram_dropout and self.training:
             place = torch.arange(length, device=tokens.device).repeat(len(tokens))[:, None]
             kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
             weights = kept / (1 - self.ngram_dropout)
-        return x + self.ngrams(ngram_rows(codes, self.cfg.ngram_rows), weights).view(x.shape).to(x.dtype)
+        rows = (codes * HASH_B >> 7) % self.cfg.ngram_rows
+        return x + self.ngrams(rows, weights).view(x.shape).to(x.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Soft-capped logits, fp32 (..., vocab_size), of the last block's normalized output x (..., n_embd)."""
+        return softcap(self.head(x).float(), self.cfg.softcap)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss of x (B, T, n_embd) against targets (B, T), fp32 (), `loss_chunk` tokens at a time."""
+        params = [*self.head.parameters(), *self.cross_entropy.parameters()]  # all that this function depends on
+
+        def function(x: Tensor, targets: Tensor) -> Tensor:
+            return self.cross_entropy(self.head(x), targets)
+
+        return chunked_loss(function, params, x.flatten(0, 1), targets.flatten(), self.loss_chunk)
 
     def freeze(self) -> "GPT":
         """For inference: no gradients; weight matrices are cast to the compute dtype once, not at each use."""
@@ -358,111 +389,86 @@ class GPT(nn.Module):
         weights = sum(p.numel() for name, p in places if name not in ("wte.weight", "ngrams.weight"))
         return 6 * weights + 12 * self.cfg.n_embd * attended
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Soft-capped logits, fp32 (..., vocab_size), of the last block's normalized output x (..., n_embd)."""
-        return softcap_logits(self.head(x).float(), self.cfg.softcap)
-
-    @property
-    def loss_kernel(self) -> bool:
-        """Whether the fused kernel computes the loss gradient; with an edited loss or another head, autograd does."""
-        head, functions = self.head, [getattr(f, "__func__", f) for f in (self.logits, self.chunk_loss)]
-        hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
-        return type(head) is Linear and not any(hooks) and kernel_fits(Linear.forward, *functions, cross_entropy)
-
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss of x (N, n_embd) against targets (N,), fp32 (), computed in chunks of tokens."""
-        chunk = self.loss_chunk or len(x)
-        if self.loss_kernel and self.loss_chunk and torch.is_grad_enabled():
-            options = (self.cfg.softcap, chunk, self.ce_fn, self.fp8)
-            return ChunkedLinearCrossEntropy.apply(x, self.head.weight, targets, *options)
-        function = self.compiled_loss or self.chunk_loss
-        if self.loss_chunk and torch.is_grad_enabled():
-            function = recomputed(self, function)
-        return torch.stack([function(*chunks) for chunks in zip(x.split(chunk), targets.split(chunk))]).sum()
-
-    def chunk_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(self.logits(x), targets, self.training)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, training: bool) -> Tensor:
-    """Summed loss of fp32 logits (N, V) against targets (N,), fp32 (); targets of -1 are ignored.
-
-    training: False in evaluation.
-    """
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The parameter table
 
-MUON = dict(betas=(0.95, 0.0), wd_mul=1.0)  # the first is the momentum, the second is unused
-# Every parameter must match exactly one row. Matrices inside the blocks are for Muon, everything else is for Adam.
-PARAM_TABLE = {
-    "embedding": ParamGroupSpec(r"wte\.weight", normal(1.0, by_fan_in=False), "adam", lr_mul=75.0),
-    "ngrams": ParamGroupSpec(r"ngrams\.weight", zeros, "adam", lr_mul=12.0),
-    "head": ParamGroupSpec(r"head\.weight", zeros, "adam"),
-    "qkv": ParamGroupSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5), "muon", **MUON),
-    "mlp_in": ParamGroupSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5), "muon", **MUON),
-    "proj": ParamGroupSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros, "muon", **MUON),
-}
+
+def normal(std: float, by_fan_in: bool = True) -> Callable:
+    """Normal with this standard deviation; with by_fan_in, that of matrices is scaled by fan_in ** -0.5."""
+
+    def fill(x: Tensor, generator: torch.Generator) -> Tensor:
+        scale = x.size(-1) ** 0.5 if by_fan_in and x.dim() > 1 else 1.0
+        return x.normal_(0, 1, generator=generator).mul_(std / scale)
+
+    return fill
 
 
+def zeros(x: Tensor, generator: torch.Generator) -> Tensor:
+    return x.zero_()
+
+
+class ParamSpec(NamedTuple):
+    """How the parameters whose names match are initialized and optimized."""
+
+    pattern: str = ""  # regular expression for the whole name
+    init: Callable | None = None  # fills a tensor on the CPU with a generator; None: as the module made it
+    optim: str = ""  # "muon" or "adam"; "": Muon for matrices inside the blocks, Adam for everything else
+    lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
+    betas: tuple[float, float] = (0.8, 0.95)  # of Adam
+
+
+# Only for what differs: a parameter without a row starts as its module made it
+PARAM_TABLE = [
+    ParamSpec(r"wte\.weight", normal(1.0, by_fan_in=False), lr_mul=75.0),
+    ParamSpec(r"ngrams\.weight", zeros, lr_mul=12.0),
+    ParamSpec(r"head\.weight", zeros),
+    ParamSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5)),
+    ParamSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5)),
+    ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros),
+]
+
+
+def spec_of(name: str, param: Tensor) -> ParamSpec:
+    """The first row of the table that matches a parameter's name, or the default, with its optimizer filled in."""
+    spec = next((spec for spec in PARAM_TABLE if re.fullmatch(spec.pattern, name)), ParamSpec())
+    is_matrix = name.startswith("blocks.") and param.dim() == 2
+    return spec._replace(optim=spec.optim or ("muon" if is_matrix else "adam"))
+
+
+@torch.no_grad()
 def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
-    """Initialize weights and buffers. seed_of: parameter name -> seed; each is drawn whole, by its own generator."""
-    initialize(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)  # builds a model for rows with init "module"
-
-
-def init_buffers(model: GPT, seed_of: Callable[[str], int]) -> None:
-    """Initialize the buffers only."""
-    initialize_buffers(model, PARAM_TABLE, lambda: GPT(model.cfg), seed_of)
-
-
-def check_model(model: GPT) -> list[str]:
-    """Raises ModelError if the model would silently train something wrong. Overwrites weights and buffers.
-
-    Returns lines for the log.
-    """
-    return checks.check_model(model, cross_entropy, PARAM_TABLE, OPTIMIZERS)
+    """Draw the initial values of the table, each parameter's whole, on the CPU, by the seed of its name."""
+    for name, param in model.named_parameters():
+        if init := spec_of(name, param).init:
+            generator = torch.Generator().manual_seed(seed_of(name))
+            param.copy_(init(torch.empty(param.shape, device="cpu"), generator))
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
-    """Parameter groups for `Optimizer`: parameters of one row of the table with equal settings share a group.
+    """Parameter groups for `Optimizer`: parameters with equal settings share one.
 
-    "adamw": the same learning rate and decay for all.
+    "adamw": Adam for all, with one learning rate and decay.
     """
     groups: dict[tuple, dict] = {}
     for name, param in model.named_parameters():
-        row = param_spec_name(name, PARAM_TABLE)
-        spec = PARAM_TABLE[row]
+        spec = spec_of(name, param)
+        kind, betas, lr, decay = spec.optim, spec.betas, spec.lr_mul * adam_lr, 0.0
         if optimizer == "adamw":
-            kind, lr, betas, decay = "adam", adam_lr, (0.9, 0.95), weight_decay
-        else:
-            lr = spec.lr_mul * (muon_lr if spec.optim == "muon" else adam_lr)
-            kind, betas, decay = spec.optim, spec.betas, spec.wd_mul * weight_decay
-        place = re.sub(r"\.parametrizations\.(\w+)\.original\d?$", r".\1", name)  # of torch.nn.utils.parametrize
-        module, _, leaf = place.rpartition(".")
-        split = getattr(model.get_submodule(module), "split", ()) if leaf == "weight" else ()
-        settings = dict(
-            role=row,
-            kind=kind,
-            lr=lr,
-            initial_lr=lr,
-            betas=betas,
-            weight_decay=decay,
-            split=split if len(split) > 1 else (),
-        )
-        group = groups.setdefault(tuple(settings.values()), dict(params=[], names=[], **settings))
-        group["params"].append(param)
-        group["names"].append(name)
+            kind, betas, lr, decay = "adam", (0.9, 0.95), adam_lr, weight_decay
+        elif kind == "muon":
+            lr, decay = spec.lr_mul * muon_lr, weight_decay
+        settings = dict(kind=kind, lr=lr, initial_lr=lr, weight_decay=decay, betas=betas)
+        if kind == "muon":
+            module = model.get_submodule(name.rpartition(".")[0])
+            split = getattr(module, "split", ()) if name.endswith(".weight") else ()
+            settings |= dict(momentum=0.95, split=split or (len(param),))
+        groups.setdefault(tuple(settings.values()), dict(params=[], **settings))["params"].append(param)
     return list(groups.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Muon + Adam
-
-# ParamGroupSpec.optim -> names of each parameter's state tensors, and update(group, param, grad, *state), which works
-# elementwise and in place (under FSDP on this rank's rows only); None where Optimizer implements it itself.
-OPTIMIZERS = {"muon": (("momentum",), None), "adam": (("exp_avg", "exp_avg_sq"), None)}
 
 MAX_STACK_NUMEL = 2**26  # elements that a rank orthogonalizes at once; this takes several times their memory
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
@@ -509,16 +515,9 @@ def normalize_rows(x: Tensor) -> Tensor:
     return (even * (norms[0] / norms[1].clamp(min=1e-6))).to(x.dtype)
 
 
-def orthogonalize(x: Tensor, n_upright: int) -> list[Tensor]:
-    """Muon's updates from x (M, rows, cols), where the matrices after the first n_upright are transposed.
-
-    Rows have equal norm, times max(1, rows / cols) ** 0.5. Returns both parts, each in its parameters' orientation.
-    """
-    x = newton_schulz(x)
-    updates = [normalize_rows(part) for part in (x[:n_upright], x[n_upright:].mT)]
-    for update in updates:
-        update.mul_(max(1.0, update.size(1) / update.size(2)) ** 0.5)
-    return updates
+def orthogonalize(x: Tensor) -> Tensor:
+    """Muon's update of each of x (M, rows, cols): rows have equal norm, times max(1, rows / cols) ** 0.5."""
+    return normalize_rows(newton_schulz(x)) * max(1.0, x.size(1) / x.size(2)) ** 0.5
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -531,92 +530,71 @@ class Optimizer(torch.optim.Optimizer):
         update = normalize_rows(update) * max(1, rows / cols) ** 0.5
         w -= lr * (update + weight_decay * w)
 
-    Matrices of one shape or its transpose are stacked across groups and orthogonalized in one batched call, in
-    `ns_dtype`. The ranks split each stack, evenly or not, and exchange the results, also in `ns_dtype`, overlapped with
-    the next stack or Adam.
-    Under DDP every rank holds whole parameters, which stay bit-identical. Under FSDP each holds rows: every matrix is
-    gathered on its owner, so that no shard is orthogonalized alone, and its update is scattered back; a stack then has
-    one group and shape. With hybrid sharding both apply: shards are gathered within their group, and the groups split
-    the matrices.
-    `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) CPU memory.
+    Parameters of one shape are orthogonalized together, in `ns_dtype`. Under DDP, ranks take a part of them each and
+    exchange the updates; under FSDP, a matrix is gathered on one rank, as no shard may be orthogonalized alone; with
+    hybrid sharding both apply. `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) CPU
+    memory.
     """
 
-    fused = True  # False: a plain loop over parameters, bench.py's baseline, in which Adam ignores `skip`
-
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
-        super().__init__(groups, dict(lr=0.0))
-        self.ns_dtype, self.eps = ns_dtype, eps
-        self.offload = offload
-        for group in self.param_groups:
-            group.setdefault("momentum", group["betas"][0])
-            if group["kind"] == "muon":
-                group.setdefault("initial_momentum", group["momentum"])  # the final value of get_momentum's schedule
-            for p in group["params"]:
-                if p.requires_grad:
-                    self.make_state(group, p)
-
-    def make_state(self, group: dict, p: Tensor) -> None:
-        place = dict(device="cpu", pin_memory=p.is_cuda) if self.offload else dict(device=p.device)
-        slots, _ = OPTIMIZERS[group["kind"]]
-        self.state[p] = {slot: torch.zeros(to_local(p).shape, dtype=p.dtype, **place) for slot in slots}
-        if group["kind"] == "adam":
-            self.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        super().__init__(groups, {})
+        self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
 
     @torch.no_grad()
-    def step(self, skip: Tensor | None = None) -> None:
-        """Update every parameter that has a gradient, at its group's current `lr`; leave the others alone.
-
-        skip: bool () on the device. If true, weights and state stay unchanged (though a -0 may become 0); it requires
-        the fused kernels.
-        """
-        device = self.param_groups[0]["params"][0].device
-        skip = torch.zeros((), dtype=torch.bool, device=device) if skip is None else skip
-        if device.type == "mps" and skip.item():  # MPS's fused kernels ignore found_inf
-            return
+    def step(self, closure=None) -> None:
+        """Update every parameter that has a gradient, at its group's current settings; leave the others alone."""
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p not in self.state:  # it was frozen until now
-                    self.make_state(group, p)
-        pending = []
-        for stack in matrix_stacks(self.param_groups, self.state, MAX_STACK_NUMEL, self.fused):
-            updates, arrival = self.muon_updates(stack, skip)
-            pending.append((stack, updates, arrival))
-            if len(pending) > 1 or not arrival:  # exchange one stack while computing the next
-                self.apply_updates(*pending.pop(0), skip)
-        for group in self.param_groups:
-            if group["kind"] == "muon":
-                continue
-            update = self.adam_update if group["kind"] == "adam" else self.other_update
-            by_shape: dict[object, list[Tensor]] = {}
+            by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    by_shape.setdefault(p.shape if self.fused else p, []).append(p)
+                    by_shape.setdefault(p.shape, []).append(p)
             for params in by_shape.values():
-                update(group, params, skip)
-        for last in pending:
-            self.apply_updates(*last, skip)
+                if group["kind"] == "muon":
+                    self.muon(group, params)
+                else:
+                    self.adam(group, params)
 
-    def other_update(self, group: dict, params: list[Tensor], skip: Tensor) -> None:
-        slots, update = OPTIMIZERS[group["kind"]]
+    def slots(self, name: str, params: list[Tensor]) -> list[Tensor]:
+        """The state tensors of this name, one per parameter; zeros at first."""
         for p in params:
-            with state_on_device(skip.device, [self.state[p][slot] for slot in slots]) as (state,):
-                tensors = [to_local(p), *state]
-                before = [t.clone() for t in tensors]
-                update(group, tensors[0], to_local(p.grad), *state)
-                for t, was in zip(tensors, before):
-                    torch.where(skip, was, t, out=t)
+            place = dict(device="cpu", pin_memory=p.is_cuda) if self.offload else {}
+            if name not in self.state[p]:
+                self.state[p][name] = torch.zeros_like(to_local(p), **place)
+        return [self.state[p][name] for p in params]
 
-    def adam_update(self, group: dict, params: list[Tensor], skip: Tensor) -> None:
-        slots = [[self.state[p][slot] for p in params] for slot in ("exp_avg", "exp_avg_sq", "step")]
-        with state_on_device(skip.device, *slots[:2]) as (exp_avgs, exp_avg_sqs):
+    def muon(self, group: dict, params: list[Tensor]) -> None:
+        """Muon for parameters of one shape."""
+        n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        most, beta, lr = n_ranks * max(1, MAX_STACK_NUMEL // params[0].numel()), group["momentum"], group["lr"]
+        if len(params) > most:
+            self.muon(group, params[most:])
+            params = params[:most]
+        weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
+        mine = replica_part(params)
+        with state_on_device(weights[0].device, self.slots("momentum", params)) as (momenta,):
+            torch._foreach_lerp_(momenta, grads, 1 - beta)
+            nesterov = [g.lerp(momentum, beta) for g, momentum in zip(grads[mine], momenta[mine])]
+        x = torch.stack(nesterov) if nesterov else grads[0].new_empty((0, *grads[0].shape))  # more ranks than matrices
+        x = gather_matrices(x.to(self.ns_dtype), params[0])
+        x = torch.cat([orthogonalize(part) for part in x.split(group["split"], dim=1)], dim=1)
+        updates = scatter_updates(x, params)
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-lr)
+
+    def adam(self, group: dict, params: list[Tensor]) -> None:
+        """Adam for parameters of one shape, by PyTorch's fused kernel."""
+        for p in params:
+            self.state[p].setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device))
+        weights, slots = [to_local(p) for p in params], [self.slots(name, params) for name in ("exp_avg", "exp_avg_sq")]
+        with state_on_device(weights[0].device, *slots) as (exp_avgs, exp_avg_sqs):
             adamw(
-                [to_local(p) for p in params],
+                weights,
                 [to_local(p.grad) for p in params],
                 exp_avgs,
                 exp_avg_sqs,
                 [],
-                slots[2],
-                fused=self.fused,
+                [self.state[p]["step"] for p in params],
+                fused=True,
                 foreach=False,
                 amsgrad=False,
                 beta1=group["betas"][0],
@@ -625,43 +603,4 @@ class Optimizer(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=self.eps,
                 maximize=False,
-                found_inf=skip.float() if self.fused else None,
-            )
-
-    def muon_updates(self, stack: list[MuonSlice], skip: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """The updates of a stack, one per row, and a handle to wait on for those of other ranks, or None.
-
-        Overwrites the gradients.
-        """
-        grads = [m.grad for m in stack]
-        betas = [m.group["momentum"] for m in stack]
-        mine = owned_part(stack)
-        with state_on_device(skip.device, [m.momentum for m in stack]) as (momenta,):
-            for grad, momentum in zip(grads, momenta):
-                # Skipped step: momentum stands in for the gradient, so the lerp leaves the buffer unchanged.
-                torch.where(skip, momentum, grad, out=grad)
-            torch._foreach_lerp_(momenta, grads, [1 - beta for beta in betas])
-            nesterov = torch._foreach_lerp(grads[mine], momenta[mine], betas[mine]) if grads[mine] else []
-        updates = [orthogonalize(*batch) for batch in gather_matrices(stack, nesterov, self.ns_dtype)]
-        return scatter_updates(stack, updates, self.ns_dtype)
-
-    def apply_updates(self, stack: list[MuonSlice], updates: Tensor, arrival: dist.Work | None, skip: Tensor) -> None:
-        if arrival:
-            arrival.wait()
-        for _, alike in itertools.groupby(stack, lambda matrix: (id(matrix.group), matrix.weight.shape)):
-            matrices = list(alike)
-            group, weight, n = matrices[0].group, matrices[0].weight, len(matrices)
-            these, updates = updates[:n], updates[n:]
-            sgd(  # without momentum: w -= lr * (update + weight_decay * w)
-                [m.weight for m in matrices],
-                list(these.view(n, *weight.shape).to(weight.dtype).unbind()),
-                [None] * n,
-                fused=True,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                momentum=0.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                found_inf=skip.float(),
             )

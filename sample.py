@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
 import torch
 
-from data.shards import UserError
 from data.tokenizers import get_tokenizer
 from evaluation import print_choices, print_perplexity
 from generation import check_cache, compile_decode_step, generate, on_host, printable
@@ -25,7 +24,7 @@ from ops.cpu import skip_trial_programs
 from runtime.checkpoint import BEST, as_evaluated, list_checkpoints, load_weights, model_config, read_checkpoint
 from runtime.checks import check_compiler
 from runtime.dtype import sampling_dtype
-from runtime.errors import report_error
+from runtime.errors import UserError, report_error
 from runtime.launch import DTYPES, peak_memory_mb, select_device
 
 

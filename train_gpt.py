@@ -6,10 +6,14 @@ optimizer are in model.py. From Python, call `train(make_config(n_layer=2, ...))
 
 import contextlib
 import dataclasses
+import math
+import os
 import random
+import statistics
 import sys
-from collections import deque
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime import set_environment
 
@@ -21,27 +25,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.shards import RunError, UserError
 from data.stream import TokenStream, derive_seed, prefetch
-from generation import complete
-from model import GPT, GPTConfig, Optimizer, check_model, init_buffers, init_weights, optimizer_groups
-from ops import parallel
+from generation import check_causal, complete
+from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 from ops.attention import ATTENTION_BACKENDS
-from ops.compile import apply_compile
-from ops.warmup import cudagraph_mark_step, warm_up
-from runtime import checks, derived, resume, start
-from runtime.checkpoint import CheckpointManager, snapshot
-from runtime.errors import never_fatal, report_error
+from ops.parallel import eval_mode, maybe_no_sync, sum_over_ranks, to_full
+from runtime.checkpoint import collect_tensors, load_weights, save_checkpoint
+from runtime.errors import UserError, report_error
 from runtime.flags import flag, parse_flags
-from runtime.launch import DTYPES
-from runtime.logger import TrainTimer
-from runtime.memory import fit_loss_chunk, fit_memory
-from runtime.minutes import choose_max_steps
+from runtime.launch import describe_run, launch, open_stream
+from runtime.log import Progress, RunLogger, open_run
 from runtime.profiler import StepProfiler
-from runtime.progress import Progress
-from runtime.ranks import DistContext, StopVotes, agree, dist_max, exit_process
-from runtime.trials import train_trials
-from runtime.watch import check_gradients, watch_blocks
+from runtime.ranks import DistContext, agree, check_stop, dist_max, exit_process, run_on_rank0
+from runtime.resume import find_start, flags_of_run, load_state
+from runtime.rules import check_device, check_flags
+from runtime.sizes import DTYPES, MANY_EPOCHS, settle_flags, sizes
+from runtime.wrap import wrap_model
 
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -89,12 +88,13 @@ class Config:
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag("", "continue the run in out_dir (or this folder or file); auto: if one exists", const="newest")
     init_from: str = flag("", "run or checkpoint file to take the weights from, with a fresh schedule")
-    init_partial: bool = flag(False, "with --init_from, load what fits by name and shape; the rest is new", const=True)
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., in subfolders of out_dir", min=1)
     device: str = flag("auto", "auto is cuda if there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "weights in the blocks, e.g. 10M: sets their shape, the batch, steps and n-grams", min=0)
+    params: int = flag(
+        0, "weights in the blocks, e.g. 10M: sets their shape, batch, steps; -1: as suits --minutes", min=-1
+    )
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
@@ -115,12 +115,11 @@ class Config:
     batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto (CUDA: what fits; else 8,192 tokens)")
     max_steps: int = flag(5000, "optimizer steps; the learning-rate schedule is fractions of it", min=1)
-    minutes: float = flag(0.0, "choose max_steps by measured speed so that the run ends within N minutes; 0 disables")
+    minutes: float = flag(0.0, "end the whole run after N minutes: schedules follow the clock, not steps; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, wherever the schedule is; 0 = never")
     target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
-    schedule_from: str = flag("start", "start or here; here caps a resumed run's LR at its current value")
     # systems
     compile: str = flag(
         "off", "torch.compile blocks and loss, in this mode (not yet run on a GPU)", COMPILE_MODES, const="default"
@@ -153,7 +152,6 @@ class Config:
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True,max_split_size_mb:512")
     deterministic: bool = flag(False, "use only operations that give the same bits in every run", const=True)
-    prefetch: int = flag(2, "batches prepared ahead in the background")
     doc_align: bool = flag(False, "start sequences at document boundaries; drop the remainder", const=True)
     doc_mask: bool = flag(False, "mask attention across documents", const=True)
     # logging and checkpoints
@@ -163,50 +161,71 @@ class Config:
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0 = all")
     sample_every: int = flag(0, "steps between text samples; 0 = at the end only")
     log_every: int = flag(10, "steps between log lines", min=1)
-    max_bad_steps: int = flag(10, "abort after N consecutive skipped (non-finite) steps; 0 = never")
     profile: int = flag(0, "steps to profile: a trace in out_dir and the ten most expensive operations", const=5)
     wandb: bool = flag(False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", const=True)
+
+    @property
+    def uses_cudagraphs(self) -> bool:
+        return self.compile in ("reduce-overhead", "max-autotune")
 
 
 def make_config(**flags) -> Config:
     """A checked Config: the preset's values (with `resume`, those of the run), overridden by `flags`.
 
-    Under `minutes`, sizes that train() is to choose are None, and rates by rule stay 0 until the steps are known.
-    Raises UserError for a wrong name or value.
+    What it leaves open (a dtype of auto, learning rates of 0, ...) is settled when the run starts. Raises UserError for
+    a wrong name or value.
     """
-    given = resume.merge_flags(flags, dataclasses.fields(Config), PRESETS)
-    cfg = Config(**(preset_flags(given) | given))
-    sized = given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
-    chosen_later = derived.SIZED - given.keys() if cfg.minutes and not sized else set()  # by --minutes, in train()
-    checked = cfg
-    if "batch_tokens" in chosen_later:  # any that --seq_len and --micro_batch divide
-        checked = dataclasses.replace(cfg, batch_tokens=cfg.seq_len * max(1, cfg.micro_batch))
-    checks.check_flags(checked)
+    given, saved = flags_of_run(flags, dataclasses.fields(Config))
+    if given.get("minutes") and "max_steps" in given:
+        raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
+    if given.get("minutes") and not saved and not given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head"}:
+        given["params"] = -1
+    name = given.get("preset", saved.get("preset", "laptop"))
+    preset = PRESETS[name] | (sizes(given["params"], given) if given.get("params", 0) > 0 else {})
+    changed = "preset" in given and name != saved.get("preset")
+    cfg = Config(**((saved | preset | given) if changed else (preset | saved | given)))
+    check_flags(cfg)
     try:
         gpt_config(cfg, 0).layer_windows()
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    if cfg.bf16:
-        cfg = dataclasses.replace(cfg, dtype="bf16")
-    if cfg.minutes:
-        return dataclasses.replace(cfg, **dict.fromkeys(chosen_later))
-    return with_rates(cfg)
+    return dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
 
 
-def preset_flags(given: dict) -> dict:
-    """Defaults of the flags that are not given: the preset's, overridden by what --params chooses."""
-    preset = PRESETS[given.get("preset", "laptop")]
-    return preset | derived.sizes(given["params"], given) if given.get("params", 0) > 0 else preset
+def settle(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict) -> Config:
+    """The flags with all that they leave open, once and for all; `saved`: those of a run that is resumed, or {}."""
+    text_tokens, preset = stream.train.n_tokens, Config(**PRESETS[cfg.preset])
+    flags = map(dataclasses.asdict, (cfg, preset))
+    settled = dataclasses.replace(cfg, **settle_flags(*flags, text_tokens, stream.meta["vocab_size"], dist_ctx))
+    muon_lr, adam_lr = learning_rates(settled)
+    epochs = settled.max_steps * settled.batch_tokens / (stream.per_epoch * settled.seq_len)
+    dropout = get_ngram_dropout(settled, epochs)
+    settled = dataclasses.replace(settled, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=dropout)
+    was_open = [name for name, value in dataclasses.asdict(settled).items() if value != getattr(cfg, name)]
+    return dataclasses.replace(settled, **{name: saved[name] for name in was_open if name in saved})
 
 
-def parse_args(argv: list[str]) -> dict:
-    """The flags given on a command line. Raises UserError."""
-    description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
-    return parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], description)
+def learning_rates(cfg: Config) -> tuple[float, float]:
+    """Learning rates of Muon (the blocks' matrices) and Adam (all else; everything under --optimizer adamw).
+
+    A flag of 0 means by rule: close to the best at each width and number of steps measured in docs/rates.md, and equal
+    to the NanoGPT speedrun's 0.02 and 0.006 at GPT-2's small size and 5,000 steps.
+    """
+    by_steps, by_width = 0.02 * (5000 / cfg.max_steps) ** 0.16, 0.006 * (768 / cfg.n_embd) ** 0.4
+    if cfg.optimizer == "adamw":
+        by_steps, by_width = 0.0, 0.002 * (768 / cfg.n_embd) ** 0.75
+    return tuple(lr or float(f"{rule:.3g}") for lr, rule in ((cfg.muon_lr, by_steps), (cfg.adam_lr, by_width)))
+
+
+def get_ngram_dropout(cfg: Config, epochs: float) -> float:
+    """--ngram_dropout; for -1, the rate at which each n-gram is kept about twice, however many epochs there are."""
+    if cfg.ngram < 2 or cfg.ngram_dropout >= 0:
+        return max(0.0, cfg.ngram_dropout)
+    return 1 - 1 / (1 + 0.45 * max(0.0, epochs - 0.75))  # n-grams of a text seen many times are memorized
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. Build, in the order in which these compose: model, FSDP, micro-batch, compile, DDP, warm-up, weights, optimizer
+# 2. Build: the model, what goes around it, its optimizer
 
 
 @dataclass(slots=True)
@@ -218,9 +237,8 @@ class TrainState:
     raw_model: GPT
     model: nn.Module
     micro_batch: int
-    skipped: deque  # for each step since the last log, bool () on the device: whether its update was skipped
-    optimizer: torch.optim.Optimizer = None
-    scaler: torch.amp.GradScaler = None
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
     step: int = 0  # updates done, skipped ones included
     tokens: int = 0  # trained on so far
     # For your edits: name -> number or 0-d tensor; averaged over ranks and logged with the loss until you change it
@@ -229,158 +247,59 @@ class TrainState:
     # For your edits, saved in checkpoints: tensors, numbers, strings, lists, dicts. A tensor named like a parameter is
     # sharded like it; extra["eval_weights"] (name -> tensor) is what is evaluated, sampled and saved as the best.
     extra: dict = dataclasses.field(default_factory=dict)
-    notes: list = dataclasses.field(default_factory=list)  # lines on the model, for the log
-
-    @property
-    def grad_accum_steps(self) -> int:
-        return self.cfg.batch_tokens // self.cfg.seq_len // self.dist_ctx.world_size // self.micro_batch
 
     def as_evaluated(self):
         """Context manager: the model in eval mode with eval_weights, as it is evaluated, sampled and saved as best."""
-        return parallel.eval_mode(self.raw_model, self.extra.get("eval_weights", {}))
-
-
-def select_attn_backend(cfg: Config, device: torch.device) -> str:
-    """The attention backend: auto is PyTorch's choice, or `blocked` where that is faster and takes little memory."""
-    if cfg.attn != "auto" or device.type != "cpu":
-        return cfg.attn
-    if cfg.compile != "off":
-        longest = 1024
-    elif cfg.dtype == "bf16" and cfg.checkpointing in ("auto", "none"):
-        longest = 1024 if cfg.n_layer * cfg.n_head <= 8 else 512  # the scores of each head are kept for backward
-    else:
-        longest = 0
-    return "blocked" if cfg.seq_len <= longest else "auto"
+        return eval_mode(self.raw_model, self.extra.get("eval_weights", {}))
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
     """The model's shape, for a tokenizer of vocab_size tokens."""
     shape = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(GPTConfig) if hasattr(cfg, f.name)}
-    shape["vocab_size"] = cfg.vocab_size or -(-vocab_size // 64) * 64  # matmuls are faster so
-    if cfg.ngram == -1:
-        shape["ngram"] = 6 if vocab_size < 258 else 3  # a byte tokenizer, or longer tokens
-    return GPTConfig(**shape)
+    return GPTConfig(**shape | dict(vocab_size=cfg.vocab_size or -(-vocab_size // 64) * 64))  # matmuls are faster so
 
 
-def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None) -> TrainState:
-    """The model and its optimizer, ready to step. Weights are drawn from the seed after the compiler is warmed up."""
-    device, dtype = dist_ctx.device, DTYPES[cfg.dtype]
-    shape = gpt_config(cfg, vocab_size)
-    with torch.device("meta" if derived.is_sharded(cfg) else device):
-        raw_model = GPT(
-            shape,
-            dtype,
-            loss_chunk=fit_loss_chunk(cfg.loss_chunk, shape.vocab_size, device, cfg.compile != "off"),
-            attn=select_attn_backend(cfg, device),
-            doc_eot=eot if cfg.doc_mask else None,
-            fp8=cfg.fp8,
-            offload=cfg.offload == "activations" and device.type == "cuda",
-            ngram_dropout=max(0.0, cfg.ngram_dropout),
-        )
-    if derived.is_sharded(cfg):
-        parallel.apply_fsdp(raw_model, device, dtype, derived.ranks_per_copy(cfg, dist_ctx), DTYPES[cfg.grad_comm])
-        init_buffers(raw_model, seed_of(cfg))
-        watch_blocks(raw_model, dist_ctx)
-    notes = check_model(raw_model)
-    micro_batch = fit_memory(cfg, raw_model, make_groups(cfg, raw_model), dist_ctx)
-    if cfg.compile != "off":
-        apply_compile(raw_model, cfg.compile, derived.activation_budget(cfg))
-    model = raw_model
-    if dist_ctx.world_size > 1 and not derived.is_sharded(cfg):
-        model = parallel.apply_ddp(raw_model, cfg.bucket_cap_mb, DTYPES[cfg.grad_comm])
-    if cfg.compile != "off" or device.type == "cuda" or dist_ctx.world_size > 1:
-        # So that step 1 is like any other: all that compiles, allocates or connects ranks has then happened.
-        effects = warm_up(model, make_optimizer(cfg, raw_model), micro_batch, cfg.seq_len, derived.uses_cudagraphs(cfg))
-        checks.check_recomputation(cfg, raw_model.blocks[0].checkpointing, effects)
-    state = TrainState(cfg, dist_ctx, raw_model, model, micro_batch, deque(maxlen=cfg.log_every), notes=notes)
-    reset_state(state)
-    if device.type == "cuda" and not derived.uses_cudagraphs(cfg):  # CUDA graphs allocated theirs at recording
-        torch.cuda.reset_peak_memory_stats()
-    return state
+def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None, checkpoint=None) -> TrainState:
+    """The model and its optimizer, ready to step. Weights are drawn from the seed, or taken from a checkpoint.
 
-
-def learning_rates(cfg: Config) -> tuple[float, float]:
-    """Learning rates of Muon (the blocks' matrices) and Adam (all else; everything under --optimizer adamw).
-
-    A flag of 0 means by rule: close to the best at each width and number of steps measured in docs/rates.md, and equal
-    to the NanoGPT speedrun's 0.02 and 0.006 at GPT-2's small size and 5,000 steps.
+    checkpoint: a Start, of runtime/resume.py.
     """
-
-    def rounded(lr: float) -> float:
-        return float(f"{lr:.3g}")  # as the log prints it
-
-    if cfg.optimizer == "adamw":
-        return cfg.muon_lr, cfg.adam_lr or rounded(0.002 * (768 / cfg.n_embd) ** 0.75)
-    by_steps, by_width = 0.02 * (5000 / cfg.max_steps) ** 0.16, 0.006 * (768 / cfg.n_embd) ** 0.4
-    return cfg.muon_lr or rounded(by_steps), cfg.adam_lr or rounded(by_width)
-
-
-def with_rates(cfg: Config) -> Config:
-    """The flags with learning rates of 0 replaced by the rule's; checkpoints store the result."""
-    muon_lr, adam_lr = learning_rates(cfg)
-    return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
-
-
-def logged_lr(state: TrainState, lr_multiplier: float) -> float:
-    if isinstance(state.optimizer, Optimizer):
-        return (state.cfg.adam_lr if state.cfg.optimizer == "adamw" else state.cfg.muon_lr) * lr_multiplier
-    return state.optimizer.param_groups[0]["lr"]
-
-
-def make_groups(cfg: Config, model: GPT) -> list[dict]:
-    """Parameter groups: optimizer, learning rate, betas and decay of each row of PARAM_TABLE in model.py."""
-    return optimizer_groups(model, cfg.optimizer, *learning_rates(cfg), cfg.weight_decay)
+    torch.manual_seed(cfg.seed)  # for parameters that no row of PARAM_TABLE initializes
+    with dist_ctx.device:
+        shape, doc_eot = gpt_config(cfg, vocab_size), eot if cfg.doc_mask else None
+        raw_model = GPT(shape, DTYPES[cfg.dtype], cfg.loss_chunk, cfg.attn, doc_eot, cfg.ngram_dropout)
+    check_causal(raw_model)  # while no weights are zero
+    init_weights(raw_model, lambda name: derive_seed(cfg.seed, name) >> 1)  # 63 bits
+    if checkpoint and checkpoint.path:
+        load_weights(raw_model, checkpoint.checkpoint, checkpoint.path, () if checkpoint.resumes else ("seq_len",))
+    systems = "batch_tokens seq_len micro_batch dtype fp8 checkpointing offload compile attn parallel shard_size"
+    flags = {name: getattr(cfg, name) for name in f"{systems} grad_comm bucket_cap_mb".split()}
+    model, micro_batch = wrap_model(raw_model, lambda: make_optimizer(cfg, raw_model), dist_ctx, **flags)
+    scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
+    return TrainState(cfg, dist_ctx, raw_model, model, micro_batch, make_optimizer(cfg, raw_model), scaler)
 
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
-    """Muon + Adam, with fresh state.
-
-    Any torch.optim optimizer whose step() needs no closure works too; with `--optimizer adamw`, all groups share one
-    learning rate.
-    """
+    """Muon + Adam, with fresh state. Any torch.optim optimizer whose step() needs no closure works too."""
+    groups = optimizer_groups(model, cfg.optimizer, cfg.muon_lr, cfg.adam_lr, cfg.weight_decay)
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32  # GPUs that need fp16 have no bf16
-    return Optimizer(make_groups(cfg, model), ns_dtype, offload=cfg.offload == "optimizer")
-
-
-def seed_of(cfg: Config):
-    """A function from a parameter's name to the seed of its initial values."""
-    return lambda name: derive_seed(cfg.seed, name) >> 1  # 63 bits
-
-
-def reset_state(state: TrainState) -> None:
-    """Reset all that training changes to step 0: weights, buffers, optimizer, scaler, counters, state of edits."""
-    init_weights(state.raw_model, seed_of(state.cfg))
-    state.optimizer = None  # free its memory first
-    state.optimizer = make_optimizer(state.cfg, state.raw_model)
-    state.scaler = torch.amp.GradScaler(state.dist_ctx.device.type, enabled=state.cfg.dtype == "fp16")
-    for kept in (state.skipped, state.metrics, state.extra):
-        kept.clear()
-    state.step = state.tokens = 0
+    return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Step and evaluation
 
 
-def get_lr_multiplier(step: int, cfg: Config) -> float:
-    """Factor on the learning rate for update `step` (from 0): a trapezoidal (WSD) schedule."""
-    warmup, cooldown = cfg.warmup_frac * cfg.max_steps, cfg.cooldown_frac * cfg.max_steps
-    up = (step + 1) / warmup if warmup else 1.0
-    down = (cfg.max_steps - step) / cooldown if cooldown else 1.0
-    return min(derived.lr_cap(cfg), up, down)  # the cap: 1, or where --schedule_from here resumed
+def get_lr_multiplier(progress: float, cfg: Config) -> float:
+    """Factor on the learning rates at this fraction of the run: a trapezoidal (WSD) schedule."""
+    up = (progress + 1 / cfg.max_steps) / cfg.warmup_frac if cfg.warmup_frac else 1.0
+    down = (1 - progress) / cfg.cooldown_frac if cfg.cooldown_frac else 1.0
+    return min(1.0, up, down)
 
 
 def get_momentum(step: int, final: float) -> float:
     """Muon's momentum in update number `step`: from 0.85 up to `final` over the first 300 steps (NanoGPT speedrun)."""
     return final - max(0.0, final - 0.85) * max(0.0, 1 - step / 300)
-
-
-def get_ngram_dropout(cfg: Config, stream: TokenStream) -> float:
-    """--ngram_dropout; for -1, the rate at which each n-gram is kept about twice, however many epochs there are."""
-    if not derived.uses_ngrams(cfg) or cfg.ngram_dropout >= 0:
-        return max(0.0, cfg.ngram_dropout)
-    epochs = cfg.max_steps * stream.seqs_per_batch / stream.per_epoch
-    return 1 - 1 / (1 + 0.45 * max(0.0, epochs - 0.75))  # n-grams of a text seen many times are memorized
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -394,88 +313,44 @@ def host_tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def reseed_step(state: TrainState, purpose: str = "train") -> None:
-    """Reseed every step: n-gram dropout and Python's and numpy's RNGs from (seed, step), torch's also from the rank.
+def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
+    """One optimizer step on this rank's batch, int64 (sequences, seq_len + 1), at this fraction of the run.
 
-    No RNG state needs checkpointing, and random draws in your own edits resume exactly. For decisions that all ranks
-    must share, such as which layers to drop, use Python's `random`.
+    Returns this rank's loss, fp32 (), whose mean over ranks is the mean loss of the global batch, and the global
+    gradient norm before clipping. If that is not finite, every rank skips the update.
     """
-    seed, step, dist_ctx = state.cfg.seed, state.step, state.dist_ctx
-    state.raw_model.step_seed = derive_seed(seed, "step", step)
-    suffix = () if purpose == "train" else (purpose,)
-    shared_seed = derive_seed(seed, "step", step, *suffix)
-    random.seed(shared_seed)
-    np.random.seed(shared_seed % 2**32)
-    own = dist_ctx.rank
-    if purpose == "update":  # ranks with the same weights must draw alike
-        own %= derived.ranks_per_copy(state.cfg, dist_ctx)
-    torch.manual_seed(derive_seed(seed, "step", step, own, *suffix))
+    cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
+    # Random draws follow from (seed, step, rank), so no RNG state needs checkpointing; n-gram dropout is rank-independent
+    state.raw_model.step_seed = derive_seed(cfg.seed, "step", state.step)
+    seed = derive_seed(cfg.seed, "step", state.step, dist_ctx.rank)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
-
-def train_step(state: TrainState, batch: Tensor, lr_multiplier: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's batch, int64 (sequences, seq_len + 1), on the device or pinned on the host.
-
-    Returns this rank's loss, whose mean over ranks is the mean loss of the global batch, and the global gradient norm
-    before clipping, both fp32 () on the device: nothing here waits for it. If that norm is not finite, every rank
-    skips the update and records it.
-    """
-    world_size = state.dist_ctx.world_size
-    reseed_step(state)
-    buffers = parallel.clone_buffers(state.raw_model)  # as of batch norm in an edit; restored if the step is skipped
-    # Edits that change the batch go above this line
-    offsets = state.raw_model.offsets_of_micro_batches(batch, state.micro_batch)  # [] or [cu_seqlens], from the host
-    batch = batch.to(state.dist_ctx.device, non_blocking=batch.is_pinned())
-    x, y = batch[:, :-1], batch[:, 1:].clone()  # edits may write into one of them
-    n_targets = parallel.sum_over_ranks((y >= 0).sum()) / world_size  # DDP and FSDP average the ranks' gradients
-    loss = torch.zeros((), device=state.dist_ctx.device)
-    micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch), *offsets))
-    for i, micro_batch in enumerate(micro_batches):
-        cudagraph_mark_step(derived.uses_cudagraphs(state.cfg))
-        with parallel.maybe_no_sync(state.model, last=i == len(micro_batches) - 1):
-            micro_loss = state.model(*micro_batch) / n_targets  # the model returns a sum over targets
-            # To add a loss term that is not a sum over targets, divide it by len(micro_batches)
-            # A non-finite loss makes all gradients NaN, so that the norm is NaN on every rank and all skip the update
-            nan_or_0 = 0 * micro_loss.detach()
-            state.scaler.scale(micro_loss).backward(1 + nan_or_0)
+    batch = batch.to(dist_ctx.device, non_blocking=True)
+    x, y = batch[:, :-1], batch[:, 1:].clone()  # a target of -1 is not trained on
+    n_targets = sum_over_ranks((y >= 0).sum()) / dist_ctx.world_size  # DDP and FSDP average the ranks' gradients
+    micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch)))
+    loss = torch.zeros((), device=dist_ctx.device)
+    for i, (x, y) in enumerate(micro_batches):
+        with maybe_no_sync(state.model, last=i == len(micro_batches) - 1):
+            micro_loss = state.model(x, y) * ((y >= 0).sum() / n_targets)  # the mean, weighted by its share of targets
+            state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-    check_gradients(state.model, state.optimizer)
-    reseed_step(state, "update")
-    norm, skip = update_weights(state, lr_multiplier)
-    parallel.restore_buffers(state.raw_model, buffers, skip)
-    state.optimizer.zero_grad(set_to_none=not derived.uses_cudagraphs(state.cfg))
-    state.skipped.append(skip)
-    state.tokens += y.numel() * world_size
-    return loss, norm
+        state.tokens += y.numel() * dist_ctx.world_size
 
-
-def update_weights(state: TrainState, lr_multiplier: float) -> tuple[Tensor, Tensor]:
-    """Clip the gradients, apply the schedules and update the weights, unless a gradient is not finite.
-
-    Returns the global gradient norm, fp32 (), and whether the update was skipped, bool (), both on the device.
-    """
-    cfg, optimizer, scaler = state.cfg, state.optimizer, state.scaler
-    scaler.unscale_(optimizer)  # edits that change gradients go below this line
-    grads = [p.grad for p in state.raw_model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(grads)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    skip = ~norm.isfinite()
-    if scaler.is_enabled():  # tell it what all ranks decided, not this rank alone
-        for found_inf in scaler._found_inf_per_device(optimizer).values():
-            found_inf.copy_(skip)
-    if cfg.grad_clip:
-        torch._foreach_mul_([parallel.to_local(grad) for grad in grads], (cfg.grad_clip / (norm + 1e-6)).clamp(max=1.0))
-    checks.check_schedule(optimizer)
+    state.scaler.unscale_(optimizer)
+    norm = to_full(nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)).item()
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_multiplier
-        if "initial_momentum" in group:
-            group["momentum"] = get_momentum(state.step, group["initial_momentum"])
-    if isinstance(optimizer, Optimizer):
-        optimizer.step(skip)
-    elif not skip:  # waits for the device
-        optimizer.step()
-    checks.keep_rates(optimizer)
-    scaler.update()
-    return norm, skip
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * get_lr_multiplier(progress, cfg)
+        if group.get("kind") == "muon":
+            group["momentum"] = get_momentum(state.step, final=0.95)
+    if math.isfinite(norm):
+        state.scaler.step(optimizer)
+    state.scaler.update()
+    optimizer.zero_grad(set_to_none=not cfg.uses_cudagraphs)  # these need gradients to keep their addresses
+    state.step += 1
+    return loss, norm
 
 
 @torch.no_grad()
@@ -486,32 +361,30 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     signal: there may be little time left to save.
     """
     cfg, dist_ctx, device = state.cfg, state.dist_ctx, state.dist_ctx.device
-    losses, n_targets = [], 0
-    reseed_step(state, "evaluate")
+    sums = torch.zeros(2, dtype=torch.float64)
     with state.as_evaluated() as model:
         for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
-            if dist_max(dist_ctx, bool(signals)):
+            if any(dist_max(dist_ctx, bool(signals))):
                 return None
-            cudagraph_mark_step(derived.uses_cudagraphs(cfg))
-            n_targets += int((y >= 0).sum())
+            n = int((y >= 0).sum())
             x, y = (host_tensor(t, device).to(device, non_blocking=True) for t in (x, y))
-            losses.append(model(x, y))
-    loss_sum = torch.stack(losses).cpu().double().sum().item()
-    sums = torch.tensor([loss_sum, n_targets], dtype=torch.float64)
-    loss_sum, n_targets = parallel.sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
+            sums += torch.tensor([model(x, y).item() * n, n], dtype=torch.float64)
+    loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
     return loss_sum / n_targets
 
 
-@never_fatal
-def sample_text(state: TrainState, stream: TokenStream, tokenizer, n_tokens: int) -> str:
+def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
     """The end of the evaluated text, ">>>", and the model's continuation; always the same for the same weights."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))[0]
     with state.as_evaluated() as model:
-        return complete(model, prompt, tokenizer, n_tokens, state.cfg.seed)
+        return complete(model, prompt, stream.tokenizer, n_tokens, state.cfg.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. The run and its loop
+
+MAX_BAD_STEPS = 10  # skipped in a row, which end a run
+END_S = 4.0  # of --minutes: for imports, the last sample and checkpoint
 
 
 def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
@@ -520,114 +393,149 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     on_step(state, loss), if given, is called on each rank after each step, with its TrainState and the loss that
     train_step returned. Raises TrainerError.
     """
-    dist_ctx = start.launch(cfg)
-    timer = TrainTimer(dist_ctx.device)
-    cfg, notes = start.fit_sizes(cfg, dist_ctx)
-    preset_cfg = Config(**preset_flags(dataclasses.asdict(cfg)))
-    notes += start.check_hardware(cfg, preset_cfg, dist_ctx, gpt_config(cfg, 0).layer_windows())
-    stream = start.open_stream(cfg, dist_ctx)
-    with start.open_run(cfg, dist_ctx) as (logger, signals):
-        origin = resume.find_start(cfg, dist_ctx, logger)
-        # From here on cfg has a resumed run's flags and a concrete dtype; the log notes changes of the schedules.
-        schedules = (get_lr_multiplier, get_ngram_dropout)
-        cfg, new_notes = resume.resolve_flags(cfg, origin, dist_ctx, stream, GPTConfig, *schedules)
-        notes += new_notes
-        with agree(dist_ctx, signals):
-            state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
-            state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
-            notes += state.notes
-            pace = None
-            if cfg.minutes and not origin.resumes:
-                max_steps, pace, note = choose_max_steps(state, stream, timer, train_step, evaluate, get_batch)
-                cfg = state.cfg = dataclasses.replace(cfg, max_steps=max_steps)
-                state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
-                reset_state(state)
-                notes.append(note)
-            cfg = state.cfg = with_rates(cfg)
-            if origin.path:
-                notes += resume.load_start(state, stream, timer, origin)
-            checks.check_batch(lambda: get_batch(stream, dist_ctx, state.step))
-        del origin  # its tensors
-        past_metrics = start.start_log(logger, state, stream, notes)
-        progress = Progress(state, stream, logger, timer, past_metrics)
-        stopped_by = loop(state, stream, progress, pace, signals, on_step)
-        summary = progress.summarize(stopped_by, signals)
+    dist_ctx = launch(dataclasses.asdict(cfg))
+    with open_run(cfg.out_dir, cfg.preset, dist_ctx) as (logger, signals):
+        windowed = any(0 < window < cfg.seq_len for window in gpt_config(cfg, 0).layer_windows())
+        with agree(dist_ctx):
+            notes = check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, windowed)
+        shape = dict(seq_len=cfg.seq_len, batch_tokens=cfg.batch_tokens, seed=cfg.seed, vocab_size=cfg.vocab_size)
+        stream = open_stream(cfg.data, dist_ctx, **shape, doc_align=cfg.doc_align)
+        start = find_start(logger, cfg.resume, cfg.init_from, dist_ctx, stream)
+        saved = start.checkpoint if start.resumes else None
+        cfg = settle(cfg, dist_ctx, stream, saved["config"] if saved else {})
+        with agree(dist_ctx):
+            check_flags(cfg)
+            state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"], start)
+            if saved:
+                state.extra.update(load_state(start, state.raw_model, state.optimizer, state.scaler, stream))
+                state.step, state.tokens, stream.eval_part = (saved[key] for key in ("step", "tokens", "eval_part"))
+                logger.timer.train_time, logger.timer.wall_before = (saved["clock"][key] for key in saved["clock"])
+        del start, saved  # their tensors
+        flags = dataclasses.asdict(cfg)
+        rows = run_on_rank0(dist_ctx, lambda: logger.open(flags, state.step, cfg.wandb))
+        for line in describe_run(flags, state.raw_model, state.micro_batch, stream, dist_ctx) + notes:
+            logger.info(line)
+        progress = Progress(logger, dist_ctx, rows, state.tokens, state.raw_model.flops_per_token(), cfg.dtype)
+        stopped_by = loop(state, stream, logger, progress, signals, on_step)
+        summary = progress.summary(stopped_by, state.step, state.tokens, flags, stream)
+    check_stop(dist_ctx, signals, stopped_by)
     return (summary, state.raw_model) if return_model else summary
 
 
-def loop(state: TrainState, stream: TokenStream, progress: Progress, pace, signals: list[str], on_step=None) -> str:
-    """Train from state.step until something ends the run; returns the reason: max_steps, max_minutes, target_val_loss
-    or a signal's name ("signal" on ranks that caught none). pace: the Pace of --minutes, or None."""
-    cfg, dist_ctx = state.cfg, state.dist_ctx
-    logger, timer = progress.logger, progress.timer
-    loss, norm, lr_multiplier, stop = None, None, 1.0, ""
-    tokenizer = start.find_tokenizer(stream, dist_ctx, logger)
-    batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, cfg.prefetch)
-    profiling = StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
-    saver = CheckpointManager(logger, dist_ctx, cfg.keep, state.step)
-    votes = StopVotes(dist_ctx, cfg.max_minutes, timer, signals)
+def save(state: TrainState, stream: TokenStream, logger: RunLogger, best: bool = False, must: bool = False) -> None:
+    """Save a checkpoint, or the weights that are evaluated as the best; raises RunError if it must succeed."""
+    timer, flags, shape = logger.timer, dataclasses.asdict(state.cfg), dataclasses.asdict(state.raw_model.cfg)
+    clock = dict(train_time=timer.pause(), wall_time=timer.wall_time)
+    content = dict(step=state.step, tokens=state.tokens, clock=clock, config=flags, model_config=shape)
+    content["scaler"] = state.scaler.state_dict()
+    with state.as_evaluated() if best else contextlib.nullcontext():
+        kept = (None, {}) if best else (state.optimizer, state.extra)
+        content |= collect_tensors(state.raw_model, *kept, state.dist_ctx.rank)
+    save_checkpoint(logger, state.dist_ctx, stream, content, best, state.cfg.keep, must)
 
-    def due(every: int) -> bool:
-        return bool(stop) or (every > 0 and state.step > 0 and state.step % every == 0)
 
-    def save(best: bool = False) -> None:
-        timer.pause()
-        saver.save(state.step, lambda: snapshot(state, stream, timer, best), best, wait=bool(stop))
+def fraction_done(cfg: Config, step: int, epochs: float, wall_s: float, step_s: float, eval_s: float) -> float:
+    """How much of the run is done, from 0 to 1: of its steps, or under --minutes of the time for training."""
+    if not cfg.minutes:
+        return step / cfg.max_steps
+    for_training_s = 60 * cfg.minutes - END_S - eval_s - 1.5 * step_s  # the last step ends in time, and so does the run
+    return min(1.0, max(wall_s / max(1e-9, for_training_s), epochs / MANY_EPOCHS))
 
-    with contextlib.closing(saver), contextlib.closing(batches), profiling:
+
+def loop(
+    state: TrainState, stream: TokenStream, logger: RunLogger, progress: Progress, signals: list, on_step=None
+) -> str:
+    """Train from state.step until something ends the run; returns the reason: max_steps, minutes, max_minutes,
+    target_val_loss or a signal's name ("signal" on ranks that caught none)."""
+    cfg, dist_ctx, timer = state.cfg, state.dist_ctx, logger.timer
+    loss, norm, bad_steps, step_s, eval_s, saved_at = None, 0.0, 0, 0.0, 0.0, state.step
+    eval_steps = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
+    batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
+    with (
+        contextlib.closing(batches),
+        StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx) as profiler,
+    ):
         while True:
-            # Work due after the previous step comes first: every N-th step, stopping and resuming share one code path.
-            stop = votes.reason(state.step, cfg.max_steps, state.raw_model)
-            if loss is None and stop in ("max_minutes", "signal"):  # every start does one step, or restarts would loop
-                stop = ""
-            if pace and not stop and pace.revise(state, progress, get_lr_multiplier):
-                cfg = state.cfg  # with another max_steps
-                state.raw_model.ngram_dropout = get_ngram_dropout(cfg, stream)
+            # What is due after update number state.step comes first: every N-th, stopping and resuming are one path
+            wall_s, here_s, told, step_s, eval_s = dist_max(
+                dist_ctx,
+                timer.wall_time,
+                timer.wall_time_here,
+                bool(signals),
+                step_s,
+                eval_s or 0.4 * eval_steps * step_s,
+            )
+            done = fraction_done(
+                cfg, state.step, state.step * stream.seqs_per_batch / stream.per_epoch, wall_s, step_s, eval_s
+            )
+            stop = "" if done < 1 else "minutes" if cfg.minutes else "max_steps"
+            if loss is not None:  # every start does one step, or restarts would loop
+                stop = "signal" if told else "max_minutes" if 0 < 60 * cfg.max_minutes <= here_s else stop
+
+            def due(every: int, stop: str = stop) -> bool:
+                return bool(stop) or (every > 0 and state.step > 0 and state.step % every == 0)
+
             if loss is not None and (due(cfg.log_every) or state.step == 1):
-                failure = progress.log_step(loss, norm, logged_lr(state, lr_multiplier))
-                if failure:
-                    stop = "failure"
-                    save()
-                    saver.finish()
-                    with agree(dist_ctx):  # all ranks have the same failure, and one prints it
-                        raise RunError(failure)
-            if due(cfg.eval_every) and stop != "signal" and not progress.is_evaluated():
-                stop = run_eval(state, stream, progress, signals) or stop
-                if stop != "signal" and progress.is_best():
-                    save(best=True)
-            if due(cfg.save_every):
-                save()
-            if due(cfg.sample_every) and stop != "signal" and tokenizer:
+                row = dict(step=state.step, train_loss=loss, lr=logged_lr(state.optimizer), grad_norm=norm)
+                left_s = 60 * cfg.minutes - wall_s if cfg.minutes else step_s * (cfg.max_steps - state.step)
+                progress.log_step(row | dict(tokens=state.tokens), state.metrics, cfg.max_steps, left_s)
+            if (due(cfg.save_every) or bad_steps == MAX_BAD_STEPS) and saved_at != state.step:
+                saved_at = state.step
+                save(state, stream, logger, must=bool(stop))
+            if bad_steps == MAX_BAD_STEPS:
+                raise UserError(
+                    f"the loss or gradient was not finite in {bad_steps} steps in a row, up to step {state.step}; try "
+                    "lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data there"
+                )
+            if due(cfg.eval_every) and stop != "signal" and progress.evaluated_at != state.step:
                 timer.pause()
-                logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream, tokenizer, 256)}\n---")
+                began, val_loss = timer.wall_time, evaluate(state, stream, signals)
+                eval_s = timer.wall_time - began
+                if val_loss is None:
+                    stop = "signal"
+                elif progress.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream):
+                    if 0 < cfg.eval_every < cfg.max_steps:
+                        save(state, stream, logger, best=True)
+                if val_loss is not None and val_loss <= cfg.target_val_loss:
+                    stop = "target_val_loss"
+            if due(cfg.sample_every) and stop != "signal" and stream.tokenizer:
+                timer.pause()
+                logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream)}\n---")
             if stop:
                 break
-            timer.start()
-            batch = progress.next_batch(batches)
-            lr_multiplier = get_lr_multiplier(state.step, cfg)
-            loss, norm = train_step(state, batch, lr_multiplier)
-            state.step += 1
+            began = timer.start()
+            loss, norm = train_step(state, progress.next_batch(batches), done)
+            step_s = timer.wall_time - began
+            bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
+            if bad_steps:
+                logger.info(f"step {state.step} skipped: its loss or gradient is not finite ({bad_steps} in a row)")
             if on_step:
                 on_step(state, loss)
-            checks.check_same_flags(cfg, state.cfg)
-            profiling.step()
-        votes.close()  # not after an error, as it waits for the other ranks
-        saver.finish()
+            profiler.step()
+    if saved_at != state.step:
+        save(state, stream, logger, must=True)
     return signals[0] if stop == "signal" and signals else stop
 
 
-def run_eval(state: TrainState, stream: TokenStream, progress: Progress, signals: list[str]) -> str:
-    """Evaluate and log the loss; returns why to stop, "signal" or "target_val_loss", or "" to continue."""
-    progress.timer.pause()
-    of_training = dict(state.metrics)
-    val_loss = evaluate(state, stream, signals)
-    if val_loss is None:
-        return "signal"
-    measured = {name: value for name, value in state.metrics.items() if of_training.get(name) is not value}
-    state.metrics = of_training
-    progress.log_eval(val_loss, measured)
-    reached = state.cfg.target_val_loss and val_loss <= state.cfg.target_val_loss
-    return "target_val_loss" if reached else ""
+def logged_lr(optimizer: torch.optim.Optimizer) -> float:
+    """The learning rate of Muon's matrices, if there are any, or of the first parameter group."""
+    rates = [group["lr"] for group in optimizer.param_groups if group.get("kind") == "muon"]
+    return (rates or [optimizer.param_groups[0]["lr"]])[0]
+
+
+def train_trials(cfg: Config) -> list[dict]:
+    """--trials runs, seed after seed, each in its own folder; returns their summaries. --resume auto continues."""
+    folder, summaries = Path(cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"), []
+    for seed in range(cfg.seed, cfg.seed + cfg.trials):
+        trial = dataclasses.replace(cfg, seed=seed, trials=1, out_dir=str(folder / f"seed_{seed}"))
+        summaries.append(train(trial))
+        if summaries[-1]["stopped_by"] not in ("max_steps", "minutes"):
+            return summaries
+    losses = [summary["val_loss"] for summary in summaries]
+    if int(os.environ.get("RANK", 0)) == 0 and None not in losses:
+        spread = f"{statistics.mean(losses):.4f} +- {statistics.stdev(losses):.4f}"
+        print(f"{len(losses)} trials in {folder}: val_loss {spread}")
+    return summaries
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -638,8 +546,9 @@ def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
     sys.stdout.reconfigure(errors="replace")  # samples may hold what a terminal cannot encode
     try:
-        cfg = make_config(**parse_args(argv))
-        train_trials(cfg, train) if cfg.trials > 1 else train(cfg)
+        description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
+        cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], description))
+        train_trials(cfg) if cfg.trials > 1 else train(cfg)
     except Exception as error:
         return report_error(error)
     if dist.is_initialized():  # not after an error: it would wait for the other ranks

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from data.shards import UserError
+from runtime.errors import UserError
 
 VOCABULARY_FILE = "tokenizer.json"
 PATTERNS = {

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from data.shards import UserError
+from runtime.errors import UserError
 from data.text import ACCEPTED, NotText, check_text, open_utf8
 
 ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it

@@ -17,6 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from runtime.errors import UserError
+
 DATA_DIR = Path(__file__).resolve().parent
 PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"  # of 3.11.7, as --tokenizer bpe --vocab_size 1024 makes it
 SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
@@ -28,27 +30,6 @@ SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; N
     "files": None,
 }
 TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> vocab_size, end-of-text token
-
-
-class TrainerError(Exception):
-    """The base of every error that is reported in one sentence: what was found, what was expected, what to do.
-
-    printed: another rank prints it.
-    """
-
-    printed = False
-
-
-class UserError(TrainerError):
-    """A user's mistake: exit code 2."""
-
-
-class RunError(TrainerError):
-    """What ends a run and is not the user's mistake: exit code 1."""
-
-
-class Stopped(TrainerError):
-    """A signal ended a run before its first step: exit code 0."""
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

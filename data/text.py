@@ -13,7 +13,7 @@ from encodings.aliases import aliases
 from pathlib import Path
 from typing import BinaryIO
 
-from data.shards import UserError
+from runtime.errors import UserError
 
 BINARY = {  # what a file is -> its suffixes
     "packed": ".gz .bz2 .xz .zst .lz4 .zip .7z .rar .tar .tgz .parquet .jar .whl .deb .rpm .iso .dmg",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ops.init import ModelError
+from runtime.errors import UserError
 
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -43,45 +43,30 @@ def document_offsets(tokens: Tensor, eot: int) -> Tensor:
     return F.pad(starts.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
 
 
-def offsets_of_micro_batches(model, batch: Tensor, micro_batch: int) -> list[list[Tensor]]:
-    """For each micro-step of a batch (B, T + 1), what GPT.forward takes as cu_seqlens: a list of one list, or [].
-
-    Computed from the batch on the host, so that nothing waits for the device.
-    """
-    if model.attn_backend != "varlen" or model.doc_eot is None:
-        return []
-    device = model.cos.device
-    offsets = [document_offsets(part[:, :-1], model.doc_eot) for part in batch.split(micro_batch)]
-    if device.type == "cuda" and batch.is_cpu:
-        offsets = [each.pin_memory().to(device, non_blocking=True) for each in offsets]
-    return [offsets]
-
-
 def attention_mask(
     backend: str,
     tokens: Tensor,
     window: int,
     eot: int | None,
     bias: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
 ):
     """Which keys each query sees, in the form that `backend` takes; None if that is plain causal attention.
 
     tokens: integer (B, T). window: keys seen, the query's own included; 0 = all. eot: the token that starts a document,
     which attends to no other document; None = ignore documents. bias: added to the scores, (H, T, T), for TAKES_BIAS
-    only. cu_seqlens: document_offsets(tokens, eot), if already computed.
+    only.
     Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or a float one if there is a bias; else a BlockMask or Varlen.
-    Raises ModelError for a bias that the backend does not take.
+    Raises UserError for a bias that the backend does not take.
     """
     batch, length = tokens.shape
     if bias is not None and backend not in TAKES_BIAS:
-        raise ModelError(f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa")
+        raise UserError(f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa")
     window = 0 if not torch.compiler.is_exporting() and window >= length else window  # exported, for every length
     if backend == "varlen":
         if eot is None:
             cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
         else:
-            cu_seqlens = document_offsets(tokens, eot) if cu_seqlens is None else cu_seqlens
+            cu_seqlens = document_offsets(tokens, eot)
             torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
         return Varlen(cu_seqlens, length, (window - 1 if window else -1, 0))
     doc_ids = None if eot is None else (tokens == eot).cumsum(1)
@@ -228,33 +213,5 @@ ATTENTION_BACKENDS = {
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask, backend: str = "sdpa") -> Tensor:
-    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made.
-
-    Raises ModelError if there are more keys than queries and no mask to say which keys a query sees.
-    """
-    if mask is None and k.size(2) != q.size(2):
-        raise ModelError(
-            f"attention of {q.size(2)} queries over {k.size(2)} keys has no mask, so that no token would see itself; "
-            "give a bool mask (T, S) of what each query sees, as in F.scaled_dot_product_attention"
-        )
+    """Softmax attention of q (B, H, T, D) over k and v (B, H, S, D), with the mask that attention_mask made."""
     return ATTENTION_BACKENDS[backend](q, k, v, mask)
-
-
-def attention_kernels(model, micro_batch: int) -> str:
-    """Backend and kernels of a GPT's attention: as PyTorch chooses for such tensors, not as a flag says."""
-    backend, cfg, device = model.attn_backend, model.cfg, model.cos.device
-    if backend not in ("auto", "sdpa", *SDPA_BACKENDS):
-        return backend
-    q = torch.empty(
-        (micro_batch, cfg.n_head, cfg.seq_len, cfg.head_dim),
-        dtype=model.compute_dtype,
-        device=device,
-        requires_grad=True,
-    )
-    names, tokens = [], torch.zeros((micro_batch, cfg.seq_len), dtype=torch.int64, device=device)
-    for _, mask in sorted(model.attention_masks("sdpa", tokens).items()):
-        mask = mask if mask is None or mask.dtype == torch.bool else mask.to(q.dtype)
-        with sdpa_kernel(SDPA_BACKENDS[backend]) if backend in SDPA_BACKENDS else contextlib.nullcontext():
-            choice = torch._fused_sdp_choice(q, q, q, mask, 0.0, mask is None)
-        names += [name.lower() for name, kernel in SDPBackend.__members__.items() if int(kernel) == choice]
-    return f"{backend} ({', '.join(dict.fromkeys(names))})"

@@ -1,4 +1,4 @@
-"""For CPUs only: eager norms in fewer memory passes, and settings of malloc and the compiler."""
+"""For CPUs only: eager pointwise functions in fewer memory passes, and settings of malloc and the compiler."""
 
 import contextlib
 import ctypes
@@ -62,6 +62,13 @@ class EagerReLUSquared(torch.autograd.Function):
         for g, part, out in cache_sized(grad, x, dx):
             torch.clamp_min(part, 0, out=out).mul_(g).mul_(2)
         return dx
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether to use the functions above: without a compiler, and for more than a token, which stays in cache anyway."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return x.dim() > 2 and x.size(1) > 1 and x.numel() > 0
 
 
 def cache_sized(*tensors: Tensor):

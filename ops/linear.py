@@ -1,7 +1,7 @@
 """Matmuls of linear layers in special cases: float8, and compiled matrix-vector products."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_matvec(x: Tensor) -> bool:
@@ -15,9 +15,9 @@ def matvec(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([(row * part.float()).sum(-1) for part in parts]).view(*x.shape[:-1], len(w))
 
 
-def quantize_fp8(x: Tensor, dim=-1) -> tuple[Tensor, Tensor]:
-    """x (M, K) in e4m3, scaled to its range, and the fp32 scales that undo it: (M, 1), or (1, 1) with dim=()."""
-    scale = x.abs().amax(dim, keepdim=True).float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (M, K) in e4m3, each row scaled to its range, and the fp32 scales that undo it, (M, 1)."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn), scale  # divided in fp32, the scale's dtype
 
 
@@ -45,5 +45,15 @@ class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        flat = grad.flatten(0, -2)
+        flat = grad.flatten(0, -2).contiguous()
         return fp8_matmul(flat, w.t().contiguous(), fast=False).view_as(x), flat.T @ x.flatten(0, -2)
+
+
+def apply_fp8(module: nn.Module) -> None:
+    """Compute the matmuls of all linear layers in a module in float8, by layers that have a `matmul`, as model.Linear.
+
+    Layers with sizes that 16 does not divide stay as they are.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "matmul") and not any(size % 16 for size in layer.weight.shape):
+            layer.matmul = Fp8Linear.apply

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from decimal import Decimal
 
-from data.shards import UserError
+from runtime.errors import UserError
 
 
 def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
@@ -33,6 +33,10 @@ OTHER_NAMES = {  # names in nanoGPT and elsewhere -> what there is here
     "log_interval": "use --log_every",
     "epochs": "use --max_steps; the log says how many epochs that is",
     "wandb_log": "use --wandb",
+    "schedule_from": "a resumed run follows the schedule of its --max_steps",
+    "init_partial": "loading a part of a checkpoint is an edit (docs/edits.md)",
+    "prefetch": "batches are always prepared in the background",
+    "max_bad_steps": "a run always ends after 10 skipped steps in a row",
 }
 
 

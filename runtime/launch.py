@@ -10,15 +10,24 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from data.shards import UserError
+from data.prepare import prepare
+from data.shards import PYTHON_VOCABULARY
+from data.stream import TokenStream
+from data.tokenizers import get_tokenizer
 from ops.cpu import tune_glibc_malloc
-from runtime.ranks import DistContext, rendezvous
+from runtime.errors import UserError
+from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ranks, dist_max, rendezvous
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HERE = Path(__file__).resolve().parent.parent
+PAGES = ["train_gpt.py", "model.py", "generation.py"]
+ROOMS = [path.relative_to(HERE).as_posix() for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py")]
+NAMES = [*PAGES, *sorted(ROOMS), PYTHON_VOCABULARY.relative_to(HERE).as_posix()]
+SOURCE_FILES = {name: HERE / name for name in NAMES}
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -68,6 +77,71 @@ def init_distributed(
     if dist.is_initialized():
         cpu_group = gloo_group(dist.group.WORLD) if place.type == "cuda" else dist.group.WORLD
     return DistContext(place, *env.values(), cpu_group)
+
+
+def launch(flags: dict) -> DistContext:
+    """Choose the device, join the other ranks, if torchrun started any, and check that they match.
+
+    flags: all of them, by name. Raises UserError.
+    """
+    names = ("device", "alloc_conf", "deterministic", "matmul_precision", "attn")
+    need_group = flags["parallel"] in ("fsdp", "hsdp")
+    dist_ctx = init_distributed(**{name: flags[name] for name in names}, need_group=need_group)
+    check_ranks(dist_ctx, flags, SOURCE_FILES)
+    return dist_ctx
+
+
+def open_stream(folder: str, dist_ctx: DistContext, **options) -> TokenStream:
+    """Open a data folder and check it, also across ranks; "": the default corpus, made first where it is not there.
+
+    options: of TokenStream. Raises UserError.
+    """
+    path = Path(folder or HERE / "data" / "python")
+    with agree(dist_ctx):
+        if not folder and dist_ctx.local_rank == 0:  # each node has its own standard library
+            prepare("python", out=path)
+    with agree(dist_ctx):
+        stream = TokenStream(path, **options)
+    check_same_on_all_ranks(dist_ctx, stream.facts(), f"give every node the same data in {path}")
+    try:
+        stream.tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+    except UserError:  # tokens suffice to train
+        stream.tokenizer = None
+    if any(dist_max(dist_ctx, stream.tokenizer is None)):  # sampling under FSDP takes all ranks
+        stream.tokenizer = None
+    return stream
+
+
+def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist_ctx: DistContext) -> list[str]:
+    """What is in effect in a run and what was derived from its flags, as lines for the console and log.txt."""
+    f, device, meta, world_size = SimpleNamespace(**flags), dist_ctx.device, stream.meta, dist_ctx.world_size
+    parallel = "one process" if world_size == 1 else f.parallel if f.parallel != "auto" else "ddp"
+    grad_accum_steps = f.batch_tokens // f.seq_len // world_size // micro_batch
+    muon = f"muon_lr {f.muon_lr:.4g}, " if f.optimizer == "muon" else ""
+    ngrams = f", n-grams to {f.ngram}, ngram_dropout {f.ngram_dropout:.2g}" if f.ngram > 1 else ""
+    n_eval, n_all = (stream.num_eval_seqs(n) * f.seq_len for n in (f.eval_tokens, 0))
+    part = "" if n_eval == n_all else dict(first=" (the first)", spread=" spread over the validation split")
+    n_params, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad >= kept) for kept in (False, True))
+    lines = [
+        software_versions(device, HERE),
+        f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, attention {f.attn}, "
+        f"loss_chunk {f.loss_chunk}, matmul precision {torch.get_float32_matmul_precision()}",
+        f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
+        f"tokenizer {meta['tokenizer']}{' (assumed: there is no meta.json)' if meta.get('assumed') else ''}, "
+        f"evaluation on {n_eval:,} tokens{part and part[stream.eval_part]}",
+        f"model: n_layer {f.n_layer}, n_embd {f.n_embd}, n_head {f.n_head}, {n_params:,} parameters, "
+        f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {f.adam_lr:.4g}{ngrams}",
+        f"batch: {f.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
+        f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "
+        f"{f.batch_tokens * f.max_steps / stream.train.n_tokens:.2f} epochs",
+    ]
+    if device.type == "cuda":
+        lines.append(
+            f"allocator: {', '.join(f'{k} {v}' for k, v in torch.cuda.memory._snapshot()['allocator_settings'].items())}"
+        )
+    if stream.tokenizer is None:
+        lines.append("no samples will be printed, as a rank has no tokenizer for this data")
+    return lines
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
@@ -199,8 +273,3 @@ def software_versions(device: torch.device, repository: Path) -> str:
     if device.type == "cuda":
         parts += [f"cuda {torch.version.cuda}", f"cudnn {torch.backends.cudnn.version()}", torch.cuda.get_device_name()]
     return ", ".join(parts)
-
-
-def allocator_settings() -> str:
-    """The CUDA allocator's settings, read back from PyTorch."""
-    return ", ".join(f"{k} {v}" for k, v in torch.cuda.memory._snapshot()["allocator_settings"].items())

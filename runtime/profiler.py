@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from runtime.logger import RunLogger
+from runtime.log import RunLogger
 from runtime.ranks import DistContext
 
 

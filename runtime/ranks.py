@@ -1,7 +1,6 @@
 """Ranks: rendezvous, agreement on errors and decisions, and sharing the result of one rank."""
 
 import contextlib
-import math
 import os
 import platform
 import sys
@@ -14,17 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.shards import RunError, Stopped, TrainerError, UserError, sha256_of_file
-from ops.init import ModelError
+from data.shards import sha256_of_file
+from runtime.errors import RunError, TrainerError, UserError
 
 PATIENCE_S = 600.0  # how long to wait for late ranks, as torchrun does for nodes
 RENDEZVOUS_ADVICE = (
     "start the same command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, HOST being "
     "one of the nodes that all can reach"
-)
-SAME_BLOCKS = (
-    "under --parallel fsdp every rank must run the same blocks and experts; draw such decisions from GPT.step_seed or "
-    "Python's random, which are the same on all ranks, or use --parallel ddp"
 )
 
 
@@ -104,29 +99,16 @@ def run_on_rank0(dist_ctx: DistContext, function):
 
 
 @contextlib.contextmanager
-def agree(dist_ctx: DistContext, signals: list[str] = ()):
-    """If a rank raises a TrainerError in this block, all raise it at its end, and the first such rank prints it.
-
-    Any other exception becomes Stopped if there are `signals`: the compiler's workers got them too, and failed. Nodes
-    that got none then raise RunError, see check_stop.
-    """
+def agree(dist_ctx: DistContext):
+    """If a rank raises a TrainerError in this block, all raise it at its end, and the first such rank prints it."""
     error = None
     try:
         yield
     except TrainerError as raised:
         error = raised
-    except ModelError as raised:
-        error = UserError(str(raised))
-    except Exception as raised:
-        if not signals:
-            raise
-        what = f"in the middle of a {type(raised).__name__}, and with nothing to save"
-        error = Stopped(f"stopped by {signals[0]} before the first step, {what}")
     errors = gather_objects(dist_ctx, error)
     first = next((rank for rank, error in enumerate(errors) if error is not None), None)
     if first is not None:
-        if isinstance(errors[first], Stopped):
-            check_stop(dist_ctx, signals, "signal")
         raise printed_by(errors[first], dist_ctx.rank == first)
 
 
@@ -152,57 +134,12 @@ def gather_objects(dist_ctx: DistContext, ours) -> list:
     return everyones
 
 
-def dist_max(dist_ctx: DistContext, value: float) -> float:
-    """The largest of all ranks' values, on every rank."""
-    if dist_ctx.world_size == 1:
-        return value
-    box = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
-    return box.item()
-
-
-class StopVotes:
-    """Why to stop before the next step, the same on all ranks. A vote counts a step later, so no rank waits for it."""
-
-    REASONS = ("", "max_minutes", "signal")
-
-    def __init__(self, dist_ctx: DistContext, max_minutes: float, timer, signals: list):
-        """max_minutes: of the timer's wall_time_here, 0 = never; signals: the names of those caught so far."""
-        self.dist_ctx, self.timer, self.signals = dist_ctx, timer, signals
-        self.max_seconds = 60 * max_minutes or math.inf
-        self.box, self.work = torch.zeros(3, dtype=torch.float64), None
-
-    def reason(self, step: int, max_steps: int, model: torch.nn.Module) -> str:
-        """ "max_steps", "max_minutes", "signal", or "" to continue; step: updates done.
-
-        Raises RunError, on every rank, when the model ran different blocks on some, by the hashes of watch_blocks.
-        """
-        vote = 2 if self.signals else 1 if self.timer.wall_time_here >= self.max_seconds else 0
-        decided = self.REASONS[self.delayed_max(vote, getattr(model, "blocks_run", [0])[-1])]
-        return "max_steps" if step >= max_steps and decided != "signal" else decided
-
-    def delayed_max(self, vote: int, blocks_hash: int) -> int:
-        if self.dist_ctx.world_size == 1:
-            return vote
-        most_votes = self.take()
-        self.box.copy_(torch.tensor([vote, blocks_hash, -blocks_hash], dtype=self.box.dtype))  # exact in fp64
-        self.work = dist.all_reduce(self.box, dist.ReduceOp.MAX, group=self.dist_ctx.cpu_group, async_op=True)
-        return most_votes
-
-    def take(self) -> int:
-        """The vote that is under way, or 0. Raises RunError for blocks or gradients that differ."""
-        if self.work:
-            self.work.wait()
-        self.work = None
-        most_votes, most, least = self.box.tolist()
-        if most != -least:
-            error = RunError(f"ranks ran different blocks, or have gradients for different parameters: {SAME_BLOCKS}")
-            raise printed_by(error, self.dist_ctx.rank == 0)
-        return int(most_votes)
-
-    def close(self) -> None:
-        """Wait for the vote that is under way, of the last step. Raises RunError as reason does."""
-        self.take()
+def dist_max(dist_ctx: DistContext, *values: float) -> list[float]:
+    """The largest of all ranks' values, of each, on every rank; waits for no GPU."""
+    box = torch.tensor(values, dtype=torch.float64)
+    if dist_ctx.world_size > 1:
+        dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
+    return box.tolist()
 
 
 def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
@@ -224,7 +161,7 @@ def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
 
 def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
     """Raises UserError, on every rank, when a rank has another value of one of these facts than rank 0 has."""
-    if not dist_max(dist_ctx, facts != run_on_rank0(dist_ctx, lambda: facts)):
+    if not any(dist_max(dist_ctx, facts != run_on_rank0(dist_ctx, lambda: facts))):
         return
     everyones = gather_objects(dist_ctx, (platform.node(), facts))
 
@@ -240,7 +177,7 @@ def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], adv
 
 
 def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) -> None:
-    """Raises UserError, on every rank, when one has other flags, code or PyTorch than rank 0, or another clock."""
+    """Raises UserError, on every rank, when one has other flags, code or PyTorch than rank 0."""
     if dist_ctx.world_size == 1:
         return
     facts = {f"--{name}": value for name, value in flags.items()} | {"PyTorch": torch.__version__}
@@ -248,24 +185,6 @@ def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) ->
         facts["so many ranks on its node:"] = dist_ctx.local_world_size
     facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
     check_same_on_all_ranks(dist_ctx, facts, "start all ranks alike, and resume from a folder that all can read")
-    check_clocks(dist_ctx)
-
-
-def check_clocks(dist_ctx: DistContext, most_s: float = 60.0) -> None:
-    """Raises UserError, on every rank, when the ranks' clocks are further apart than this."""
-    dist_max(dist_ctx, 0)  # all are here now
-    clocks = gather_objects(dist_ctx, time.time())
-
-    def compare() -> None:
-        apart = [clock - clocks[0] for clock in clocks]
-        worst = max(range(len(apart)), key=lambda rank: abs(apart[rank]))
-        if abs(apart[worst]) > most_s:
-            raise UserError(
-                f"the clock of rank {worst} is {apart[worst]:+.0f} s from that of rank 0, so that times in logs and of "
-                "files mislead; set the nodes' clocks (ntpd or chronyd)"
-            )
-
-    run_on_rank0(dist_ctx, compare)
 
 
 def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:

@@ -4,21 +4,39 @@ A row is (when, sentence): the first whose condition holds refuses the run befor
 attributes, `hw` the facts check_device collects; sentences are format strings, with values such as {f.n_embd}.
 """
 
+import math
 import os
-import random
-import re
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from data.shards import UserError
-from runtime.derived import AC_MODES, activation_budget, is_sharded, lr_cap, uses_cudagraphs, uses_ngrams
-from runtime.dtype import hardware_dtype
-from runtime.flags import check_ranges, closest
+from runtime.errors import UserError
+from runtime.flags import check_ranges
 from runtime.launch import ALLOC_CONF_VARIABLES
+from runtime.ranks import DistContext
+from runtime.sizes import hardware_dtype, largest_divisor
+
+AC_MODES = ("none", "selective", "full")
+
+
+def activation_budget(checkpointing: str) -> float:
+    """The fraction of activation memory that --checkpointing leaves the compiler; 1 for its modes, nan for nonsense."""
+    if checkpointing in ("auto", *AC_MODES):
+        return 1.0
+    try:
+        return float(checkpointing)
+    except ValueError:
+        return math.nan
+
+
+def uses_cudagraphs(compile: str) -> bool:
+    """Whether this --compile mode replays CUDA graphs on a GPU; the modes are treated alike on a CPU."""
+    return compile in ("reduce-overhead", "max-autotune")
+
+
+def is_sharded(parallel: str) -> bool:
+    """Whether each rank holds a part of the weights only."""
+    return parallel in ("fsdp", "hsdp")
 
 
 def nearest_batch(f) -> int:
@@ -44,20 +62,20 @@ FLAG_RULES = (
         "--batch_tokens {f.batch_tokens} is not a multiple of --seq_len {f.seq_len}; use --batch_tokens {batch}",
     ),
     (
-        lambda f: f.ngram_dropout > 0 and not uses_ngrams(f) or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
+        lambda f: f.ngram_dropout > 0 and f.ngram in (0, 1) or f.ngram_dropout >= 1 or -1 < f.ngram_dropout < 0,
         "--ngram_dropout is {f.ngram_dropout:g} with --ngram {f.ngram}; expected a probability below 1 (or -1), and "
         "n-grams to drop, as with --ngram 4",
     ),
     (
-        lambda f: f.checkpointing not in ("auto", *AC_MODES) and not 0 < activation_budget(f) < 1,
+        lambda f: f.checkpointing not in ("auto", *AC_MODES) and not 0 < activation_budget(f.checkpointing) < 1,
         "--checkpointing is {f.checkpointing!r}; expected auto, none, selective, full or a number between 0 and 1",
     ),
     (
-        lambda f: activation_budget(f) < 1 and f.compile == "off",
+        lambda f: activation_budget(f.checkpointing) < 1 and f.compile == "off",
         "--checkpointing {f.checkpointing} is a budget for the compiler; add --compile",
     ),
     (
-        lambda f: uses_cudagraphs(f) and is_sharded(f),
+        lambda f: uses_cudagraphs(f.compile) and is_sharded(f.parallel),
         "--compile {f.compile} records CUDA graphs, which FSDP's moving weights break; use --compile "
         "max-autotune-no-cudagraphs or default",
     ),
@@ -70,12 +88,12 @@ FLAG_RULES = (
         "--profile {f.profile} starts after 3 steps; use --max_steps {profiled} or more",
     ),
     (
-        lambda f: f.trials > 1 and f.target_val_loss,
-        "--trials compares runs of one length, so none may stop early; remove --target_val_loss",
+        lambda f: f.dtype == "fp16" and is_sharded(f.parallel),
+        "--dtype fp16 scales the loss, which does not go with --parallel {f.parallel}; use --dtype bf16",
     ),
     (
-        lambda f: f.trials > 1 and f.minutes,
-        "--trials compares runs of one length, which --minutes would choose for each; give --max_steps instead",
+        lambda f: f.trials > 1 and f.target_val_loss,
+        "--trials compares runs of one length, so none may stop early; remove --target_val_loss",
     ),
     (
         lambda f: f.trials > 1 and f.resume not in ("", "auto"),
@@ -93,18 +111,6 @@ FLAG_RULES = (
     (
         lambda f: f.init_from in ("scratch", "resume") and not os.path.exists(f.init_from),
         "--init_from {f.init_from} is nanoGPT's; a run starts from scratch by itself, and --resume continues one",
-    ),
-    (
-        lambda f: f.init_partial and not f.init_from,
-        "--init_partial is about the weights that --init_from takes, which was not given; remove it",
-    ),
-    (
-        lambda f: f.schedule_from == "here" and not f.resume,
-        "--schedule_from here keeps the learning rate of a resumed run; add --resume",
-    ),
-    (
-        lambda f: f.schedule_from not in ("start", "here") and not 0 <= lr_cap(f) <= 1,
-        "--schedule_from is {f.schedule_from!r}; expected start, here or a fraction of the learning rates",
     ),
     (lambda f: f.resume and f.init_from, "--resume and --init_from contradict each other; give one of them"),
 )
@@ -139,7 +145,10 @@ DEVICE_RULES = (
         "--fp8 needs bf16 and sizes that 16 divides, not {hw.dtype}, --n_embd {f.n_embd} and "
         "--vocab_size {f.vocab_size}",
     ),
-    (lambda f, hw: is_sharded(f) and hw.type == "mps", "--parallel {f.parallel} does not run on MPS; remove it"),
+    (
+        lambda f, hw: is_sharded(f.parallel) and hw.type == "mps",
+        "--parallel {f.parallel} does not run on MPS; remove it",
+    ),
     (
         lambda f, hw: f.deterministic and hw.cuda and (not f.micro_batch or f.attn in ("cudnn", "varlen")),
         "--deterministic on CUDA needs an explicit --micro_batch, and an --attn other than cudnn or varlen",
@@ -150,7 +159,7 @@ DEVICE_RULES = (
     ),
     (
         lambda f, hw: (
-            uses_cudagraphs(f) and hw.cuda and (f.offload == "activations" or f.attn == "varlen" and f.doc_mask)
+            uses_cudagraphs(f.compile) and hw.cuda and (f.offload == "activations" or f.attn == "varlen" and f.doc_mask)
         ),
         "--compile {f.compile} records CUDA graphs, which need activations at fixed addresses and a fixed number of "
         "documents; use --compile max-autotune-no-cudagraphs or default",
@@ -169,7 +178,7 @@ NO_EFFECT = (
         "--offload {f.offload} has no effect on {hw.type}: everything is in host memory already",
     ),
     (
-        lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or is_sharded(f)),
+        lambda f, hw: f.bucket_cap_mb != hw.preset.bucket_cap_mb and (hw.world_size == 1 or is_sharded(f.parallel)),
         "--bucket_cap_mb {f.bucket_cap_mb} has no effect: it is about the gradients that DDP's ranks exchange",
     ),
     (
@@ -193,7 +202,7 @@ NO_EFFECT = (
         "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens",
     ),
     (
-        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and not uses_ngrams(f),
+        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram <= 1,
         "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds",
     ),
     (
@@ -231,14 +240,15 @@ def check_flags(f) -> None:
     for when, text in FLAG_RULES:
         if when(f):
             raise UserError(sentence_of(text, f))
-    check_alloc_conf(f.alloc_conf)
 
 
-def check_device(f, preset, device: torch.device, windowed: bool, world_size: int) -> list[str]:
+def check_device(f, preset, dist_ctx: DistContext, windowed: bool) -> list[str]:
     """Refuse flags that cannot work on this device with a UserError; returns a line for each that has no effect.
 
     preset: the preset's flags, with nothing overridden. windowed: whether a layer's window is shorter than the context.
     """
+    device, world_size = dist_ctx.device, dist_ctx.world_size
+    seqs_per_rank(f.batch_tokens, f.seq_len, f.micro_batch, world_size)
     cuda = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if cuda else (0, 0)
     hw = SimpleNamespace(
@@ -276,107 +286,32 @@ def check_compiler(device: torch.device) -> None:
         raise UserError(f"--compile finds {missing}; install one (on a CPU: g++, or what CXX names) or remove it")
 
 
-def check_recomputation(f, checkpointing: str, effects: dict) -> None:
-    """Raises UserError if compiled blocks would recompute other values for the backward pass than they computed.
-
-    checkpointing: the blocks' mode; effects: as warm_up returns them.
-    """
-    given = "--checkpointing" + f" {f.checkpointing}" * (f.checkpointing != "auto")
-    if effects["drawn"] and activation_budget(f) < 1:
+def ranks_per_copy(parallel: str, shard_size: int, world_size: int, local_world_size: int) -> int:
+    """The ranks that share one copy of the weights. Raises UserError when they do not divide the world."""
+    if parallel != "hsdp":
+        return world_size if is_sharded(parallel) else 1
+    shards = shard_size or local_world_size
+    if world_size % shards:
         raise UserError(
-            f"{given} lets the compiler redraw random numbers, as of dropout, for the backward pass, which would make "
-            "the gradients wrong; use --checkpointing full, selective or none"
+            f"--shard_size {shards}{'' if shard_size else ', the ranks of a node,'} does not divide the {world_size} "
+            f"ranks; use --shard_size {largest_divisor(world_size, shards)}, or --parallel fsdp"
         )
-    if effects["written"] and f.compile != "off" and (checkpointing != "none" or activation_budget(f) < 1):
+    return shards
+
+
+def seqs_per_rank(batch_tokens: int, seq_len: int, micro_batch: int, world_size: int) -> int:
+    """Sequences that each rank takes per step. Raises UserError when the ranks cannot share the batch evenly."""
+    n_seqs, micro_batch = batch_tokens // seq_len, micro_batch or 1
+    if n_seqs % world_size:
+        near = max(1, round(n_seqs / world_size)) * world_size * seq_len
         raise UserError(
-            f"{given} with --compile recomputes blocks with buffers as the forward pass left them ("
-            f"{', '.join(effects['written'][:4])}), so gradients would be wrong; remove one of the two flags"
+            f"--batch_tokens {batch_tokens} is {n_seqs} sequences of {seq_len}, which {world_size} ranks cannot "
+            f"share evenly; use --batch_tokens {near}, or another number of ranks"
         )
-
-
-def check_schedule(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError for learning rates set by others, e.g. PyTorch's schedulers: the trainer sets them itself."""
-    changed = any(
-        name in group and group[name] != value and group[f"initial_{name}"] == initial
-        for group in optimizer.param_groups
-        for name, (value, initial) in group.get("after_step", {}).items()
-    )
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched") or changed:
+    n_seqs //= world_size
+    if n_seqs % micro_batch:
         raise UserError(
-            "something sets learning rates or momenta, as a torch.optim.lr_scheduler would, but update_weights "
-            "overwrites them in each step; put the schedule into get_lr_multiplier or get_momentum, or change "
-            '"initial_lr" or "initial_momentum" of a parameter group'
+            f"--micro_batch {micro_batch} does not divide the {n_seqs} sequences that each rank takes per step; "
+            f"use --micro_batch {largest_divisor(n_seqs, micro_batch)}"
         )
-
-
-def keep_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Notes the learning rates and momenta that a step leaves behind, for check_schedule."""
-    for group in optimizer.param_groups:
-        names = [name for name in ("lr", "momentum") if f"initial_{name}" in group]
-        group["after_step"] = {name: (group[name], group[f"initial_{name}"]) for name in names}
-
-
-def check_same_flags(before, now) -> None:
-    """Raises UserError when a step has replaced the flags, which are settled when a run starts."""
-    if now is not before:
-        raise UserError(
-            "state.cfg was replaced in training, where flags are no longer read, though a resume would read them; put "
-            'schedules into get_lr_multiplier or get_momentum, or change "initial_lr" of a parameter group'
-        )
-
-
-def check_batch(get_batch) -> None:
-    """Raises UserError if get_batch() is not a function of the step.
-
-    It runs ahead of the steps in a thread, beside steps that draw from the global generators.
-    """
-
-    def states() -> list:
-        _, key, *rest = np.random.get_state()
-        return [random.getstate(), key.tolist(), rest, torch.get_rng_state().tolist()]
-
-    before = states()
-    batch, again = get_batch(), get_batch()
-    if states() != before:
-        raise UserError(
-            "get_batch draws from a global generator, in its own thread, so that no two runs would be the same; draw "
-            'from np.random.default_rng(derive_seed(stream.seed, "batch", step)), with dist_ctx.rank where ranks differ'
-        )
-    batch, again = (tree_leaves(parts) for parts in (batch, again))
-    if not all(torch.equal(a, b) for a, b in zip(batch, again) if isinstance(a, Tensor)):
-        raise UserError(
-            "get_batch gives another batch when it is called again for the same step, so that a resumed run would see "
-            "other data; it must be a function of stream, ranks and step, without iterators or generators that go on"
-        )
-
-
-ALLOC_CONF_KEYS = {
-    "expandable_segments",
-    "garbage_collection_threshold",
-    "graph_capture_record_stream_reuse",
-    "max_non_split_rounding_mb",
-    "max_split_size_mb",
-    "per_process_memory_fraction",
-    "pinned_num_register_threads",
-    "pinned_reserve_segment_size_mb",
-    "pinned_use_background_threads",
-    "pinned_use_cuda_host_register",
-    "release_lock_on_cudamalloc",
-    "roundup_power2_divisions",
-    "throw_on_cudamalloc_oom",
-}
-
-
-def check_alloc_conf(text: str) -> None:
-    """Raises UserError for settings unknown to PyTorch's allocator, which silently accepts many of them."""
-    for part in filter(None, re.sub(r"\[.*?\]", "", text).split(",")):
-        key, colon, _ = part.strip().partition(":")
-        if key == "backend":
-            raise UserError(
-                "--alloc_conf cannot set backend, which is fixed when torch is imported; set PYTORCH_ALLOC_CONF in the "
-                "environment instead"
-            )
-        if key not in ALLOC_CONF_KEYS or not colon:
-            raise UserError(
-                f"--alloc_conf has no setting {part.strip()!r}{closest(key, ALLOC_CONF_KEYS)}; expected key:value"
-            )
+    return n_seqs

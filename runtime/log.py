@@ -1,0 +1,374 @@
+"""A run's folder (log.txt, metrics.jsonl, summary.json, source/), the console, Weights & Biases, and the clock."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.shards import atomic_write, recorded_hashes
+from runtime.errors import UserError, catch_signals, explain
+from runtime.launch import SOURCE_FILES, device_summary, peak_flops, peak_memory_mb
+from runtime.ranks import DistContext, dist_means, run_on_rank0
+
+try:
+    import fcntl  # not on Windows, where a run's folder is not locked
+except ImportError:
+    fcntl = None
+
+SECTION = "=" * 40  # begins a section of log.txt: each start of a run
+
+
+def new_run_folder(preset: str) -> Path:
+    """Make runs/<time>-<preset>, with a number appended if it exists; returns its path. Raises UserError."""
+    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}"
+    for number in itertools.count(1):
+        path = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"the run's folder {path} cannot be made ({error}); give another --out_dir") from None
+
+
+@contextlib.contextmanager
+def open_run(out_dir: str, preset: str, dist_ctx: DistContext):
+    """Yields the logger of the run's folder, locked, and the list that signals land in by name.
+
+    out_dir: "" makes runs/<time>-<preset>. The log also gets the error that ends a run. Raises UserError.
+    """
+    folder = Path(out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(preset)))
+    logger = RunLogger(folder, TrainTimer(dist_ctx.device), dist_ctx.rank == 0)
+    with contextlib.closing(logger), catch_signals() as signals:
+        run_on_rank0(dist_ctx, logger.lock)
+        try:
+            yield logger, signals
+        except Exception as error:
+            if logger.log:  # the command line prints it on standard error, which may be lost
+                logger.write(logger.log, f"ended: {explain(error) or traceback.format_exc()}")
+            raise
+
+
+class RunLogger:
+    """The run's folder and everything the run reports. Silent on every rank but 0."""
+
+    def __init__(self, folder: Path, timer: "TrainTimer", is_rank0: bool = True):
+        self.folder, self.timer, self.is_rank0 = folder, timer, is_rank0
+        self.log = self.metrics = self.wandb = self.lock_file = None
+        self.made = is_rank0 and not any(folder.glob("*"))  # for this run, which may not begin
+        self.early = []  # lines from before log.txt is open
+
+    def lock(self) -> None:
+        """Make the folder, lock it against other runs, and delete partial files of a run that died.
+
+        Raises UserError.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock_file = open(self.folder / ".lock", "a")
+        except OSError as error:
+            raise UserError(
+                f"the run's folder {self.folder} cannot be written ({error}); give another --out_dir"
+            ) from None
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0  # not all of them are counted
+        deadline = time.monotonic() + 30 * restarts  # a rank whose torchrun was killed ends when it misses the others
+        while not self.take_lock():
+            if time.monotonic() >= deadline:
+                raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it")
+            time.sleep(0.2)
+        for partial in self.folder.glob(".tmp-*"):
+            partial.unlink()
+
+    def take_lock(self) -> bool:
+        """Whether this process got the folder's lock, or the file system has no locks."""
+        try:
+            if fcntl:
+                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # some network file systems
+            self.info(f"{self.folder} is not locked against a second run ({error})")
+        return True
+
+    def open(self, config: dict, first_step: int, wandb: bool = False, sources=SOURCE_FILES) -> list[dict]:
+        """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
+
+        log.txt gets the configuration, the command and, in one line, the SHA-256 of the sources (name -> file), which
+        are copied beside it, into source/, or source_<step>/ if a resumed run's differ. Raises UserError.
+        """
+        rows, kept = self.folder / "metrics.jsonl", []
+        if first_step and rows.exists():
+            found = read_rows(rows.read_text(encoding="utf-8", errors="replace"))
+            kept = [row for row in found if isinstance(row.get("step"), int) and row["step"] <= first_step]
+        with atomic_write(rows) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
+        self.metrics = open(rows, "a", encoding="utf-8")
+        self.log = open(self.folder / "log.txt", "a" if first_step else "w", encoding="utf-8", errors="replace")
+        contents = {name: path.read_bytes() for name, path in sources.items()}
+        folder = self.folder / "source"
+        there = {name: folder / name for name in contents if (folder / name).is_file()}
+        if first_step and any(name not in there or there[name].read_bytes() != contents[name] for name in contents):
+            folder = self.folder / f"source_{first_step}"
+        for name, content in contents.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        hashes = ", ".join(f"{name} sha256 {hashlib.sha256(text).hexdigest()}" for name, text in contents.items())
+        command = f"command: {shlex.join(sys.argv)}"
+        for line in (f"{SECTION} run", json.dumps(config), command, f"sources: {hashes}", *self.early):
+            self.write(self.log, line)
+        if wandb:
+            self.start_wandb(config)
+        return kept
+
+    def start_wandb(self, config: dict) -> None:
+        try:
+            import wandb
+
+            self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=config)
+        except Exception as error:  # no package, no login, no network
+            raise UserError(
+                f"--wandb could not start ({error}); run `wandb login`, set WANDB_MODE=offline or remove it"
+            ) from None
+
+    def write(self, file, line: str) -> None:
+        """Append a line to a file; a full disk does not end the run."""
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            print(f"WARNING: {file.name} cannot be written ({error.strerror})", flush=True)
+
+    def info(self, text: str) -> None:
+        """Print a line, and keep it in log.txt."""
+        if self.is_rank0:
+            print(text, flush=True)
+            if self.log:
+                self.write(self.log, text)
+            else:
+                self.early.append(text)
+
+    def log_metrics(self, values: dict) -> None:
+        """One line of metrics.jsonl; non-finite values are written as null."""
+        if self.is_rank0:
+            values = nan_to_none(values)
+            self.write(self.metrics, json.dumps(values))
+            if self.wandb:
+                self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+
+    def sync(self) -> None:
+        """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
+        os.fsync(self.metrics.fileno())
+
+    def write_summary(self, values: dict) -> None:
+        if self.is_rank0:
+            with atomic_write(self.folder / "summary.json") as file:
+                file.write(json.dumps(values, indent=1).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the files, and remove a folder that was made for a run that has not begun."""
+        remove = self.lock_file and self.made and not self.log
+        if remove:
+            (self.folder / ".lock").unlink(missing_ok=True)  # while it is locked
+        for file in filter(None, (self.log, self.metrics, self.lock_file)):
+            with contextlib.suppress(OSError):  # a full disk has been reported
+                file.close()
+        if remove:
+            with contextlib.suppress(OSError):  # something else is in it
+                self.folder.rmdir()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def read_rows(metrics: str) -> list[dict]:
+    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+    rows = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def nan_to_none(value):
+    """The same, inside dicts and lists too, with None for non-finite numbers, which JSON cannot represent."""
+    if isinstance(value, dict):
+        return {k: nan_to_none(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [nan_to_none(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_duration(seconds: float) -> str:
+    """h:mm:ss"""
+    minutes, seconds = divmod(int(max(0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+class TrainTimer:
+    """`train_time`, the seconds of training steps, which stops from pause() to start(); and `wall_time`, everything
+    since this object was made, so without the imports. A resumed run adds the time from before."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.train_time, self.wall_before, self.created = device, 0.0, 0.0, time.perf_counter()
+        self.started = None
+
+    def start(self) -> float:
+        """Start the training clock, if it is paused; returns the wall time."""
+        if self.started is None:
+            self.started = time.perf_counter()
+        return self.wall_time
+
+    def pause(self) -> float:
+        """Pause it once the device has finished its queued work; returns the training time."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        if self.started is not None:
+            self.train_time += time.perf_counter() - self.started
+        self.started = None
+        return self.train_time
+
+    @property
+    def wall_time(self) -> float:
+        return self.wall_before + self.wall_time_here
+
+    @property
+    def wall_time_here(self) -> float:
+        """Of this process, without what came before a resumed run."""
+        return time.perf_counter() - self.created
+
+
+class Progress:
+    """The metrics of a run: rows of metrics.jsonl, lines of the console, and what the summary needs of them."""
+
+    def __init__(
+        self,
+        logger: RunLogger,
+        dist_ctx: DistContext,
+        rows: list[dict],
+        tokens: int,
+        flops_per_token: float,
+        dtype: str,
+    ):
+        """rows: of the metrics.jsonl of a run that is resumed, the same on every rank; tokens: trained on so far.
+
+        dtype: of the matmuls.
+        """
+        self.logger, self.timer, self.dist_ctx = logger, logger.timer, dist_ctx
+        self.flops_per_token = flops_per_token
+        self.peak_flops = (peak_flops(dist_ctx.device, dtype) or math.nan) * dist_ctx.world_size
+        self.evaluations = [row for row in rows if row.get("val_loss") is not None]
+        losses = (row["train_loss"] for row in rows if row.get("train_loss") is not None)
+        self.recent_losses = deque(losses, maxlen=10)
+        self.first = self.last = (tokens, self.timer.train_time)
+        self.data_wait_s = 0.0
+
+    @property
+    def evaluated_at(self) -> int | None:
+        """The step of the last evaluation."""
+        return self.evaluations[-1]["step"] if self.evaluations else None
+
+    def next_batch(self, batches):
+        """The next of these batches; counts the seconds for which training waits for it."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.data_wait_s += time.perf_counter() - asked
+        return batch
+
+    def log_step(self, row: dict, metrics: dict, max_steps: int, left_s: float) -> None:
+        """Record and print a training row, of which step, train_loss, lr, grad_norm and tokens are given.
+
+        train_loss and metrics, what edits measure, are averaged over the ranks. left_s: seconds until the end.
+        """
+        metrics = dist_means(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
+        row["train_loss"] = loss = metrics.pop("train_loss")
+        (tokens, train_time), self.last = self.last, (row["tokens"], self.timer.pause())
+        speed = (row["tokens"] - tokens) / max(self.last[1] - train_time, 1e-9)
+        row |= dict(tokens_per_s=speed, mfu=speed * self.flops_per_token / self.peak_flops)
+        row |= dict(peak_mem_mb=peak_memory_mb(self.dist_ctx.device))
+        row |= dict(train_time_s=self.last[1], wall_time_s=self.timer.wall_time)
+        before = self.recent_losses
+        spike = len(before) >= 5 and loss > np.mean(before) + max(0.1, 4 * np.std(before))
+        mfu = f"mfu {row['mfu']:.1%} | " if math.isfinite(row["mfu"]) else ""
+        self.logger.info(
+            f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | loss {loss:.4f}{' SPIKE' if spike else ''} | "
+            f"lr {row['lr']:.2e} | norm {row['grad_norm']:.3f} | {figures(metrics)}{speed:,.0f} tok/s | {mfu}"
+            f"{row['peak_mem_mb']:,.0f} MiB | {format_duration(row['wall_time_s'])} < {format_duration(left_s)}"
+        )
+        self.logger.log_metrics(row | metrics)
+        if math.isfinite(loss):
+            before.append(loss)
+
+    def log_eval(self, step: int, val_loss: float, tokens: int, metrics: dict, max_steps: int, stream) -> bool:
+        """Record and print a validation loss, in nats per token, and metrics; returns whether it is the lowest."""
+        metrics = dist_means(self.dist_ctx, metrics)
+        counts = stream.meta["splits"].get("val") or {}
+        bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
+        row = dict(step=step, val_loss=val_loss, val_bpb=val_loss * bits_per_nat, tokens=tokens)
+        row |= dict(train_time_s=self.timer.pause(), wall_time_s=self.timer.wall_time)
+        bits = f"val_bpb {row['val_bpb']:.4f} | " if math.isfinite(row["val_bpb"]) else ""
+        self.logger.info(
+            f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | val_loss {row['val_loss']:.4f} | {bits}"
+            f"{figures(metrics)}train_time {row['train_time_s']:.1f} s"
+        )
+        self.logger.log_metrics(row | metrics)
+        before = [past["val_loss"] for past in self.evaluations if math.isfinite(past["val_loss"])]
+        self.evaluations.append(row)
+        return row["val_loss"] < min(before, default=math.inf)
+
+    def summary(self, stopped_by: str, step: int, tokens: int, flags: dict, stream) -> dict:
+        """Write summary.json, and say how the run ended and what to try next; returns the summary."""
+        target, eval_tokens = flags["target_val_loss"], flags["eval_tokens"]
+        trained_s = self.timer.pause() - self.first[1]
+        last = self.evaluations[-1] if self.evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
+        losses = [row["val_loss"] for row in self.evaluations if math.isfinite(row["val_loss"])]
+        reached = next((row for row in self.evaluations if row["val_loss"] <= target), None)
+        summary = dict(
+            stopped_by=stopped_by,
+            step=step,
+            val_loss=last["val_loss"],
+            best_val_loss=min(losses, default=math.nan),
+            val_bpb=last["val_bpb"],
+            target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
+            tokens=tokens,
+            tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan,
+            machine=device_summary(self.dist_ctx),
+            val_tokens=stream.num_eval_seqs(eval_tokens) * stream.seq_len,
+            eval_part=stream.eval_part,
+            files=recorded_hashes(stream.meta),
+            dtype=flags["dtype"],
+            data_wait_s=self.data_wait_s,
+            train_time_s=self.timer.train_time,
+            wall_time_s=self.timer.wall_time,
+        )
+        summary = nan_to_none(summary)
+        if tokens > self.first[0] or not (self.logger.folder / "summary.json").exists():
+            self.logger.write_summary(summary)  # a run that was complete before keeps its figures
+        folder = shlex.quote(str(self.logger.folder))
+        hint = (
+            f"next: python sample.py --run {folder} | longer: python train_gpt.py --out_dir {folder} --resume "
+            f"--max_steps {2 * step} | on your own text: python data/prepare.py files PATH | larger: --params 10M"
+        )
+        if stopped_by not in ("max_steps", "minutes", "target_val_loss"):
+            hint = f"to continue: python train_gpt.py --out_dir {folder} --resume"
+        self.logger.info(
+            f"stopped by {stopped_by} at step {step}: train_time {self.timer.train_time:.1f} s (data stall "
+            f"{self.data_wait_s / max(trained_s, 1e-9):.2%}), wall time {self.timer.wall_time:.1f} s; everything is in "
+            f"{folder}\n{hint}"
+        )
+        return summary
+
+
+def figures(metrics: dict[str, float]) -> str:
+    """What edits measure, for a line of the console."""
+    return "".join(f"{name} {value:.4g} | " for name, value in metrics.items())

@@ -1,0 +1,173 @@
+"""Around the model: float8, checkpointing, compiling, ranks; what fits into a GPU's memory; and warming all of it up."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ops.checkpointing import apply_ac, apply_offload
+from ops.compile import apply_compile
+from ops.linear import apply_fp8
+from ops.parallel import apply_ddp, apply_fsdp, reshard
+from runtime.errors import UserError, is_out_of_memory
+from runtime.ranks import DistContext, dist_max
+from runtime.rules import AC_MODES, activation_budget, is_sharded, ranks_per_copy, seqs_per_rank, uses_cudagraphs
+from runtime.sizes import DTYPES, largest_divisor
+
+ENOUGH_TOKENS, MOST_TOKENS = 4096, 65536  # per micro-step: fewer leave a GPU idle, and more are no faster
+
+
+def wrap_model(
+    model: nn.Module,
+    make_optimizer: Callable,
+    dist_ctx: DistContext,
+    *,
+    batch_tokens: int,
+    seq_len: int,
+    micro_batch: int,
+    dtype: str,
+    fp8: bool,
+    checkpointing: str,
+    offload: str,
+    compile: str,
+    attn: str,
+    parallel: str,
+    shard_size: int,
+    grad_comm: str,
+    bucket_cap_mb: int,
+) -> tuple[nn.Module, int]:
+    """A GPT as it is trained, and the sequences of a micro-step: systems flags are put around it, in this order.
+
+    make_optimizer() makes an optimizer for the model as it then is; the other arguments are flags. Weights and buffers
+    keep their values and names. Raises UserError when the ranks cannot share the batch, or nothing fits into memory.
+    """
+    device, world_size = dist_ctx.device, dist_ctx.world_size
+    n_seqs = seqs_per_rank(batch_tokens, seq_len, micro_batch, world_size)
+    shards = ranks_per_copy(parallel, shard_size, world_size, dist_ctx.local_world_size)
+    blocks, compiled, on_gpu = [*dict.fromkeys(model.blocks)], compile != "off", device.type == "cuda"
+    if fp8:
+        for module in (*(block.mlp for block in blocks), model.head):
+            apply_fp8(module)
+    modes = [checkpointing if checkpointing in AC_MODES else "none"]
+    if checkpointing == "auto" and on_gpu and offload != "activations":
+        modes = [
+            mode for mode in AC_MODES if mode != "selective" or attn != "flex" or compiled
+        ]  # it cannot see into it
+
+    def set_checkpointing(mode: str) -> None:
+        for block in blocks:
+            apply_ac(block, mode)
+
+    set_checkpointing(modes[0])
+    if not micro_batch:
+        probing = on_gpu and not is_sharded(parallel)  # a rank without memory would leave others waiting for its shards
+        fit = fit_micro_batch if probing else usual_micro_batch
+        micro_batch = fit(model, make_optimizer, n_seqs, seq_len, modes, set_checkpointing, dist_ctx)
+    if compiled:
+        apply_compile(model, compile, activation_budget(checkpointing), device)
+    if offload == "activations" and on_gpu:
+        for block in blocks:
+            apply_offload(block)
+    wrapped = model
+    if is_sharded(parallel):
+        apply_fsdp(model, device, DTYPES[dtype], shards, DTYPES[grad_comm])
+    elif world_size > 1:
+        wrapped = apply_ddp(model, bucket_cap_mb, DTYPES[grad_comm])
+    if compiled or on_gpu or world_size > 1:  # so that step 1 is like any other
+        warm_up(wrapped, make_optimizer(), micro_batch, seq_len, uses_cudagraphs(compile))
+    return wrapped, micro_batch
+
+
+def dummy_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, keep_gradients: bool) -> None:
+    """Two micro-steps on tokens x (B, T), an update with learning rates of 0, and an evaluation; weights stay.
+
+    keep_gradients: they keep their memory, as CUDA graphs need.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(3 if keep_gradients else 2):  # CUDA graphs are recorded at the second call
+        model(x, x).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    model.zero_grad(set_to_none=not keep_gradients)
+    model.eval()
+    with torch.no_grad():
+        model(x, x)
+        reshard(model)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    model.train()
+
+
+def warm_up(
+    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch: int, seq_len: int, keep_gradients: bool = False
+) -> None:
+    """Have happened what happens once: compiling, loading kernels, allocating, connecting ranks."""
+    if keep_gradients:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+    x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=next(model.parameters()).device)
+    dummy_step(model, optimizer, x, keep_gradients)
+    if x.is_cuda and not keep_gradients:  # CUDA graphs allocated theirs at recording
+        torch.cuda.reset_peak_memory_stats()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+def usual_micro_batch(model, make_optimizer, n_seqs: int, seq_len: int, modes, set_checkpointing, dist_ctx) -> int:
+    """How many of a rank's n_seqs sequences to take at once, without trying."""
+    tokens = ENOUGH_TOKENS if dist_ctx.device.type == "cuda" else 8192
+    return largest_divisor(n_seqs, tokens // seq_len)
+
+
+def fit_micro_batch(
+    model: nn.Module,
+    make_optimizer: Callable,
+    n_seqs: int,
+    seq_len: int,
+    modes: list[str],
+    set_checkpointing: Callable,
+    dist_ctx: DistContext,
+) -> int:
+    """How many of a rank's n_seqs sequences to take at once on a GPU: what fits, found by trying steps.
+
+    modes: of activation checkpointing, set by set_checkpointing(mode): the first is kept in which ENOUGH_TOKENS fit, or
+    the last. The same on every rank. Raises UserError when not even one sequence fits.
+    """
+    enough = largest_divisor(n_seqs, -(-ENOUGH_TOKENS // seq_len))
+    buckets = sum(p.numel() for p in model.parameters()) if dist_ctx.world_size > 1 else 0  # of DDP, in fp32
+    for mode in modes:
+        set_checkpointing(mode)
+        micro_batch, least = largest_divisor(n_seqs, MOST_TOKENS // seq_len), 1 if mode == modes[-1] else enough
+        while micro_batch >= least:
+            reserved = torch.empty(buckets, device=dist_ctx.device)
+            fits = step_fits(model, make_optimizer(), micro_batch, seq_len)
+            del reserved
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            if not any(dist_max(dist_ctx, not fits)):
+                return micro_batch
+            if micro_batch == 1:
+                break
+            micro_batch = largest_divisor(n_seqs, micro_batch // 2)
+    raise UserError(
+        "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, add --offload optimizer, or "
+        "use a smaller --seq_len or model"
+    )
+
+
+def step_fits(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch: int, seq_len: int) -> bool:
+    """Whether a step takes at most 92 % of the GPU's memory: the rest is lost to fragmentation, or CUDA's."""
+    try:
+        torch.cuda.reset_peak_memory_stats()
+        x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device="cuda")
+        dummy_step(model, optimizer, x, keep_gradients=False)
+        total = torch.cuda.get_device_properties(None).total_memory * torch.cuda.get_per_process_memory_fraction()
+        return torch.cuda.max_memory_allocated() <= 0.92 * total
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
