@@ -38,7 +38,7 @@ def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, report=la
 
     Windows of the model's context length advance by `stride` tokens; all but the first score only their last `stride`.
     """
-    seq_len, device = model.cfg.seq_len, model.cos.device
+    seq_len, device = model.cfg.seq_len, model.device
     stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
     ends = [min(seq_len, len(tokens))]
     while ends[-1] < len(tokens):
@@ -51,7 +51,7 @@ def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, report=la
             start, counted = max(0, end - seq_len), ends[first + i - 1] if first + i else 0
             x[i, : end - start], y[i, counted - start : end - start] = stream[start:end], stream[counted + 1 : end + 1]
         with torch.no_grad():
-            total += model(x.to(device), y.to(device)).item()
+            total += model(x.to(device), y.to(device)).item() * int((y >= 0).sum())
         report(part[-1], total)
     return total
 
@@ -97,7 +97,7 @@ def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> 
     contexts, endings: tokens, int64, at least one each; an ending must fit into the model's context, and its context
     is truncated on the left to what fits.
     """
-    seq_len, device = model.cfg.seq_len, model.cos.device
+    seq_len, device = model.cfg.seq_len, model.device
     scores, greedy = torch.zeros(len(endings), dtype=torch.float64), torch.ones(len(endings), dtype=torch.bool)
     texts = [torch.cat(pair)[-seq_len - 1 :] for pair in zip(contexts, endings)]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)

@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.bpe import VOCABULARY_FILE
-from data.shards import UserError, atomic_write
+from data.shards import atomic_write
+from generation import some_tokens
 from int8 import quantize
 from model import GPT, GPTConfig, NgramEmbedding
-from ops.checks import some_tokens
-from runtime.checkpoint import as_evaluated, content_hash, load_weights, model_config, read_checkpoint
-from runtime.errors import report_error
+from runtime.checkpoint import as_evaluated, load_weights, model_config, read_checkpoint
+from runtime.errors import UserError, report_error
 from sample import find_file
 
 PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"]}
@@ -52,7 +52,6 @@ def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
 def to_int8(model: GPT, checkpoint: dict, out: Path) -> None:
     """A checkpoint of int8 weights and their scales, without optimizer state, for sample.py."""
     checkpoint = checkpoint | dict(model=dict(quantize(model).state_dict()), optimizer={})
-    checkpoint["sha256"] = content_hash(checkpoint)
     with atomic_write(out) as file:
         torch.save(checkpoint, file)
 

@@ -252,11 +252,10 @@ class CrossEntropy(nn.Module):
 class GPT(nn.Module):
     """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
 
-    Arguments that only affect speed, memory and rounding: `attn` is the attention backend; `loss_chunk` is how many
-    tokens' logits exist at once (0 = all). Arguments that change the model: `doc_eot` is the token that starts a
-    document; if it is given, tokens do not attend across documents. `ngram_dropout` is the probability of dropping an
-    n-gram in training mode. Which ones are dropped depends on the n-gram, its position and `step_seed` (new each step),
-    not on ranks or micro-batches.
+    Only speed, memory and rounding depend on `attn`, the attention backend, and `loss_chunk`, how many tokens' logits
+    exist at once (0 = all). `doc_eot` is the token that starts a document; if given, tokens do not attend across
+    documents. `ngram_dropout` is the probability of dropping an n-gram in training mode, which depends on the n-gram,
+    its position and `step_seed` (new each step), not on ranks or micro-batches.
     """
 
     extrapolates = True  # False: positions end at seq_len, so longer texts are drawn from their last seq_len tokens
@@ -364,12 +363,9 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of x (B, T, n_embd) against targets (B, T), fp32 (), `loss_chunk` tokens at a time."""
-        params = [*self.head.parameters(), *self.cross_entropy.parameters()]  # all that this function depends on
-
-        def function(x: Tensor, targets: Tensor) -> Tensor:
-            return self.cross_entropy(self.head(x), targets)
-
-        return chunked_loss(function, params, x.flatten(0, 1), targets.flatten(), self.loss_chunk)
+        params = [*self.head.parameters(), *self.cross_entropy.parameters()]  # all that the chunks' losses depend on
+        flat = x.flatten(0, 1), targets.flatten()
+        return chunked_loss(lambda x, y: self.cross_entropy(self.head(x), y), params, *flat, self.loss_chunk)
 
     def freeze(self) -> "GPT":
         """For inference: no gradients; weight matrices are cast to the compute dtype once, not at each use."""
@@ -458,7 +454,7 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
             kind, betas, lr, decay = "adam", (0.9, 0.95), adam_lr, weight_decay
         elif kind == "muon":
             lr, decay = spec.lr_mul * muon_lr, weight_decay
-        settings = dict(kind=kind, lr=lr, initial_lr=lr, weight_decay=decay, betas=betas)
+        settings = dict(kind=kind, lr=lr, initial_lr=lr, weight_decay=decay, betas=betas, fused=kind == "adam")
         if kind == "muon":
             module = model.get_submodule(name.rpartition(".")[0])
             split = getattr(module, "split", ()) if name.endswith(".weight") else ()
@@ -480,7 +476,6 @@ def newton_schulz(x: Tensor) -> Tensor:
     """A nearly semi-orthogonal matrix for each of x (M, rows, cols), by Muon's quintic Newton-Schulz iteration.
 
     Singular values above 0.01 of the largest end up in [0.7, 1.3]; smaller ones grow 76-fold. (Jordan et al. 2024.)
-    Runs in the dtype of x. All-zero matrices stay zero.
     """
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -549,17 +544,13 @@ class Optimizer(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for params in by_shape.values():
-                if group["kind"] == "muon":
-                    self.muon(group, params)
-                else:
-                    self.adam(group, params)
+                getattr(self, group["kind"])(group, params)
 
     def slots(self, name: str, params: list[Tensor]) -> list[Tensor]:
         """The state tensors of this name, one per parameter; zeros at first."""
         for p in params:
-            place = dict(device="cpu", pin_memory=p.is_cuda) if self.offload else {}
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros_like(to_local(p), **place)
+            kept = to_local(self.state[p][name] if name in self.state[p] else torch.zeros_like(p))
+            self.state[p][name] = kept.cpu().pin_memory() if self.offload and kept.is_cuda else kept
         return [self.state[p][name] for p in params]
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
@@ -583,24 +574,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
         """Adam for parameters of one shape, by PyTorch's fused kernel."""
-        for p in params:
-            self.state[p].setdefault("step", torch.zeros((), dtype=torch.float32, device=p.device))
-        weights, slots = [to_local(p) for p in params], [self.slots(name, params) for name in ("exp_avg", "exp_avg_sq")]
-        with state_on_device(weights[0].device, *slots) as (exp_avgs, exp_avg_sqs):
-            adamw(
-                weights,
-                [to_local(p.grad) for p in params],
-                exp_avgs,
-                exp_avg_sqs,
-                [],
-                [self.state[p]["step"] for p in params],
-                fused=True,
-                foreach=False,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=self.eps,
-                maximize=False,
-            )
+        weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
+        steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
+        settings = dict(lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, fused=True)
+        settings |= dict(beta1=group["betas"][0], beta2=group["betas"][1], amsgrad=False, maximize=False)
+        kept = [self.slots(name, params) for name in ("exp_avg", "exp_avg_sq")]
+        with state_on_device(weights[0].device, *kept) as (exp_avgs, exp_avg_sqs):
+            adamw(weights, grads, exp_avgs, exp_avg_sqs, [], steps, **settings)

@@ -22,10 +22,10 @@ from int8 import quantize
 from model import GPT, GPTConfig
 from ops.cpu import skip_trial_programs
 from runtime.checkpoint import BEST, as_evaluated, list_checkpoints, load_weights, model_config, read_checkpoint
-from runtime.checks import check_compiler
-from runtime.dtype import sampling_dtype
 from runtime.errors import UserError, report_error
-from runtime.launch import DTYPES, peak_memory_mb, select_device
+from runtime.launch import peak_memory_mb, select_device
+from runtime.rules import check_compiler
+from runtime.sizes import DTYPES, sampling_dtype
 
 
 def find_file(run: str, best: bool = False) -> Path:
@@ -50,7 +50,7 @@ def load(path: Path, device: str, dtype: str, int8: bool = False, cached: bool =
     """
     checkpoint, place = read_checkpoint(path), select_device(device)
     cfg = model_config(checkpoint, GPTConfig, path)
-    dtype = DTYPES[sampling_dtype(dtype, checkpoint["config"], cfg.n_embd, place)]
+    dtype = DTYPES[sampling_dtype(dtype, checkpoint["config"].get("dtype"), cfg.n_embd, place)]
     quantized = any(name.endswith("_int8") for name in checkpoint["model"])
     with torch.device(place):
         model = GPT(cfg, dtype, loss_chunk=2048)
@@ -127,9 +127,9 @@ def main(argv: list[str]) -> int:
             return 0
         step = None
         if args.compile:
-            check_compiler(model.cos.device)
+            check_compiler(model.device)
             skip_trial_programs()
-            step = compile_decode_step(model.cos.device)
+            step = compile_decode_step(model.device)
         for prompts in typed_lines() if args.interactive else [args.prompt]:
             print_samples(model, tokenizer, prompts, args, step)
     except KeyboardInterrupt:
@@ -235,12 +235,12 @@ def print_batch(
         rest = decoder.decode(b"", final=True)
         print(rest if alone else f"--- sample {first + i + 1}\n{shown(text + rest)}")
     # The first step reads the prompts, the second may compile; on a GPU the next two record CUDA graphs
-    skipped, nth = (4, "fifth") if model.cos.is_cuda else (2, "third")
+    skipped, nth = (4, "fifth") if model.device.type == "cuda" else (2, "third")
     speed = ""
     if len(times) > skipped:
         per_s = sum(counts[skipped:]) / (times[-1] - times[skipped - 1])
         speed = f"{per_s:,.0f} tokens/s from the {nth} on, "
-    print(f"({sum(counts):,} tokens, {speed}{peak_memory_mb(model.cos.device):,.0f} MiB)", file=sys.stderr)
+    print(f"({sum(counts):,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,9 @@ optimizer are in model.py. From Python, call `train(make_config(n_layer=2, ...))
 import contextlib
 import dataclasses
 import math
-import os
 import random
-import statistics
 import sys
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from runtime import set_environment
 
@@ -30,47 +26,30 @@ from generation import check_causal, complete
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import eval_mode, maybe_no_sync, sum_over_ranks, to_full
-from runtime.checkpoint import collect_tensors, load_weights, save_checkpoint
-from runtime.errors import UserError, report_error
+from runtime.checkpoint import save_checkpoint
+from runtime.errors import report_error
 from runtime.flags import flag, parse_flags
 from runtime.launch import describe_run, launch, open_stream
-from runtime.log import Progress, RunLogger, open_run
+from runtime.log import Progress, open_run, run_trials
 from runtime.profiler import StepProfiler
-from runtime.ranks import DistContext, agree, check_stop, dist_max, exit_process, run_on_rank0
-from runtime.resume import find_start, flags_of_run, load_state
+from runtime.ranks import DistContext, agree, dist_max, exit_process
+from runtime.resume import find_start, flags_of_run
 from runtime.rules import check_device, check_flags
-from runtime.sizes import DTYPES, MANY_EPOCHS, settle_flags, sizes
+from runtime.sizes import DTYPES, fraction_done, settle_flags, sizes
 from runtime.wrap import wrap_model
 
+PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. Config: every flag, declared once. The command line, help, checks, log and checkpoint follow from here.
 
+SMALL = dict(ngram=-1, eval_tokens=262144)
+LAPTOP = dict(n_layer=2, n_head=1, n_embd=128, ngram_rows=131072, batch_tokens=8192, max_steps=260, eval_every=130)
+MINI = dict(n_layer=6, n_head=8, n_embd=512, seq_len=512, ngram_rows=65536, batch_tokens=16384, max_steps=1000)
 PRESETS = {
-    "laptop": dict(
-        n_layer=2,
-        n_head=1,
-        n_embd=128,
-        seq_len=1024,
-        ngram=-1,
-        ngram_rows=131072,
-        batch_tokens=8192,
-        max_steps=260,
-        eval_every=130,
-        eval_tokens=262144,
-    ),
-    "mini": dict(
-        n_layer=6,
-        n_head=8,
-        n_embd=512,
-        seq_len=512,
-        ngram=-1,
-        ngram_rows=65536,
-        batch_tokens=16384,
-        max_steps=1000,
-        eval_tokens=262144,
-    ),
+    "laptop": SMALL | LAPTOP,
+    "mini": SMALL | MINI,
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
@@ -92,9 +71,7 @@ class Config:
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., in subfolders of out_dir", min=1)
     device: str = flag("auto", "auto is cuda if there is one, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(
-        0, "weights in the blocks, e.g. 10M: sets their shape, batch, steps; -1: as suits --minutes", min=-1
-    )
+    params: int = flag(0, "weights in the blocks, e.g. 10M: sets shape, batch, steps; -1: as suits --minutes", min=-1)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
@@ -121,32 +98,15 @@ class Config:
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
     # systems
-    compile: str = flag(
-        "off", "torch.compile blocks and loss, in this mode (not yet run on a GPU)", COMPILE_MODES, const="default"
-    )
+    compile: str = flag("off", "torch.compile blocks and loss (not yet run on a GPU)", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "activation dtype; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
     fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer; not yet run on a GPU)", const=True)
-    matmul_precision: str = flag(
-        "highest", "precision of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium")
-    )
-    attn: str = flag(
-        "auto",
-        "backend; auto is PyTorch's, or blocked on CPUs where faster (flex, varlen, fa3, fa4: not yet run on a GPU)",
-        ATTENTION_BACKENDS,
-    )
-    checkpointing: str = flag(
-        "auto",
-        "activation checkpointing: none, selective, full, or a torch.compile memory budget in (0, 1); auto recomputes "
-        "only what it must to fit 4,096 tokens on the GPU",
-    )
+    matmul_precision: str = flag("highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium"))
+    attn: str = flag("auto", "backend (flex, varlen, fa3, fa4: not yet run on a GPU)", ATTENTION_BACKENDS)
+    checkpointing: str = flag("auto", "of activations: none, selective, full, a budget in (0, 1) for torch.compile")
     offload: str = flag("none", "what stays in CPU memory (not yet run on a GPU)", ("none", "activations", "optimizer"))
-    parallel: str = flag(
-        "auto",
-        "for several ranks: auto is ddp; fsdp shards weights, gradients and optimizer state over all ranks, hsdp "
-        "within groups of --shard_size",
-        ("auto", "ddp", "fsdp", "hsdp"),
-    )
+    parallel: str = flag("auto", "auto is ddp; fsdp shards over all ranks, hsdp over --shard_size", PARALLEL_MODES)
     shard_size: int = flag(0, "ranks that share one copy of the weights under hsdp; 0 = the ranks of a node")
     grad_comm: str = flag("fp32", "dtype of the gradient reduction; bf16 halves traffic but rounds", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
@@ -176,8 +136,6 @@ def make_config(**flags) -> Config:
     a wrong name or value.
     """
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
-    if given.get("minutes") and "max_steps" in given:
-        raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
     if given.get("minutes") and not saved and not given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head"}:
         given["params"] = -1
     name = given.get("preset", saved.get("preset", "laptop"))
@@ -185,10 +143,6 @@ def make_config(**flags) -> Config:
     changed = "preset" in given and name != saved.get("preset")
     cfg = Config(**((saved | preset | given) if changed else (preset | saved | given)))
     check_flags(cfg)
-    try:
-        gpt_config(cfg, 0).layer_windows()
-    except ValueError as error:
-        raise UserError(f"--{error}") from None
     return dataclasses.replace(cfg, dtype="bf16") if cfg.bf16 else cfg
 
 
@@ -259,10 +213,10 @@ def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
     return GPTConfig(**shape | dict(vocab_size=cfg.vocab_size or -(-vocab_size // 64) * 64))  # matmuls are faster so
 
 
-def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None, checkpoint=None) -> TrainState:
-    """The model and its optimizer, ready to step. Weights are drawn from the seed, or taken from a checkpoint.
+def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None, start=None) -> TrainState:
+    """The model and its optimizer, ready to step. Weights are drawn from the seed, or taken from a checkpoint, `start`.
 
-    checkpoint: a Start, of runtime/resume.py.
+    vocab_size, eot: of the tokenizer. Raises UserError.
     """
     torch.manual_seed(cfg.seed)  # for parameters that no row of PARAM_TABLE initializes
     with dist_ctx.device:
@@ -270,11 +224,10 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
         raw_model = GPT(shape, DTYPES[cfg.dtype], cfg.loss_chunk, cfg.attn, doc_eot, cfg.ngram_dropout)
     check_causal(raw_model)  # while no weights are zero
     init_weights(raw_model, lambda name: derive_seed(cfg.seed, name) >> 1)  # 63 bits
-    if checkpoint and checkpoint.path:
-        load_weights(raw_model, checkpoint.checkpoint, checkpoint.path, () if checkpoint.resumes else ("seq_len",))
-    systems = "batch_tokens seq_len micro_batch dtype fp8 checkpointing offload compile attn parallel shard_size"
-    flags = {name: getattr(cfg, name) for name in f"{systems} grad_comm bucket_cap_mb".split()}
-    model, micro_batch = wrap_model(raw_model, lambda: make_optimizer(cfg, raw_model), dist_ctx, **flags)
+    if start and start.path:
+        start.load_weights(raw_model)
+    flags = dataclasses.asdict(cfg)
+    model, micro_batch = wrap_model(raw_model, lambda: make_optimizer(cfg, raw_model), flags, dist_ctx)
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
     return TrainState(cfg, dist_ctx, raw_model, model, micro_batch, make_optimizer(cfg, raw_model), scaler)
 
@@ -304,13 +257,8 @@ def get_momentum(step: int, final: float) -> float:
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
     """This rank's part of step's global batch, int64 (sequences, seq_len + 1) on the CPU; pinned for a GPU."""
-    return host_tensor(stream.batch(step, dist_ctx.rank, dist_ctx.world_size), dist_ctx.device)
-
-
-def host_tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor on the CPU; pinned for a GPU, so that copying it does not block the host."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    batch = torch.from_numpy(stream.batch(step, dist_ctx.rank, dist_ctx.world_size))
+    return batch.pin_memory() if dist_ctx.device.type == "cuda" else batch  # so that copying it does not block the host
 
 
 def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
@@ -320,7 +268,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     gradient norm before clipping. If that is not finite, every rank skips the update.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
-    # Random draws follow from (seed, step, rank), so no RNG state needs checkpointing; n-gram dropout is rank-independent
+    # All that is random follows from (seed, step, rank), n-gram dropout from (seed, step): no RNG state in checkpoints
     state.raw_model.step_seed = derive_seed(cfg.seed, "step", state.step)
     seed = derive_seed(cfg.seed, "step", state.step, dist_ctx.rank)
     random.seed(seed)
@@ -366,8 +314,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
         for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
             if any(dist_max(dist_ctx, bool(signals))):
                 return None
-            n = int((y >= 0).sum())
-            x, y = (host_tensor(t, device).to(device, non_blocking=True) for t in (x, y))
+            n, (x, y) = int((y >= 0).sum()), (torch.from_numpy(t).to(device) for t in (x, y))
             sums += torch.tensor([model(x, y).item() * n, n], dtype=torch.float64)
     loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
     return loss_sum / n_targets
@@ -384,7 +331,6 @@ def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> 
 # 4. The run and its loop
 
 MAX_BAD_STEPS = 10  # skipped in a row, which end a run
-END_S = 4.0  # of --minutes: for imports, the last sample and checkpoint
 
 
 def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
@@ -395,9 +341,8 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     """
     dist_ctx = launch(dataclasses.asdict(cfg))
     with open_run(cfg.out_dir, cfg.preset, dist_ctx) as (logger, signals):
-        windowed = any(0 < window < cfg.seq_len for window in gpt_config(cfg, 0).layer_windows())
         with agree(dist_ctx):
-            notes = check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, windowed)
+            notes = check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
         shape = dict(seq_len=cfg.seq_len, batch_tokens=cfg.batch_tokens, seed=cfg.seed, vocab_size=cfg.vocab_size)
         stream = open_stream(cfg.data, dist_ctx, **shape, doc_align=cfg.doc_align)
         start = find_start(logger, cfg.resume, cfg.init_from, dist_ctx, stream)
@@ -407,98 +352,79 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             check_flags(cfg)
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"], start)
             if saved:
-                state.extra.update(load_state(start, state.raw_model, state.optimizer, state.scaler, stream))
+                state.extra.update(start.load_state(state.raw_model, state.optimizer, state.scaler, stream))
                 state.step, state.tokens, stream.eval_part = (saved[key] for key in ("step", "tokens", "eval_part"))
                 logger.timer.train_time, logger.timer.wall_before = (saved["clock"][key] for key in saved["clock"])
         del start, saved  # their tensors
         flags = dataclasses.asdict(cfg)
-        rows = run_on_rank0(dist_ctx, lambda: logger.open(flags, state.step, cfg.wandb))
+        rows = logger.open(flags, state.step)
         for line in describe_run(flags, state.raw_model, state.micro_batch, stream, dist_ctx) + notes:
             logger.info(line)
         progress = Progress(logger, dist_ctx, rows, state.tokens, state.raw_model.flops_per_token(), cfg.dtype)
         stopped_by = loop(state, stream, logger, progress, signals, on_step)
-        summary = progress.summary(stopped_by, state.step, state.tokens, flags, stream)
-    check_stop(dist_ctx, signals, stopped_by)
+        summary = progress.summary(stopped_by, state.step, state.tokens, flags, stream, signals)
     return (summary, state.raw_model) if return_model else summary
 
 
-def save(state: TrainState, stream: TokenStream, logger: RunLogger, best: bool = False, must: bool = False) -> None:
+def save(state: TrainState, stream: TokenStream, logger, best: bool = False, must: bool = False) -> None:
     """Save a checkpoint, or the weights that are evaluated as the best; raises RunError if it must succeed."""
     timer, flags, shape = logger.timer, dataclasses.asdict(state.cfg), dataclasses.asdict(state.raw_model.cfg)
     clock = dict(train_time=timer.pause(), wall_time=timer.wall_time)
     content = dict(step=state.step, tokens=state.tokens, clock=clock, config=flags, model_config=shape)
     content["scaler"] = state.scaler.state_dict()
+    kept = (None, {}) if best else (state.optimizer, state.extra)
     with state.as_evaluated() if best else contextlib.nullcontext():
-        kept = (None, {}) if best else (state.optimizer, state.extra)
-        content |= collect_tensors(state.raw_model, *kept, state.dist_ctx.rank)
-    save_checkpoint(logger, state.dist_ctx, stream, content, best, state.cfg.keep, must)
+        save_checkpoint(logger, state.dist_ctx, stream, content, state.raw_model, *kept, state.cfg.keep, must)
 
 
-def fraction_done(cfg: Config, step: int, epochs: float, wall_s: float, step_s: float, eval_s: float) -> float:
-    """How much of the run is done, from 0 to 1: of its steps, or under --minutes of the time for training."""
-    if not cfg.minutes:
-        return step / cfg.max_steps
-    for_training_s = 60 * cfg.minutes - END_S - eval_s - 1.5 * step_s  # the last step ends in time, and so does the run
-    return min(1.0, max(wall_s / max(1e-9, for_training_s), epochs / MANY_EPOCHS))
+def is_due(every: int, step: int) -> bool:
+    return 0 < every and 0 < step and step % every == 0
 
 
-def loop(
-    state: TrainState, stream: TokenStream, logger: RunLogger, progress: Progress, signals: list, on_step=None
-) -> str:
+def loop(state: TrainState, stream: TokenStream, logger, progress: Progress, signals: list, on_step=None) -> str:
     """Train from state.step until something ends the run; returns the reason: max_steps, minutes, max_minutes,
-    target_val_loss or a signal's name ("signal" on ranks that caught none)."""
-    cfg, dist_ctx, timer = state.cfg, state.dist_ctx, logger.timer
-    loss, norm, bad_steps, step_s, eval_s, saved_at = None, 0.0, 0, 0.0, 0.0, state.step
-    eval_steps = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
+    target_val_loss, diverged or a signal's name ("signal" on ranks that caught none)."""
+    cfg, dist_ctx, timer, first_step = state.cfg, state.dist_ctx, logger.timer, state.step
+    saved_at, bad_steps, step_s, eval_s, loss, norm = state.step, 0, 0.0, 0.0, None, None
+    steps_per_eval = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch  # whose forward passes it takes
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
-    with (
-        contextlib.closing(batches),
-        StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx) as profiler,
-    ):
+    profiler = StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
+    with contextlib.closing(batches), profiler:
         while True:
             # What is due after update number state.step comes first: every N-th, stopping and resuming are one path
-            wall_s, here_s, told, step_s, eval_s = dist_max(
-                dist_ctx,
-                timer.wall_time,
-                timer.wall_time_here,
-                bool(signals),
-                step_s,
-                eval_s or 0.4 * eval_steps * step_s,
+            epochs, tail_s = (
+                state.step * stream.seqs_per_batch / stream.per_epoch,
+                eval_s or 0.4 * steps_per_eval * step_s,
             )
-            done = fraction_done(
-                cfg, state.step, state.step * stream.seqs_per_batch / stream.per_epoch, wall_s, step_s, eval_s
-            )
+            done = fraction_done(state.step, cfg.max_steps, cfg.minutes, epochs, timer.wall_time, tail_s + 1.5 * step_s)
+            done, here_s, told = dist_max(dist_ctx, done, timer.wall_time_here, bool(signals))
             stop = "" if done < 1 else "minutes" if cfg.minutes else "max_steps"
-            if loss is not None:  # every start does one step, or restarts would loop
-                stop = "signal" if told else "max_minutes" if 0 < 60 * cfg.max_minutes <= here_s else stop
-
-            def due(every: int, stop: str = stop) -> bool:
-                return bool(stop) or (every > 0 and state.step > 0 and state.step % every == 0)
-
-            if loss is not None and (due(cfg.log_every) or state.step == 1):
-                row = dict(step=state.step, train_loss=loss, lr=logged_lr(state.optimizer), grad_norm=norm)
-                left_s = 60 * cfg.minutes - wall_s if cfg.minutes else step_s * (cfg.max_steps - state.step)
-                progress.log_step(row | dict(tokens=state.tokens), state.metrics, cfg.max_steps, left_s)
-            if (due(cfg.save_every) or bad_steps == MAX_BAD_STEPS) and saved_at != state.step:
-                saved_at = state.step
+            if state.step > first_step:  # every start does one step, or restarts would loop
+                stop = "max_minutes" if 0 < 60 * cfg.max_minutes <= here_s else stop
+                stop = "signal" if told else "diverged" if bad_steps == MAX_BAD_STEPS else stop
+                if stop or is_due(cfg.log_every, state.step) or state.step == 1:
+                    row = dict(step=state.step, train_loss=loss, grad_norm=norm, tokens=state.tokens)
+                    left_s = (
+                        60 * cfg.minutes - timer.wall_time if cfg.minutes else step_s * (cfg.max_steps - state.step)
+                    )
+                    progress.log_step(row, state.optimizer.param_groups, state.metrics, cfg.max_steps, left_s)
+            if (stop or is_due(cfg.save_every, state.step)) and state.step != saved_at:
                 save(state, stream, logger, must=bool(stop))
-            if bad_steps == MAX_BAD_STEPS:
-                raise UserError(
-                    f"the loss or gradient was not finite in {bad_steps} steps in a row, up to step {state.step}; try "
-                    "lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data there"
-                )
-            if due(cfg.eval_every) and stop != "signal" and progress.evaluated_at != state.step:
+                saved_at = state.step
+            if stop in ("signal", "diverged"):  # there may be little time left
+                break
+            if (stop or is_due(cfg.eval_every, state.step)) and state.step != progress.evaluated_at:
                 timer.pause()
                 began, val_loss = timer.wall_time, evaluate(state, stream, signals)
                 eval_s = timer.wall_time - began
                 if val_loss is None:
                     stop = "signal"
-                elif progress.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream):
-                    if 0 < cfg.eval_every < cfg.max_steps:
-                        save(state, stream, logger, best=True)
-                if val_loss is not None and val_loss <= cfg.target_val_loss:
-                    stop = "target_val_loss"
-            if due(cfg.sample_every) and stop != "signal" and stream.tokenizer:
+                    break
+                is_best = progress.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream)
+                if is_best and 0 < cfg.eval_every < cfg.max_steps:
+                    save(state, stream, logger, best=True)
+                stop = "target_val_loss" if val_loss <= cfg.target_val_loss else stop
+            if (stop or is_due(cfg.sample_every, state.step)) and stream.tokenizer:
                 timer.pause()
                 logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream)}\n---")
             if stop:
@@ -517,27 +443,6 @@ def loop(
     return signals[0] if stop == "signal" and signals else stop
 
 
-def logged_lr(optimizer: torch.optim.Optimizer) -> float:
-    """The learning rate of Muon's matrices, if there are any, or of the first parameter group."""
-    rates = [group["lr"] for group in optimizer.param_groups if group.get("kind") == "muon"]
-    return (rates or [optimizer.param_groups[0]["lr"]])[0]
-
-
-def train_trials(cfg: Config) -> list[dict]:
-    """--trials runs, seed after seed, each in its own folder; returns their summaries. --resume auto continues."""
-    folder, summaries = Path(cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"), []
-    for seed in range(cfg.seed, cfg.seed + cfg.trials):
-        trial = dataclasses.replace(cfg, seed=seed, trials=1, out_dir=str(folder / f"seed_{seed}"))
-        summaries.append(train(trial))
-        if summaries[-1]["stopped_by"] not in ("max_steps", "minutes"):
-            return summaries
-    losses = [summary["val_loss"] for summary in summaries]
-    if int(os.environ.get("RANK", 0)) == 0 and None not in losses:
-        spread = f"{statistics.mean(losses):.4f} +- {statistics.stdev(losses):.4f}"
-        print(f"{len(losses)} trials in {folder}: val_loss {spread}")
-    return summaries
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. The command line
 
@@ -548,7 +453,7 @@ def main(argv: list[str]) -> int:
     try:
         description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
         cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], description))
-        train_trials(cfg) if cfg.trials > 1 else train(cfg)
+        run_trials(lambda **which: train(dataclasses.replace(cfg, **which)), cfg.seed, cfg.trials, cfg.out_dir)
     except Exception as error:
         return report_error(error)
     if dist.is_initialized():  # not after an error: it would wait for the other ranks

@@ -15,8 +15,8 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.errors import UserError
 from data.text import ACCEPTED, NotText, check_text, open_utf8
+from runtime.errors import UserError
 
 ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

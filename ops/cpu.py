@@ -65,7 +65,7 @@ class EagerReLUSquared(torch.autograd.Function):
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether to use the functions above: without a compiler, and for more than a token, which stays in cache anyway."""
+    """Whether to use the functions above: without a compiler, and beyond a single token, which stays in cache."""
     if torch.compiler.is_compiling() or x.device.type != "cpu":
         return False
     return x.dim() > 2 and x.size(1) > 1 and x.numel() > 0

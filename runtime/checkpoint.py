@@ -102,13 +102,24 @@ def write_checkpoint(folder: Path, content: dict, name: str, keep: int) -> None:
 
 
 def save_checkpoint(
-    logger: RunLogger, dist_ctx: DistContext, stream, content: dict, best: bool, keep: int, must: bool
+    logger: RunLogger,
+    dist_ctx: DistContext,
+    stream,
+    content: dict,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict,
+    keep: int,
+    must: bool,
 ) -> None:
-    """Write rank 0's content, and where the stream is, as ckpt_<step>.pt or BEST into the run's folder; all ranks wait.
+    """Write content, tensors, and where the stream is, as ckpt_<step>.pt into the run's folder; every rank must call.
 
-    A file that cannot be written is a warning, as the next save may find room; with `must`, a RunError on all ranks.
+    Without an optimizer, as BEST. A file that cannot be written is a warning, as the next save may find room; with
+    `must`, a RunError on all ranks.
     """
+    best = optimizer is None
     name = BEST if best else f"ckpt_{content['step']}.pt"
+    content |= collect_tensors(model, optimizer, extra, dist_ctx.rank)
     facts = dict(
         tokenizer=stream.meta["tokenizer"],
         vocabulary=stream.vocabulary,  # of a custom BPE, so that sampling needs no data folder

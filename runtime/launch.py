@@ -136,9 +136,8 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"{f.batch_tokens * f.max_steps / stream.train.n_tokens:.2f} epochs",
     ]
     if device.type == "cuda":
-        lines.append(
-            f"allocator: {', '.join(f'{k} {v}' for k, v in torch.cuda.memory._snapshot()['allocator_settings'].items())}"
-        )
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        lines.append("allocator: " + ", ".join(f"{name} {value}" for name, value in settings.items()))
     if stream.tokenizer is None:
         lines.append("no samples will be printed, as a rank has no tokenizer for this data")
     return lines

@@ -7,19 +7,21 @@ import json
 import math
 import os
 import shlex
+import statistics
 import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from data.shards import atomic_write, recorded_hashes
-from runtime.errors import UserError, catch_signals, explain
+from runtime.errors import RunError, UserError, catch_signals, explain
 from runtime.launch import SOURCE_FILES, device_summary, peak_flops, peak_memory_mb
-from runtime.ranks import DistContext, dist_means, run_on_rank0
+from runtime.ranks import DistContext, check_stop, dist_means, printed_by, run_on_rank0
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
@@ -50,7 +52,7 @@ def open_run(out_dir: str, preset: str, dist_ctx: DistContext):
     out_dir: "" makes runs/<time>-<preset>. The log also gets the error that ends a run. Raises UserError.
     """
     folder = Path(out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(preset)))
-    logger = RunLogger(folder, TrainTimer(dist_ctx.device), dist_ctx.rank == 0)
+    logger = RunLogger(folder, dist_ctx)
     with contextlib.closing(logger), catch_signals() as signals:
         run_on_rank0(dist_ctx, logger.lock)
         try:
@@ -64,10 +66,11 @@ def open_run(out_dir: str, preset: str, dist_ctx: DistContext):
 class RunLogger:
     """The run's folder and everything the run reports. Silent on every rank but 0."""
 
-    def __init__(self, folder: Path, timer: "TrainTimer", is_rank0: bool = True):
-        self.folder, self.timer, self.is_rank0 = folder, timer, is_rank0
+    def __init__(self, folder: Path, dist_ctx: DistContext):
+        self.folder, self.dist_ctx, self.timer = folder, dist_ctx, TrainTimer(dist_ctx.device)
+        self.is_rank0 = dist_ctx.rank == 0
         self.log = self.metrics = self.wandb = self.lock_file = None
-        self.made = is_rank0 and not any(folder.glob("*"))  # for this run, which may not begin
+        self.made = self.is_rank0 and not any(folder.glob("*"))  # for this run, which may not begin
         self.early = []  # lines from before log.txt is open
 
     def lock(self) -> None:
@@ -102,12 +105,15 @@ class RunLogger:
             self.info(f"{self.folder} is not locked against a second run ({error})")
         return True
 
-    def open(self, config: dict, first_step: int, wandb: bool = False, sources=SOURCE_FILES) -> list[dict]:
+    def open(self, flags: dict, first_step: int) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
 
-        log.txt gets the configuration, the command and, in one line, the SHA-256 of the sources (name -> file), which
-        are copied beside it, into source/, or source_<step>/ if a resumed run's differ. Raises UserError.
+        log.txt gets the flags, the command and, in one line, the SHA-256 of the sources, which are copied beside it,
+        into source/, or source_<step>/ if a resumed run's differ. All ranks get the rows. Raises UserError.
         """
+        return run_on_rank0(self.dist_ctx, lambda: self.open_files(flags, first_step, SOURCE_FILES))
+
+    def open_files(self, flags: dict, first_step: int, sources: dict[str, Path]) -> list[dict]:
         rows, kept = self.folder / "metrics.jsonl", []
         if first_step and rows.exists():
             found = read_rows(rows.read_text(encoding="utf-8", errors="replace"))
@@ -126,17 +132,17 @@ class RunLogger:
             (folder / name).write_bytes(content)
         hashes = ", ".join(f"{name} sha256 {hashlib.sha256(text).hexdigest()}" for name, text in contents.items())
         command = f"command: {shlex.join(sys.argv)}"
-        for line in (f"{SECTION} run", json.dumps(config), command, f"sources: {hashes}", *self.early):
+        for line in (f"{SECTION} run", json.dumps(flags), command, f"sources: {hashes}", *self.early):
             self.write(self.log, line)
-        if wandb:
-            self.start_wandb(config)
+        if flags["wandb"]:
+            self.start_wandb(flags)
         return kept
 
-    def start_wandb(self, config: dict) -> None:
+    def start_wandb(self, flags: dict) -> None:
         try:
             import wandb
 
-            self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=config)
+            self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=flags)
         except Exception as error:  # no package, no login, no network
             raise UserError(
                 f"--wandb could not start ({error}); run `wandb login`, set WANDB_MODE=offline or remove it"
@@ -285,11 +291,13 @@ class Progress:
         self.data_wait_s += time.perf_counter() - asked
         return batch
 
-    def log_step(self, row: dict, metrics: dict, max_steps: int, left_s: float) -> None:
-        """Record and print a training row, of which step, train_loss, lr, grad_norm and tokens are given.
+    def log_step(self, row: dict, groups: list[dict], metrics: dict, max_steps: int, left_s: float) -> None:
+        """Record and print a training row, of which step, train_loss, grad_norm and tokens are given.
 
-        train_loss and metrics, what edits measure, are averaged over the ranks. left_s: seconds until the end.
+        train_loss and metrics, what edits measure, are averaged over the ranks. groups: of the optimizer, of which the
+        learning rate of Muon's is logged, or the first one's. left_s: seconds until the end.
         """
+        row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])["lr"]
         metrics = dist_means(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
         row["train_loss"] = loss = metrics.pop("train_loss")
         (tokens, train_time), self.last = self.last, (row["tokens"], self.timer.pause())
@@ -326,8 +334,11 @@ class Progress:
         self.evaluations.append(row)
         return row["val_loss"] < min(before, default=math.inf)
 
-    def summary(self, stopped_by: str, step: int, tokens: int, flags: dict, stream) -> dict:
-        """Write summary.json, and say how the run ended and what to try next; returns the summary."""
+    def summary(self, stopped_by: str, step: int, tokens: int, flags: dict, stream, signals: list[str]) -> dict:
+        """Write summary.json, and say how the run ended and what to try next; returns the summary.
+
+        Raises RunError for a run that diverged, and on nodes that got none of the signals that ended the run.
+        """
         target, eval_tokens = flags["target_val_loss"], flags["eval_tokens"]
         trained_s = self.timer.pause() - self.first[1]
         last = self.evaluations[-1] if self.evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
@@ -366,9 +377,38 @@ class Progress:
             f"{self.data_wait_s / max(trained_s, 1e-9):.2%}), wall time {self.timer.wall_time:.1f} s; everything is in "
             f"{folder}\n{hint}"
         )
+        check_stop(self.dist_ctx, signals, stopped_by)
+        if stopped_by == "diverged":
+            error = RunError(
+                f"the loss or gradient was not finite in many steps in a row, to step {step} (ckpt_{step}.pt has the "
+                "weights from before); try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data"
+            )
+            raise printed_by(error, self.dist_ctx.rank == 0)
         return summary
 
 
 def figures(metrics: dict[str, float]) -> str:
     """What edits measure, for a line of the console."""
     return "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
+
+
+def run_trials(train: Callable, seed: int, trials: int, out_dir: str) -> list[dict]:
+    """train(seed=..., out_dir=..., trials=1) for seed, seed + 1, ..., each in a folder of its own in out_dir.
+
+    Returns the summaries. A single run is in out_dir itself.
+    """
+    if trials == 1:
+        return [train()]
+    folder, summaries = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"), []
+    for number in range(seed, seed + trials):
+        summaries.append(train(seed=number, out_dir=str(folder / f"seed_{number}"), trials=1))
+        if summaries[-1]["stopped_by"] != "max_steps":
+            return summaries
+    losses = [summary["val_loss"] for summary in summaries]
+    if int(os.environ.get("RANK", 0)) == 0 and None not in losses:
+        seconds = statistics.mean(summary["train_time_s"] for summary in summaries)
+        print(
+            f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} +- "
+            f"{statistics.stdev(losses):.4f}, train_time {seconds:.1f} s each"
+        )
+    return summaries

@@ -15,6 +15,7 @@ from runtime.checkpoint import (
     list_checkpoints,
     load_extra,
     load_optimizer,
+    load_weights,
     read_checkpoint,
 )
 from runtime.errors import UserError
@@ -42,6 +43,8 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
     """
     known = {field.name: field for field in fields}
     given, saved = with_run(check_values(given, known))
+    if given.get("minutes") and "max_steps" in given:
+        raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
     return given, check_values({name: value for name, value in saved.items() if name in known}, known)
 
 
@@ -125,11 +128,26 @@ def newest_valid(folder: Path, say, rename: bool = True) -> Path:
 
 
 class Start(NamedTuple):
-    """A checkpoint to take weights from, with the path of its file, and whether to resume its run; or None."""
+    """A checkpoint to start from, with the path of its file, and whether to resume its run; or None."""
 
     path: Path | None
     checkpoint: dict | None
     resumes: bool
+
+    def load_weights(self, model: torch.nn.Module) -> None:
+        """Raises UserError if they do not fit the model."""
+        load_weights(model, self.checkpoint, self.path, () if self.resumes else ("seq_len",))
+
+    def load_state(self, model, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, stream) -> dict:
+        """Resume: load the state of optimizer and loss scale; returns that of edits.
+
+        Raises UserError for other data, another place in them, or another optimizer.
+        """
+        check_same_stream(self.checkpoint, stream, self.path)
+        load_optimizer(model, optimizer, self.checkpoint, self.path)
+        if scaler.is_enabled() and self.checkpoint["scaler"]:
+            scaler.load_state_dict(self.checkpoint["scaler"])
+        return load_extra(model, self.checkpoint["extra"])
 
 
 def find_start(logger: RunLogger, resume: str, init_from: str, dist_ctx: DistContext, stream) -> Start:
@@ -143,18 +161,6 @@ def find_start(logger: RunLogger, resume: str, init_from: str, dist_ctx: DistCon
             check_tokenizer(checkpoint, stream, path)
             logger.info(f"{'resumed' if resumes else 'weights'} from {path}")
     return Start(path, checkpoint, resumes)
-
-
-def load_state(start: Start, model, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, stream) -> dict:
-    """Resume: load the state of optimizer and loss scale; returns that of edits.
-
-    Raises UserError for other data, another place in them, or another optimizer.
-    """
-    check_same_stream(start.checkpoint, stream, start.path)
-    load_optimizer(model, optimizer, start.checkpoint, start.path)
-    if scaler.is_enabled() and start.checkpoint["scaler"]:
-        scaler.load_state_dict(start.checkpoint["scaler"])
-    return load_extra(model, start.checkpoint["extra"])
 
 
 def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:

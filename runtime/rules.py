@@ -6,6 +6,7 @@ attributes, `hw` the facts check_device collects; sentences are format strings, 
 
 import math
 import os
+import re
 from types import SimpleNamespace
 
 import torch
@@ -56,6 +57,10 @@ FLAG_RULES = (
         lambda f: f.n_embd % (2 * f.n_head),
         "--n_embd {f.n_embd} cannot be cut into {f.n_head} heads of even dimension; make it a multiple of {heads}, or "
         "change --n_head",
+    ),
+    (
+        lambda f: not re.fullmatch(r"[SL]+(:[1-9]\d*)?", f.window),
+        "--window is {f.window!r}; expected letters S and L, as in SSSL or SSSL:256",
     ),
     (
         lambda f: f.batch_tokens % f.seq_len,
@@ -242,11 +247,12 @@ def check_flags(f) -> None:
             raise UserError(sentence_of(text, f))
 
 
-def check_device(f, preset, dist_ctx: DistContext, windowed: bool) -> list[str]:
+def check_device(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[str]:
     """Refuse flags that cannot work on this device with a UserError; returns a line for each that has no effect.
 
-    preset: the preset's flags, with nothing overridden. windowed: whether a layer's window is shorter than the context.
+    preset: the preset's flags, with nothing overridden. windows: of the layers, in tokens; 0 = the whole context.
     """
+    windowed = any(0 < window < f.seq_len for window in windows)
     device, world_size = dist_ctx.device, dist_ctx.world_size
     seqs_per_rank(f.batch_tokens, f.seq_len, f.micro_batch, world_size)
     cuda = device.type == "cuda"

@@ -75,6 +75,20 @@ def sizes_within(minutes: float, given: dict, seq_len: int, vocab_size: int, tex
     return sizes(best[0], given, best[1]) | dict(params=round(best[0]))
 
 
+END_S = 4.0  # of --minutes: for imports, the last sample and checkpoint
+
+
+def fraction_done(step: int, max_steps: int, minutes: float, epochs: float, wall_s: float, tail_s: float) -> float:
+    """How much of a run is done, from 0 to 1 and beyond: of its steps, or under --minutes of the time for training.
+
+    epochs: how often the text has been seen; tail_s: what the last step and evaluation will take, so that the whole
+    run ends in time.
+    """
+    if not minutes:
+        return step / max_steps
+    return max(wall_s / max(1e-9, 60 * minutes - END_S - tail_s), epochs / MANY_EPOCHS)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The speed of matmuls
 
@@ -106,6 +120,13 @@ def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
         return dtype
     fp32, bf16 = (matmul_flops(device, DTYPES[name], min(n_embd, 512)) for name in ("fp32", "bf16"))
     return "bf16" if bf16 >= BF16_GAIN * fp32 else "fp32"
+
+
+def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.device) -> str:
+    """What to run a model in: `dtype`; for auto what it was trained in, where the device is fast in that."""
+    if dtype != "auto" or trained_in == "fp32":
+        return trained_in if dtype == "auto" else dtype
+    return "fp16" if device.type == "cuda" and trained_in == "fp16" else faster_dtype("auto", device, n_embd)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Around the model: float8, checkpointing, compiling, ranks; what fits into a GPU's memory; and warming all of it up."""
+"""Around the model: float8, checkpointing, compiling, ranks; what fits into a GPU's memory; and warming it all up."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -17,41 +18,25 @@ from runtime.sizes import DTYPES, largest_divisor
 ENOUGH_TOKENS, MOST_TOKENS = 4096, 65536  # per micro-step: fewer leave a GPU idle, and more are no faster
 
 
-def wrap_model(
-    model: nn.Module,
-    make_optimizer: Callable,
-    dist_ctx: DistContext,
-    *,
-    batch_tokens: int,
-    seq_len: int,
-    micro_batch: int,
-    dtype: str,
-    fp8: bool,
-    checkpointing: str,
-    offload: str,
-    compile: str,
-    attn: str,
-    parallel: str,
-    shard_size: int,
-    grad_comm: str,
-    bucket_cap_mb: int,
-) -> tuple[nn.Module, int]:
+def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx: DistContext) -> tuple[nn.Module, int]:
     """A GPT as it is trained, and the sequences of a micro-step: systems flags are put around it, in this order.
 
-    make_optimizer() makes an optimizer for the model as it then is; the other arguments are flags. Weights and buffers
-    keep their values and names. Raises UserError when the ranks cannot share the batch, or nothing fits into memory.
+    make_optimizer() makes an optimizer for the model as it then is; flags: all, by name. Weights and buffers keep their
+    values and names. Raises UserError when the ranks cannot share the batch, or nothing fits into memory.
     """
+    f = SimpleNamespace(**flags)
+    seq_len, micro_batch, checkpointing, parallel = f.seq_len, f.micro_batch, f.checkpointing, f.parallel
     device, world_size = dist_ctx.device, dist_ctx.world_size
-    n_seqs = seqs_per_rank(batch_tokens, seq_len, micro_batch, world_size)
-    shards = ranks_per_copy(parallel, shard_size, world_size, dist_ctx.local_world_size)
-    blocks, compiled, on_gpu = [*dict.fromkeys(model.blocks)], compile != "off", device.type == "cuda"
-    if fp8:
+    n_seqs = seqs_per_rank(f.batch_tokens, seq_len, micro_batch, world_size)
+    shards = ranks_per_copy(parallel, f.shard_size, world_size, dist_ctx.local_world_size)
+    blocks, compiled, on_gpu = [*dict.fromkeys(model.blocks)], f.compile != "off", device.type == "cuda"
+    if f.fp8:
         for module in (*(block.mlp for block in blocks), model.head):
             apply_fp8(module)
     modes = [checkpointing if checkpointing in AC_MODES else "none"]
-    if checkpointing == "auto" and on_gpu and offload != "activations":
+    if checkpointing == "auto" and on_gpu and f.offload != "activations":
         modes = [
-            mode for mode in AC_MODES if mode != "selective" or attn != "flex" or compiled
+            mode for mode in AC_MODES if mode != "selective" or f.attn != "flex" or compiled
         ]  # it cannot see into it
 
     def set_checkpointing(mode: str) -> None:
@@ -64,17 +49,17 @@ def wrap_model(
         fit = fit_micro_batch if probing else usual_micro_batch
         micro_batch = fit(model, make_optimizer, n_seqs, seq_len, modes, set_checkpointing, dist_ctx)
     if compiled:
-        apply_compile(model, compile, activation_budget(checkpointing), device)
-    if offload == "activations" and on_gpu:
+        apply_compile(model, f.compile, activation_budget(checkpointing), device)
+    if f.offload == "activations" and on_gpu:
         for block in blocks:
             apply_offload(block)
     wrapped = model
     if is_sharded(parallel):
-        apply_fsdp(model, device, DTYPES[dtype], shards, DTYPES[grad_comm])
+        apply_fsdp(model, device, DTYPES[f.dtype], shards, DTYPES[f.grad_comm])
     elif world_size > 1:
-        wrapped = apply_ddp(model, bucket_cap_mb, DTYPES[grad_comm])
+        wrapped = apply_ddp(model, f.bucket_cap_mb, DTYPES[f.grad_comm])
     if compiled or on_gpu or world_size > 1:  # so that step 1 is like any other
-        warm_up(wrapped, make_optimizer(), micro_batch, seq_len, uses_cudagraphs(compile))
+        warm_up(wrapped, make_optimizer(), micro_batch, seq_len, uses_cudagraphs(f.compile))
     return wrapped, micro_batch
 
 
