@@ -248,7 +248,7 @@ def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str
     model.load_state_dict(weights)
 
 
-SET_BY_FLAGS = ("lr", "initial_lr", "weight_decay", "betas", "momentum", "kind", "split", "params")
+SET_BY_FLAGS = ("lr", "initial_lr", "weight_decay", "betas", "momentum", "kind", "split", "fused", "params")
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict, path) -> None:
