@@ -181,7 +181,6 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         batch, length, n_embd = x.shape
-        # Along the heads: queries, keys, values.
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
         q, k = norm(qk).split(self.n_head, 2)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)

@@ -137,7 +137,7 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "
         f"{f.batch_tokens * f.max_steps / stream.train.n_tokens:.2f} epochs",
     ]
-    if device.type == "cuda":
+    if device.type == "cuda" and any(map(os.environ.get, ALLOC_CONF_VARIABLES)):
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
         lines.append("allocator: " + ", ".join(f"{name} {value}" for name, value in settings.items()))
     if stream.tokenizer is None:
