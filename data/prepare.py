@@ -6,7 +6,6 @@ complete is left as it is; after a run that was stopped, the same command resume
 
 import argparse
 import importlib.util
-import itertools
 import json
 import os
 import platform
@@ -28,24 +27,45 @@ from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train
 from data.choices import prepare_hellaswag
 from data.corpus import pieces_of as pieces_of
 from data.download import DOWNLOADS, FINEWEB_SHARDS, Progress, address_of, download, prepare_fineweb
-from data.shards import DATA_DIR, PYTHON_VOCABULARY, UserError, atomic_write, load_meta, sha256_of_file, write_shard
+from data.shards import (
+    DATA_DIR,
+    HEADER_BYTES,
+    PYTHON_VOCABULARY,
+    UserError,
+    atomic_write,
+    load_meta,
+    sha256_of_file,
+    shard_header,
+)
 from data.tokenizers import get_tokenizer
 
 # ---- Documents to shards --------------------------------------------------------------------------------------------
 
-BATCH = 32  # pieces given to a thread at once
+BATCH = 1 << 20  # bytes given to a thread at once
+
+
+def _batches(documents):
+    """Lists of about BATCH bytes of pieces."""
+    batch, size = [], 0
+    for piece in documents:
+        batch.append(piece)
+        size += len(piece[2])
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 def _encode(tokenizer, batch):
     """Pieces -> [(split, 1-D uint16 tokens, how many tokens, bytes and documents they are, as in meta.json)]."""
-    end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
-    parts = {"train": [end_of_text[:0]], "val": [end_of_text[:0]]}
-    counts = {split: Counter(tokens=0, bytes=0, documents=0) for split in parts}
-    for split, starts, piece in batch:
-        parts[split] += [end_of_text] * starts + [tokenizer.encode_raw(piece)]
-        counts[split].update(bytes=len(piece), documents=starts)
-    tokens = {split: np.concatenate(parts[split], dtype=np.uint16) for split in parts}
-    return [(split, tokens[split], counts[split] | {"tokens": tokens[split].size}) for split in parts]
+    end_of_text, encoded = np.array([tokenizer.eot], dtype=np.uint16), []
+    for split in ("train", "val"):
+        pieces = [(starts, piece) for where, starts, piece in batch if where == split]
+        parts = [part for starts, piece in pieces for part in [end_of_text] * starts + [tokenizer.encode_raw(piece)]]
+        tokens = np.concatenate([end_of_text[:0], *parts], dtype=np.uint16)
+        n_bytes, n_documents = sum(len(piece) for _, piece in pieces), sum(starts for starts, _ in pieces)
+        encoded.append((split, tokens, dict(tokens=tokens.size, bytes=n_bytes, documents=n_documents)))
+    return encoded
 
 
 def encode_file(path, tokenizer):
@@ -59,47 +79,54 @@ def encode_file(path, tokenizer):
     return tokens, counts["bytes"]
 
 
-def _store(path, tokens):
-    """Writes a shard. Returns its entry in "files" of meta.json."""
-    write_shard(path, tokens)
-    return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
+def _append(tokens, position, folder, split, shard_tokens):
+    """Appends a 1-D uint16 array to a split that has `position` tokens so far. Yields paths of shards that are full."""
+    while tokens.size:
+        number, filled = divmod(position, shard_tokens)
+        part, tokens = np.split(tokens, [shard_tokens - filled])
+        path = folder / f"{split}_{number:06d}.bin"
+        with open(path, "ab" if filled else "wb") as file:
+            file.write(b"" if filled else bytes(HEADER_BYTES))
+            file.write(part.data)
+        position += part.size
+        if position % shard_tokens == 0:
+            yield path
+
+
+def _complete(path):
+    """Writes the header of a shard. Returns its entry in "files" of meta.json."""
+    count = (path.stat().st_size - HEADER_BYTES) // 2
+    with open(path, "rb+") as file:
+        file.write(shard_header(np.uint16, count))
+    return {"tokens": count, "sha256": sha256_of_file(path)}
 
 
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
-    """Encodes and stores on all cores, in the order of the documents. Returns "splits" and "files" of meta.json."""
+    """Encodes and completes shards on all cores, writes in order. Returns "splits" and "files" of meta.json."""
     splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
-    unwritten, files, waiting = {"train": [], "val": []}, {}, deque()
+    files, waiting = {}, deque()
     threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL while they work
 
-    def write(split, end):
-        """Stores the shards of a split up to its token `end`."""
-        begin = splits[split]["tokens"] - sum(map(len, unwritten[split]))
-        tokens = np.concatenate(unwritten[split])
-        for at in range(begin, end, shard_tokens):
-            path, part = folder / f"{split}_{at // shard_tokens:06d}.bin", tokens[at - begin :][:shard_tokens]
-            files[path.name] = pool.submit(_store, path, part)
-        unwritten[split] = [tokens[end - begin :].copy()]
-
-    def collect(encoded):
-        for split, tokens, counts in encoded.result():
-            before = splits[split]["tokens"] // shard_tokens
+    def write_next():
+        for split, tokens, counts in waiting.popleft().result():
+            for path in _append(tokens, splits[split]["tokens"], folder, split, shard_tokens):
+                files[path.name] = pool.submit(_complete, path)
             splits[split].update(counts)  # adds them
-            unwritten[split].append(tokens)
             progress.add(counts["bytes"])
-            if (whole := splits[split]["tokens"] // shard_tokens) > before:
-                write(split, whole * shard_tokens)
 
     with ThreadPoolExecutor(threads) as pool:
-        while batch := list(itertools.islice(documents, BATCH)):
+        for batch in _batches(documents):
             waiting.append(pool.submit(_encode, tokenizer, batch))
             if len(waiting) > 2 * threads:
-                collect(waiting.popleft())
+                write_next()
         while waiting:
-            collect(waiting.popleft())
+            write_next()
         for split, counts in splits.items():
             if not counts["tokens"]:
                 raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
-            write(split, counts["tokens"])
+            if counts["tokens"] % shard_tokens:
+                path = folder / f"{split}_{counts['tokens'] // shard_tokens:06d}.bin"
+                files[path.name] = pool.submit(_complete, path)
     progress.add(0, finished=True)
     return splits, {name: files[name].result() for name in sorted(files)}
 
