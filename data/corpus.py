@@ -13,11 +13,11 @@ import io
 import json
 import os
 import re
+import sys
 import sysconfig
 import zipfile
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 from data.shards import UserError
 
@@ -30,47 +30,41 @@ PIECE = 1 << 18  # bytes read at once; from pieces of 10^6 bytes on, tiktoken fa
 SAFE_CUT = re.compile(rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])")
 
 
-class TextFile(NamedTuple):
-    name: str  # decides the split, and the place in it
-    path: Path
+# ---- Which files, in which order: lists of (name, path) -------------------------------------------------------------
 
 
-# ---- Which files, in which order ------------------------------------------------------------------------------------
-
-
-def hash_of(name):
-    """SHA-256 of a document's name, a number below 2^256: the same on every machine and in every run."""
+def _hash(name):
     return int(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest(), 16)
 
 
 def split_of(name, val_fraction):
-    """The split, "train" or "val", of the document with this name."""
-    return "val" if hash_of(name) < val_fraction * 2**256 else "train"
+    """The split, "train" or "val", of the document with this name: the same on every machine and in every run."""
+    return "val" if _hash(name) < val_fraction * 2**256 else "train"
 
 
 def by_hash(files):
     """Files in the order of the hashes of their names, and those of one name in the order of their paths."""
-    return sorted(files, key=lambda file: (hash_of(file.name), file.path.as_posix()))
+    return sorted(files, key=lambda file: (_hash(file[0]), file[1].as_posix()))
 
 
 def _files_under(folder, unwanted):
-    """Files in the order of their posix paths, without those that have an unwanted name or lie in such a folder."""
+    """Files in a folder, without those that have an unwanted name or lie in a folder that has."""
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not unwanted(name)]
         found += [Path(root, name) for name in names if not unwanted(name)]
-    return sorted((path for path in found if path.is_file()), key=Path.as_posix)
+    return [path for path in found if path.is_file()]
 
 
 def python_files():
     """The Python files of the standard library that runs this, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = _files_under(root, NOT_PYTHON.__contains__)
-    return [TextFile(path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"]
+    return by_hash((path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py")
 
 
 def given_files(arguments, include, say):
-    """A TextFile for each file that the arguments match, without duplicates and hidden files.
+    """The files that the arguments match, without duplicates and hidden files.
 
     Of those in folders, only names that match a pattern of `include`, if there are any. Skips what is not text, unless
     an argument names it, and says so.
@@ -91,12 +85,13 @@ def given_files(arguments, include, say):
     if skipped:
         say(f"skipped {len(skipped):,} files that are not text in UTF-8: {', '.join(sorted(skipped)[:10])}")
     if not names:
-        raise UserError(f"there is no text in {' '.join(map(str, arguments))}: give text files, folders or globs")
-    return [TextFile(name, path) for path, name in names.items()]
+        raise UserError(
+            f"there is no text in {' '.join(map(str, arguments)) or 'no PATH'}: give files, folders or globs"
+        )
+    return by_hash((name, path) for path, name in names.items())
 
 
 def _begins_as_text(path):
-    """Whether the first bytes of a file are UTF-8."""
     try:
         with open_file(path) as stream:
             codecs.getincrementaldecoder("utf-8")().decode(stream.read(PIECE))
@@ -153,28 +148,25 @@ def read_files(files, val_fraction, keys):
 
     keys: of the texts of a row, joined by newlines. Raises UserError, which says the place, for what cannot be read.
     """
-    for file in files:
+    for name, path in files:
         try:
-            with open_file(file.path) as stream:
-                if kind := ROWS.search(file.path.name.lower()):
-                    for number, text in READERS[kind[1]](stream, file.path, keys):
+            with open_file(path) as stream:
+                if kind := ROWS.search(path.name.lower()):
+                    for number, text in READERS[kind[1]](stream, path, keys):
                         raw = text.encode("utf-8", errors="replace")
-                        split = split_of(f"{file.name}:{number}", val_fraction)
+                        split = split_of(f"{name}:{number}", val_fraction)
                         yield from _document(split, pieces_of(io.BytesIO(raw), len(raw)))
-                    continue
-                size = stream.seek(0, os.SEEK_END)
-                if len(files) > 1:
+                elif len(files) > 1:
+                    yield from _document(split_of(name, val_fraction), text_pieces(stream, sys.maxsize, path))
+                else:
+                    cut = stream.seek(int(stream.seek(0, os.SEEK_END) * (1 - val_fraction)))
+                    after = stream.read(3)
+                    cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a character
                     stream.seek(0)
-                    yield from _document(split_of(file.name, val_fraction), text_pieces(stream, size, file.path))
-                    continue
-                cut = stream.seek(int(size * (1 - val_fraction)))
-                after = stream.read(3)
-                cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a UTF-8 character
-                stream.seek(0)
-                yield from _document("train", text_pieces(stream, cut, file.path))
-                yield from _document("val", text_pieces(stream, size - cut, file.path))
+                    yield from _document("train", text_pieces(stream, cut, path))
+                    yield from _document("val", text_pieces(stream, sys.maxsize, path))
         except DAMAGED as error:
-            raise UserError(f"{file.path} is a damaged gzip file ({error}): fetch it again") from error
+            raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
 
 
 def _jsonl_texts(stream, path, keys):
@@ -185,8 +177,10 @@ def _jsonl_texts(stream, path, keys):
                 values = json.loads(line)
                 yield number, "\n".join([values[key] for key in keys])
             except (ValueError, KeyError, TypeError, RecursionError):
-                expected = "{" + ", ".join(f"{json.dumps(key)}: TEXT" for key in keys) + "}"
-                raise UserError(f"line {number} of {path} is not {expected}: correct it, or give --text_key") from None
+                expected = ", ".join(f'"{key}": TEXT' for key in keys)
+                raise UserError(
+                    f"line {number} of {path} is not {{{expected}}}: correct it, or give --text_key"
+                ) from None
 
 
 def _csv_texts(stream, path, keys):

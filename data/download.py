@@ -10,26 +10,27 @@ from pathlib import Path
 
 from data.shards import TOKENIZER_SIZES, UserError, atomic_write, load_meta, read_shard, sha256_of_file
 
-DOWNLOADS = {  # source -> address ({hub} is HF_ENDPOINT), SHA-256
+HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
+DOWNLOADS = {  # source -> address, SHA-256
     "shakespeare": (
         "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
     "wikitext2": (
-        "{hub}/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
+        f"{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
         "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
     ),
     "wikitext103": (
-        "{hub}/datasets/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
+        f"{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
         "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
     ),
 }
-FINEWEB = "{hub}/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
 FINEWEB_SHARDS = 103
 
 
 class Progress:
-    """Reports the progress of a job of `total` bytes (None: unknown) every 5 seconds."""
+    """Reports the progress of a job of `total` bytes (0: unknown) every 5 seconds."""
 
     def __init__(self, doing, total, say):
         self.doing, self.total, self.say = doing, total, say
@@ -47,11 +48,6 @@ class Progress:
             self.say(f"{self.doing}: {self.done / 1e6:,.1f} MB{percent}, {rate:,.1f} MB/s")
 
 
-def address_of(template):
-    """The address, with its {hub} replaced by HF_ENDPOINT or the default."""
-    return template.replace("{hub}", (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/"))
-
-
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Keeps the file's SHA-256, which Hugging Face sends only with the redirect to its storage."""
 
@@ -65,10 +61,9 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _fetch(url, partial, say):
     """One attempt to complete `partial`. Returns the SHA-256 that the server reports, or None."""
     have = partial.stat().st_size if partial.exists() else 0
-    headers = {"User-Agent": "prepare.py"} | ({"Range": f"bytes={have}-"} if have else {})
     redirects = _Redirects()
-    opener = urllib.request.build_opener(redirects)
-    with opener.open(urllib.request.Request(url, headers=headers), timeout=30) as response:
+    request = urllib.request.Request(url, headers={"User-Agent": "prepare.py", "Range": f"bytes={have}-"})
+    with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
         have = have if response.status == 206 else 0  # a server without Range sends the whole file again
         length = response.headers.get("Content-Length")
         progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", have + int(length or 0), say)
@@ -99,7 +94,7 @@ def download(url, path, sha256=None, say=print):
             break
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
             code = getattr(error, "code", 0)
-            if code == 416:  # what we have is as long as the file, or longer: it may be something else
+            if code == 416:  # what we have is as long as the file, or longer
                 partial.unlink()
             if wait is None or (400 <= code < 500 and code not in (408, 416, 429)):
                 raise UserError(
@@ -128,10 +123,10 @@ def prepare_fineweb(folder, shards, command, say=print):
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
-        sha256 = download(address_of(FINEWEB) + name, folder / name, say=say)
+        sha256 = download(FINEWEB + name, folder / name, say=say)
         files[name] = {"tokens": read_shard(folder / name).size, "sha256": sha256}
         splits[split]["tokens"] += files[name]["tokens"]
     vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-    meta = dict(tokenizer="gpt2", vocab_size=vocab_size, eot=eot, splits=splits, source=address_of(FINEWEB))
+    meta = dict(tokenizer="gpt2", vocab_size=vocab_size, eot=eot, splits=splits, source=FINEWEB, files=files)
     with atomic_write(folder / "meta.json") as file:
-        file.write(json.dumps(meta | {"files": files, "command": command}, indent=1).encode())
+        file.write(json.dumps(meta | {"command": command}, indent=1).encode())

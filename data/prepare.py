@@ -5,6 +5,7 @@ complete is left as it is; after a run that was stopped, the same command resume
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ from data import corpus
 from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train_vocabulary, vocabulary_hash
 from data.choices import prepare_hellaswag
 from data.corpus import pieces_of as pieces_of
-from data.download import DOWNLOADS, FINEWEB_SHARDS, Progress, address_of, download, prepare_fineweb
+from data.download import DOWNLOADS, FINEWEB_SHARDS, Progress, download, prepare_fineweb
 from data.shards import (
     DATA_DIR,
     HEADER_BYTES,
@@ -136,7 +137,7 @@ BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
 
 def _train(documents, vocab_size, say):
     """Trains a vocabulary on the training split, or on its first BPE_SAMPLE bytes, in hash order."""
-    progress = Progress("training byte pairs", None, say)
+    progress = Progress("training byte pairs", 0, say)
 
     def texts():
         for piece in (piece for split, _, piece in documents if split == "train"):
@@ -159,18 +160,8 @@ SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; N
     "wikitext103": "gpt2",
     "files": None,
 }
-TOKENIZERS = ("gpt2", "bytes", "bpe")
 DEFAULT_SIZE = 1024  # tokens of a custom vocabulary
-SMALL = 10**6  # bytes of text, below which a small model does better on bytes than on byte pairs
-
-
-def choose_tokenizer(files):
-    """The best tokenizer for a small model that trains on this text for a minute, and why (docs/data.md)."""
-    if sum(file.path.stat().st_size * (3 if file.path.suffix == ".gz" else 1) for file in files) < SMALL:
-        return "bytes", f"tokenizer bytes, as byte pairs overfit on less than {SMALL / 1e6:.0f} MB of text"
-    if importlib.util.find_spec("tokenizers"):
-        return "bpe", f"tokenizer bpe, {DEFAULT_SIZE:,} tokens of this text (for GPT-2's presets: --tokenizer gpt2)"
-    return "bytes", "tokenizer bytes; a small model learns more from byte pairs: `pip install tokenizers`"
+SMALL = 10**6  # bytes of text, below which a small model does better on bytes than on byte pairs (docs/data.md)
 
 
 def prepare(
@@ -192,7 +183,7 @@ def prepare(
     """
     own = SOURCES[source]
     tokenizer = tokenizer or (own if vocab_size is None else "bpe")
-    kind = tokenizer if tokenizer in TOKENIZERS else "bpe"
+    kind = tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
     if vocab_size is not None and (tokenizer != "bpe" or not MIN_SIZE <= vocab_size <= MAX_SIZE):
         raise UserError(
@@ -200,68 +191,66 @@ def prepare(
         )
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
-        made = f"{meta['source']}, tokenizer {meta['tokenizer']}, {meta['vocab_size']:,} tokens"
-        say(f"already there: {folder} ({made}); remove it, or choose another --out, to make other data")
+        made = f"of {meta['source']}, tokenizer {meta['tokenizer']} of {meta['vocab_size']:,} tokens"
+        say(f"already there: {folder} ({made}); for other data remove it, or choose another --out")
         return folder
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
-    # downloads resume in a folder of the same name; other processes may make the rest at the same time
-    work = folder.with_name(f".tmp-{folder.name}" if source in DOWNLOADS else f".tmp-{folder.name}-{os.getpid()}")
+    own_name = f".tmp-{folder.name}" if source in DOWNLOADS else f".tmp-{folder.name}-{os.getpid()}"
+    work = folder.with_name(own_name)  # without a number, a download resumes
     work.mkdir(parents=True, exist_ok=True)
     try:
         meta = _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, include, vocab_size, say)
-        meta["command"] = command or shlex.join(["python", "data/prepare.py", source, *map(str, paths)])
+        meta["command"] = command or f"python data/prepare.py {source}"
         with atomic_write(work / "meta.json") as file:
             file.write(json.dumps(meta, indent=1).encode())
-        try:
+        with contextlib.suppress(OSError):  # another process was first
             os.rename(work, folder)
-        except OSError:
-            if not (folder / "meta.json").exists():  # by a process that was first
-                raise
+        load_meta(folder)
     finally:
         if source not in DOWNLOADS:
             shutil.rmtree(work, ignore_errors=True)
     for split, counts in meta["splits"].items():
-        per_token = counts["bytes"] / counts["tokens"]
-        say(f"{folder}: {counts['tokens']:,} tokens ({meta['tokenizer']}) of {per_token:.2f} bytes in {split}")
+        size = counts["bytes"] / counts["tokens"]
+        say(f"{folder}: {counts['tokens']:,} tokens ({meta['tokenizer']}, {size:.2f} bytes each) in {split}")
     return folder
 
 
 def _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, include, vocab_size, say):
     """Makes the shards in the folder `work`. Returns what meta.json says of them."""
-    encoder, vocabulary, keys = None, None, [text_key] if isinstance(text_key, str) else text_key
     if source in DOWNLOADS:
-        origin, sha256 = address_of(DOWNLOADS[source][0]), DOWNLOADS[source][1]
-        files = [corpus.TextFile(source, work / origin.rpartition("/")[2])]
+        origin, sha256 = DOWNLOADS[source]
+        files = [(source, work / origin.rpartition("/")[2])]
+        download(origin, files[0][1], sha256, say)
     elif source == "python":
         origin, files = f"standard library of Python {platform.python_version()}", corpus.python_files()
     else:
         origin, files = f"files {' '.join(map(os.fspath, paths))}", corpus.given_files(paths, include, say)
-    if not tokenizer:
-        tokenizer, why = choose_tokenizer(files)
-        say(why)
-    if tokenizer not in TOKENIZERS:
-        tokenizer, vocabulary = "bpe", read_vocabulary(tokenizer)
-    if tokenizer != "bpe" or vocabulary:
-        encoder = get_tokenizer(tokenizer, vocabulary)  # may fail, which is better now than after a download
-    if source in DOWNLOADS:
-        download(origin, files[0].path, sha256, say)
+    n_bytes = sum(path.stat().st_size for _, path in files)
+    if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
+        tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
+        say(
+            f"tokenizer {tokenizer}, as there are {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)"
+        )
 
     def documents():
         if source.startswith("wikitext"):
-            return corpus.read_wikitext(files[0].path)
-        return corpus.read_files(corpus.by_hash(files), val_fraction, keys)
+            return corpus.read_wikitext(files[0][1])
+        return corpus.read_files(files, val_fraction, [text_key] if isinstance(text_key, str) else text_key)
 
-    if not encoder:
-        vocabulary = _train(documents(), vocab_size or DEFAULT_SIZE, say)
-        encoder = get_tokenizer("bpe", vocabulary)
-    meta = {"tokenizer": tokenizer, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
+    if tokenizer in ("gpt2", "bytes"):
+        vocabulary, encoder = None, get_tokenizer(tokenizer)
+    else:
+        train = tokenizer == "bpe"
+        vocabulary = _train(documents(), vocab_size or DEFAULT_SIZE, say) if train else read_vocabulary(tokenizer)
+        encoder = get_tokenizer("bpe", vocabulary, tokenizer)
+    meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
     if vocabulary:
         (work / VOCABULARY_FILE).write_bytes(vocabulary.encode())
         meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
     if len(files) > 1:
         meta["order"] = corpus.ORDER
-    progress = Progress(f"preparing {source}", sum(file.path.stat().st_size for file in files), say)
+    progress = Progress(f"preparing {source}", n_bytes, say)
     splits, made = _write_documents(documents(), encoder, work, shard_tokens, progress)
     return meta | {"splits": splits, "source": origin, "files": made}
 
