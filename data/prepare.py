@@ -7,6 +7,7 @@ complete is left as it is; after a run that was stopped, the same command resume
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -43,6 +44,7 @@ from data.tokenizers import get_tokenizer
 # ---- Documents to shards --------------------------------------------------------------------------------------------
 
 BATCH = 1 << 20  # bytes given to a thread at once
+BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
 
 
 def _batches(documents):
@@ -105,23 +107,17 @@ def _complete(path):
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
     """Encodes and completes shards on all cores, writes in order. Returns "splits" and "files" of meta.json."""
     splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
-    files, waiting = {}, deque()
-    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL while they work
-
-    def write_next():
-        for split, tokens, counts in waiting.popleft().result():
-            for path in _append(tokens, splits[split]["tokens"], folder, split, shard_tokens):
-                files[path.name] = pool.submit(_complete, path)
-            splits[split].update(counts)  # adds them
-            progress.add(counts["bytes"])
-
+    files, waiting, threads = {}, deque(), min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
     with ThreadPoolExecutor(threads) as pool:
-        for batch in _batches(documents):
-            waiting.append(pool.submit(_encode, tokenizer, batch))
-            if len(waiting) > 2 * threads:
-                write_next()
-        while waiting:
-            write_next()
+        for batch in itertools.chain(_batches(documents), [None] * 2 * threads):
+            if batch:
+                waiting.append(pool.submit(_encode, tokenizer, batch))
+            if waiting and (not batch or len(waiting) > 2 * threads):
+                for split, tokens, counts in waiting.popleft().result():
+                    for path in _append(tokens, splits[split]["tokens"], folder, split, shard_tokens):
+                        files[path.name] = pool.submit(_complete, path)
+                    splits[split].update(counts)  # adds them
+                    progress.add(counts["bytes"])
         for split, counts in splits.items():
             if not counts["tokens"]:
                 raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
@@ -130,9 +126,6 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
                 files[path.name] = pool.submit(_complete, path)
     progress.add(0, finished=True)
     return splits, {name: files[name].result() for name in sorted(files)}
-
-
-BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
 
 
 def _train(documents, vocab_size, say):
@@ -229,9 +222,7 @@ def _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, 
     n_bytes = sum(path.stat().st_size for _, path in files)
     if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
         tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
-        say(
-            f"tokenizer {tokenizer}, as there are {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)"
-        )
+        say(f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)")
 
     def documents():
         if source.startswith("wikitext"):
@@ -255,54 +246,47 @@ def _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, 
     return meta | {"splits": splits, "source": origin, "files": made}
 
 
-MADE = ("tokenizer", "vocab_size", "val_fraction", "shard_tokens")
-TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*MADE, "paths", "text_key", "include")}
+OPTIONS = ("tokenizer", "vocab_size", "val_fraction", "shard_tokens")
+TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths", "text_key", "include")}
 
 
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    sources = [*SOURCES, "fineweb10B", "hellaswag"]
-    add("source", choices=sources, help="where the text is from; hellaswag: questions for sample.py --choices")
-    add("paths", nargs="*", metavar="PATH", help="for files: text, .jsonl and .csv files, also .gz; folders, globs")
-    how = "gpt2, bytes, bpe (trained on this text), or a folder with a vocabulary; default: by source and size"
-    add("--tokenizer", metavar="NAME|PATH", help=how)
+    add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
+    add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")
+    add(
+        "--tokenizer",
+        metavar="NAME|PATH",
+        help="gpt2, bytes, bpe (trained on this text), or a folder with a vocabulary",
+    )
     add("--vocab_size", type=int, metavar="N", help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE})")
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
     add("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
     add("--shard_tokens", type=int, default=10**8, help="max tokens per shard (default: 100000000)")
     add("--shards", type=int, default=FINEWEB_SHARDS, help="fineweb10B: training shards, 200 MB each (default: 103)")
-    how = "files: .jsonl keys or .csv columns that hold the text; several are joined by newlines (default: text)"
-    add("--text_key", metavar="KEY", nargs="+", default=["text"], help=how)
-    how = "files: inside folders, read only files whose name matches one of these, such as '*.md' '*.txt'"
-    add("--include", metavar="PATTERN", nargs="+", default=[], help=how)
-
-    def refuse(message):
-        raise UserError(f"{message}: see `python data/prepare.py --help`")
-
-    parser.error = refuse
+    several = dict(nargs="+", action="extend")
+    add("--text_key", **several, metavar="KEY", help="files: .jsonl keys or .csv columns to join (default: text)")
+    add("--include", **several, metavar="PATTERN", help="files: names to read inside folders, such as '*.md' '*.txt'")
     try:
-        options = vars(parser.parse_intermixed_args(argv))
-        source, out = options.pop("source"), options.pop("out")
-        given = {name: value for name, value in options.items() if value and value != parser.get_default(name)}
-        if unused := [name for name in given if name not in TAKES.get(source, MADE)]:
-            raise UserError(f"{source} does not take {unused[0]}: remove it")
+        given = vars(parser.parse_intermixed_args(argv))
+        source, out = given.pop("source"), given.pop("out")
         command = shlex.join(["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)])
+        given = {name: value for name, value in given.items() if value not in (None, [], parser.get_default(name))}
+        if unused := given.keys() - TAKES.get(source, OPTIONS):
+            raise UserError(f"{source} does not take {min(unused)}: remove it")
         if source == "hellaswag":
             prepare_hellaswag(out or DATA_DIR / source)
         elif source == "fineweb10B":
-            prepare_fineweb(out or DATA_DIR / source, options["shards"], command)
+            prepare_fineweb(out or DATA_DIR / source, given.get("shards", FINEWEB_SHARDS), command)
         else:
             prepare(source, out=out, **given, command=command)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # a full disk, a folder without permission
-        print(f"error: {error}: change that and run the same command again", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("stopped: run the same command again to resume", file=sys.stderr)
+    except (OSError, KeyboardInterrupt) as error:  # a full disk, a folder without permission; Ctrl-C
+        print(f"stopped: {error or 'by Ctrl-C'}; run the same command again to resume", file=sys.stderr)
         return 1
     return 0
 

@@ -25,13 +25,9 @@ def derive_seed(*names) -> int:
 
 
 class TokenShards:
-    """The shards of one split as one long token sequence, read when needed.
-
-    A file that is truncated while it is memory-mapped would end the process with SIGBUS.
-    """
+    """The shards of one split as one long token sequence, read when needed."""
 
     CHECKED = 1 << 28  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
-    READ_CHUNK = 1 << 22  # tokens read at once where all are read
 
     def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
         """sha256: the hashes of shards by name, where they are known. Raises UserError for shards that are wrong."""
@@ -40,26 +36,25 @@ class TokenShards:
         self.lengths, self.dtypes = zip(*((len(shard), shard.dtype) for shard in shards))
         self.ends = np.cumsum(self.lengths)
         self.n_tokens = int(self.ends[-1])
-        for i, path in enumerate(self.paths):
-            unchecked = self.CHECKED - int(self.ends[i]) + self.lengths[i]
-            for begin in range(0, min(unchecked, self.lengths[i]), self.READ_CHUNK):
-                self.check_vocab(self.read_tokens(i, begin, self.READ_CHUNK), path)
-            expected = (sha256 or {}).get(path.name) if self.lengths[i] <= unchecked else None
+        for path, length, end in zip(self.paths, self.lengths, self.ends.tolist()):
+            unchecked = self.CHECKED - (end - length)
+            if unchecked > 0:
+                self.check_vocab(read_shard(path)[:unchecked], path)
+            expected = (sha256 or {}).get(path.name) if length <= unchecked else None
             if expected and sha256_of_file(path) != expected:
                 raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
 
     def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
         offset, count = HEADER_BYTES + begin * self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
-        tokens = np.fromfile(self.paths[i], self.dtypes[i], count, offset=offset)  # opened each time: there may be
-        if len(tokens) < count:  # more shards than file handles
+        tokens = np.fromfile(self.paths[i], self.dtypes[i], count, offset=offset)  # a map would die if it is truncated
+        if len(tokens) < count:
             raise UserError(f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume")
         return tokens
 
     def sample_hash(self, i: int) -> str:
         """SHA-256 over 16 chunks of 2,048 tokens of shard i, evenly spread: all of a small shard."""
-        count = min(2048, self.lengths[i])
-        digest = hashlib.sha256(str(self.lengths[i]).encode())
+        digest, count = hashlib.sha256(str(self.lengths[i]).encode()), min(2048, self.lengths[i])
         for k in range(16):
             digest.update(self.read_tokens(i, (self.lengths[i] - count) * k // 15, count))
         return digest.hexdigest()
@@ -107,11 +102,8 @@ def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
     """Starts of sequences that begin a document and do not overlap, int64 (n,); the rests of documents are dropped."""
-    starts = []
-    for i, length in enumerate(shards.lengths):
-        for begin in range(0, length, shards.READ_CHUNK):
-            found = np.flatnonzero(shards.read_tokens(i, begin, shards.READ_CHUNK) == eot)
-            starts.append(found + begin + int(shards.ends[i]) - length)
+    firsts = [end - length for end, length in zip(shards.ends.tolist(), shards.lengths)]
+    starts = [np.flatnonzero(read_shard(path) == eot) + first for path, first in zip(shards.paths, firsts)]
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
     following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
