@@ -286,7 +286,7 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (OSError, KeyboardInterrupt) as error:  # a full disk, a folder without permission; Ctrl-C
-        print(f"stopped: {error or 'by Ctrl-C'}; run the same command again to resume", file=sys.stderr)
+        print(f"stopped: {str(error) or 'by Ctrl-C'}; run the same command again to resume", file=sys.stderr)
         return 1
     return 0
 
