@@ -338,6 +338,21 @@ def test_rows_are_read_in_little_memory(tmp_path):
     assert size == 2000 * (len(row) - 6) > 10_000_000 and peak < 1 << 20, peak
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_large_text_is_read_in_little_memory(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"100 MB of text in a file\n" * 4_000_000)
+    script = f"""
+import re
+from data import prepare
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+before, prepare.os.cpu_count = peak(), lambda: 2
+prepare.prepare("files", [{str(tmp_path / "a.txt")!r}], "bytes", {str(tmp_path / "out")!r}, say=lambda line: None)
+print(peak() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert 0 < int(done.stdout) < 60_000, done
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Running again, stopping, several at once
 
