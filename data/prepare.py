@@ -83,49 +83,44 @@ def encode_file(path, tokenizer):
 
 
 def _append(tokens, position, folder, split, shard_tokens):
-    """Appends a 1-D uint16 array to a split that has `position` tokens so far. Yields paths of shards that are full."""
-    while tokens.size:
-        number, filled = divmod(position, shard_tokens)
-        part, tokens = np.split(tokens, [shard_tokens - filled])
-        path = folder / f"{split}_{number:06d}.bin"
-        with open(path, "ab" if filled else "wb") as file:
-            file.write(b"" if filled else bytes(HEADER_BYTES))
+    """Appends a 1-D uint16 array to the shards of a split that has `position` tokens so far."""
+    for part in np.split(tokens, range(shard_tokens - position % shard_tokens, tokens.size, shard_tokens)):
+        with open(folder / f"{split}_{position // shard_tokens:06d}.bin", "ab") as file:
+            file.write(bytes(HEADER_BYTES) if position % shard_tokens == 0 else b"")
             file.write(part.data)
         position += part.size
-        if position % shard_tokens == 0:
-            yield path
 
 
 def _complete(path):
-    """Writes the header of a shard. Returns its entry in "files" of meta.json."""
+    """Writes the header of a shard. Returns its name and entry in "files" of meta.json."""
     count = (path.stat().st_size - HEADER_BYTES) // 2
     with open(path, "rb+") as file:
         file.write(shard_header(np.uint16, count))
-    return {"tokens": count, "sha256": sha256_of_file(path)}
+    return path.name, {"tokens": count, "sha256": sha256_of_file(path)}
 
 
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
-    """Encodes and completes shards on all cores, writes in order. Returns "splits" and "files" of meta.json."""
+    """Encodes on all cores and writes in order. Returns "splits" and "files" of meta.json."""
     splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
-    files, waiting, threads = {}, deque(), min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
+    waiting, threads = deque(), min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
+    for path in folder.glob("*.bin"):  # of a run that was killed
+        path.unlink()
     with ThreadPoolExecutor(threads) as pool:
         for batch in itertools.chain(_batches(documents), [None] * 2 * threads):
             if batch:
                 waiting.append(pool.submit(_encode, tokenizer, batch))
             if waiting and (not batch or len(waiting) > 2 * threads):
                 for split, tokens, counts in waiting.popleft().result():
-                    for path in _append(tokens, splits[split]["tokens"], folder, split, shard_tokens):
-                        files[path.name] = pool.submit(_complete, path)
+                    if tokens.size:
+                        _append(tokens, splits[split]["tokens"], folder, split, shard_tokens)
                     splits[split].update(counts)  # adds them
                     progress.add(counts["bytes"])
         for split, counts in splits.items():
             if not counts["tokens"]:
                 raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
-            if counts["tokens"] % shard_tokens:
-                path = folder / f"{split}_{counts['tokens'] // shard_tokens:06d}.bin"
-                files[path.name] = pool.submit(_complete, path)
+        files = dict(pool.map(_complete, sorted(folder.glob("*.bin"))))
     progress.add(0, finished=True)
-    return splits, {name: files[name].result() for name in sorted(files)}
+    return splits, files
 
 
 def _train(documents, vocab_size, say):
@@ -189,8 +184,8 @@ def prepare(
         return folder
     if folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
-    own_name = f".tmp-{folder.name}" if source in DOWNLOADS else f".tmp-{folder.name}-{os.getpid()}"
-    work = folder.with_name(own_name)  # without a number, a download resumes
+    unique = "" if source in DOWNLOADS else f"-{os.urandom(4).hex()}"  # a download resumes where it was
+    work = folder.with_name(f".tmp-{folder.name}{unique}")
     work.mkdir(parents=True, exist_ok=True)
     try:
         meta = _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, include, vocab_size, say)
