@@ -109,14 +109,9 @@ def read_shard(path: str | Path) -> np.memmap:
 # ---- A prepared folder ----------------------------------------------------------------------------------------------
 
 
-def list_shards(folder: Path, split: str) -> list[Path]:
-    """Sorted paths of a split's shards, without temporary ones."""
-    return sorted(path for path in folder.glob(f"*{split}*.bin") if not path.name.startswith("."))
-
-
 def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none."""
-    shards = list_shards(Path(folder), split)
+    shards = sorted(path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith("."))
     if not shards:
         missing = (
             f"{folder} has no shards *{split}*.bin" if Path(folder).is_dir() else f"there is no data folder {folder}"

@@ -46,11 +46,13 @@ class TokenShards:
 
     def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
-        offset, count = HEADER_BYTES + begin * self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
-        tokens = np.fromfile(self.paths[i], self.dtypes[i], count, offset=offset)  # a map would die if it is truncated
-        if len(tokens) < count:
+        size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
+        with open(self.paths[i], "rb", buffering=0) as file:  # not mapped: that dies if the file is truncated
+            file.seek(HEADER_BYTES + begin * size)
+            raw = file.read(count * size)
+        if len(raw) < count * size:
             raise UserError(f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume")
-        return tokens
+        return np.frombuffer(raw, self.dtypes[i])
 
     def sample_hash(self, i: int) -> str:
         """SHA-256 over 16 chunks of 2,048 tokens of shard i, evenly spread: all of a small shard."""
@@ -75,7 +77,9 @@ class TokenShards:
                 part = self.read_tokens(i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled)
                 row[filled : filled + len(part)] = part
                 filled, i = filled + len(part), i + 1
-            self.check_vocab(row, self.paths[i - 1])
+        if len(starts) and out.max() >= self.vocab_size:
+            first = starts[out.max(axis=1).argmax()]
+            self.check_vocab(out, self.paths[np.searchsorted(self.ends, first, side="right")])
         return out
 
 
@@ -149,8 +153,7 @@ def eval_part_of(meta: dict) -> str:
 class TokenStream:
     """A prepared folder as batches: training batches by step, evaluation batches in order, position and fingerprint.
 
-    Raises UserError for a folder that is not as meta.json says, holds one shard in both splits, or is too small for one
-    sequence.
+    Raises UserError for a folder that is not as meta.json says, or is too small for one sequence.
     """
 
     def __init__(

@@ -9,51 +9,22 @@ from data.shards import TOKENIZER_SIZES, UserError
 
 
 class Tokenizer:
-    """Base class: byte pairs by `tiktoken`, an Encoding that the subclass makes."""
+    """Byte pairs by tiktoken, given its Encoding."""
+
+    def __init__(self, name: str, encoding):
+        self.name, self.tiktoken, self.vocab_size, self.eot = name, encoding, encoding.n_vocab, encoding.eot_token
 
     def encode(self, text: str) -> np.ndarray:
         """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
         return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
 
     def encode_raw(self, raw: bytes) -> np.ndarray:
-        """bytes -> 1-D uint32 array (bytes: uint8). In byte pairs, what is not UTF-8 becomes U+FFFD."""
+        """bytes -> 1-D uint32 array (of the tokenizer bytes: uint8). What is not UTF-8 becomes U+FFFD."""
         return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
         return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
-
-
-class ByteTokenizer(Tokenizer):
-    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
-
-    name = "bytes"
-    vocab_size, eot = TOKENIZER_SIZES[name]
-
-    def encode_raw(self, raw: bytes) -> np.ndarray:
-        return np.frombuffer(raw, dtype=np.uint8)
-
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        tokens = np.asarray(tokens).tolist()
-        return b"".join(b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens)
-
-
-class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding. Raises UserError when its vocabulary is not available."""
-
-    name = "gpt2"
-    vocab_size, eot = TOKENIZER_SIZES[name]
-
-    def __init__(self):
-        try:
-            import tiktoken
-
-            self.tiktoken = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # whatever went wrong in tiktoken's own download
-            raise UserError(
-                f"the gpt2 vocabulary could not be loaded ({type(error).__name__}): connect to the network, point "
-                "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
-            ) from error
 
 
 class BPETokenizer(Tokenizer):
@@ -62,19 +33,28 @@ class BPETokenizer(Tokenizer):
     Raises UserError for a file that is damaged; `where` names it.
     """
 
-    name = "bpe"
-
     def __init__(self, vocabulary: str, where: str = "the vocabulary"):
-        try:
-            import tiktoken
-        except ImportError:
-            raise UserError("byte pairs are read by the package tiktoken: run `pip install tiktoken`") from None
+        import tiktoken
 
         pattern, ranks = parse_vocabulary(vocabulary, where)
-        self.eot = len(ranks)
-        self.vocab_size = self.eot + 1
-        special = {"<|endoftext|>": self.eot}
-        self.tiktoken = tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        special = {"<|endoftext|>": len(ranks)}
+        super().__init__(
+            "bpe", tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        )
+
+
+class ByteTokenizer(Tokenizer):
+    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
+
+    def __init__(self):
+        self.name, (self.vocab_size, self.eot) = "bytes", TOKENIZER_SIZES["bytes"]
+
+    def encode_raw(self, raw: bytes) -> np.ndarray:
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        tokens = np.asarray(tokens).tolist()
+        return b"".join(b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens)
 
 
 def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vocabulary") -> Tokenizer:
@@ -86,4 +66,14 @@ def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vo
         return BPETokenizer(vocabulary, where)
     if name not in ("gpt2", "bytes"):
         raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
-    return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()
+    if name == "bytes":
+        return ByteTokenizer()
+    try:
+        import tiktoken
+
+        return Tokenizer("gpt2", tiktoken.get_encoding("gpt2"))
+    except Exception as error:  # whatever went wrong in tiktoken's own download
+        raise UserError(
+            f"the gpt2 vocabulary could not be loaded ({type(error).__name__}): connect to the network, point "
+            "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
+        ) from error
