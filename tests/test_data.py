@@ -133,6 +133,7 @@ def test_find_shards_and_meta_json(tmp_path):
         good | {"vocab_size": "257"},
         good | {"eot": True},
         good | {"vocab_size": 300},
+        good | {"eot": -1, "tokenizer": "x"},
         good | {"splits": {"train": split}},
         good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}},
         good | {"files": {"train_0.bin": {}}},
