@@ -72,6 +72,8 @@ def given_files(arguments, include, say):
     names, skipped = {}, set()
     for argument in map(os.path.abspath, arguments):
         matches = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
+        if not matches:
+            raise UserError(f"{argument} is not a file or folder, and not a glob that matches any: check the path")
         for match in map(Path, matches):
             paths = [match]
             if match.is_dir():
@@ -85,9 +87,7 @@ def given_files(arguments, include, say):
     if skipped:
         say(f"skipped {len(skipped):,} files that are not text in UTF-8: {', '.join(sorted(skipped)[:10])}")
     if not names:
-        raise UserError(
-            f"there is no text in {' '.join(map(str, arguments)) or 'no PATH'}: give files, folders or globs"
-        )
+        raise UserError(f"there is no text in {[*map(str, arguments)]}: give PATHs of files, folders or globs")
     return by_hash((name, path) for path, name in names.items())
 
 
