@@ -125,22 +125,17 @@ def pieces_of(stream, size):
         yield rest
 
 
-def text_pieces(stream, size, path):
-    """pieces_of a file. Raises UserError, which says the place, where they are not UTF-8."""
-    begin = stream.tell()
+def document(split, stream, size, path):
+    """The pieces of a document. Raises UserError, which says the place in the file, where they are not UTF-8."""
+    begin = first = stream.tell()
     for piece in pieces_of(stream, size):
         try:
             if not piece.isascii():
                 piece.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text at byte {begin + error.start:,}: convert or remove it") from None
+        yield split, begin == first, piece
         begin += len(piece)
-        yield piece
-
-
-def _document(split, pieces):
-    for number, piece in enumerate(pieces):
-        yield split, number == 0, piece
 
 
 def read_files(files, val_fraction, keys):
@@ -155,16 +150,16 @@ def read_files(files, val_fraction, keys):
                     for number, text in READERS[kind[1]](stream, path, keys):
                         raw = text.encode("utf-8", errors="replace")
                         split = split_of(f"{name}:{number}", val_fraction)
-                        yield from _document(split, pieces_of(io.BytesIO(raw), len(raw)))
+                        yield from document(split, io.BytesIO(raw), len(raw), path)
                 elif len(files) > 1:
-                    yield from _document(split_of(name, val_fraction), text_pieces(stream, sys.maxsize, path))
+                    yield from document(split_of(name, val_fraction), stream, sys.maxsize, path)
                 else:
                     cut = stream.seek(int(stream.seek(0, os.SEEK_END) * (1 - val_fraction)))
                     after = stream.read(3)
                     cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a character
                     stream.seek(0)
-                    yield from _document("train", text_pieces(stream, cut, path))
-                    yield from _document("val", text_pieces(stream, sys.maxsize, path))
+                    yield from document("train", stream, cut, path)
+                    yield from document("val", stream, sys.maxsize, path)
         except DAMAGED as error:
             raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
 
@@ -178,9 +173,7 @@ def _jsonl_texts(stream, path, keys):
                 yield number, "\n".join([values[key] for key in keys])
             except (ValueError, KeyError, TypeError, RecursionError):
                 expected = ", ".join(f'"{key}": TEXT' for key in keys)
-                raise UserError(
-                    f"line {number} of {path} is not {{{expected}}}: correct it, or give --text_key"
-                ) from None
+                raise UserError(f"line {number} of {path} is not {{{expected}}}: correct it, or --text_key") from None
 
 
 def _csv_texts(stream, path, keys):
@@ -211,8 +204,8 @@ def read_wikitext(archive):
             for line in members.open(name):
                 heading = line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")
                 if heading and after_blank and article.strip():
-                    yield from _document(split, pieces_of(io.BytesIO(article), len(article)))
+                    yield from document(split, io.BytesIO(article), len(article), archive)
                     article = bytearray()
                 article += line
                 after_blank = not line.strip()
-            yield from _document(split, pieces_of(io.BytesIO(article), len(article)))
+            yield from document(split, io.BytesIO(article), len(article), archive)

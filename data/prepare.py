@@ -29,16 +29,7 @@ from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train
 from data.choices import prepare_hellaswag
 from data.corpus import pieces_of as pieces_of
 from data.download import DOWNLOADS, FINEWEB_SHARDS, Progress, download, prepare_fineweb
-from data.shards import (
-    DATA_DIR,
-    HEADER_BYTES,
-    PYTHON_VOCABULARY,
-    UserError,
-    atomic_write,
-    load_meta,
-    sha256_of_file,
-    shard_header,
-)
+from data.shards import DATA_DIR, HEADER_BYTES, PYTHON_VOCABULARY, UserError, atomic_write, complete_shard, load_meta
 from data.tokenizers import get_tokenizer
 
 # ---- Documents to shards --------------------------------------------------------------------------------------------
@@ -77,9 +68,8 @@ def encode_file(path, tokenizer):
     Raises UserError where it is not UTF-8.
     """
     with open(path, "rb") as file:
-        batch = [("train", False, piece) for piece in corpus.text_pieces(file, sys.maxsize, path)]
-    _, tokens, counts = _encode(tokenizer, batch)[0]
-    return tokens, counts["bytes"]
+        _, tokens, counts = _encode(tokenizer, list(corpus.document("train", file, sys.maxsize, path)))[0]
+    return tokens[1:], counts["bytes"]  # without the end-of-text before it
 
 
 def _append(tokens, position, folder, split, shard_tokens):
@@ -89,14 +79,6 @@ def _append(tokens, position, folder, split, shard_tokens):
             file.write(bytes(HEADER_BYTES) if position % shard_tokens == 0 else b"")
             file.write(part.data)
         position += part.size
-
-
-def _complete(path):
-    """Writes the header of a shard. Returns its name and entry in "files" of meta.json."""
-    count = (path.stat().st_size - HEADER_BYTES) // 2
-    with open(path, "rb+") as file:
-        file.write(shard_header(np.uint16, count))
-    return path.name, {"tokens": count, "sha256": sha256_of_file(path)}
 
 
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
@@ -118,7 +100,7 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
         for split, counts in splits.items():
             if not counts["tokens"]:
                 raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
-        files = dict(pool.map(_complete, sorted(folder.glob("*.bin"))))
+        files = dict(pool.map(complete_shard, sorted(folder.glob("*.bin"))))
     progress.add(0, finished=True)
     return splits, files
 
@@ -174,9 +156,7 @@ def prepare(
     kind = tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
     if vocab_size is not None and (tokenizer != "bpe" or not MIN_SIZE <= vocab_size <= MAX_SIZE):
-        raise UserError(
-            f"--vocab_size is {vocab_size}: it is for --tokenizer bpe, and must be {MIN_SIZE} to {MAX_SIZE}"
-        )
+        raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe, and must be {MIN_SIZE} to {MAX_SIZE}")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
         made = f"of {meta['source']}, tokenizer {meta['tokenizer']} of {meta['vocab_size']:,} tokens"

@@ -90,6 +90,14 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> None:
         file.writelines((shard_header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens)))
 
 
+def complete_shard(path: Path) -> tuple[str, dict]:
+    """Writes the header of a file of HEADER_BYTES and uint16 tokens. Returns its name and entry in meta.json."""
+    count = (path.stat().st_size - HEADER_BYTES) // 2
+    with open(path, "rb+") as file:
+        file.write(shard_header(np.uint16, count))
+    return path.name, {"tokens": count, "sha256": sha256_of_file(path)}
+
+
 def read_shard(path: str | Path) -> np.memmap:
     """Maps a shard: a read-only 1-D np.memmap of uint16 or uint32. Raises UserError when it is not an intact shard."""
     path = Path(path)

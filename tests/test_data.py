@@ -385,7 +385,7 @@ def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
     script = f"""
 import os, resource, signal, sys
 from data import prepare
-complete, how = prepare._complete, {how!r}
+complete, how = prepare.complete_shard, {how!r}
 def stop(path):
     assert list({str(tmp_path)!r} in str(path) and path.parent.iterdir())
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
@@ -394,7 +394,7 @@ if how == "disk full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 if how in ("Ctrl-C", "kill"):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    prepare._complete = stop
+    prepare.complete_shard = stop
 sys.exit(prepare.main({command!r}))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -570,13 +570,13 @@ FILES = {
         ("python a.txt", "python does not take paths"),
         ("hellaswag --val_fraction 0.2", "hellaswag does not take val_fraction"),
         ("python --tokenizer gpt5", "there is no vocabulary gpt5"),
-        ("python --tokenizer bytes --vocab_size 400", "--vocab_size is 400: it is for --tokenizer bpe"),
-        ("python --vocab_size 257", "--vocab_size is 257: .* must be 258 to 65536"),
+        ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400: it is for --tokenizer bpe"),
+        ("python --vocab_size 257", "--vocab_size 257: .* must be 258 to 65536"),
         ("files", r"there is no text in \[\]: give PATHs of files, folders or globs"),
         ("files a.txt none*.txt", "none.*txt is not a file or folder, and not a glob that matches any"),
         ("files empty", "there is no text in .*empty"),
         ("files long.txt", r"long.txt is not UTF-8 text at byte 400,000: convert or remove it"),
-        ("files bad.jsonl", r'line 2 of .*bad.jsonl is not {"text": TEXT}: correct it, or give --text_key'),
+        ("files bad.jsonl", r'line 2 of .*bad.jsonl is not {"text": TEXT}: correct it, or --text_key'),
         ("files number.jsonl", "line 1 of .*number.jsonl is not"),
         ("files keys.jsonl --text_key a b", r'line 2 of .*keys.jsonl is not {"a": TEXT, "b": TEXT}'),
         ("files list.jsonl", "line 1 of .*list.jsonl is not"),
