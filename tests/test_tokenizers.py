@@ -16,13 +16,12 @@ from conftest import ROOT, TINY, final, flags_of, rows, run_main
 from data import bpe, corpus, prepare
 from data.bpe import MAX_SIZE, VOCABULARY_FILE, bytes_of_letters, parse_vocabulary, read_vocabulary, train_vocabulary
 from data.corpus import pieces_of
-from data.shards import UserError, load_meta
+from data.shards import PYTHON_VOCABULARY, UserError, load_meta
 from data.stream import TokenStream
 from data.tokenizers import BPETokenizer, get_tokenizer
 from runtime.checkpoint import content_hash, read_checkpoint
 from train_gpt import make_config, train
 
-pytest.importorskip("tokenizers")
 SCRIPTS = (
     "Plain words, don't they'll, 12345 and 3.14159.\n\n\tdef f(x):\n        return x**2  # done\n",
     "Übung macht den Meister, façade, naïve, Ærø. ",
@@ -41,7 +40,8 @@ SCRIPTS = (
 
 @pytest.fixture(scope="module")
 def text() -> bytes:
-    """Two megabytes of several languages, and of code."""
+    """Two megabytes of several languages, and of code, to train a vocabulary on."""
+    pytest.importorskip("tokenizers")
     code = b"".join(path.read_bytes() for path in sorted(ROOT.glob("*/*.py")))
     return (code + "".join(SCRIPTS).encode() * 40) * 2
 
@@ -76,9 +76,9 @@ def test_tokens_are_those_of_the_trainer(text, vocabulary):
     assert len(text) / len(ours) > 2
 
 
-@pytest.mark.parametrize("name, vocab_size, eot", [("bytes", 257, 256), ("gpt2", 50257, 50256), ("bpe", 1000, 999)])
-def test_tokenizers_round_trip(name, vocab_size, eot, gpt2, vocabulary):
-    tokenizer = get_tokenizer(name, vocabulary)
+@pytest.mark.parametrize("name, vocab_size, eot", [("bytes", 257, 256), ("gpt2", 50257, 50256), ("bpe", 1024, 1023)])
+def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
+    tokenizer = get_tokenizer(name, PYTHON_VOCABULARY.read_text())
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == (name, vocab_size, eot)
     for text in (*SCRIPTS, "", " " * 3000, "a <|endoftext|> in the text is text"):
         tokens = tokenizer.encode(text)
@@ -202,8 +202,7 @@ def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
 
 def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
     """Shipped, of the training split alone: any Python, no package to train it, and no network."""
-    from tokenizers import Tokenizer
-
+    Tokenizer = pytest.importorskip("tokenizers").Tokenizer
     monkeypatch.setattr(Tokenizer, "train_from_iterator", None)  # nothing is trained
     folder = prepare.prepare("python", out=tmp_path / "python", say=lambda line: None)
     meta, shipped = load_meta(folder), (ROOT / "data" / "python_tokenizer.json").read_text()
