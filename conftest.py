@@ -377,7 +377,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
             return
         body = self.files[self.path]
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.ranges else 0
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if self.ranges else 0
         if start >= len(body) > 0:
             self.send_error(416)
             return
@@ -405,7 +405,7 @@ def server(monkeypatch):
         thread.start()
         handler.address = f"http://127.0.0.1:{running.server_address[1]}"
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setenv("HF_ENDPOINT", handler.address + "/")
+        monkeypatch.setattr(download, "FINEWEB", handler.address + "/fineweb10B-gpt2/resolve/main/")
         monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
         yield handler
         running.shutdown()

@@ -107,18 +107,17 @@ def test_last_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 is not a JSON object"),
-        ('{"context": "a", "label": 0}', "line 2 has no endings"),
-        ('{"ctx": "a", "endings": ["b"], "label": 0}', "no context; expected .*prepare.py hellaswag"),
-        ('{"context": "a", "endings": ["b", ""], "label": 0}', "line 2 has an empty ending"),
-        ('{"context": "a", "endings": [], "label": 0}', "line 2 has no endings"),
-        ('{"context": "a", "endings": "bc", "label": 0}', "something else than texts"),
-        ('{"context": "a", "endings": ["b"], "label": 1}', "label 1; expected the number of an ending, 0 to 0"),
-        ('{"context": "a", "endings": ["b"], "label": "0"}', "label '0'"),
-        ('{"context": "a", "endings": ["b"], "label": true}', "label True"),
+        ("{", 'line 2 is not a question; expected lines of {"context": TEXT'),
+        ("[1]", "line 2 is not a question"),
+        ('{"context": "a", "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b", ""], "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": [], "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": "bc", "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b"], "label": 1}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b"], "label": "0"}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b"], "label": true}', "line 2 is not a question"),
         (json.dumps({"context": "a", "endings": ["b" * 65, "c"], "label": 0}), "question 2 has an ending of 65 tokens"),
-        ("\udce4", "is not text in UTF-8"),
+        ("\udce4", "line 2 is not a question"),
     ],
 )
 def test_wrong_lines_are_named(line, says, tmp_path):
@@ -159,4 +158,3 @@ def test_hellaswag_is_written_as_both_tools_put_it(tmp_path, monkeypatch, capsys
     llmc, harness = (data.choices.read_questions(tmp_path / "h" / f"{name}.jsonl")[0] for name in ("llmc", "harness"))
     assert llmc == (row["ctx"], [" stops.", " [substeps] goes on [title] Now  stop."], 1)
     assert harness == ("Removing ice: A man scrapes. Then he", [" stops.", "  goes on. Now stop."], 1)
-    assert data.prepare.main(["hellaswag", "--val_fraction", "0.2"]) == 2 and "--out alone" in capsys.readouterr().err
