@@ -74,6 +74,9 @@ def dummy_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, ke
     for _ in range(3 if keep_gradients else 2):  # CUDA graphs are recorded at the second call
         model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()  # those of 16 bits may have overflowed, and 0 times infinity would reach the weights
     optimizer.step()
     model.zero_grad(set_to_none=not keep_gradients)
     model.eval()

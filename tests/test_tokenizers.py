@@ -16,10 +16,11 @@ from conftest import ROOT, TINY, final, flags_of, rows, run_main
 from data import bpe, corpus, prepare
 from data.bpe import MAX_SIZE, VOCABULARY_FILE, bytes_of_letters, parse_vocabulary, read_vocabulary, train_vocabulary
 from data.corpus import pieces_of
-from data.shards import PYTHON_VOCABULARY, UserError, load_meta
+from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
 from data.tokenizers import BPETokenizer, get_tokenizer
 from runtime.checkpoint import content_hash, read_checkpoint
+from runtime.errors import UserError
 from train_gpt import make_config, train
 
 SCRIPTS = (
