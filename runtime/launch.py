@@ -98,7 +98,8 @@ def open_stream(folder: str, dist_ctx: DistContext, **options) -> TokenStream:
     """
     path = Path(folder or HERE / "data" / "python")
     with agree(dist_ctx):
-        if not folder and dist_ctx.local_rank == 0:  # each node has its own standard library
+        # Each node has its own standard library
+        if not folder and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
             prepare("python", out=path)
     with agree(dist_ctx):
         stream = TokenStream(path, **options)
