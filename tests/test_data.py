@@ -4,6 +4,7 @@ import csv
 import errno
 import gzip
 import hashlib
+import http.server
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -32,6 +34,59 @@ from data.stream import TokenShards, TokenStream
 from data.tokenizers import get_tokenizer
 
 TEXT = "First Citizen: déjà vu, naïve 漢字かな 🙂\n\nno\u00a0break <|endoftext|> don't  stop\t\n end"
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `files` (path -> bytes); `ranges` False ignores Range, `cut` ends that many next answers half way."""
+
+    files, redirects, ranges, cut, requests = {}, {}, True, 0, []
+
+    def do_GET(self):
+        asked = self.headers.get("Range")
+        type(self).requests.append((self.path, asked))
+        if self.path in self.redirects:
+            self.send_response(302)
+            self.send_header("Location", self.redirects[self.path])
+            self.send_header("X-Linked-ETag", f'"{self.linked_sha256}"')
+            self.end_headers()
+            return
+        if self.path not in self.files:
+            self.send_error(404)
+            return
+        body = self.files[self.path]
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.ranges else 0
+        if start >= len(body) > 0:
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        body = body[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.cut > 0:
+            type(self).cut -= 1
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The handler class of an HTTP server on this machine, with its `address`."""
+    handler = type("Handler", (Server,), dict(files={}, redirects={}, requests=[]))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        handler.address = f"http://127.0.0.1:{running.server_address[1]}"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("HF_ENDPOINT", handler.address + "/")
+        monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+        yield handler
+        running.shutdown()
+        thread.join()
 
 
 def independent_read(path):
