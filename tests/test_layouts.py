@@ -109,14 +109,13 @@ def noisy_gpt(noisy) -> GPT:
 
 
 def plain_loop(data, noisy, steps):
-    """Losses and gradient norms of a loop without the trainer's step, and its first gradients: no micro-batches."""
+    """Losses and gradient norms of a loop without the trainer's step: no micro-batches."""
     gpt, stream = noisy_gpt(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
-    optimizer, losses, norms, first = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], [], None
+    optimizer, losses, norms = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], []
     for step in range(steps):
         batch = torch.from_numpy(stream.batch(step))
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        first = first or {name: p.grad.clone() for name, p in gpt.named_parameters()}
         losses.append(loss.item())
         norms.append(math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters())))
         for group in optimizer.param_groups:
@@ -124,11 +123,11 @@ def plain_loop(data, noisy, steps):
             group["momentum"] = 0.85 + 0.1 * step / 300
         optimizer.step()
         optimizer.zero_grad()
-    return (losses, norms), first
+    return losses, norms
 
 
 def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
-    losses, norms = plain_loop(data, noisy, steps=20)[0]
+    losses, norms = plain_loop(data, noisy, steps=20)
     np.testing.assert_allclose(rows(plain, "train_loss"), losses, rtol=1e-5)
     np.testing.assert_allclose(rows(plain, "grad_norm"), norms, rtol=1e-5)
 
@@ -163,7 +162,7 @@ def test_flags_do_not_change_the_run(case, data, noisy, plain, tmp_path, monkeyp
 COMPILED = dict(compile="default", micro_batch=8, loss_chunk=256)  # one shape for all, so that they share kernels
 
 
-@pytest.mark.parametrize("more", [dict(loss_chunk=100), dict(checkpointing="0.3"), dict(compile="reduce-overhead")])
+@pytest.mark.parametrize("more", [dict(checkpointing="0.3"), dict(compile="reduce-overhead")])
 def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
@@ -259,24 +258,12 @@ def refuse_what_nccl_refuses() -> None:
 
 
 def run_case(folder: Path, flags: dict) -> bool:
-    """One run, which leaves its first gradients beside its folder. Returns whether all ranks end with equal weights."""
-    build, grads = train_gpt.build, {}
-
-    def build_and_note(*args):
-        state = build(*args)
-        named = dict(state.raw_model.named_parameters())
-        state.optimizer.register_step_pre_hook(
-            lambda *_: grads or grads.update({name: to_full(p.grad).clone() for name, p in named.items()})
-        )
-        weights.update(named)
-        return state
-
-    weights = {}
+    """One run. Returns whether all ranks end with equal weights."""
+    build, states = train_gpt.build, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt, "build", build_and_note)
+        patch.setattr(train_gpt, "build", lambda *args: states.append(build(*args)) or states[0])
         tiny_run(folder, **flags)
-    torch.save(grads, f"{folder}.grads{dist.get_rank()}.pt")
-    ours = torch.cat([to_full(p.detach()).flatten() for p in weights.values()])
+    ours = torch.cat([to_full(p.detach()).flatten() for p in states[0].raw_model.parameters()])
     everyones = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, ours)
     return all(torch.equal(everyones[0], other) for other in everyones)
@@ -330,15 +317,8 @@ def two_ranks(launched) -> Path:
 
 
 @pytest.mark.parametrize("case", AS_PLAIN)
-def test_two_ranks_train_as_one(case, two_ranks, plain, data, noisy):
+def test_two_ranks_train_as_one(case, two_ranks, plain):
     assert_same_run(two_ranks / case, plain)
-    expected = plain_loop(data, noisy, steps=1)[1]
-    for rank in range(2):
-        grads = torch.load(two_ranks / f"{case}.grads{rank}.pt")
-        assert grads.keys() == expected.keys()
-        for name, grad in grads.items():
-            assert grad.abs().max() > 0
-            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("case", AS_ONE_PROCESS)
