@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import multiprocessing
@@ -187,9 +186,21 @@ def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProces
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
-def run_torchrun(script, *argv, options=()) -> subprocess.CompletedProcess:
-    """`script ARGV` as two ranks under torchrun."""
-    return run_python(*TORCHRUN, *options, script, *argv, timeout=600)
+@contextlib.contextmanager
+def torchrun_beside(request, script, data: Path, folder: Path, *argv):
+    """`script FOLDER ARGV` as two ranks, beside the module's tests, if any of them asks for `launched`.
+
+    Yields the process, and the folder, which has the data and gets output.txt. Those tests come last in the module.
+    """
+    if not any("launched" in item.fixturenames and item.module is request.module for item in request.session.items):
+        yield
+        return
+    (folder / "data").symlink_to(data)
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(**python_process(*TORCHRUN, script, folder, *argv), stdout=output, stderr=output)
+    yield process, folder
+    process.terminate()
+    process.wait()
 
 
 def in_a_fork(env: dict, script, argv: tuple, cwd, outputs: tuple) -> None:
@@ -327,11 +338,6 @@ VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared"
 
 def quiet(line) -> None:
     pass
-
-
-def in_val(name: str, fraction: float) -> bool:
-    """Whether the document of this name belongs to the validation split."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) < fraction * 2**256
 
 
 @pytest.fixture

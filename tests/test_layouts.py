@@ -4,10 +4,8 @@ What an edit may break is in test_train.py. torchrun starts this file once, for 
 """
 
 import dataclasses
-import itertools
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,19 +19,18 @@ import model
 import train_gpt
 from conftest import (
     TINY,
-    TORCHRUN,
     assert_same_run,
     compiler_works,
     final,
     flags_of,
-    python_process,
     rows,
     run_python,
     shorten_samples,
     tiny_run,
+    torchrun_beside,
 )
 from data.shards import UserError, write_shard
-from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
+from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
 from runtime.checkpoint import read_checkpoint
@@ -41,61 +38,6 @@ from runtime.launch import cpu_cores
 from runtime.ranks import DistContext, exit_process, run_on_rank0
 
 CPU = DistContext(torch.device("cpu"))
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stream
-
-
-def every_token(data: Path) -> np.ndarray:
-    return np.concatenate([np.fromfile(path, dtype="<u2", offset=1024) for path in sorted(data.glob("*train*"))])
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000, 4097])
-def test_permutation_visits_everything_once(n):
-    order = feistel_permute(np.arange(n), n, key=7)
-    assert sorted(order.tolist()) == list(range(n))
-    if n > 100:
-        assert not np.array_equal(order, feistel_permute(np.arange(n), n, key=8))
-        assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.1
-
-
-@pytest.mark.parametrize("n_tokens", [33, 63, 64, 65, 1000])
-def test_windows_of_an_epoch(n_tokens):
-    per_epoch, offsets = max(1, (n_tokens - 32) // 32), set()
-    for epoch in range(40):
-        starts = sequence_starts(epoch * per_epoch + np.arange(per_epoch), n_tokens, 32, seed=3)
-        offsets.add(int(starts.min()))
-        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(per_epoch))  # every sequence once
-        assert starts.min() >= 0 and starts.max() + 33 <= n_tokens
-    assert len(offsets) > 10 or n_tokens < 64
-
-
-def test_batches_hold_the_tokens_of_their_windows(data):
-    everything, starts = every_token(data), np.array([11100, 11110, 11111, 0])  # over the end of a shard
-    read = TokenShards(data, "train", 257).read_sequences(starts, 33)
-    assert np.array_equal(read, np.stack([everything[s : s + 33] for s in starts]))
-    starts = sequence_starts(77 * 16 + np.arange(16), len(everything), 32, seed=0)
-    batch = train_gpt.get_batch(TokenStream(data, seq_len=32, batch_tokens=512), CPU, 77)
-    assert np.array_equal(batch.numpy(), np.stack([everything[s : s + 33] for s in starts]))
-
-
-def test_windows_start_at_documents(data):
-    stream = TokenStream(data, seq_len=32, batch_tokens=512, doc_align=True)
-    batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])
-    assert (batches[:, 0] == 256).all()
-    assert (np.diff(stream.aligned) >= 32).all() and len(stream.aligned) > 0.9 * 29000 / 97
-
-
-def test_prefetch_keeps_order_and_passes_errors_on():
-    def load(i):
-        if i == 9:
-            raise UserError("shard gone")
-        return i * i
-
-    assert list(itertools.islice(prefetch(load, 3, depth=2), 6)) == [9, 16, 25, 36, 49, 64]
-    with pytest.raises(UserError, match="shard gone"):
-        list(prefetch(load, 0, depth=3))
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One process
@@ -292,20 +234,12 @@ def worker(folder: Path, cases: dict) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def launched(request, tmp_path_factory):
+def launched(request, data, noisy, tmp_path_factory):
     """The launch of two ranks: its process and folder. It runs beside the other tests, and its own come last."""
-    if not any("two_ranks" in item.fixturenames for item in request.session.items):
-        yield
-        return
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "data").symlink_to(request.getfixturevalue("data"))
-    (folder / "noisy.pt").symlink_to(request.getfixturevalue("noisy"))
-    argv = (*TORCHRUN, __file__, folder, *["compiled"] * compiler_works())
-    with open(folder / "output.txt", "w") as output:
-        process = subprocess.Popen(**python_process(*argv), stdout=output, stderr=output)
-    yield process, folder
-    process.terminate()
-    process.wait()
+    (folder / "noisy.pt").symlink_to(noisy)
+    with torchrun_beside(request, __file__, data, folder, *["compiled"] * compiler_works()) as launched:
+        yield launched
 
 
 @pytest.fixture(scope="module")
