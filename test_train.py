@@ -75,7 +75,7 @@ def one_step(batch: Tensor, **flags) -> dict[str, Tensor]:
         "the gradient norm is not finite on random tokens: look for a division by zero (a micro-batch without targets "
         "is one), a logarithm of zero or an attention row that sees nothing"
     )
-    return found | {f"the buffer {name}": buffer for name, buffer in model.named_buffers()}
+    return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], kind: str = "", rtol: float = 1e-5) -> str:
@@ -127,7 +127,7 @@ def no_draws(monkeypatch):
 
 def without_check(patch: pytest.MonkeyPatch) -> None:
     """A model that sees the future is trained all the same, so that test_causal alone fails."""
-    patch.setattr(train_gpt, "check_causal", lambda model: None, raising=False)
+    patch.setattr(train_gpt, "check_causal", lambda model: model.train(), raising=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -294,7 +294,7 @@ def test_micro_batches(micro_batch, no_draws):
 
 @pytest.mark.parametrize("loss_chunk", [7, 128, 4096])
 def test_loss_in_chunks(loss_chunk, no_draws):
-    found = difference(*(one_step(masked_batch(), micro_batch=16, loss_chunk=n) for n in (loss_chunk, 0)))
+    found = difference(*(one_step(masked_batch(), micro_batch=16, loss_chunk=n) for n in (loss_chunk, 0)), "the ")
     assert not found, (
         f"{found} with --loss_chunk {loss_chunk} instead of 0: what GPT.loss gives chunked_loss must be a mean over "
         "the targets that are not -1, and depend on x and the listed parameters alone; a term that compares tokens "
@@ -305,7 +305,7 @@ def test_loss_in_chunks(loss_chunk, no_draws):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation(mode):
     plain, recomputed = (one_step(some_batch(), checkpointing=name) for name in ("none", mode))
-    assert not (found := difference(recomputed, plain, "the buffer")), (
+    assert not (found := difference(recomputed, plain, "buffer")), (
         f"{found} with --checkpointing {mode}: backward recomputes a block, which then writes its buffer again; return "
         "the new value and write it in GPT.hidden, after the block, or train with --checkpointing none"
     )
@@ -333,7 +333,7 @@ def test_bf16(no_draws):
     for dtype in ("bf16", "fp32"):
         state = built(**FLAGS | dict(dtype=dtype))
         losses.append(torch.stack([train_gpt.train_step(state, some_batch(), 0.0)[0] for _ in range(6)]))
-    assert not (found := difference(*({"the loss": values} for values in losses), rtol=0.02)), (
+    assert not (found := difference(*({"the loss": values} for values in losses), rtol=2e-3)), (
         f"{found} between bf16 and fp32 in six steps: sum, exponentiate and normalize in fp32 (.float()), and make "
         "tensors in the dtype of x"
     )
@@ -473,7 +473,7 @@ def test_two_ranks_train_as_one_process(case, launched, data, tmp_path, monkeypa
     found = difference(record(folder / case, parts=()), record(tmp_path / "one", parts=()))
     assert not found, (
         f"with two ranks and --parallel {case}, {found} from one process: the mean of the ranks' losses must be the "
-        "mean over all targets; a buffer that forward writes sees a rank's tokens only (average it over the ranks)"
+        "mean over all targets; what forward writes or train_step counts is of this rank's tokens, if not averaged"
     )
 
 
