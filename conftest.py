@@ -188,11 +188,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 @contextlib.contextmanager
 def torchrun_beside(request, script, data: Path, folder: Path, *argv):
-    """`script FOLDER ARGV` as two ranks, beside the module's tests, if any of them asks for `launched`.
+    """`script FOLDER ARGV` as two ranks, beside the module's tests, if any of them asks for `two_ranks`.
 
     Yields the process, and the folder, which has the data and gets output.txt. Those tests come last in the module.
     """
-    if not any("launched" in item.fixturenames and item.module is request.module for item in request.session.items):
+    if not any("two_ranks" in item.fixturenames and item.module is request.module for item in request.session.items):
         yield
         return
     (folder / "data").symlink_to(data)

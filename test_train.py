@@ -125,17 +125,6 @@ def no_draws(monkeypatch):
     without_draws(monkeypatch)
 
 
-def without_check(patch: pytest.MonkeyPatch) -> None:
-    """A model that sees the future is trained all the same, so that test_causal alone fails."""
-    patch.setattr(train_gpt, "check_causal", lambda model: model.train(), raising=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_check():
-    with pytest.MonkeyPatch.context() as patch:
-        yield without_check(patch)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks under torchrun: started first, beside the other tests, and looked at last
 
@@ -156,7 +145,6 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
         batch[:, 1:][(batch[:, 1:] >= ord("a")) & (batch[:, 1:] < ord("h"))] = -1
         return batch
 
-    without_check(patch)
     without_draws(patch)
     patch.setattr(train_gpt, "init_weights", init_and_scramble)
     patch.setattr(train_gpt, "get_batch", some_targets)
@@ -178,6 +166,20 @@ def worker(folder: Path) -> None:
 def launched(request, data, tmp_path_factory):
     with torchrun_beside(request, __file__, data, tmp_path_factory.mktemp("ranks")) as launched:
         yield launched
+
+
+@pytest.fixture
+def two_ranks(launched) -> Path:
+    """The folder of what the two ranks left behind."""
+    process, folder = launched
+    try:
+        process.wait(120)
+    except subprocess.TimeoutExpired:
+        pytest.fail(
+            "two ranks wait for each other: they went different ways, as by `if` on random numbers or on this rank's "
+            "tokens; draw what all ranks must share from a generator seeded with GPT.step_seed"
+        )
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -449,28 +451,20 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", RANK_CASES)
-def test_two_ranks_train_as_one_process(case, launched, data, tmp_path, monkeypatch):
+def test_two_ranks_train_as_one_process(case, two_ranks, data, tmp_path, monkeypatch):
     prepare_for_ranks(monkeypatch)
     run(tmp_path / "one", data, **RANKS)
-    process, folder = launched
-    try:
-        process.wait(120)
-    except subprocess.TimeoutExpired:
-        pytest.fail(
-            "two ranks wait for each other: they went different ways, as by `if` on random numbers or on this rank's "
-            "tokens; draw what all ranks must share from a generator seeded with GPT.step_seed"
-        )
-    output, weights = (folder / "output.txt").read_text(), [folder / f"{case}{rank}.pt" for rank in range(2)]
+    output, weights = (two_ranks / "output.txt").read_text(), [two_ranks / f"{case}{rank}.pt" for rank in range(2)]
     error = output[output.find("Traceback") :][:3000]
     assert all(path.exists() for path in weights), (
         f"two ranks fail with --parallel {case}; where a rank may skip a layer or an expert, pass "
         f"find_unused_parameters=True to apply_ddp in runtime/wrap.py; else see\n{error}"
     )
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*map(torch.load, weights))), (
+    assert all(map(torch.equal, *map(torch.load, weights))), (
         f"with --parallel {case}, two ranks end with different weights: what changes weights or gradients must be the "
         "same on all ranks; average it by sum_over_ranks, or draw it from a generator seeded with GPT.step_seed"
     )
-    found = difference(record(folder / case, parts=()), record(tmp_path / "one", parts=()))
+    found = difference(record(two_ranks / case, parts=()), record(tmp_path / "one", parts=()))
     assert not found, (
         f"with two ranks and --parallel {case}, {found} from one process: the mean of the ranks' losses must be the "
         "mean over all targets; what forward writes or train_step counts is of this rank's tokens, if not averaged"
