@@ -213,7 +213,7 @@ MISTAKES = {  # case -> its sentence
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
     "data": "rank 1 on HOST has other/a_train_1.bin",
     "no_data": "there is no data folder nowhere",
-    "unseen": "there is no checkpoint run/ckpt_2.pt",
+    "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder that all can read",
 }
 
 
@@ -279,7 +279,7 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
     for name, sentence in MISTAKES.items():
         said = [line for text in outputs for line in text.split(f"== {name}\n")[1].split("== ")[0].splitlines()]
         (error,) = [line for line in said if line.startswith("error")]
-        assert sentence in error and error.startswith(f"error [rank {int(name == 'unseen')}]"), (name, said)
+        assert sentence in error and error.startswith("error [rank 0]"), (name, said)
     assert not any((node / "out_flags").exists() for node in nodes)
 
 
@@ -347,10 +347,13 @@ def mortal_rank(folder: Path, out: str, dies_at: int = 0) -> None:
 
 
 def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
-    """torchrun then counts a restart on one node only, and keeps its store with what the dead ranks said there."""
+    """One restart is enough, though torchrun counts it on one node only, and its store has addresses of dead ranks.
+
+    With PyTorch's env:// alone, rank 1 often reads such an address, and a second restart is due when it gives up.
+    """
     (tmp_path / "data").symlink_to(data)
     port, output = free_port(), tmp_path / "output.txt"
-    options = dict(ranks=1, options=["--max-restarts=3"])
+    options = dict(ranks=1, options=["--max-restarts=1"])
     nodes = [start_node(port, output, "mortal", tmp_path, "run", 7, host=host, **options) for host in (True, False)]
     assert [node.wait(120) for node in nodes] == [0, 0], output.read_text()[-5000:]
     tiny_run(tmp_path / "whole", data=data, eval_every=3, micro_batch=2)
