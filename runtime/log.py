@@ -175,6 +175,7 @@ class RunLogger:
 
     def sync(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
+        self.metrics.flush()  # what a full disk held back
         os.fsync(self.metrics.fileno())
 
     def write_summary(self, values: dict) -> None:
