@@ -219,7 +219,7 @@ def base(tmp_path_factory):
     make_data(folder / "data")
     for path in (folder / "data").glob("*.bin"):
         tokens = np.fromfile(path, dtype="<u2", offset=1024)
-        tokens[40::97] = EQUALS
+        tokens[np.flatnonzero(tokens == EOT)[:-1] + 40] = EQUALS
         write_shard(path, tokens)
     with pages(ROOT) as ours:
         trained(ours, folder / "base", data=str(folder / "data"))
@@ -245,6 +245,7 @@ def assert_plain(case: Case, state, batch) -> None:
         assert (grad is None) == (want is None), name
         if grad is not None:
             assert (grad - want).norm() <= 2e-6 * max(1, want.norm()), (name, (grad - want).norm(), want.norm())
+    model.load_state_dict(weights)  # buffers that the pass has written
 
 
 @torch.no_grad()
