@@ -99,11 +99,18 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
 def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
-    dist_ctx = launch(dataclasses.asdict(cfg))
-    cfg = dataclasses.replace(
-        cfg, **settle_flags(dataclasses.asdict(cfg), dataclasses.asdict(cfg), 29000, 257, dist_ctx)
-    )
-    return train_gpt.build(cfg, dist_ctx, 257)
+    flags, dist_ctx = dataclasses.asdict(cfg), launch(dataclasses.asdict(cfg))
+    cfg = dataclasses.replace(cfg, **settle_flags(flags, flags, 29000, 257, dist_ctx))
+    return train_gpt.build(cfg, dist_ctx, 257, eot=256)
+
+
+@torch.no_grad()
+def scramble(model: torch.nn.Module) -> torch.nn.Module:
+    """Add noise to every weight: fresh ones hide most gradients behind matrices of zeros."""
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model
 
 
 def some_batch(n=16, seed=0) -> torch.Tensor:
@@ -155,11 +162,8 @@ def compiler_works() -> bool:
 
 def tiny_run(out_dir, **flags) -> dict:
     """A run of the tiny model with these flags, in this process; returns its summary."""
-    return train(
-        make_config(
-            **TINY | {key: str(v) if isinstance(v, Path) else v for key, v in flags.items()}, out_dir=str(out_dir)
-        )
-    )
+    flags = {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
+    return train(make_config(**TINY | flags, out_dir=str(out_dir)))
 
 
 def run_main(argv: list[str], capsys) -> tuple[int, str]:
