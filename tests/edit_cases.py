@@ -53,7 +53,9 @@ class Plain:
 
     def heads(self, x: Tensor, i: int) -> list[Tensor]:
         """Queries, keys and values (B, T, heads, head_dim)."""
-        return [t.unflatten(-1, (-1, self.head_dim)) for t in (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)]
+        return [
+            t.unflatten(-1, (-1, self.head_dim)) for t in (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)
+        ]
 
     def attn(self, x: Tensor, i: int) -> Tensor:
         length, (q, k, v) = x.size(1), self.heads(x, i)

@@ -58,7 +58,9 @@ def only_answers_count(run) -> bool:
 def half_the_keys_are_cached(run) -> bool:
     cache = run.ours.generation.KVCache(run.sampled, torch.tensor([5]))
     run.sampled.next_logits(torch.arange(5)[None], cache)
-    return cache.layers[0].k.shape[1] == 1 and (32, 16, 16) in {g.get("split") for g in run.state.optimizer.param_groups}
+    return cache.layers[0].k.shape[1] == 1 and (32, 16, 16) in {
+        g.get("split") for g in run.state.optimizer.param_groups
+    }
 
 
 def experts_are_orthogonalized_apart(run) -> bool:
