@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import http.server
 import json
 import math
 import multiprocessing
@@ -13,7 +11,6 @@ import re
 import runpy
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from data import download
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
@@ -190,9 +186,21 @@ def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProces
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
 
 
-def run_torchrun(script, *argv, options=()) -> subprocess.CompletedProcess:
-    """`script ARGV` as two ranks under torchrun."""
-    return run_python(*TORCHRUN, *options, script, *argv, timeout=600)
+@contextlib.contextmanager
+def torchrun_beside(request, script, data: Path, folder: Path, *argv):
+    """`script FOLDER ARGV` as two ranks, beside the module's tests, if any of them asks for `launched`.
+
+    Yields the process, and the folder, which has the data and gets output.txt. Those tests come last in the module.
+    """
+    if not any("launched" in item.fixturenames and item.module is request.module for item in request.session.items):
+        yield
+        return
+    (folder / "data").symlink_to(data)
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(**python_process(*TORCHRUN, script, folder, *argv), stdout=output, stderr=output)
+    yield process, folder
+    process.terminate()
+    process.wait()
 
 
 def in_a_fork(env: dict, script, argv: tuple, cwd, outputs: tuple) -> None:
@@ -288,24 +296,6 @@ def short_samples():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def begun(request, tmp_path_factory):
-    """What takes long, and all workers share, starts with the first test of all: a module's `begin`, by one worker."""
-    base, started = tmp_path_factory.getbasetemp(), []
-    for module in dict.fromkeys(item.module for item in request.session.items if hasattr(item.module, "begin")):
-        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"begun-{module.__name__}"
-        wanted = {name for item in request.session.items if item.module is module for name in item.fixturenames}
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-            started.append(module.begin(folder, wanted))
-        module.BEGUN = folder
-    yield
-    for process in started:
-        if request.session.shouldstop or request.session.shouldfail:
-            process.terminate()
-        process.wait()  # another worker's tests may need it
-
-
 @pytest.fixture(autouse=True)
 def no_process_group_left():
     """A run that ended with an error leaves the process group of its one rank behind."""
@@ -341,7 +331,7 @@ def plain(data, noisy, tmp_path_factory) -> Path:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# data/prepare.py: shards read by the format's description, GPT-2's vocabulary, a server for downloads
+# data/prepare.py
 
 VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "tiktoken_cache")
 
@@ -350,70 +340,12 @@ def quiet(line) -> None:
     pass
 
 
-def in_val(name: str, fraction: float) -> bool:
-    """Whether the document of this name belongs to the validation split."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) < fraction * 2**256
-
-
 @pytest.fixture
 def gpt2(monkeypatch):
     if not VOCABULARY.is_dir():
         pytest.skip("needs GPT-2's vocabulary in TIKTOKEN_CACHE_DIR")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
     return get_tokenizer("gpt2")
-
-
-class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files` (path -> bytes); `ranges` False ignores Range, `cut` ends that many next answers half way."""
-
-    files, redirects, ranges, cut, requests = {}, {}, True, 0, []
-
-    def do_GET(self):
-        asked = self.headers.get("Range")
-        type(self).requests.append((self.path, asked))
-        if self.path in self.redirects:
-            self.send_response(302)
-            self.send_header("Location", self.redirects[self.path])
-            self.send_header("X-Linked-ETag", f'"{self.linked_sha256}"')
-            self.end_headers()
-            return
-        if self.path not in self.files:
-            self.send_error(404)
-            return
-        body = self.files[self.path]
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.ranges else 0
-        if start >= len(body) > 0:
-            self.send_error(416)
-            return
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        body = body[start:]
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.cut > 0:
-            type(self).cut -= 1
-            body = body[: len(body) // 2]
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """The handler class of an HTTP server on this machine, with its `address`."""
-    handler = type("Handler", (Server,), dict(files={}, redirects={}, requests=[]))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
-        thread.start()
-        handler.address = f"http://127.0.0.1:{running.server_address[1]}"
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setenv("HF_ENDPOINT", handler.address + "/")
-        monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
-        yield handler
-        running.shutdown()
-        thread.join()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

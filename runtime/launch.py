@@ -121,7 +121,8 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
     ngrams = f", n-grams to {f.ngram}, ngram_dropout {f.ngram_dropout:.2g}" if f.ngram > 1 else ""
     n_eval, n_all = (stream.num_eval_seqs(n) * f.seq_len for n in (f.eval_tokens, 0))
     part = "" if n_eval == n_all else dict(first=" (the first)", spread=" spread over the validation split")
-    n_params, frozen = (sum(p.numel() for p in model.parameters() if p.requires_grad >= kept) for kept in (False, True))
+    n_params = sum(p.numel() for p in model.parameters())
+    n_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     lines = [
         software_versions(device, HERE),
         f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, attention {f.attn}, "
@@ -129,7 +130,8 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
         f"tokenizer {meta['tokenizer']}{' (assumed: there is no meta.json)' if meta.get('assumed') else ''}, "
         f"evaluation on {n_eval:,} tokens{part and part[stream.eval_part]}",
-        f"model: n_layer {f.n_layer}, n_embd {f.n_embd}, n_head {f.n_head}, {n_params:,} parameters, "
+        f"model: n_layer {f.n_layer}, n_embd {f.n_embd}, n_head {f.n_head}, {n_params:,} parameters"
+        f"{f' ({n_frozen:,} frozen)' * (n_frozen > 0)}, "
         f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {f.adam_lr:.4g}{ngrams}",
         f"batch: {f.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
         f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "

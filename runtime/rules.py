@@ -207,7 +207,7 @@ NO_EFFECT = (
         "--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens",
     ),
     (
-        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram <= 1,
+        lambda f, hw: f.ngram_rows != hw.preset.ngram_rows and f.ngram in (0, 1),
         "--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds",
     ),
     (

@@ -4,7 +4,9 @@ import csv
 import errno
 import gzip
 import hashlib
+import http.server
 import io
+import itertools
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
+import threading
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -25,13 +28,71 @@ import numpy as np
 import pytest
 
 import train_gpt
-from conftest import ROOT, TINY, flags_of, in_val, make_data, quiet, run_main
+from conftest import ROOT, TINY, flags_of, make_data, quiet, run_main
 from data import corpus, download, prepare, text
 from data.shards import UserError, find_shards, load_meta, read_shard, shard_header, write_shard
-from data.stream import TokenShards, TokenStream
+from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
 from data.tokenizers import get_tokenizer
 
 TEXT = "First Citizen: déjà vu, naïve 漢字かな 🙂\n\nno\u00a0break <|endoftext|> don't  stop\t\n end"
+
+
+def in_val(name: str, fraction: float) -> bool:
+    """Whether the document of this name belongs to the validation split."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) < fraction * 2**256
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `files` (path -> bytes); `ranges` False ignores Range, `cut` ends that many next answers half way."""
+
+    files, redirects, ranges, cut, requests = {}, {}, True, 0, []
+
+    def do_GET(self):
+        asked = self.headers.get("Range")
+        type(self).requests.append((self.path, asked))
+        if self.path in self.redirects:
+            self.send_response(302)
+            self.send_header("Location", self.redirects[self.path])
+            self.send_header("X-Linked-ETag", f'"{self.linked_sha256}"')
+            self.end_headers()
+            return
+        if self.path not in self.files:
+            self.send_error(404)
+            return
+        body = self.files[self.path]
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.ranges else 0
+        if start >= len(body) > 0:
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        body = body[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.cut > 0:
+            type(self).cut -= 1
+            body = body[: len(body) // 2]
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """The handler class of an HTTP server on this machine, with its `address`."""
+    handler = type("Handler", (Server,), dict(files={}, redirects={}, requests=[]))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        handler.address = f"http://127.0.0.1:{running.server_address[1]}"
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        monkeypatch.setenv("HF_ENDPOINT", handler.address + "/")
+        monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+        yield handler
+        running.shutdown()
+        thread.join()
 
 
 def independent_read(path):
@@ -1740,7 +1801,7 @@ def test_two_thousand_shards_need_little_memory_and_few_open_files(checked, step
     script = f"""if True:
         import resource
         from pathlib import Path
-        from data.stream import TokenShards, TokenStream
+        from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
 
         def mb(name):
             status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -1764,3 +1825,58 @@ def test_two_thousand_shards_need_little_memory_and_few_open_files(checked, step
         assert done.returncode == 0, done.stderr
         start, batches = map(float, done.stdout.split())  # MB more
         assert start < 40 and batches < 4, done.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stream
+
+
+def every_token(data: Path) -> np.ndarray:
+    return np.concatenate([np.fromfile(path, dtype="<u2", offset=1024) for path in sorted(data.glob("*train*"))])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000, 4097])
+def test_permutation_visits_everything_once(n):
+    order = feistel_permute(np.arange(n), n, key=7)
+    assert sorted(order.tolist()) == list(range(n))
+    if n > 100:
+        assert not np.array_equal(order, feistel_permute(np.arange(n), n, key=8))
+        assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("n_tokens", [33, 63, 64, 65, 1000])
+def test_windows_of_an_epoch(n_tokens):
+    per_epoch, offsets = max(1, (n_tokens - 32) // 32), set()
+    for epoch in range(40):
+        starts = sequence_starts(epoch * per_epoch + np.arange(per_epoch), n_tokens, 32, seed=3)
+        offsets.add(int(starts.min()))
+        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(per_epoch))  # every sequence once
+        assert starts.min() >= 0 and starts.max() + 33 <= n_tokens
+    assert len(offsets) > 10 or n_tokens < 64
+
+
+def test_batches_hold_the_tokens_of_their_windows(data):
+    everything, starts = every_token(data), np.array([11100, 11110, 11111, 0])  # over the end of a shard
+    read = TokenShards(data, "train", 257).read_sequences(starts, 33)
+    assert np.array_equal(read, np.stack([everything[s : s + 33] for s in starts]))
+    starts = sequence_starts(77 * 16 + np.arange(16), len(everything), 32, seed=0)
+    batch = TokenStream(data, seq_len=32, batch_tokens=512).batch(77)
+    assert np.array_equal(batch, np.stack([everything[s : s + 33] for s in starts]))
+
+
+def test_windows_start_at_documents(data):
+    stream = TokenStream(data, seq_len=32, batch_tokens=512, doc_align=True)
+    batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])
+    assert (batches[:, 0] == 256).all()
+    assert (np.diff(stream.aligned) >= 32).all() and len(stream.aligned) > 0.9 * 29000 / 97
+
+
+def test_prefetch_keeps_order_and_passes_errors_on():
+    def load(i):
+        if i == 9:
+            raise UserError("shard gone")
+        return i * i
+
+    assert list(itertools.islice(prefetch(load, 3, depth=2), 6)) == [9, 16, 25, 36, 49, 64]
+    with pytest.raises(UserError, match="shard gone"):
+        list(prefetch(load, 0, depth=3))
