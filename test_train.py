@@ -260,7 +260,8 @@ def test_evaluated_loss():
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     assert not (found := difference({"the loss": evaluated}, {"the loss": expected})), (
         f"in evaluation, {found} from the cross entropy of the logits: GPT.loss and GPT.logits both call head, so "
-        "change both; a term of the training loss alone belongs under `if self.training`, or val_loss and val_bpb hold it too"
+        "change both; a term of the training loss alone belongs under `if self.training`, or val_loss "
+        "and val_bpb contain it too"
     )
 
 
