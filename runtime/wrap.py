@@ -31,7 +31,8 @@ def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx
     shards = ranks_per_copy(parallel, f.shard_size, world_size, dist_ctx.local_world_size)
     blocks, compiled, on_gpu = [*dict.fromkeys(model.blocks)], f.compile != "off", device.type == "cuda"
     if f.fp8:
-        for module in (*(block.mlp for block in blocks), model.head):
+        feed_forward = [m for block in blocks for name, m in block.named_children() if name != "attn"]
+        for module in (*feed_forward, model.head):
             apply_fp8(module)
     modes = [checkpointing if checkpointing in AC_MODES else "none"]
     if checkpointing == "auto" and on_gpu and f.offload != "activations":
