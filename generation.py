@@ -317,9 +317,12 @@ def printable(text: str) -> str:
 
 @torch.no_grad()
 def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int, temperature: float = 0.8) -> str:
-    """A prompt, integer (T,), ">>>" and the continuation by a model in eval mode. Raises UserError."""
+    """A prompt, integer (T,), ">>>" and the continuation by a model in eval mode; or why there is none."""
     with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for each length
-        check_cache(model)
+        try:
+            check_cache(model)
+        except UserError as error:  # no reason to end a run
+            return f"(no sample: {error})"
         drawn = generate(model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed])
         tokens = [token for (token,) in on_host(drawn)]
     known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
