@@ -12,9 +12,9 @@ import data.prepare
 import evaluation
 import sample
 from conftest import random_gpt
-from data.shards import UserError
 from data.tokenizers import get_tokenizer
 from evaluation import is_chosen, print_choices, score_endings
+from runtime.errors import UserError
 
 BYTES = get_tokenizer("bytes")
 QUESTIONS = [
