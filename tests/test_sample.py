@@ -2,6 +2,7 @@
 
 import io
 import math
+import unittest.mock
 
 import pytest
 import torch
@@ -152,5 +153,5 @@ def test_a_checkpoint_that_cannot_be_sampled_is_said(key, value, says, noisy, tm
 
 def test_sample_ends_without_a_traceback(noisy, capsys, monkeypatch):
     for error, code, says in ((KeyboardInterrupt(), 130, ""), (RuntimeError("CUDA out of memory"), 1, "--num_samples")):
-        monkeypatch.setattr(sample, "load", lambda *_, error=error: exec("raise error", dict(error=error)))
+        monkeypatch.setattr(sample, "load", unittest.mock.Mock(side_effect=error))
         assert sample.main(["--run", str(noisy)]) == code and says in capsys.readouterr().err
