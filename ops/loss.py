@@ -70,8 +70,9 @@ class SoftcapCrossEntropy(torch.autograd.Function):
             grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - z, grad)
         else:
             grad.scatter_add_(1, target, -z)
-        grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 / z, 0.0))
-        ctx.save_for_backward(grad.to(logits.dtype), n)
+        scale = 64.0 if logits.dtype == torch.float16 else 1.0  # small probabilities underflow in fp16
+        grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 * scale / z, 0.0))
+        ctx.save_for_backward(grad.to(logits.dtype), n * scale)
         return loss
 
     @staticmethod
