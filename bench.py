@@ -49,12 +49,12 @@ from runtime.flags import parse_flags
 from runtime.launch import cpu_cores, device_name
 from runtime.log import nan_to_none
 from runtime.ranks import exit_process
-from train_gpt import Config, make_config
+from train_gpt import Config
 
 
 def bench_record(bench: Bench) -> dict:
     """A record's row, and the rules that it breaks."""
-    folder = "".join(bench.folders)
+    folder = "".join(bench.options.folders)
     if bench.options.pack:
         pack(folder, bench.options.pack)
     row, notes = check_record(folder)
@@ -65,9 +65,8 @@ def bench_record(bench: Bench) -> dict:
 
 
 BENCHMARKS = dict(train=bench_train, loss=bench_loss, attention=bench_attention, memory=bench_memory, data=bench_data)
-BENCHMARKS |= dict(
-    infer=bench_infer, scaling=bench_scaling, profile=bench_profile, record=bench_record, plot=bench_plot
-)
+BENCHMARKS |= dict(infer=bench_infer, scaling=bench_scaling, profile=bench_profile)
+BENCHMARKS |= dict(record=bench_record, plot=bench_plot)
 
 
 def parse(argv: list[str]) -> tuple[str, Bench]:
@@ -81,21 +80,19 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("bench.py", description=__doc__, allow_abbrev=False, formatter_class=style)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats: a first look")
-    parser.add_argument("--repeats", type=int, default=0, help="measurements of each case, seeds [5; quick 3]")
+    parser.add_argument("--repeats", type=int, help="measurements of each case, seeds [5; quick 3]")
     parser.add_argument("--json", default="", metavar="FILE", help="write all measurements to this file")
     parser.add_argument("--flags", action="append", default=[], help="loss: a side, as in --flags='--softcap 0'")
     parser.add_argument("--pack", default="", metavar="COMMIT", help="record: store source/ as a diff against it")
     parser.add_argument("--x", choices=X_AXES, default="train_time", help="plot: the horizontal axis [train_time]")
     parser.add_argument("--y", choices=Y_AXES, default="val_loss", help="plot: the vertical axis [val_loss]")
-    parser.add_argument("--target", type=float, help="plot: a loss to draw a line at [that of a record's track]")
+    parser.add_argument("--target", type=float, help="plot: a loss to draw a line at")
     parser.add_argument("--out", default="plot.svg", help="plot: a file that ends in .svg or .png [plot.svg]")
     options, rest = parser.parse_known_args(argv[n_words:])
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise UserError(f"--json {options.json} is not in a folder that exists; give another name")
     flags = parse_flags(rest, dataclasses.fields(Config), {}, "")
-    make_config(**flags)
-    repeats = options.repeats if options.repeats > 0 else 3 if options.quick else 5
-    return name, Bench(flags, options.quick, repeats, folders, options)
+    return name, Bench(flags, argparse.Namespace(**vars(options), folders=folders))
 
 
 def main(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import statistics
 
 import torch
 from torch import Tensor
@@ -54,7 +55,6 @@ def attention_case(flags: dict, name: str, length: int, variant: str, tokens: in
 
 
 def bench_attention(bench: Bench) -> dict:
-    """Every backend over context lengths, causal, with windows and with documents."""
     bench.refuse("attn", "compile", "seq_len", "batch_tokens", "window", "doc_mask")
     cuda, cfg, rows = bench.device.type == "cuda", make_config(**bench.flags), []
     lengths, tokens = ((512, 1024, 2048, 4096, 8192, 16384), 16384) if cuda else ((256, 512, 1024, 2048), 4096)
@@ -65,16 +65,14 @@ def bench_attention(bench: Bench) -> dict:
             if "note" not in row:
                 for key, seconds in zip(("forward, ms", "backward, ms"), zip(*row["values"])):
                     row |= median_min_max([1000 * s for s in seconds], key)
-                if "note" not in group[0]:
-                    naive, ours = (row["forward, ms"] + row["backward, ms"] for row in (group[0], row))
-                    row["speedup vs naive"] = naive / ours
+                seconds = [sum(call) for call in row["values"]]
+                naive = [sum(call) for call in group[0].get("values", [])]
+                row["speedup vs naive"] = statistics.median(naive) / statistics.median(seconds) if naive else None
         progress(f"T {length}, {variant}")
         rows += group
     missing = {row["backend"]: row["note"] for row in rows if "note" in row}
-    note = (
-        f"{tokens} tokens a call, {cfg.n_head} heads of {cfg.n_embd // cfg.n_head}. The window is a quarter of T, as "
-    )
-    note += "are documents on average. Making the mask counts as forward."
+    note = f"{tokens} tokens a call, {cfg.n_head} heads of {cfg.n_embd // cfg.n_head}. Windows and documents are "
+    note += "a quarter of T (documents on average). Making the mask counts as forward."
     note += "".join(f"\nNot everywhere: {backend} ({reason})." for backend, reason in missing.items())
     print(table("Attention", [row for row in rows if "note" not in row], note))
     return dict(attention=rows, tokens=tokens)

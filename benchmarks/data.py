@@ -22,14 +22,12 @@ def data_case(flags: dict):
 
 
 def bench_data(bench: Bench) -> dict:
-    """What the loader can deliver, and how long a step waits for it."""
-    bench.refuse()
     (facts,) = measure([(data_case, bench.flags)], 10 * bench.repeats)
     if "note" in facts:
         raise RunError(facts["note"])
     row = median_min_max([1000 * step_s for _, step_s in facts["values"]], "ms/step")
     row |= median_min_max([100 * wait_s / step_s for wait_s, step_s in facts["values"]], "data wait, % of step")
-    row |= {"tokens/s": 1000 * facts["tokens"] / row["ms/step"]}
-    row |= {"loader alone, tokens/s": facts["tokens"] / facts["load_s"]}
+    row["tokens/s"] = 1000 * facts["tokens"] / row["ms/step"]
+    row["loader alone, tokens/s"] = facts["tokens"] / facts["load_s"]
     print(table("Data", [row]))
     return dict(data=[row])

@@ -5,12 +5,12 @@ import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+import re
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,21 +22,16 @@ from runtime.rules import check_device, check_flags
 from train_gpt import PRESETS, Config, TrainState, build, get_batch, gpt_config, make_config, settle
 
 
-@dataclass
 class Bench:
-    """What the command line asks for."""
+    """What the command line asks for: flags of the trainer, and options of bench.py."""
 
-    flags: dict  # of the trainer
-    quick: bool
-    repeats: int
-    folders: list[str]
-    options: argparse.Namespace  # of the command line
-
-    def __post_init__(self):
-        self.device = select_device(self.flags.get("device", "auto"))
-        if self.device.type == "cuda" and "preset" not in self.flags:
-            self.flags = dict(preset="gpt2-small") | (dict(batch_tokens=65536) if self.quick else {}) | self.flags
-        if self.flags.get("preset", "").startswith("gpt2") and "data" not in self.flags:
+    def __init__(self, flags: dict, options: argparse.Namespace):
+        self.flags, self.options, self.quick = flags, options, options.quick
+        self.repeats = max(1, options.repeats or (3 if options.quick else 5))
+        self.device = select_device(flags.get("device", "auto"))
+        if self.device.type == "cuda" and "preset" not in flags:
+            self.flags = dict(preset="gpt2-small") | (dict(batch_tokens=65536) if self.quick else {}) | flags
+        if self.flags.get("preset", "").startswith("gpt2") and "data" not in flags:
             self.flags = dict(vocab_size=50304) | self.flags  # as with GPT-2's tokenizer
 
     def refuse(self, *names: str) -> None:
@@ -49,7 +44,7 @@ def run_case(pipe, case, args: tuple) -> None:
     """What a case's process runs; it ends with its parent."""
     try:
         values = case(*args)
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(None):
             while pipe.recv():
                 pipe.send((None, next(values)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
@@ -101,8 +96,7 @@ def run_python(*argv, env: dict | None = None) -> None:
     """Run a script of ours in a process of its own. Raises UserError or RunError with its own sentence."""
     done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, errors="replace", env=env)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        said = [line.partition(": ")[2] for line in lines if line.startswith("error")] or [f"FAILED: {lines[-1]}"]
+        said = re.findall(r"^error.*?: (.*)", done.stderr, re.MULTILINE) or [f"FAILED: {done.stderr.strip()[-200:]}"]
         raise (UserError if done.returncode == 2 else RunError)(said[0])
 
 
@@ -111,8 +105,8 @@ def build_state(flags: dict) -> tuple[TrainState, TokenStream, Tensor]:
     cfg = make_config(**flags)
     dist_ctx = launch(dataclasses.asdict(cfg))
     check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
-    shape = dict(seq_len=cfg.seq_len, batch_tokens=cfg.batch_tokens, seed=cfg.seed, vocab_size=cfg.vocab_size)
-    stream = open_stream(cfg.data, dist_ctx, **shape, doc_align=cfg.doc_align)
+    shape = {name: getattr(cfg, name) for name in ("seq_len", "batch_tokens", "seed", "vocab_size", "doc_align")}
+    stream = open_stream(cfg.data, dist_ctx, **shape)
     cfg = settle(cfg, dist_ctx, stream, {})
     check_flags(cfg)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])

@@ -5,10 +5,9 @@ import statistics
 
 import torch
 
-from benchmarks.harness import Bench, build_state, measure, median_min_max, progress, table, timed
+from benchmarks.harness import Bench, build_state, measure, median_min_max, table, timed
 from generation import compile_decode_step, generate
 from int8 import quantize
-from ops.cpu import skip_trial_programs
 from runtime.launch import peak_memory_mb
 
 MODES = ("no cache", "KV cache", "KV cache, compiled", "KV cache, int8", "KV cache, compiled, int8")
@@ -22,10 +21,7 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
     if "int8" in mode:
         quantize(model, check=False)
     model.freeze()  # as sample.py holds it
-    step = None
-    if "compiled" in mode:
-        skip_trial_programs()
-        step = compile_decode_step(device)
+    step = compile_decode_step(device) if "compiled" in mode else None
     idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
 
     def token_times(n: int) -> list[float]:
@@ -38,7 +34,6 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
 
 
 def bench_infer(bench: Bench) -> dict:
-    """Prefill and decode, without a KV cache, with one, compiled, in int8."""
     bench.refuse("seq_len", "batch_tokens", "micro_batch", "compile")
     n_tokens, prompt, batches = (50, 32, (4,)) if bench.quick else (200, 128, (1, 8))
     flags, rows = bench.flags | dict(seq_len=prompt + n_tokens, batch_tokens=prompt + n_tokens, micro_batch=1), []
@@ -54,10 +49,6 @@ def bench_infer(bench: Bench) -> dict:
                 rows[-1]["tokens/s"] = 1000 * batch / rows[-1]["ms/token"]
                 ratios = [slow[-1] / times[-1] for slow, times in zip(group[0].get("values", []), row["values"])]
                 rows[-1][f"KV-cache speedup @{n_tokens}"] = statistics.median(ratios) if ratios else None
-        progress(f"batch {batch}")
-    note = (
-        f"A prompt of {prompt} tokens. No cache: all is read again for each token. TTFT: time to first token. ms/token "
-    )
-    note += "and tokens/s (of all sequences): decoding."
+    note = f"A prompt of {prompt} tokens. No cache: all is read again for each token. TTFT: time to first token."
     print(table("Generation", rows, note))
     return dict(infer=rows)

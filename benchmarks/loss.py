@@ -38,12 +38,6 @@ def time_to(run: dict, target: float, key: str) -> float | None:
     return None
 
 
-def log_speedup(a: dict, b: dict, key: str) -> float:
-    """Of b against a, each up to the higher of their two final losses, which both reach."""
-    target = max(a["val_loss"], b["val_loss"])
-    return math.log(time_to(a, target, key) / time_to(b, target, key))
-
-
 def judge(runs: dict[str, list[dict]]) -> list[dict]:
     """A row for each side, the first of which the others are compared with, seed by seed.
 
@@ -62,15 +56,15 @@ def judge(runs: dict[str, list[dict]]) -> list[dict]:
             if there:
                 row[f"{unit} to target"] = statistics.median(time_to(run, target, key) for run in there)
             if own is not base:
-                logs = [log_speedup(a, b, key) for a, b in zip(base, own)]
-                row[f"speedup ({unit})"] = math.exp(statistics.mean(logs))
-                row[f"p ({unit})"] = t_test([-log for log in logs], 0.0)
+                pairs = [(a, b, max(a["val_loss"], b["val_loss"])) for a, b in zip(base, own)]  # which both reach
+                logs = [math.log(time_to(b, loss, key) / time_to(a, loss, key)) for a, b, loss in pairs]
+                row[f"speedup ({unit})"] = math.exp(-statistics.mean(logs))
+                row[f"p ({unit})"] = t_test(logs, 0.0)
         rows.append(row)
     return rows
 
 
 def bench_loss(bench: Bench) -> dict:
-    """A against B, and any others against A. Raises TrainerError when a run of any side fails."""
     bench.refuse("seed", "trials", "eval_every", "out_dir", "resume", "target_val_loss")
     sides, given = {}, bench.options.flags
     for text in [""] * (len(given) == 1) + given or SIDES:  # one side is compared with the defaults
@@ -89,12 +83,7 @@ def bench_loss(bench: Bench) -> dict:
             common = dict(dtype=runs[name][-1]["dtype"]) | common  # the first run decides what auto is
             progress(f"seed {seed}, {name}: {runs[name][-1]['val_loss']:.4f}")
     rows = judge(runs)
-    note = (
-        f"{bench.repeats} seeds, interleaved. Target: {rows[0]['final val_loss']:.4f}, the mean of the first side's. "
-    )
-    note += (
-        "Speedup: its train_time (steps) over the side's, seed by seed, each up to the higher of the two final losses; "
-    )
-    note += "the geometric mean."
+    note = f"{bench.repeats} seeds, interleaved. Target: {rows[0]['final val_loss']:.4f}, the first side's mean. "
+    note += "Speedup: its time (steps) over the side's, seed by seed, each up to the higher of the two final losses."
     print(table("Time to a validation loss", rows, note))
     return dict(loss=rows, runs=runs)

@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.harness import Bench, build_state, measure, measure_memory, progress, table
+from benchmarks.harness import Bench, build_state, measure, measure_memory, table
 from runtime.launch import peak_memory_mb
 from runtime.rules import AC_MODES
 from runtime.sizes import largest_divisor
@@ -29,14 +29,12 @@ def memory_case(flags: dict):
 
 
 def bench_memory(bench: Bench) -> dict:
-    """What each checkpointing mode holds."""
     bench.refuse("checkpointing", "compile", "offload", "parallel")
     cfg, rows = make_config(**bench.flags), []  # the same micro-batch in all modes:
     micro_batch = cfg.micro_batch or largest_divisor(cfg.batch_tokens // cfg.seq_len, 8192 // cfg.seq_len)
     for mode in AC_MODES:
         varied = dict(checkpointing=mode, micro_batch=micro_batch)
         rows.append(varied | measure([(memory_case, bench.flags | varied)], 0)[0])
-        progress(mode)
     note = f"MiB, of a micro-step of {micro_batch} sequences of {cfg.seq_len} with gradients allocated. Transient: the "
     note += "rest of the peak, such as a recomputed block, gradients of activations, logits."
     print(table("Memory", rows, note))

@@ -1,16 +1,13 @@
 """`bench.py plot`: validation losses of runs, of records and of nanoGPT's logs beside them, as one picture."""
 
 import gzip
-import io
 import re
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.harness import Bench
-from data.shards import atomic_write
 from generation import printable
-from records.check import TRACKS
 from runtime.errors import UserError
 from runtime.log import read_rows
 
@@ -49,11 +46,10 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
         files = sorted(folder.glob("metrics.jsonl")) or sorted(folder.glob("seed_*/metrics.jsonl"))
         if not files:
             raise UserError(f"{folder} holds no metrics.jsonl and no seed_*/metrics.jsonl; give the folder of a run")
-        name = folder.resolve().name
-        curves[name if name not in curves else str(folder)] = [read_rows(file.read_text()) for file in files]
+        curves[str(folder)] = [read_rows(file.read_text()) for file in files]
         logs = [read_nanogpt(gzip.open(log, "rt").read()) for log in sorted(folder.glob("baseline/*.txt.gz"))]
         if any(logs) and logs not in curves.values():  # two records can have the same logs
-            curves[f"nanoGPT's recipe beside {name}"] = logs
+            curves[f"nanoGPT's recipe beside {folder}"] = logs
     return curves
 
 
@@ -69,13 +65,11 @@ def bench_plot(bench: Bench) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("bench.py plot needs matplotlib; install it with `pip install matplotlib`") from None
-    x, y, out, picture = bench.options.x, bench.options.y, Path(bench.options.out), io.BytesIO()
-    if not bench.folders or out.suffix not in (".svg", ".png"):
+    x, y, out = bench.options.x, bench.options.y, Path(bench.options.out)
+    if not bench.options.folders or out.suffix not in (".svg", ".png"):
         raise UserError("plot takes folders of runs, and --out a name that ends in .svg or .png")
-    targets = {name: value for track in TRACKS.values() for name, value in track["targets"].items()}  # in nats
-    known = {targets.get(Path(folder).resolve().name.partition("_")[2]) for folder in bench.folders} - {None}
     axes = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained").add_subplot()
-    for number, (name, runs) in enumerate(read_curves(bench.folders).items()):
+    for number, (name, runs) in enumerate(read_curves(bench.options.folders).items()):
         seeds = [points(rows, x if x in ("step", "tokens") else f"{x}_s", y) for rows in runs]
         if not all(seed.size for seed in seeds):
             raise UserError(f"{name} has no {y} over {x} yet; wait for its first evaluation, or leave it out")
@@ -84,11 +78,9 @@ def bench_plot(bench: Bench) -> None:
         for seed in seeds:
             axes.plot(*seed, color, linewidth=1, label=label if seed is seeds[0] else None)
             axes.plot(*seed[:, -1:], f"o{color}", markersize=5)
-    for value in [bench.options.target] if bench.options.target else sorted(known) if y == "val_loss" else []:
-        axes.axhline(value, color="black", linestyle="--", linewidth=0.9, label=f"target {value:g}")
+    if bench.options.target:
+        axes.axhline(bench.options.target, color="black", linestyle="--", label=f"target {bench.options.target:g}")
     axes.set(xlabel=X_AXES[x], ylabel=f"validation loss ({Y_AXES[y]})")
     axes.legend(fontsize=8)
-    axes.figure.savefig(picture, format=out.suffix[1:])
-    with atomic_write(out) as file:
-        file.write(picture.getvalue())
+    axes.figure.savefig(out)
     print(f"{out}: validation loss ({Y_AXES[y]}) over {x}")

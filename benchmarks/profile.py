@@ -1,6 +1,5 @@
 """`bench.py profile`: where a step's time goes, in six lines, and the trace."""
 
-import os
 import re
 import statistics
 import tempfile
@@ -51,10 +50,9 @@ def profile_case(flags: dict, steps: int, trace: str):
 
 
 def bench_profile(bench: Bench) -> dict:
-    """Where a step's time goes."""
     bench.refuse("profile")
-    trace = Path(tempfile.gettempdir()) / f"bench-trace-{os.getpid()}.json"
-    (facts,) = measure([(profile_case, bench.flags, 3 if bench.quick else 10, str(trace))], 0)
+    trace = str(Path(tempfile.gettempdir(), "bench-trace.json"))
+    (facts,) = measure([(profile_case, bench.flags, 3 if bench.quick else 10, trace)], 0)
     if "note" in facts:
         raise RunError(facts["note"])
     # On CUDA, kernels last as long with the profiler; on a CPU it slows every operation
@@ -65,4 +63,4 @@ def bench_profile(bench: Bench) -> dict:
     note = f"A step takes {facts['profiled_ms']:,.1f} ms under the profiler and {facts['plain_ms']:,.1f} ms without. "
     note += f"Trace for https://ui.perfetto.dev: {trace}"
     print(table("Where a step's time goes", rows, note))
-    return dict(profile=rows, trace=str(trace), step_ms=step_ms)
+    return dict(profile=rows, trace=trace, step_ms=step_ms)

@@ -38,7 +38,6 @@ def measure_ranks(bench: Bench) -> dict:
 
 def bench_scaling(bench: Bench) -> dict | None:
     """Strong and weak scaling over ranks on this machine; under torchrun, of its ranks: None but on rank 0."""
-    bench.refuse()
     if "WORLD_SIZE" in os.environ:
         row = {"Config": "as given"} | measure_ranks(bench)  # which frees DDP before its group; else it would hang
         if dist.is_initialized():
@@ -69,9 +68,7 @@ def bench_scaling(bench: Bench) -> dict | None:
                 row["note"] = str(error)
         rows.append(row)
         progress(f"{ranks} ranks, {name}")
-    note = (
-        f"{micro_batch} sequences a micro-batch. Efficiency: tokens/s per rank against one rank. Exposed all-reduce: "
-    )
+    note = f"{micro_batch} sequences a micro-batch. Efficiency: speed per rank against one. Exposed all-reduce: "
     note += "what a step saves by sending no gradients (DDP; Muon's updates are still exchanged)."
     print(table("Scaling", rows, note))
     return dict(scaling=rows)
