@@ -4,6 +4,7 @@ import io
 import math
 import unittest.mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
