@@ -14,7 +14,7 @@ def chunked_loss(function: Callable, params: list[Tensor], x: Tensor, targets: T
     2024), so that nothing is computed twice; 0 = all rows, by plain autograd.
     """
     if chunk and torch.is_grad_enabled():
-        return ChunkedLoss.apply(function, chunk, x, targets, *params)
+        return ChunkedLoss.apply(function, chunk, x, targets, *(p for p in params if p.requires_grad))
     total, n_targets = 0.0, (targets >= 0).sum()
     for part, part_targets in zip(x.split(chunk or len(x)), targets.split(chunk or len(x))):
         n = (part_targets >= 0).sum()
