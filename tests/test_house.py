@@ -119,7 +119,7 @@ def help_of(main, capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_every_flag_with_its_default(capsys):
+def test_help_shows_every_flag_and_its_default(capsys):
     text = help_of(train_gpt.main, capsys)
     for f in dataclasses.fields(Config):
         value = str(PRESETS["laptop"].get(f.name, f.default)).lower()
