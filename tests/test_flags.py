@@ -98,13 +98,13 @@ def test_what_is_not_there_is_told(data, tmp_path, capsys):
 
 
 def test_values_as_they_are_written():
-    assert [integer(text) for text in ("1000", "1_000", "1e3", "4k", "2M", "1.5B", "-1")] == [
-        *(1000,) * 3,
-        4000,
-        2 * 10**6,
-        1500 * 10**6,
-        -1,
-    ]
+    written = dict.fromkeys(("1000", "1_000", "1e3"), 1000) | {
+        "4k": 4000,
+        "2M": 2 * 10**6,
+        "1.5B": 1500 * 10**6,
+        "-1": -1,
+    }
+    assert {text: integer(text) for text in written} == written
     for text in ("", "k", "1.5", "1e-3", "nan", "inf", "0x10", "1e999999999"):
         with pytest.raises((ValueError, OverflowError)):
             integer(text)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -55,15 +54,6 @@ CASES = {  # of two nodes of two ranks each
     "hsdp_thin": dict(parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5),
     "hsdp_bf16": dict(parallel="hsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
 }
-MORE_CASES = {
-    "fsdp": dict(parallel="fsdp", micro_batch=4),
-    "fsdp_bf16": dict(parallel="fsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
-    "hsdp_offload": dict(parallel="hsdp", micro_batch=4, offload="optimizer"),
-    "hsdp_one_group": dict(parallel="hsdp", micro_batch=4, shard_size=4),
-    "hsdp_alone": dict(parallel="hsdp", micro_batch=4, shard_size=1),
-    "hsdp_selective": dict(parallel="hsdp", micro_batch=4, checkpointing="selective"),
-    "fsdp_resumed": dict(parallel="fsdp", micro_batch=4, resume="hsdp/ckpt_10.pt", init_from=""),
-}
 STARTED: list[subprocess.Popen] = []  # agents
 
 
@@ -99,11 +89,11 @@ def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, o
 # The same run
 
 
-def run_cases(folder: Path, cases: dict) -> None:
+def run_cases(folder: Path) -> None:
     """What each rank does under torchrun: all cases; report.json says of each whether all ranks' weights are equal."""
     report = {}
     shorten_samples(pytest.MonkeyPatch())
-    for name, case in cases.items():
+    for name, case in CASES.items():
         flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
         flags |= dict(resume=str(folder / case["resume"])) if "resume" in case else {}
         model = train_gpt.train(make_config(**flags, out_dir=str(folder / name)), return_model=True)[1]
@@ -116,26 +106,16 @@ def run_cases(folder: Path, cases: dict) -> None:
     ranks.exit_process(0)
 
 
-def run_two_nodes(folder: Path, data: Path, noisy: Path, which: str) -> Path:
-    (folder / "data").symlink_to(data)
-    (folder / "noisy.pt").symlink_to(noisy)
-    port, output = free_port(), folder / "output.txt"
-    nodes = [start_node(port, output, which, folder) for _ in range(2)]
-    assert [node.wait(600) for node in nodes] == [0, 0], output.read_text()
-    return folder
-
-
 @pytest.fixture(scope="module")
 def two_nodes(data, noisy, tmp_path_factory) -> Path:
     """The folder of what two nodes of two ranks each left behind."""
-    return run_two_nodes(tmp_path_factory.mktemp("nodes"), data, noisy, "cases")
-
-
-def assert_rounded(folder, plain, case) -> None:
-    """Its gradient norms are those of the plain run to bf16's rounding, and not to fp32's."""
-    ours, theirs = (np.array(rows(run, "grad_norm")[:5]) for run in (folder / case, plain))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-2)
-    assert np.abs(ours / theirs - 1).max() > 1e-5
+    folder = tmp_path_factory.mktemp("nodes")
+    (folder / "data").symlink_to(data)
+    (folder / "noisy.pt").symlink_to(noisy)
+    port, output = free_port(), folder / "output.txt"
+    nodes = [start_node(port, output, "cases", folder) for _ in range(2)]
+    assert [node.wait(600) for node in nodes] == [0, 0], output.read_text()
+    return folder
 
 
 def assert_same_end(run: Path, whole: Path) -> None:
@@ -152,8 +132,9 @@ def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
         assert_same_run(two_nodes / case, plain)
     tiny_run(tmp_path / "thin", data=data, **CASES["hsdp_thin"] | dict(parallel="auto"))
     assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
-    for case in ("ddp_bf16", "hsdp_bf16"):
-        assert_rounded(two_nodes, plain, case)
+    for case in ("ddp_bf16", "hsdp_bf16"):  # to bf16's rounding, and not to fp32's
+        norms, expected = (np.array(rows(run, "grad_norm")[:5]) for run in (two_nodes / case, plain))
+        assert 1e-5 < np.abs(norms / expected - 1).max() < 1e-2
     log = (two_nodes / "hsdp" / "log.txt").read_text()
     assert " hsdp, " in log and "4 ranks x 1 grad_accum_steps" in log
 
@@ -162,32 +143,6 @@ def test_checkpoints_of_any_shape_resume_in_any_other(two_nodes, plain, data, tm
     tiny_run(tmp_path / "one", data=data, resume=two_nodes / "hsdp" / "ckpt_10.pt")
     for run in (two_nodes / "hsdp_resumed", tmp_path / "one"):
         assert_same_end(run, plain)
-
-
-@pytest.mark.soak
-def test_two_nodes_in_every_way(data, noisy, plain, tmp_path):
-    folder = run_two_nodes(tmp_path, data, noisy, "more_cases")
-    for case in MORE_CASES:
-        if case == "fsdp_bf16":
-            assert_rounded(folder, plain, case)
-        else:
-            (assert_same_end if "resumed" in case else assert_same_run)(folder / case, plain)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(not shutil.which("ip") or os.geteuid(), reason="needs root and iproute2, for network namespaces")
-def test_nodes_with_networks_of_their_own(data, noisy, plain, tmp_path):
-    from benchmarks import network
-
-    (tmp_path / "data").symlink_to(data)
-    (tmp_path / "noisy.pt").symlink_to(noisy)
-    with network.namespaces(2) as nodes, open(tmp_path / "output.txt", "w") as output:
-        env, argv = os.environ | dict(PYTHONPATH=str(ROOT)), (__file__, "cases", str(tmp_path))
-        options = dict(ranks=2, env=env, stdout=output, stderr=output)
-        started = [network.start_agent(node, i, nodes, *argv, **options) for i, node in enumerate(nodes)]
-        assert [process.wait(300) for process in started] == [0, 0], (tmp_path / "output.txt").read_text()
-    for case in ("ddp_half", "hsdp"):
-        assert_same_run(tmp_path / case, plain)
 
 
 def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
@@ -487,4 +442,4 @@ if __name__ == "__main__":
     elif what == "mortal":
         mortal_rank(Path(folder), rest[0], *map(int, rest[1:]))
     else:
-        run_cases(Path(folder), CASES | (MORE_CASES if what == "more_cases" else {}))
+        run_cases(Path(folder))
