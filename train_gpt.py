@@ -423,7 +423,7 @@ def loop(state: TrainState, stream: TokenStream, logger, progress: Progress, sig
                 is_best = progress.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream)
                 if is_best and 0 < cfg.eval_every < cfg.max_steps:
                     save(state, stream, logger, best=True)
-                stop = "target_val_loss" if val_loss <= cfg.target_val_loss else stop
+                stop = "target_val_loss" if cfg.target_val_loss and val_loss <= cfg.target_val_loss else stop
             if (stop or is_due(cfg.sample_every, state.step)) and stream.tokenizer:
                 timer.pause()
                 logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream)}\n---")
