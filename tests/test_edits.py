@@ -1,4 +1,4 @@
-"""What people do in their first hour: add parameters, bring an optimizer, continue a run for longer, mistype."""
+"""What people do in their first hour: add parameters, bring an optimizer, continue a run for longer, use Python."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 
 import model as model_module
 import train_gpt
-from conftest import TINY, final, flags_of, rows, run_main, tiny_run
+from conftest import TINY, final, rows, run_main, tiny_run
 from model import GPT, GPTConfig, ParamSpec
 from train_gpt import make_config, train
 
@@ -134,24 +134,3 @@ def test_runs_without_a_folder_get_one_each_and_return_the_model(data, tmp_path,
     assert len(folders) == 2 and summary["step"] == 2
     assert np.allclose(torch.stack(losses[2:]), rows(folders[1], "train_loss"))
     assert torch.equal(model.head.weight, final(folders[1])["model"]["head.weight"])
-
-
-@pytest.mark.parametrize(
-    "argv, says",
-    [
-        ("--block_size 256", "use --seq_len"),
-        ("--learning_rate 1e-3", "--muon_lr for matrices"),
-        ("--dropout 0.1", "there is none"),
-        ("--schedule_from here", "follows the schedule of its --max_steps"),
-        ("--init_partial", "is an edit (docs/edits.md)"),
-        ("--init_from gpt2", "GPT-2's weights do not fit"),
-        ("--minutes 5 --max_steps 10", "remove one of them"),
-        ("--init_from nowhere.pt", "there is no checkpoint nowhere.pt"),
-        ("--max_step 10", "did you mean max_steps?"),
-    ],
-)
-def test_mistakes_get_the_right_answer_and_leave_no_folder(argv, says, data, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    flags = {k: v for k, v in TINY.items() if k != "max_steps"} | dict(data=data)
-    code, err = run_main([*flags_of(flags), *argv.split()], capsys)
-    assert code == 2 and err.count("\n") == 1 and says in err and not list(tmp_path.glob("runs/*"))
