@@ -429,12 +429,8 @@ def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, sig
                 is_best = reporter.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream)
                 if is_best and not (stop and len(reporter.evaluations) == 1):  # else the checkpoint has the same
                     save(state, stream, logger, best=True)
-<<<<<<< HEAD
-                if val_loss <= cfg.target_val_loss:
+                if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
                     stop = "target_val_loss"
-=======
-                stop = "target_val_loss" if cfg.target_val_loss and val_loss <= cfg.target_val_loss else stop
->>>>>>> ed
             if (stop or is_due(cfg.sample_every, state.step)) and stream.tokenizer:
                 text = sample_text(state, stream)
                 logger.info(f"--- sample at step {state.step}\n{text}\n---")
