@@ -16,7 +16,6 @@ from ops.attention import attention as attention_op
 from ops.attention import attention_mask
 from records.check import t_test
 
-
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
