@@ -48,7 +48,8 @@ def step_case(flags: dict):
 def compare(bench: Bench, name: str, *configs: dict) -> list[dict]:
     """Rows of steps with these flags, interleaved, the last of them under this name, its speedups in `ratios`."""
     cases = [(step_case, bench.flags | config) for config in configs]
-    rows = [{"Config": name} | row for row in measure(cases, bench.repeats)]
+    order = dict.fromkeys(("ms/step", "tokens/s", "speedup vs last kept", "cumulative speedup"))  # of columns
+    rows = [{"Config": name} | order | row for row in measure(cases, bench.repeats)]
     for row in rows:
         if "note" not in row:
             row |= median_min_max([1000 * seconds for seconds in row["values"]], "ms/step")
@@ -73,10 +74,10 @@ def bench_train(bench: Bench) -> dict:
         if row["ratios"]:  # else the kept one has failed, as when memory runs out, and this one takes over
             row["speedup vs last kept"] = statistics.median(row["ratios"])
             row["cumulative speedup"] = total * row["speedup vs last kept"]
-        if "note" not in row and row.get("speedup vs last kept", 1.0) < 1:
+        if "note" not in row and (row["speedup vs last kept"] or 1.0) < 1:
             row["note"] = "slower: not kept"
         elif "note" not in row:
-            replaced[name], total = {key: stack[key] for key in change}, row.get("cumulative speedup", total)
+            replaced[name], total = {key: stack[key] for key in change}, row["cumulative speedup"] or total
             stack = stack | change | dict(micro_batch=row["micro_batch"])
     for name, change in {"all of them": base, **replaced}.items() if replaced else ():
         full, row = compare(bench, f"without {name}", stack, stack | change)
@@ -85,7 +86,7 @@ def bench_train(bench: Bench) -> dict:
             row |= median_min_max([1000 * s for s in full["values"]], "full stack (interleaved), ms/step")
             row |= median_min_max([1 / ratio for ratio in row["ratios"]], "slowdown")
     for row in rows:
-        if "tokens/s" in row:
+        if row["tokens/s"]:
             row["MFU (measured matmul peak)"] = row["tokens/s"] * row["sizes"][1] / peak
     note = f"Matmuls reach {peak / 1e12:.3f} TFLOP/s in {peak_dtype}. Speedup: median ratio of interleaved steps "
     note += "against the last kept configuration; the cumulative column multiplies these ratios."
