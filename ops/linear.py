@@ -27,9 +27,7 @@ def fp8_matmul(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -
     Both contiguous; K and N must be multiples of 16.
     """
     (a8, a_scale), (b8, b_scale) = quantize_fp8(a, dtype), quantize_fp8(b)
-    fast = (
-        dtype == torch.float8_e4m3fn
-    )  # the tensor cores' own accumulation, with fewer bits than fp32
+    fast = dtype == torch.float8_e4m3fn  # the tensor cores' own accumulation, with fewer bits than fp32
     return torch._scaled_mm(a8, b8.t(), a_scale, b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
