@@ -72,8 +72,9 @@ def with_run(given: dict) -> tuple[dict, dict]:
     source = path or (Path(given["out_dir"]) if given.get("out_dir") else None)
     candidates = [] if source is None else [source] if source.is_file() else list_checkpoints(source)
     saved = saved_flags(candidates)
-    if saved and given.get("params", saved.get("params")) != saved.get("params"):
-        raise UserError(f"--params {given['params']} is for new runs, and {source} has its sizes; remove it")
+    for name in ("params", "optimizer"):
+        if saved and given.get(name, saved.get(name)) != saved.get(name):
+            raise UserError(f"--{name} {given[name]} is for new runs, and {source} has {saved.get(name)}; remove it")
     dropped = {*RUN_FLAGS, *(["minutes"] if "max_steps" in given else []), *(["bf16"] if "dtype" in given else [])}
     return given, {name: value for name, value in saved.items() if name not in dropped}
 

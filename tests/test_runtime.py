@@ -278,6 +278,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
         (dict(n_embd=64), "does not fit this model (blocks.0.attn.proj.weight has another shape"),
         (dict(n_layer=3), "does not fit this model (blocks.2.attn.proj.weight is missing there"),
         (dict(data=other), "was trained on other data"),
+        (dict(optimizer="adamw"), "--optimizer adamw is for new runs"),
         (dict(resume=tmp_path / "ckpt_20.pt"), "holds version 1 of the model, and this is version 2"),
         (dict(seed=1), elsewhere),
         (dict(batch_tokens=1024), elsewhere),
