@@ -1,8 +1,7 @@
 """What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
-Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. Everything that only affects how it is
-computed (attention backends, chunks of the loss, fp8, checkpointing, sharding) is in ops/; generation.py generates
-text.
+Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. ops/ has other ways to compute the same
+(attention backends, chunks of the loss, fp8, checkpointing, sharding); generation.py generates text.
 """
 
 import re
@@ -52,14 +51,9 @@ class GPTConfig:
         return self.head_dim // 4 * 2
 
     def layer_windows(self) -> list[int]:
-        """Keys that each query sees in each layer, its own included (0 = the whole context).
-
-        Raises ValueError unless `window` is letters S and L with an optional `:size` (default: a quarter of seq_len).
-        """
-        match = re.fullmatch(r"([SL]+)(?::([1-9]\d*))?", self.window)
-        if not match:
-            raise ValueError(f"window is {self.window!r}; expected letters S and L, as in SSSL or SSSL:256")
-        pattern, size = match[1], int(match[2] or max(1, self.seq_len // 4))
+        """Keys that each query sees in each layer, its own included (0 = the whole context)."""
+        pattern, _, size = self.window.partition(":")
+        size = int(size or max(1, self.seq_len // 4))
         return [size if pattern[i % len(pattern)] == "S" else 0 for i in range(self.n_layer)]
 
 
@@ -68,7 +62,7 @@ class GPTConfig:
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension of x (..., D), without a gain, which the next matrix can absorb."""
+    """RMSNorm over the last dimension of x (..., D), without a gain."""
     if cpu.is_eager(x):
         return cpu.EagerRMSNorm.apply(x)  # the same, in fewer memory passes
     return F.rms_norm(x, (x.size(-1),))
@@ -98,7 +92,7 @@ class Linear(nn.Linear):
         return matvec(x, w).to(x.dtype) if is_matvec(x) else self.matmul(x, w)
 
 
-HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31  # multipliers of MurmurHash and xxHash
+HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31  # multipliers of xxHash and MurmurHash; int64 suffices
 
 
 def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> Tensor:
@@ -124,13 +118,13 @@ def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
     """Pseudo-random numbers in [0, 1), fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
     for mixed_in in (place * HASH_B % HASH_MODULUS, seed % HASH_MODULUS):  # multiplying and folding, as in MurmurHash
         code = (code ^ mixed_in) * HASH_A % HASH_MODULUS
-        code = (code ^ code >> 15) * HASH_B % HASH_MODULUS
-        code = code ^ code >> 13
+        code = (code ^ (code >> 15)) * HASH_B % HASH_MODULUS
+        code = code ^ (code >> 13)
     return (code % (1 << 24)) / (1 << 24)
 
 
 class NgramEmbedding(nn.Embedding):
-    """Sums rows of the table, over all n-grams at once: each separate lookup's gradient would be a whole table."""
+    """Sums rows of the table, over all n-grams in one call: the gradient of each call is as large as the table."""
 
     def forward(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """rows: int64 (N, M); weights: one per row, (N, M), or None; returns fp32 (N, n_embd)."""
@@ -187,7 +181,6 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         batch, length, n_embd = x.shape
-        # Along the heads: queries, keys, values.
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
         q, k = norm(qk).split(self.n_head, 2)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)
@@ -240,7 +233,7 @@ class CrossEntropy(nn.Module):
         """logits: of the head, not yet capped, in the compute dtype, (N, vocab_size); targets: int64 (N,)."""
         if logits.requires_grad and 0 < self.softcap < 70:
             # What follows, with its gradient by hand (of 8,192 x 1,024, bf16, with the head's matmuls: 49 ms instead of
-            # 61, compiled 39 instead of 80)
+            # 61, compiled 39 instead of 80); edits of the loss go above it
             return softcap_cross_entropy(logits, targets, self.softcap)
         return F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
 
@@ -314,12 +307,9 @@ class GPT(nn.Module):
         """idx and targets: integer (B, T), T <= seq_len; targets of -1 are ignored.
 
         With targets: their mean loss in nats, fp32 (), or 0 if there are none; the caller weights it by their number.
-        Without: fp32 logits (B, T, vocab_size). Raises ValueError if T exceeds seq_len.
+        Without: fp32 logits (B, T, vocab_size).
         """
-        length = idx.size(1)
-        if length > self.cfg.seq_len:
-            raise ValueError(f"{length} tokens exceed the model's context of {self.cfg.seq_len}; pass fewer tokens")
-        position = torch.arange(length, device=idx.device)
+        position = torch.arange(idx.size(1), device=idx.device)
         x = self.hidden(idx, position, self.attention_masks(self.attn_backend, idx), self.attn_backend)
         return self.logits(x) if targets is None else self.loss(x, targets)
 
@@ -349,12 +339,13 @@ class GPT(nn.Module):
         x = self.wte(tokens[:, -length:])
         if self.ngrams is None:
             return x
-        codes, weights = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1), None
+        codes = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1)
+        weights = None
         if self.ngram_dropout and self.training:
             place = torch.arange(length, device=tokens.device).repeat(len(tokens))[:, None]
             kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
             weights = kept / (1 - self.ngram_dropout)
-        rows = (codes * HASH_B >> 7) % self.cfg.ngram_rows
+        rows = ((codes * HASH_B) >> 7) % self.cfg.ngram_rows
         return x + self.ngrams(rows, weights).view(x.shape).to(x.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -414,7 +405,9 @@ class ParamSpec(NamedTuple):
     betas: tuple[float, float] = (0.8, 0.95)  # of Adam
 
 
-# Only for what differs: a parameter without a row starts as its module made it
+# Only for what differs: a parameter without a row starts as its module made it, and is trained as ParamSpec says.
+# Head and projections start at zero, so that a new model predicts every token alike, and blocks pass x through. The
+# rates of embedding and n-grams are the best of a few for `laptop`; the speedrun's embedding has 100 times the head's.
 PARAM_TABLE = [
     ParamSpec(r"wte\.weight", normal(1.0, by_fan_in=False), lr_mul=75.0),
     ParamSpec(r"ngrams\.weight", zeros, lr_mul=12.0),
@@ -454,11 +447,13 @@ def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float,
             kind, betas, lr, decay = "adam", (0.9, 0.95), adam_lr, weight_decay
         elif kind == "muon":
             lr, decay = spec.lr_mul * muon_lr, weight_decay
-        settings = dict(kind=kind, lr=lr, initial_lr=lr, weight_decay=decay, betas=betas, fused=kind == "adam")
+        settings = dict(kind=kind, lr=lr, initial_lr=lr, weight_decay=decay)
         if kind == "muon":
             module = model.get_submodule(name.rpartition(".")[0])
             split = getattr(module, "split", ()) if name.endswith(".weight") else ()
             settings |= dict(momentum=0.95, split=split or (len(param),))
+        else:
+            settings |= dict(betas=betas, fused=True)  # fused: load_state_dict then keeps `step` on the device
         groups.setdefault(tuple(settings.values()), dict(params=[], **settings))["params"].append(param)
     return list(groups.values())
 
@@ -475,7 +470,8 @@ NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780
 def newton_schulz(x: Tensor) -> Tensor:
     """A nearly semi-orthogonal matrix for each of x (M, rows, cols), by Muon's quintic Newton-Schulz iteration.
 
-    Singular values above 0.01 of the largest end up in [0.7, 1.3]; smaller ones grow 76-fold. (Jordan et al. 2024.)
+    Jordan et al. 2024. x is first divided by |x x^T| ** 0.5, at least its largest singular value; those that are then
+    above 0.01 end up in [0.7, 1.3], and smaller ones grow 76-fold. Zeros stay zero.
     """
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x
@@ -527,8 +523,8 @@ class Optimizer(torch.optim.Optimizer):
 
     Parameters of one shape are orthogonalized together, in `ns_dtype`. Under DDP, ranks take a part of them each and
     exchange the updates; under FSDP, a matrix is gathered on one rank, as no shard may be orthogonalized alone; with
-    hybrid sharding both apply. `state[p]` holds this rank's part, on the device or, with `offload`, in (pinned) CPU
-    memory.
+    hybrid sharding both apply. `state[p]` is as large as this rank's part of p, and on its device or, with `offload`,
+    in (pinned) CPU memory.
     """
 
     def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
@@ -543,8 +539,9 @@ class Optimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
+            update = getattr(self, group["kind"])  # muon or adam, below
             for params in by_shape.values():
-                getattr(self, group["kind"])(group, params)
+                update(group, params)
 
     def slots(self, name: str, params: list[Tensor]) -> list[Tensor]:
         """The state tensors of this name, one per parameter; zeros at first."""
@@ -554,23 +551,23 @@ class Optimizer(torch.optim.Optimizer):
         return [self.state[p][name] for p in params]
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
-        """Muon for parameters of one shape."""
+        """Muon for parameters of one shape; what cannot be orthogonalized at once comes afterwards."""
         n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        most, beta, lr = n_ranks * max(1, MAX_STACK_NUMEL // params[0].numel()), group["momentum"], group["lr"]
-        if len(params) > most:
-            self.muon(group, params[most:])
-            params = params[:most]
+        at_once = n_ranks * max(1, MAX_STACK_NUMEL // params[0].numel())
+        params, others = params[:at_once], params[at_once:]
         weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
-        mine = replica_part(params)
+        mine = replica_part(params)  # a slice: under DDP the part of this rank, else all
         with state_on_device(weights[0].device, self.slots("momentum", params)) as (momenta,):
-            torch._foreach_lerp_(momenta, grads, 1 - beta)
-            nesterov = [g.lerp(momentum, beta) for g, momentum in zip(grads[mine], momenta[mine])]
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            nesterov = [g.lerp(m, group["momentum"]) for g, m in zip(grads[mine], momenta[mine])]
         x = torch.stack(nesterov) if nesterov else grads[0].new_empty((0, *grads[0].shape))  # more ranks than matrices
-        x = gather_matrices(x.to(self.ns_dtype), params[0])
+        x = gather_matrices(x.to(self.ns_dtype), params[0])  # (n, rows, cols), whole also under FSDP
         x = torch.cat([orthogonalize(part) for part in x.split(group["split"], dim=1)], dim=1)
-        updates = scatter_updates(x, params)
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-lr)
+        updates = scatter_updates(x, params)  # of all params, (len(params), this rank's rows, cols)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-group["lr"])
+        if others:
+            self.muon(group, others)
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
         """Adam for parameters of one shape, by PyTorch's fused kernel."""

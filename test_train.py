@@ -257,6 +257,23 @@ def test_cached_decoding(flags):
     )
 
 
+def test_evaluated_loss():
+    model, batch = scrambled().eval(), masked_batch()
+    x, y = batch[:, :-1].clamp(min=0), batch[:, 1:]
+    with torch.no_grad():
+        evaluated, logits = model(x, y), model(x)
+    assert not (found := difference({"the loss": model(x, y)}, {"the loss": evaluated})), (
+        f"in eval mode, {found} with gradients from without: CrossEntropy has a branch whose gradient is written by "
+        "hand; an edit of the loss belongs above it, or remove the branch"
+    )
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
+    assert not (found := difference({"the loss": evaluated}, {"the loss": expected})), (
+        f"in evaluation, {found} from the cross entropy of the logits: GPT.loss and GPT.logits both call head, so "
+        "change both; a term of the training loss alone belongs under `if self.training`, or val_loss "
+        "and val_bpb contain it too"
+    )
+
+
 @torch.no_grad()
 def test_int8_weights():
     model, idx = scrambled().eval(), some_batch(4)[:, :-1]

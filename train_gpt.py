@@ -30,7 +30,7 @@ from runtime.checkpoint import save_checkpoint
 from runtime.errors import report_error
 from runtime.flags import flag, parse_flags
 from runtime.launch import describe_run, launch, open_stream
-from runtime.log import Progress, open_run, run_trials
+from runtime.log import Reporter, open_run, run_trials
 from runtime.profiler import StepProfiler
 from runtime.ranks import DistContext, agree, dist_max, exit_process
 from runtime.resume import find_start, flags_of_run
@@ -135,7 +135,7 @@ def make_config(**flags) -> Config:
     What it leaves open (a dtype of auto, learning rates of 0, ...) is settled when the run starts. Raises UserError for
     a wrong name or value.
     """
-    given, saved = flags_of_run(flags, dataclasses.fields(Config))
+    given, saved = flags_of_run(flags, dataclasses.fields(Config))  # saved: of the run to resume, or {}
     if given.get("minutes") and not saved and not given.keys() & {"preset", "params", "n_layer", "n_embd", "n_head"}:
         given["params"] = -1
     name = given.get("preset", saved.get("preset", "laptop"))
@@ -152,9 +152,10 @@ def settle(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict)
     flags = map(dataclasses.asdict, (cfg, preset))
     settled = dataclasses.replace(cfg, **settle_flags(*flags, text_tokens, stream.meta["vocab_size"], dist_ctx))
     muon_lr, adam_lr = learning_rates(settled)
-    epochs = settled.max_steps * settled.batch_tokens / (stream.per_epoch * settled.seq_len)
-    dropout = get_ngram_dropout(settled, epochs)
+    planned_epochs = settled.max_steps * settled.batch_tokens / (stream.per_epoch * settled.seq_len)
+    dropout = get_ngram_dropout(settled, planned_epochs)
     settled = dataclasses.replace(settled, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=dropout)
+    # torchrun restarts a job with the flags it was started with: what these leave open is as the checkpoint has it
     was_open = [name for name, value in dataclasses.asdict(settled).items() if value != getattr(cfg, name)]
     return dataclasses.replace(settled, **{name: saved[name] for name in was_open if name in saved})
 
@@ -184,7 +185,7 @@ def get_ngram_dropout(cfg: Config, epochs: float) -> float:
 
 @dataclass(slots=True)
 class TrainState:
-    """What a training step works on. `model` is what is called; `raw_model` is the same model without wrappers."""
+    """What a training step works on. `model` is called in training; `raw_model` is the same without DDP around it."""
 
     cfg: Config
     dist_ctx: DistContext
@@ -222,10 +223,11 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     with dist_ctx.device:
         shape, doc_eot = gpt_config(cfg, vocab_size), eot if cfg.doc_mask else None
         raw_model = GPT(shape, DTYPES[cfg.dtype], cfg.loss_chunk, cfg.attn, doc_eot, cfg.ngram_dropout)
-    check_causal(raw_model)  # while no weights are zero
+    check_causal(raw_model)  # before head and projections are zero, which would hide a leak
     init_weights(raw_model, lambda name: derive_seed(cfg.seed, name) >> 1)  # 63 bits
     if start and start.path:
         start.load_weights(raw_model)
+    # Steps on dummy data, with optimizers of their own, find what fits and compile; weights stay as they are
     flags = dataclasses.asdict(cfg)
     model, micro_batch = wrap_model(raw_model, lambda: make_optimizer(cfg, raw_model), flags, dist_ctx)
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
@@ -250,9 +252,9 @@ def get_lr_multiplier(progress: float, cfg: Config) -> float:
     return min(1.0, up, down)
 
 
-def get_momentum(step: int, final: float) -> float:
-    """Muon's momentum in update number `step`: from 0.85 up to `final` over the first 300 steps (NanoGPT speedrun)."""
-    return final - max(0.0, final - 0.85) * max(0.0, 1 - step / 300)
+def get_momentum(step: int) -> float:
+    """Muon's momentum in update number `step`: from 0.85 up to 0.95 over the first 300 (NanoGPT speedrun)."""
+    return 0.95 - 0.1 * max(0.0, 1 - step / 300)
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -268,7 +270,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     gradient norm before clipping. If that is not finite, every rank skips the update.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
-    # All that is random follows from (seed, step, rank), n-gram dropout from (seed, step): no RNG state in checkpoints
+    # N-gram dropout follows from (seed, step), all else that is random from (seed, step, rank): no RNG state to save
     state.raw_model.step_seed = derive_seed(cfg.seed, "step", state.step)
     seed = derive_seed(cfg.seed, "step", state.step, dist_ctx.rank)
     random.seed(seed)
@@ -276,23 +278,27 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     torch.manual_seed(seed)
 
     batch = batch.to(dist_ctx.device, non_blocking=True)
-    x, y = batch[:, :-1], batch[:, 1:].clone()  # a target of -1 is not trained on
-    n_targets = sum_over_ranks((y >= 0).sum()) / dist_ctx.world_size  # DDP and FSDP average the ranks' gradients
-    micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch)))
+    xs, ys = batch[:, :-1], batch[:, 1:].clone()  # an edit may set targets to -1, not to be trained on, and leave xs
+    n_targets = sum_over_ranks((ys >= 0).sum()).clamp(min=1) / dist_ctx.world_size  # DDP and FSDP average gradients
+    micro_batches = list(zip(xs.split(state.micro_batch), ys.split(state.micro_batch)))
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(micro_batches):
         with maybe_no_sync(state.model, last=i == len(micro_batches) - 1):
             micro_loss = state.model(x, y) * ((y >= 0).sum() / n_targets)  # the mean, weighted by its share of targets
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-        state.tokens += y.numel() * dist_ctx.world_size
+    state.tokens += ys.numel() * dist_ctx.world_size
 
     state.scaler.unscale_(optimizer)
-    norm = to_full(nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)).item()
+    params = [p for p in state.raw_model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in params])
+    if cfg.grad_clip:
+        nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * get_lr_multiplier(progress, cfg)
         if group.get("kind") == "muon":
-            group["momentum"] = get_momentum(state.step, final=0.95)
+            group["momentum"] = get_momentum(state.step)
+    norm = to_full(norm).item()  # the one wait for the device
     if math.isfinite(norm):
         state.scaler.step(optimizer)
     state.scaler.update()
@@ -314,8 +320,9 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
         for x, y in stream.eval_batches(cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size):
             if any(dist_max(dist_ctx, bool(signals))):
                 return None
-            n, (x, y) = int((y >= 0).sum()), (torch.from_numpy(t).to(device) for t in (x, y))
-            sums += torch.tensor([model(x, y).item() * n, n], dtype=torch.float64)
+            n = int((y >= 0).sum())
+            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device)).item()  # 0 for padding alone
+            sums += torch.tensor([loss * n, n], dtype=torch.float64)
     loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
     return loss_sum / n_targets
 
@@ -341,7 +348,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     """
     dist_ctx = launch(dataclasses.asdict(cfg))
     with open_run(cfg.out_dir, cfg.preset, dist_ctx) as (logger, signals):
-        with agree(dist_ctx):
+        with agree(dist_ctx):  # an error on one rank is raised on all
             notes = check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
         shape = dict(seq_len=cfg.seq_len, batch_tokens=cfg.batch_tokens, seed=cfg.seed, vocab_size=cfg.vocab_size)
         stream = open_stream(cfg.data, dist_ctx, **shape, doc_align=cfg.doc_align)
@@ -354,22 +361,23 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             if saved:
                 state.extra.update(start.load_state(state.raw_model, state.optimizer, state.scaler, stream))
                 state.step, state.tokens, stream.eval_part = (saved[key] for key in ("step", "tokens", "eval_part"))
-                logger.timer.train_time, logger.timer.wall_before = (saved["clock"][key] for key in saved["clock"])
+                logger.timer.train_time = saved["clock"]["train_time"]
+                logger.timer.wall_before = saved["clock"]["wall_time"]
         del start, saved  # their tensors
         flags = dataclasses.asdict(cfg)
         rows = logger.open(flags, state.step)
         for line in describe_run(flags, state.raw_model, state.micro_batch, stream, dist_ctx) + notes:
             logger.info(line)
-        progress = Progress(logger, dist_ctx, rows, state.tokens, state.raw_model.flops_per_token(), cfg.dtype)
-        stopped_by = loop(state, stream, logger, progress, signals, on_step)
-        summary = progress.summary(stopped_by, state.step, state.tokens, flags, stream, signals)
+        reporter = Reporter(logger, dist_ctx, rows, state.tokens, state.raw_model.flops_per_token(), cfg.dtype)
+        stopped_by = loop(state, stream, logger, reporter, signals, on_step)
+        summary = reporter.summary(stopped_by, state.step, state.tokens, flags, stream, signals)
     return (summary, state.raw_model) if return_model else summary
 
 
 def save(state: TrainState, stream: TokenStream, logger, best: bool = False, must: bool = False) -> None:
     """Save a checkpoint, or the weights that are evaluated as the best; raises RunError if it must succeed."""
-    timer, flags, shape = logger.timer, dataclasses.asdict(state.cfg), dataclasses.asdict(state.raw_model.cfg)
-    clock = dict(train_time=timer.pause(), wall_time=timer.wall_time)
+    flags, shape = dataclasses.asdict(state.cfg), dataclasses.asdict(state.raw_model.cfg)
+    clock = dict(train_time=logger.timer.train_time, wall_time=logger.timer.wall_time)
     content = dict(step=state.step, tokens=state.tokens, clock=clock, config=flags, model_config=shape)
     content["scaler"] = state.scaler.state_dict()
     kept = (None, {}) if best else (state.optimizer, state.extra)
@@ -381,60 +389,59 @@ def is_due(every: int, step: int) -> bool:
     return 0 < every and 0 < step and step % every == 0
 
 
-def loop(state: TrainState, stream: TokenStream, logger, progress: Progress, signals: list, on_step=None) -> str:
+def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, signals: list, on_step=None) -> str:
     """Train from state.step until something ends the run; returns the reason: max_steps, minutes, max_minutes,
     target_val_loss, diverged or a signal's name ("signal" on ranks that caught none)."""
-    cfg, dist_ctx, timer, first_step = state.cfg, state.dist_ctx, logger.timer, state.step
-    saved_at, bad_steps, step_s, eval_s, loss, norm = state.step, 0, 0.0, 0.0, None, None
-    steps_per_eval = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch  # whose forward passes it takes
+    cfg, dist_ctx, timer = state.cfg, state.dist_ctx, logger.timer
+    first_step = saved_at = state.step
+    bad_steps, loss, norm = 0, None, None
+    steps_per_eval = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
     profiler = StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
     with contextlib.closing(batches), profiler:
         while True:
-            # What is due after update number state.step comes first: every N-th, stopping and resuming are one path
-            epochs, tail_s = (
-                state.step * stream.seqs_per_batch / stream.per_epoch,
-                eval_s or 0.4 * steps_per_eval * step_s,
-            )
-            done = fraction_done(state.step, cfg.max_steps, cfg.minutes, epochs, timer.wall_time, tail_s + 1.5 * step_s)
-            done, here_s, told = dist_max(dist_ctx, done, timer.wall_time_here, bool(signals))
-            stop = "" if done < 1 else "minutes" if cfg.minutes else "max_steps"
-            if state.step > first_step:  # every start does one step, or restarts would loop
-                stop = "max_minutes" if 0 < 60 * cfg.max_minutes <= here_s else stop
-                stop = "signal" if told else "diverged" if bad_steps == MAX_BAD_STEPS else stop
+            # First what is due after the last update, also right after a resume; then the next update
+            epochs, tail_s = state.step * stream.seqs_per_batch / stream.per_epoch, timer.tail_s(steps_per_eval)
+            progress = fraction_done(state.step, cfg.max_steps, cfg.minutes, epochs, timer.wall_time, tail_s)
+            progress, seconds_here, signaled = dist_max(dist_ctx, progress, timer.wall_time_here, bool(signals))
+            stop = ""
+            if progress >= 1:
+                stop = "minutes" if cfg.minutes else "max_steps"
+            if state.step > first_step:  # these wait for a step of this process, so that jobs that restart advance
+                if 0 < 60 * cfg.max_minutes <= seconds_here:
+                    stop = "max_minutes"
+                if signaled or bad_steps == MAX_BAD_STEPS:
+                    stop = "signal" if signaled else "diverged"
                 if stop or is_due(cfg.log_every, state.step) or state.step == 1:
                     row = dict(step=state.step, train_loss=loss, grad_norm=norm, tokens=state.tokens)
-                    left_s = (
-                        60 * cfg.minutes - timer.wall_time if cfg.minutes else step_s * (cfg.max_steps - state.step)
-                    )
-                    progress.log_step(row, state.optimizer.param_groups, state.metrics, cfg.max_steps, left_s)
+                    reporter.log_step(row, state.optimizer.param_groups, state.metrics, cfg.max_steps, cfg.minutes)
             if (stop or is_due(cfg.save_every, state.step)) and state.step != saved_at:
                 save(state, stream, logger, must=bool(stop))
                 saved_at = state.step
             if stop in ("signal", "diverged"):  # there may be little time left
                 break
-            if (stop or is_due(cfg.eval_every, state.step)) and state.step != progress.evaluated_at:
-                timer.pause()
-                began, val_loss = timer.wall_time, evaluate(state, stream, signals)
-                eval_s = timer.wall_time - began
+            if (stop or is_due(cfg.eval_every, state.step)) and state.step != reporter.evaluated_at:
+                with timer.evaluating():
+                    val_loss = evaluate(state, stream, signals)
                 if val_loss is None:
                     stop = "signal"
                     break
-                is_best = progress.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream)
-                if is_best and 0 < cfg.eval_every < cfg.max_steps:
+                is_best = reporter.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream)
+                if is_best and not (stop and len(reporter.evaluations) == 1):  # else the checkpoint has the same
                     save(state, stream, logger, best=True)
-                stop = "target_val_loss" if val_loss <= cfg.target_val_loss else stop
+                if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
+                    stop = "target_val_loss"
             if (stop or is_due(cfg.sample_every, state.step)) and stream.tokenizer:
-                timer.pause()
-                logger.info(f"--- sample at step {state.step}\n{sample_text(state, stream)}\n---")
+                text = sample_text(state, stream)
+                logger.info(f"--- sample at step {state.step}\n{text}\n---")
             if stop:
                 break
-            began = timer.start()
-            loss, norm = train_step(state, progress.next_batch(batches), done)
-            step_s = timer.wall_time - began
+            with timer.training():
+                batch = reporter.next_batch(batches)
+                loss, norm = train_step(state, batch, progress)
             bad_steps = 0 if math.isfinite(norm) else bad_steps + 1
             if bad_steps:
-                logger.info(f"step {state.step} skipped: its loss or gradient is not finite ({bad_steps} in a row)")
+                logger.info(f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)")
             if on_step:
                 on_step(state, loss)
             profiler.step()

@@ -26,9 +26,7 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
-        raise UserError(
-            "--tokenizer bpe trains by the package tokenizers, which is not installed: run `pip install tokenizers`"
-        ) from None
+        raise UserError("--tokenizer bpe needs the package tokenizers: run `pip install tokenizers`") from None
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERNS[PATTERN]), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -41,9 +39,7 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     for first, second in json.loads(tokenizer.to_str())["model"]["merges"]:
         merged[bytes(byte_of[letter] for letter in first + second)] = None  # different pairs can make the same token
     if not merged:
-        raise UserError(
-            "the training split has no pair of bytes to make a token of: give more text, or --tokenizer bytes"
-        )
+        raise UserError("the text has no pair of bytes to make a token of: give more, or --tokenizer bytes")
     content = dict(format="byte pairs", pattern=PATTERN, tokens=[token.hex() for token in merged])
     return json.dumps(content, indent=0) + "\n"
 
@@ -57,23 +53,16 @@ def bytes_of_letters() -> dict[str, int]:
 
 def parse_vocabulary(text: str, where: str) -> tuple[str, dict[bytes, int]]:
     """The pattern that splits text and the rank of each token's bytes. Raises UserError, which says `where`."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
     try:
         content = json.loads(text)
-        tokens = [bytes.fromhex(token) for token in content["tokens"]]
-        pattern = PATTERNS[content["pattern"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{where} is not a vocabulary that `data/prepare.py --tokenizer bpe` made ({type(error).__name__}): give "
-            "another, or prepare the data again"
-        ) from None
-    ranks = {bytes([byte]): byte for byte in range(256)}
+        pattern, tokens = PATTERNS[content["pattern"]], [bytes.fromhex(token) for token in content["tokens"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pattern, tokens = "", []
     for token in tokens:
         ranks.setdefault(token, len(ranks))
     if len(ranks) != 256 + len(tokens) or not MIN_SIZE <= len(ranks) + 1 <= MAX_SIZE or b"" in ranks:
-        raise UserError(
-            f"{where} is damaged: its {len(tokens)} tokens are not between {MIN_SIZE - 257} and {MAX_SIZE - 257} "
-            "different ones of two bytes and more; give another, or prepare the data again"
-        )
+        raise UserError(f"{where} is not a vocabulary that `data/prepare.py --tokenizer bpe` made, or is damaged")
     return pattern, ranks
 
 
@@ -88,16 +77,8 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
     path = path / VOCABULARY_FILE if path.is_dir() else path
     try:
         text = path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise UserError(f"there is no vocabulary {path}: put it back, or prepare the data again") from None
-    except UnicodeDecodeError:
-        raise UserError(
-            f"{path} is not a vocabulary, which is plain text: give a run's or a data folder, or its {VOCABULARY_FILE}"
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"the vocabulary {path} cannot be read ({error}): put it back, or prepare the data again"
-        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"there is no vocabulary {path} ({error}): put it back, or prepare the data again") from None
     if sha256 and vocabulary_hash(text) != sha256:
         raise UserError(
             f"{path} has the hash {vocabulary_hash(text)[:12]}, and the data were made with a vocabulary of hash "

@@ -2,12 +2,10 @@
 
 A prepared folder holds `*train*.bin` and `*val*.bin` in the format that llm.c and the NanoGPT speedrun read: 256
 little-endian int32 (magic, version, token count, zeros), then the tokens. Every document is preceded by one end-of-text
-token. meta.json, written last, says which tokenizer, how many tokens and bytes, from which source, and every hash.
+token. meta.json says which tokenizer, how many tokens and bytes, from which source, and every hash.
 """
 
 import contextlib
-import difflib
-import errno
 import hashlib
 import json
 import os
@@ -21,14 +19,6 @@ from runtime.errors import UserError
 
 DATA_DIR = Path(__file__).resolve().parent
 PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"  # of 3.11.7, as --tokenizer bpe --vocab_size 1024 makes it
-SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
-    "python": str(PYTHON_VOCABULARY),
-    "shakespeare": "bytes",
-    "wikitext2": "gpt2",
-    "wikitext103": "gpt2",
-    "fineweb10B": "gpt2",
-    "files": None,
-}
 TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> vocab_size, end-of-text token
 
 
@@ -51,20 +41,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes a folder's entries, and so new names, to the disk, where the system can do that."""
-    if hasattr(os, "O_DIRECTORY"):
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(opened)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot fsync a folder
-                raise
-        finally:
-            os.close(opened)
+    with contextlib.suppress(OSError):  # some systems cannot flush a folder, and so the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def sha256_of_file(path: str | Path) -> str:
@@ -95,69 +75,41 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> None:
         file.writelines((shard_header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens)))
 
 
+def complete_shard(path: Path) -> tuple[str, dict]:
+    """Writes the header of a file of HEADER_BYTES and uint16 tokens. Returns its name and entry in meta.json."""
+    count = (path.stat().st_size - HEADER_BYTES) // 2
+    with open(path, "rb+") as file:
+        file.write(shard_header(np.uint16, count))
+    return path.name, {"tokens": count, "sha256": sha256_of_file(path)}
+
+
 def read_shard(path: str | Path) -> np.memmap:
     """Maps a shard: a read-only 1-D np.memmap of uint16 or uint32. Raises UserError when it is not an intact shard."""
-    path, wrong = Path(path), None
-    if not path.is_file():
-        raise UserError(f"there is no shard {path}: prepare the data again")
-    size = path.stat().st_size
-    if size < HEADER_BYTES:
-        raise UserError(f"{path} has {size} bytes, too short for a shard's header of {HEADER_BYTES}: make it again")
-    magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
+    path = Path(path)
+    size = path.stat().st_size if path.is_file() else 0
+    magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist() if size >= HEADER_BYTES else (0, 0, 0)
     known_version, dtype = FORMATS.get(magic, (None, np.dtype("<u2")))
     whole = HEADER_BYTES + count * dtype.itemsize
-    if known_version is None:
-        wrong = f"is not a token shard, its magic is {magic} instead of {' or '.join(map(str, FORMATS))}"
-    elif version != known_version:
-        wrong = f"is a shard of version {version} instead of {known_version}"
-    elif count <= 0:
-        wrong = f"has {count} tokens by its header instead of one or more"
+    if version != known_version or count <= 0:
+        wrong = f"is not a token shard (magic {magic}, version {version}, {count} tokens)"
     elif size != whole:
-        wrong = f"is {'truncated' if size < whole else 'too long'}, {size} bytes instead of {whole} for {count} tokens"
-    if wrong:
-        raise UserError(f"{path} {wrong}: delete it, and prepare or download it again")
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+        wrong = f"is {'truncated' if size < whole else 'too long'}, {size} bytes instead of {whole}"
+    else:
+        return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+    raise UserError(f"{path} {wrong}: delete it, and prepare or download it again")
 
 
 # ---- A prepared folder ----------------------------------------------------------------------------------------------
 
-UNFINISHED = ".tmp-unfinished"  # holds the command that makes the folder; ignored once meta.json exists
-EXPECTED = "expected a folder that `python data/prepare.py SOURCE` made"
-
-
-def list_shards(folder: Path, split: str) -> list[Path]:
-    """Sorted paths of a split's shards, without temporary ones."""
-    return sorted(path for path in folder.glob(f"*{split}*.bin") if not path.name.startswith("."))
-
-
-def check_folder(folder: Path) -> None:
-    """Raises UserError when there is no such folder; it suggests the data folder beside it with the closest name."""
-    if folder.is_dir():
-        return
-    problem = f"{folder} is a file" if folder.exists() else f"there is no data folder {folder}"
-    names = []
-    with contextlib.suppress(OSError):
-        names = [path.name for path in folder.parent.iterdir() if path.is_dir() and list_shards(path, "train")]
-    close = difflib.get_close_matches(folder.name, names, 1)
-    hint = f"; did you mean {folder.with_name(close[0])}?" if close else ""
-    raise UserError(f"{problem}: {EXPECTED}{hint}")
-
 
 def find_shards(folder: str | Path, split: str) -> list[Path]:
-    """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none to use."""
-    folder = Path(folder)
-    check_folder(folder)
-    if not (folder / "meta.json").exists() and (folder / UNFINISHED).exists():
-        command = ""
-        with contextlib.suppress(FileNotFoundError):  # finished since
-            command = (folder / UNFINISHED).read_text(encoding="utf-8", errors="surrogateescape")
-        wait = f"wait for `{command}`" if command.isprintable() and command else "wait for data/prepare.py"
-        raise UserError(f"{folder} is not complete: {wait}, or run it again if it was stopped")
-    shards = list_shards(folder, split)
+    """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none."""
+    shards = sorted(path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith("."))
     if not shards:
-        command = load_meta(folder).get("command") or ""
-        again = f"make them again with `{command}`" if command.isprintable() and command else EXPECTED
-        raise UserError(f"{folder} has no shards *{split}*.bin: {again}")
+        missing = (
+            f"{folder} has no shards *{split}*.bin" if Path(folder).is_dir() else f"there is no data folder {folder}"
+        )
+        raise UserError(f"{missing}: expected a folder that `python data/prepare.py SOURCE` made")
     return shards
 
 
@@ -166,51 +118,29 @@ def load_meta(folder: str | Path) -> dict:
 
     Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
     source, files ({shard: {tokens, sha256}}), and for the tokenizer "bpe" vocabulary ({sha256}). Raises UserError when
-    they are missing or of another type. "command", which makes the folder again, "order", of documents that come from
-    several files, and "made_with" may be missing.
+    they are missing or of another type. "command", which makes the folder again, and "order", of documents that come
+    from several files, may be missing.
     """
-    check_folder(Path(folder))
     path = Path(folder) / "meta.json"
     if not path.exists():
+        find_shards(folder, "train")
         vocab_size, eot = TOKENIZER_SIZES["gpt2"]
         assumed = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "assumed": True}
         return assumed | {"splits": {}, "source": "unknown", "files": {}}
-    again = "delete the folder and prepare it again"
     try:
         meta = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}): {again}") from error
-
-    def check(name, value, *kinds):
-        if type(value) not in kinds or (type(value) is int and value < 0):
-            raise UserError(f"{path} has no valid {name}: {again}")
-
-    check("content", meta, dict)
-    for key, kind in dict(tokenizer=str, vocab_size=int, eot=int, splits=dict, source=str, files=dict).items():
-        check(key, meta.get(key), kind)
-    for key in ("command", "order"):
-        check(key, meta.get(key), str, type(None))
-    for split in ("train", "val"):
-        counts = meta["splits"].get(split)
-        check(f"splits.{split}", counts, dict)
-        check(f"splits.{split}.tokens", counts.get("tokens"), int)
-        check(f"splits.{split}.bytes", counts.get("bytes"), int, type(None))
-    for name, shard in meta["files"].items():
-        check(f"files.{name}", shard, dict)
-        check(f"files.{name}.tokens", shard.get("tokens"), int)
-        check(f"files.{name}.sha256", shard.get("sha256"), str, type(None))
-        if Path(name).name != name or name == "..":
-            raise UserError(f"{path} names a file {name!r} outside its folder: {again}")
-    vocab_size, eot = meta["vocab_size"], meta["eot"]
-    if meta["tokenizer"] == "bpe":
-        check("vocabulary", meta.get("vocabulary"), dict)
-        check("vocabulary.sha256", meta["vocabulary"].get("sha256"), str)
-    known = TOKENIZER_SIZES.get(meta["tokenizer"], (min(max(vocab_size, 1), 2**20), eot))
-    if (vocab_size, eot) != known or not eot < vocab_size:
-        raise UserError(
-            f"{path} gives tokenizer {meta['tokenizer']!r} {vocab_size} tokens and end-of-text {eot}, which cannot be: "
-            f"{again}"
-        )
+        splits, shards = [meta["splits"][split] for split in ("train", "val")], [*meta["files"].values()]
+        numbers = [meta["vocab_size"], meta["eot"], *(counts["tokens"] for counts in splits + shards)]
+        numbers += [counts["bytes"] for counts in splits if counts.get("bytes") is not None]
+        texts = [meta["tokenizer"], meta["source"], *(s["sha256"] for s in shards if s.get("sha256") is not None)]
+        texts += [meta["vocabulary"]["sha256"]] if meta["tokenizer"] == "bpe" else []
+        valid = all(type(n) is int and n >= 0 for n in numbers) and all(type(text) is str for text in texts)
+        sizes = meta["vocab_size"], meta["eot"]
+        valid = valid and sizes[1] < sizes[0] <= 2**20 and sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        valid = False
+    if not valid:
+        raise UserError(f"{path} is damaged: delete the folder and prepare it again")
     return meta
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from data.bpe import read_vocabulary, vocabulary_hash
-from data.shards import HEADER_BYTES, UserError, find_shards, load_meta, read_shard, recorded_hashes
+from data.shards import HEADER_BYTES, find_shards, load_meta, read_shard, recorded_hashes, sha256_of_file
+from runtime.errors import UserError
 
 
 def derive_seed(*names) -> int:
@@ -25,13 +26,9 @@ def derive_seed(*names) -> int:
 
 
 class TokenShards:
-    """The shards of one split as one long token sequence, read instead of memory-mapped.
-
-    Truncating a memory-mapped file would raise SIGBUS.
-    """
+    """The shards of one split as one long token sequence, read when needed."""
 
     CHECKED = 1 << 28  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
-    READ_CHUNK = 1 << 22  # tokens read at once where all are read
 
     def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
         """sha256: the hashes of shards by name, where they are known. Raises UserError for shards that are wrong."""
@@ -40,54 +37,33 @@ class TokenShards:
         self.lengths, self.dtypes = zip(*((len(shard), shard.dtype) for shard in shards))
         self.ends = np.cumsum(self.lengths)
         self.n_tokens = int(self.ends[-1])
-        unchecked = self.CHECKED
-        for i, path in enumerate(self.paths):
-            expected = (sha256 or {}).get(path.name) if self.lengths[i] <= unchecked else None
-            digest = hashlib.sha256(self.read_bytes(i, [0], HEADER_BYTES))
-            for begin in range(0, min(unchecked, self.lengths[i]), self.READ_CHUNK):
-                tokens = self.read_tokens(i, begin, self.READ_CHUNK)
-                self.check_vocab(tokens, path)
-                if expected:
-                    digest.update(tokens)
-            if expected and digest.hexdigest() != expected:
+        for path, length, end in zip(self.paths, self.lengths, self.ends.tolist()):
+            unchecked = self.CHECKED - (end - length)
+            if unchecked > 0:
+                self.check_vocab(read_shard(path)[:unchecked], path)
+            expected = (sha256 or {}).get(path.name) if length <= unchecked else None
+            if expected and sha256_of_file(path) != expected:
                 raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
-            unchecked -= self.lengths[i]
-            if unchecked <= 0:
-                break
-
-    def read_bytes(self, i: int, offsets: list[int], size: int) -> bytes:
-        """`size` bytes of shard i from each offset, joined. Raises UserError when they are gone."""
-        parts, error = [], ""
-        try:
-            with open(self.paths[i], "rb") as file:  # not kept open: there may be more shards than file handles
-                for offset in offsets:
-                    file.seek(offset)
-                    parts.append(file.read(size))
-        except OSError as e:
-            parts.append(b"")
-            error = f" ({e})"
-        for offset, part in zip(offsets, parts):
-            if len(part) < size:
-                raise UserError(
-                    f"{self.paths[i]} ended at byte {offset + len(part)} while it was in use{error}, where "
-                    f"{offset + size} or more are expected; put the whole shard back and --resume"
-                )
-        return b"".join(parts)
 
     def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
         size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
-        return np.frombuffer(self.read_bytes(i, [HEADER_BYTES + begin * size], count * size), self.dtypes[i])
+        with open(self.paths[i], "rb", buffering=0) as file:  # not mapped: that dies if the file is truncated
+            file.seek(HEADER_BYTES + begin * size)
+            raw = file.read(count * size)
+        if len(raw) < count * size:
+            raise UserError(f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume")
+        return np.frombuffer(raw, self.dtypes[i])
 
     def sample_hash(self, i: int) -> str:
         """SHA-256 over 16 chunks of 2,048 tokens of shard i, evenly spread: all of a small shard."""
-        size, count = self.dtypes[i].itemsize, min(2048, self.lengths[i])
-        begins = [(self.lengths[i] - count) * k // 15 for k in range(16)]
-        chunks = self.read_bytes(i, [HEADER_BYTES + begin * size for begin in begins], count * size)
-        return hashlib.sha256(str(self.lengths[i]).encode() + chunks).hexdigest()
+        digest, count = hashlib.sha256(str(self.lengths[i]).encode()), min(2048, self.lengths[i])
+        for k in range(16):
+            digest.update(self.read_tokens(i, (self.lengths[i] - count) * k // 15, count))
+        return digest.hexdigest()
 
     def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
-        if tokens.size and (worst := int(tokens.max())) >= self.vocab_size:
+        if (worst := int(tokens.max())) >= self.vocab_size:
             raise UserError(
                 f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; "
                 f"make the data again with the tokenizer that meta.json names, or raise --vocab_size"
@@ -102,8 +78,9 @@ class TokenShards:
                 part = self.read_tokens(i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled)
                 row[filled : filled + len(part)] = part
                 filled, i = filled + len(part), i + 1
-            if row.max() >= self.vocab_size:
-                self.check_vocab(row, self.paths[i - 1])
+        if len(starts) and out.max() >= self.vocab_size:
+            first = starts[out.max(axis=1).argmax()]
+            self.check_vocab(out, self.paths[np.searchsorted(self.ends, first, side="right")])
         return out
 
 
@@ -130,11 +107,8 @@ def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
     """Starts of sequences that begin a document and do not overlap, int64 (n,); the rests of documents are dropped."""
-    starts = []
-    for i, length in enumerate(shards.lengths):
-        for begin in range(0, length, shards.READ_CHUNK):
-            found = np.flatnonzero(shards.read_tokens(i, begin, shards.READ_CHUNK) == eot)
-            starts.append(found + begin + int(shards.ends[i]) - length)
+    firsts = [end - length for end, length in zip(shards.ends.tolist(), shards.lengths)]
+    starts = [np.flatnonzero(read_shard(path) == eot) + first for path, first in zip(shards.paths, firsts)]
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
     following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
@@ -173,16 +147,14 @@ def eval_part_of(meta: dict) -> str:
 
     Races are on FineWeb, and on shards of llm.c and the speedruns, which have no meta.json.
     """
-    made_with = meta.get("made_with")
-    fineweb = isinstance(made_with, dict) and made_with.get("source") == "fineweb10B"
+    fineweb = meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
     return "first" if fineweb or meta.get("assumed") else "spread"
 
 
 class TokenStream:
     """A prepared folder as batches: training batches by step, evaluation batches in order, position and fingerprint.
 
-    Raises UserError for a folder that is not as meta.json says, holds one shard in both splits, or is too small for one
-    sequence.
+    Raises UserError for a folder that is not as meta.json says, or is too small for one sequence.
     """
 
     def __init__(
@@ -220,30 +192,20 @@ class TokenStream:
         self.eval_part = eval_part_of(self.meta)
 
     def check_shards(self) -> None:
-        """Raises UserError when the shards are not those of meta.json, are shared by both splits, or too small."""
-        train, val = self.shard_samples
-        found, files = {name: tokens for name, tokens, _ in train + val}, self.meta["files"]
-        for name, shard in files.items():
-            if found.get(name) != shard["tokens"]:
-                has = f"has {found[name]} tokens" if name in found else "is missing"
+        """Raises UserError when the shards are not those of meta.json, or too small."""
+        found = {path.name: n for split in (self.train, self.val) for path, n in zip(split.paths, split.lengths)}
+        named = {name: shard["tokens"] for name, shard in self.meta["files"].items()} or found
+        for name in found | named:
+            if found.get(name) != named.get(name):
+                counts = [f"{n} tokens" if n else "no such shard" for n in (found.get(name), named.get(name))]
                 raise UserError(
-                    f"{self.folder / name} {has}, where meta.json says {shard['tokens']} tokens; prepare the data again"
+                    f"{self.folder / name}: {counts[0]}, where meta.json says {counts[1]}; prepare the data again"
                 )
-        same = next(((a[0], b[0]) for a in train for b in val if a[1:] == b[1:]), None)
-        if same:
-            raise UserError(
-                f"{self.folder} has the same tokens for training in {same[0]} and for validation in {same[1]}; "
-                "remove one of them"
-            )
-        if unknown := files and sorted(found.keys() - files.keys()):
-            raise UserError(
-                f"{self.folder / unknown[0]} is a shard that {self.folder / 'meta.json'} does not name; remove it"
-            )
         for name, split in (("train", self.train), ("val", self.val)):
             if split.n_tokens <= self.seq_len:
                 raise UserError(
                     f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence of "
-                    f"--seq_len {self.seq_len} and a target; use a --seq_len below {split.n_tokens} or more data"
+                    f"--seq_len {self.seq_len} and a target; use a smaller --seq_len or more data"
                 )
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
@@ -307,15 +269,10 @@ class TokenStream:
 
     def facts(self) -> dict[str, str]:
         """What fingerprint sums up, and the tokenizer: a hash of each shard and what meta.json says, by name."""
-        found = {str(self.folder / name): f"{n} tokens, {h[:12]}" for name, n, h in sum(self.shard_samples, [])}
-        said = {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
-        vocabulary = {"the vocabulary's hash": vocabulary_hash(self.vocabulary)} if self.vocabulary else {}
-        return (
-            found
-            | said
-            | {f"meta.json's {key}": self.meta[key] for key in ("tokenizer", "vocab_size", "eot")}
-            | vocabulary
-        )
+        facts = {str(self.folder / name): f"{n} tokens, {h[:12]}" for name, n, h in sum(self.shard_samples, [])}
+        facts |= {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
+        facts |= {f"meta.json's {key}": self.meta[key] for key in ("tokenizer", "vocab_size", "eot")}
+        return facts | ({"the vocabulary's hash": vocabulary_hash(self.vocabulary)} if self.vocabulary else {})
 
     def fingerprint(self) -> str:
         """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""

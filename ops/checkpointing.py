@@ -28,7 +28,8 @@ def wrapped_class(kind: type[nn.Module], mode: str) -> type[nn.Module]:
         return checkpoint(functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options)
 
     def offloaded(self, *inputs):
-        with saved_tensors_hooks(pack_to_host, unpack_to_device):
+        shapes = {shape for p in self.parameters() for shape in (p.shape, p.shape[::-1])}
+        with saved_tensors_hooks(functools.partial(pack_to_host, shapes), unpack_to_device):
             return kind.__call__(self, *inputs)
 
     method = dict(__call__=offloaded) if mode == "offload" else dict(forward=checkpointed)
@@ -56,9 +57,12 @@ def apply_offload(block: nn.Module) -> None:
 OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
 
 
-def pack_to_host(tensor: Tensor):
-    """Moves a saved tensor to pinned host memory; weights, small and expanded tensors stay where they are."""
-    stays = isinstance(tensor, nn.Parameter) or tensor.numel() < OFFLOAD_MIN_NUMEL or 0 in tensor.stride()
+def pack_to_host(shapes: set, tensor: Tensor):
+    """Moves a saved tensor to pinned host memory; small and expanded tensors stay where they are.
+
+    So do those of a weight's shape: matmuls keep weights transposed, and cast to 16 bits.
+    """
+    stays = tensor.shape in shapes or tensor.numel() < OFFLOAD_MIN_NUMEL or 0 in tensor.stride()
     if stays or not tensor.is_cuda:
         return tensor
     # With its strides, which a compiled backward pass relies on

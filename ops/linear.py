@@ -15,18 +15,19 @@ def matvec(x: Tensor, w: Tensor) -> Tensor:
     return torch.cat([(row * part.float()).sum(-1) for part in parts]).view(*x.shape[:-1], len(w))
 
 
-def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, K) in e4m3, each row scaled to its range, and the fp32 scales that undo it, (M, 1)."""
-    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
-    return (x / scale).to(torch.float8_e4m3fn), scale  # divided in fp32, the scale's dtype
+def quantize_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """x (M, K) in float8, each row scaled to its range, and the fp32 scales that undo it, (M, 1)."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-30) / torch.finfo(dtype).max
+    return (x / scale).to(dtype), scale  # divided in fp32, the scale's dtype
 
 
-def fp8_matmul(a: Tensor, b: Tensor, fast: bool) -> Tensor:
-    """a (M, K) @ b (N, K).T in e4m3, with a scale for each row of both, in a's dtype, which is bf16; both contiguous.
+def fp8_matmul(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """a (M, K) in this dtype @ b (N, K).T in e4m3, a scale for each row of both, in a's own dtype, which is bf16.
 
-    fast: the tensor cores' own accumulation, with fewer bits than fp32. K and N must be multiples of 16.
+    Both contiguous; K and N must be multiples of 16.
     """
-    (a8, a_scale), (b8, b_scale) = quantize_fp8(a), quantize_fp8(b)
+    (a8, a_scale), (b8, b_scale) = quantize_fp8(a, dtype), quantize_fp8(b)
+    fast = dtype == torch.float8_e4m3fn  # the tensor cores' own accumulation, with fewer bits than fp32
     return torch._scaled_mm(a8, b8.t(), a_scale, b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
 
 
@@ -40,13 +41,15 @@ class Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
-        return fp8_matmul(x.flatten(0, -2), w, fast=True).view(*x.shape[:-1], w.size(0))
+        return fp8_matmul(x.flatten(0, -2), w).view(*x.shape[:-1], w.size(0))
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         flat = grad.flatten(0, -2).contiguous()
-        return fp8_matmul(flat, w.t().contiguous(), fast=False).view_as(x), flat.T @ x.flatten(0, -2)
+        # e5m2 reaches further down: of the head's gradient, e4m3 would lose probabilities below 4e-6
+        dx = fp8_matmul(flat, w.t().contiguous(), torch.float8_e5m2)
+        return dx.view_as(x), flat.T @ x.flatten(0, -2)
 
 
 def apply_fp8(module: nn.Module) -> None:

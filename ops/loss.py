@@ -14,7 +14,7 @@ def chunked_loss(function: Callable, params: list[Tensor], x: Tensor, targets: T
     2024), so that nothing is computed twice; 0 = all rows, by plain autograd.
     """
     if chunk and torch.is_grad_enabled():
-        return ChunkedLoss.apply(function, chunk, x, targets, *params)
+        return ChunkedLoss.apply(function, chunk, x, targets, *(p for p in params if p.requires_grad))
     total, n_targets = 0.0, (targets >= 0).sum()
     for part, part_targets in zip(x.split(chunk or len(x)), targets.split(chunk or len(x))):
         n = (part_targets >= 0).sum()
@@ -70,8 +70,9 @@ class SoftcapCrossEntropy(torch.autograd.Function):
             grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - z, grad)
         else:
             grad.scatter_add_(1, target, -z)
-        grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 / z, 0.0))
-        ctx.save_for_backward(grad.to(logits.dtype), n)
+        scale = 64.0 if logits.dtype == torch.float16 else 1.0  # small probabilities underflow in fp16
+        grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 * scale / z, 0.0))
+        ctx.save_for_backward(grad.to(logits.dtype), n * scale)
         return loss
 
     @staticmethod

@@ -14,46 +14,30 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from data.shards import UserError
+from runtime.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def git(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess:
-    """git run in a folder, by default the repository, as bytes. Raises UserError where there is no git."""
+def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
+    """What git prints in a folder, by default the repository. Raises UserError with its complaint and the advice."""
     command = ["git", "-c", "core.autocrlf=false", *arguments]
     alone = os.environ | dict(GIT_CEILING_DIRECTORIES=tempfile.gettempdir())  # a folder there is in no repository
     try:
-        return subprocess.run(command, cwd=folder or REPOSITORY, env=alone, capture_output=True)
+        done = subprocess.run(command, cwd=folder or REPOSITORY, env=alone, capture_output=True)
     except OSError as error:
         raise UserError(f"git, which reads the sources of records, cannot be started ({error}); install it") from None
-
-
-def said(done: subprocess.CompletedProcess) -> str:
-    """The last line of git's complaint."""
-    return (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if done.returncode and advice:
+        complaint = (done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"git {arguments[0]} failed ({complaint}); {advice}")
+    return done.stdout
 
 
 def write_commit(commit: str, folder: Path) -> None:
     """Write the files of a commit, as git names it, into a folder. Raises UserError for what is missing."""
-    archive = git("archive", "--format=tar", commit)
-    if archive.returncode != 0:
-        raise no_commit(commit)
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+    advice = f"get the whole history, with commit {commit}: `git clone`, or `git fetch --unshallow` in a shallow clone"
+    with tarfile.open(fileobj=io.BytesIO(git("archive", "--format=tar", commit, advice=advice))) as tar:
         tar.extractall(folder, filter="data")
-
-
-def no_commit(commit: str) -> UserError:
-    """Says what of the history is missing, so that there is no such commit, and what to do."""
-    shallow = git("rev-parse", "--is-shallow-repository")
-    if shallow.returncode != 0:
-        return UserError(
-            f"{REPOSITORY} has no git history to read commit {commit} from ({said(shallow)}); get the repository by "
-            "`git clone`"
-        )
-    if shallow.stdout.strip() == b"true":
-        return UserError(f"this clone is shallow and lacks commit {commit}; run `git fetch --unshallow`")
-    return UserError(f"the git history has no commit {commit}; fetch a branch that has it or name another commit")
 
 
 def sha256(path: Path) -> str | None:
@@ -78,11 +62,8 @@ def read_source(record: Path, names: Iterable[str]) -> tuple[str, dict[str, str 
     with tempfile.TemporaryDirectory() as work:
         write_commit(commit, Path(work))
         if difference.strip():
-            applied = git("apply", "--whitespace=nowarn", str(patch), folder=Path(work))
-            if applied.returncode != 0:
-                raise UserError(
-                    f"{patch} does not apply to commit {commit} ({said(applied)}); name the commit it was made to"
-                )
+            advice = f"{patch} must name the commit that it was made to, not {commit}"
+            git("apply", "--whitespace=nowarn", str(patch), folder=Path(work), advice=advice)
         return commit, {name: sha256(Path(work, name)) for name in names}
 
 
@@ -94,15 +75,13 @@ def write_source(record: Path, commit: str) -> list[Path]:
     copies = sorted(record.glob("*/source"))
     if not copies:
         raise UserError(f"{record} has no runs with source/; give --pack the --out_dir of --trials as it was left")
-    named = git("rev-parse", "--verify", f"{commit}^{{commit}}")
-    if named.returncode != 0:
-        raise no_commit(commit)
-    name = named.stdout.decode().strip()
+    advice = "give --pack a commit of this repository's history, as in --pack HEAD"
+    name = git("rev-parse", "--verify", f"{commit}^{{commit}}", advice=advice).decode().strip()
     with tempfile.TemporaryDirectory() as work:
         for side in ("a", "b"):
             write_commit(name, Path(work, side))
         shutil.copytree(copies[0], Path(work, "b"), copy_function=shutil.copyfile, dirs_exist_ok=True)
         flags = ("--no-index", "--no-prefix", "--no-renames", "--no-ext-diff", "--no-color", "--binary")
-        difference = git("diff", *flags, "a", "b", folder=Path(work))
-    (record / "source.patch").write_bytes(b"commit " + name.encode() + b"\n" + difference.stdout)
+        difference = git("diff", *flags, "a", "b", folder=Path(work))  # whose exit code is 1 where they differ
+    (record / "source.patch").write_bytes(b"commit " + name.encode() + b"\n" + difference)
     return copies

@@ -66,11 +66,11 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip() if verify else None
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        named = [checkpoint["model"], *checkpoint["optimizer"].values()]
         if (
             damaged
             or not all(type(checkpoint[key]) is kind for key, kind in CHECKPOINT_SCHEMA.items())
-            or not all(isinstance(value, Tensor) for part in named for value in part.values())
+            or not all(isinstance(value, Tensor) for value in checkpoint["model"].values())
+            or not all(isinstance(state, dict) for state in checkpoint["optimizer"].values())
             or not all(0 <= checkpoint["clock"][key] < math.inf for key in ("train_time", "wall_time"))
             or min(checkpoint["step"], checkpoint["tokens"]) < 0
         ):
@@ -174,8 +174,7 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, e
     if optimizer is not None:
         for name, p in model.named_parameters():
             if p in optimizer.state:
-                state = {slot: torch.as_tensor(value) for slot, value in optimizer.state[p].items()}
-                found["optimizer"][name] = whole(state, p, name)
+                found["optimizer"][name] = whole(optimizer.state[p], p, name)
         groups = optimizer.state_dict()["param_groups"]
         found["optimizer_groups"] = whole([{k: v for k, v in g.items() if k != "params"} for g in groups])
     return found
@@ -248,7 +247,7 @@ def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str
     model.load_state_dict(weights)
 
 
-SET_BY_FLAGS = ("lr", "initial_lr", "weight_decay", "betas", "momentum", "kind", "split", "params")
+SET_BY_FLAGS = ("lr", "initial_lr", "weight_decay", "betas", "momentum", "kind", "split", "fused", "params")
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict, path) -> None:
@@ -262,8 +261,9 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
     states = {}
     for name, p in model.named_parameters():
         state = checkpoint["optimizer"].get(name, {})
-        if wrong := [slot for slot, value in state.items() if value.dim() and value.shape != p.shape]:
+        tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor) and value.dim()}
+        if wrong := [slot for slot, value in tensors.items() if value.shape != p.shape]:
             raise UserError(f"{path} holds {wrong[0]} of {name} in another shape; give another checkpoint")
         if p in index and state:
-            states[index[p]] = {slot: shard_like(value, p) if value.dim() else value for slot, value in state.items()}
+            states[index[p]] = state | {slot: shard_like(value, p) for slot, value in tensors.items()}
     optimizer.load_state_dict(dict(state=states, param_groups=ours))

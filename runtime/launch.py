@@ -98,7 +98,8 @@ def open_stream(folder: str, dist_ctx: DistContext, **options) -> TokenStream:
     """
     path = Path(folder or HERE / "data" / "python")
     with agree(dist_ctx):
-        if not folder and dist_ctx.local_rank == 0:  # each node has its own standard library
+        # Each node has its own standard library
+        if not folder and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
             prepare("python", out=path)
     with agree(dist_ctx):
         stream = TokenStream(path, **options)
@@ -137,7 +138,7 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "
         f"{f.batch_tokens * f.max_steps / stream.train.n_tokens:.2f} epochs",
     ]
-    if device.type == "cuda":
+    if device.type == "cuda" and any(map(os.environ.get, ALLOC_CONF_VARIABLES)):
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
         lines.append("allocator: " + ", ".join(f"{name} {value}" for name, value in settings.items()))
     if stream.tokenizer is None:

@@ -175,6 +175,7 @@ class RunLogger:
 
     def sync(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
+        self.metrics.flush()  # what a full disk held back
         os.fsync(self.metrics.fileno())
 
     def write_summary(self, values: dict) -> None:
@@ -222,27 +223,14 @@ def format_duration(seconds: float) -> str:
 
 
 class TrainTimer:
-    """`train_time`, the seconds of training steps, which stops from pause() to start(); and `wall_time`, everything
-    since this object was made, so without the imports. A resumed run adds the time from before."""
+    """Seconds of training, which only training() counts, and `wall_time`, everything since this object was made, so
+    without the imports. A resumed run adds the time from before."""
 
     def __init__(self, device: torch.device):
-        self.device, self.train_time, self.wall_before, self.created = device, 0.0, 0.0, time.perf_counter()
-        self.started = None
-
-    def start(self) -> float:
-        """Start the training clock, if it is paused; returns the wall time."""
-        if self.started is None:
-            self.started = time.perf_counter()
-        return self.wall_time
-
-    def pause(self) -> float:
-        """Pause it once the device has finished its queued work; returns the training time."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        if self.started is not None:
-            self.train_time += time.perf_counter() - self.started
-        self.started = None
-        return self.train_time
+        self.device, self.created = device, time.perf_counter()
+        self.train_time = self.wall_before = 0.0
+        self.step_s = self.eval_s = 0.0  # of the last step (or the one before, if that was faster) and evaluation
+        self.recent_s = [0.0, 0.0]
 
     @property
     def wall_time(self) -> float:
@@ -253,8 +241,34 @@ class TrainTimer:
         """Of this process, without what came before a resumed run."""
         return time.perf_counter() - self.created
 
+    @contextlib.contextmanager
+    def training(self):
+        """Context of a training step, until the device has done it."""
+        began = time.perf_counter()
+        yield
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        took = time.perf_counter() - began
+        self.train_time += took
+        self.recent_s = [self.recent_s[1] or took, took]
+        self.step_s = min(self.recent_s)  # a step that compiles or stalls is not what the next one will take
 
-class Progress:
+    @contextlib.contextmanager
+    def evaluating(self):
+        """Context of an evaluation."""
+        began = time.perf_counter()
+        yield
+        self.eval_s = time.perf_counter() - began
+
+    def tail_s(self, steps_per_eval: float) -> float:
+        """Seconds that another step and the last evaluation will take.
+
+        steps_per_eval: tokens of an evaluation by tokens of a step, whose forward pass is about 0.4 of it.
+        """
+        return 1.5 * self.step_s + (self.eval_s or 0.4 * steps_per_eval * self.step_s)
+
+
+class Reporter:
     """The metrics of a run: rows of metrics.jsonl, lines of the console, and what the summary needs of them."""
 
     def __init__(
@@ -291,16 +305,17 @@ class Progress:
         self.data_wait_s += time.perf_counter() - asked
         return batch
 
-    def log_step(self, row: dict, groups: list[dict], metrics: dict, max_steps: int, left_s: float) -> None:
+    def log_step(self, row: dict, groups: list[dict], metrics: dict, max_steps: int, minutes: float) -> None:
         """Record and print a training row, of which step, train_loss, grad_norm and tokens are given.
 
         train_loss and metrics, what edits measure, are averaged over the ranks. groups: of the optimizer, of which the
-        learning rate of Muon's is logged, or the first one's. left_s: seconds until the end.
+        learning rate of Muon's is logged, or the first one's. max_steps, minutes: the flags.
         """
+        left_s = 60 * minutes - self.timer.wall_time if minutes else self.timer.step_s * (max_steps - row["step"])
         row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])["lr"]
         metrics = dist_means(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
         row["train_loss"] = loss = metrics.pop("train_loss")
-        (tokens, train_time), self.last = self.last, (row["tokens"], self.timer.pause())
+        (tokens, train_time), self.last = self.last, (row["tokens"], self.timer.train_time)
         speed = (row["tokens"] - tokens) / max(self.last[1] - train_time, 1e-9)
         row |= dict(tokens_per_s=speed, mfu=speed * self.flops_per_token / self.peak_flops)
         row |= dict(peak_mem_mb=peak_memory_mb(self.dist_ctx.device))
@@ -323,7 +338,7 @@ class Progress:
         counts = stream.meta["splits"].get("val") or {}
         bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
         row = dict(step=step, val_loss=val_loss, val_bpb=val_loss * bits_per_nat, tokens=tokens)
-        row |= dict(train_time_s=self.timer.pause(), wall_time_s=self.timer.wall_time)
+        row |= dict(train_time_s=self.timer.train_time, wall_time_s=self.timer.wall_time)
         bits = f"val_bpb {row['val_bpb']:.4f} | " if math.isfinite(row["val_bpb"]) else ""
         self.logger.info(
             f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | val_loss {row['val_loss']:.4f} | {bits}"
@@ -340,7 +355,7 @@ class Progress:
         Raises RunError for a run that diverged, and on nodes that got none of the signals that ended the run.
         """
         target, eval_tokens = flags["target_val_loss"], flags["eval_tokens"]
-        trained_s = self.timer.pause() - self.first[1]
+        trained_s = self.timer.train_time - self.first[1]
         last = self.evaluations[-1] if self.evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
         losses = [row["val_loss"] for row in self.evaluations if math.isfinite(row["val_loss"])]
         reached = next((row for row in self.evaluations if row["val_loss"] <= target), None)

@@ -31,7 +31,8 @@ def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx
     shards = ranks_per_copy(parallel, f.shard_size, world_size, dist_ctx.local_world_size)
     blocks, compiled, on_gpu = [*dict.fromkeys(model.blocks)], f.compile != "off", device.type == "cuda"
     if f.fp8:
-        for module in (*(block.mlp for block in blocks), model.head):
+        feed_forward = [m for block in blocks for name, m in block.named_children() if name != "attn"]
+        for module in (*feed_forward, model.head):
             apply_fp8(module)
     modes = [checkpointing if checkpointing in AC_MODES else "none"]
     if checkpointing == "auto" and on_gpu and f.offload != "activations":
@@ -74,6 +75,9 @@ def dummy_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, ke
     for _ in range(3 if keep_gradients else 2):  # CUDA graphs are recorded at the second call
         model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()  # those of 16 bits may have overflowed, and 0 times infinity would reach the weights
     optimizer.step()
     model.zero_grad(set_to_none=not keep_gradients)
     model.eval()

@@ -1,458 +1,269 @@
-"""What the worked edits are held to, in a process of its own that imports the edited copies one after the other.
-
-`python tests/edit_cases.py FOLDER TITLE ...` trains each copy FOLDER/<title>/repo in many ways and leaves what is wrong
-in FOLDER/alone.json; two ranks do the same, in ranks.json, and compare with what the first run left.
-"""
+"""The model and its loss written a second time, in plain PyTorch, and what each worked edit makes of them."""
 
 import contextlib
 import importlib
-import json
-import math
-import os
-import re
 import sys
-import traceback
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 OURS = ("train_gpt", "model", "ops", "generation", "evaluation", "sample", "export", "int8", "data", "runtime")
-TINY = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    seq_len=32,
-    batch_tokens=512,
-    micro_batch=16,
-    max_steps=4,
-    device="cpu",
-    dtype="fp32",
-    ngram=3,
-    ngram_rows=512,
-    loss_chunk=0,
-    eval_every=2,
-    eval_tokens=1024,
-    log_every=1,
-    save_every=2,
-    keep=0,
-    muon_lr=0.02,
-    adam_lr=0.004,
-    cooldown_frac=0.5,
-    attn="sdpa",
-)
-UNWATCHED = dict(eval_every=0, save_every=0)  # evaluated and saved at the end alone, which must not change the rest
 
 
-def plain_loss(model, x, y):
-    """The mean loss by autograd alone."""
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+def rms_norm(x: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
 
 
-def smoothed(model, x, y):
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), label_smoothing=0.1)
+def before(x: Tensor) -> Tensor:
+    """x (B, T, ...) of the token before."""
+    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
 
 
-def with_z_loss(model, x, y):
-    return plain_loss(model, x, y) + 1e-2 * model(x).logsumexp(-1).square().mean()
+class Plain:
+    """The unedited model; an edit's subclass overrides what it changes. w: name -> weight; seed: GPT.step_seed."""
+
+    def __init__(self, w: dict[str, Tensor], cfg, training: bool = True, seed: int = 0):
+        self.w, self.cfg, self.training, self.seed = w, cfg, training, seed
+        self.lr, self.head_dim, self.layers = 1.0, cfg.n_embd // cfg.n_head, range(cfg.n_layer)
+
+    def embed(self, x: Tensor) -> Tensor:
+        out = self.w["wte.weight"][x]
+        code = x + 1
+        for back in range(1, self.cfg.ngram):
+            earlier = F.pad(x + 1, (back, 0))[:, : x.size(1)]
+            code = (code * 0x9E3779B1 + earlier) % 2**31
+            out = out + self.w["ngrams.weight"][(code * 0x85EBCA6B // 128) % self.cfg.ngram_rows]
+        return out
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Pairs of the first half of each head are rotated by angles that grow with the position."""
+        half = self.head_dim // 4
+        position, i = torch.arange(x.size(1)).double(), torch.arange(half).double()
+        angle = torch.outer(position, 10000.0 ** (-i / half))[:, None]
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), -1)
+
+    def bias(self, length: int) -> Tensor:
+        return torch.zeros(length, length)
+
+    def heads(self, x: Tensor, i: int) -> list[Tensor]:
+        """Queries, keys and values (B, T, heads, head_dim)."""
+        return [
+            t.unflatten(-1, (-1, self.head_dim)) for t in (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)
+        ]
+
+    def attn(self, x: Tensor, i: int) -> Tensor:
+        length, (q, k, v) = x.size(1), self.heads(x, i)
+        q, k, half = rms_norm(q), rms_norm(k), self.head_dim // 4 * 2
+        k = torch.cat((k[..., :half], before(k[..., half:])), -1)
+        q, k, v = (t.transpose(1, 2) for t in (self.rotate(q), self.rotate(k), v))
+        scores = q @ k.mT / self.head_dim**0.5 + self.bias(length)
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return y.transpose(1, 2).flatten(2) @ self.w[f"blocks.{i}.attn.proj.weight"].T
+
+    def mlp(self, x: Tensor, i: int) -> Tensor:
+        return F.relu(x @ self.w[f"blocks.{i}.mlp.fc.weight"].T) ** 2 @ self.w[f"blocks.{i}.mlp.proj.weight"].T
+
+    def block(self, x: Tensor, i: int) -> Tensor:
+        x = x + self.attn(rms_norm(x), i)
+        return x + self.mlp(rms_norm(x), i)
+
+    def first(self, idx: Tensor) -> Tensor:
+        return rms_norm(self.embed(idx))
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        x = self.first(idx)
+        for i in self.layers:
+            x = self.block(x, i)
+        return rms_norm(x)
+
+    def capped(self, x: Tensor, head: str = "head.weight") -> Tensor:
+        return 15 * torch.tanh(x @ self.w[head].T / 15)
+
+    def logits(self, idx: Tensor) -> Tensor:
+        return self.capped(self.hidden(idx))
+
+    def token_losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none", ignore_index=-1)
+
+    def loss(self, idx: Tensor, y: Tensor) -> Tensor:
+        return self.token_losses(self.logits(idx), y).sum() / (y >= 0).sum()
 
 
-def weighted(model, x, y):
-    losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-    return (losses * (1 - 0.5 * (y.flatten() == 32).float())).mean()
+class Scaled(Plain):
+    def block(self, x, i):
+        return self.w[f"blocks.{i}.scale"] * super().block(x, i)
 
 
-def with_second_head(model, x, y):
-    caught = []
-    hook = model.head.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
-    loss = plain_loss(model, x, y)
-    hook.remove()
-    second = (caught[0][:, :-1] @ model.second.weight.T).flatten(0, 1)
-    return loss + 0.3 * F.cross_entropy(second, y[:, 1:].flatten(), reduction="sum") / y.numel()
+class Dropped(Plain):
+    def block(self, x, i):
+        x = x + F.dropout(self.attn(rms_norm(x), i), 0.1, self.training)
+        return x + F.dropout(self.mlp(rms_norm(x), i), 0.1, self.training)
 
 
-# What else must hold of a copy, after its first run: each returns whether it does.
+class DroppedEverywhere(Plain):
+    """In training, a tenth of the numbers is zero, the same for the same token and position; checked on its own."""
+
+    def first(self, idx):
+        x = super().first(idx)
+        return x * self.mask(idx, x.size(-1)) / 0.9 if self.training else x
+
+    def mask(self, idx: Tensor, width: int) -> Tensor:
+        """By a loop over numbers, in Python's integers."""
+
+        def kept(token: int, place: int, channel: int) -> bool:
+            code = token * width + channel
+            for mixed in (place * 0x85EBCA6B % 2**31, self.seed % 2**31):
+                code = (code ^ mixed) * 0x9E3779B1 % 2**31
+                code = (code ^ code >> 15) * 0x85EBCA6B % 2**31
+                code ^= code >> 13
+            return code % 2**24 / 2**24 >= 0.1
+
+        rows = [[[kept(t, p, c) for c in range(width)] for p, t in enumerate(row)] for row in idx.tolist()]
+        return torch.tensor(rows).float()
 
 
-def layers_have_their_rates(copy) -> bool:
-    groups = copy.state.optimizer.param_groups
-    rates = {name: group["initial_lr"] for group in groups for name in group["names"]}
-    return all(math.isclose(rates[n.replace(".0.", ".1.")], 0.9 * lr) for n, lr in rates.items() if ".0." in n)
+class DropPath(Plain):
+    def block(self, x, i):
+        for part in (self.attn, self.mlp):
+            kept = F.dropout(torch.ones(len(x), 1), 0.1, self.training)
+            x = x + part(rms_norm(x), i) * kept[..., None]
+        return x
 
 
-def lion_is_lion(copy) -> bool:
-    """Chen et al. 2023, algorithm 2; a step that is skipped leaves parameter and state alone."""
-    torch.manual_seed(0)
-    p, ours = torch.nn.Parameter(torch.randn(4, 3)), copy.ours.model
-    w, m = p.detach().clone(), torch.zeros(4, 3)
-    group = dict(params=[p], names=["p"], kind="lion", lr=0.1, betas=(0.9, 0.99), weight_decay=0.2, split=())
-    optimizer = ours.Optimizer([group])
-    for step in range(4):
-        p.grad = torch.randn(4, 3) if step != 2 else torch.full((4, 3), math.nan)
-        optimizer.step(torch.tensor(step == 2))
-        if step != 2:
-            w = w - 0.1 * ((0.9 * m + 0.1 * p.grad).sign() + 0.2 * w)
-            m = 0.99 * m + 0.01 * p.grad
-    return torch.allclose(p, w, atol=1e-6) and torch.allclose(optimizer.state[p]["momentum"], m, atol=1e-6)
+class LayersLeftOut(Plain):
+    def block(self, x, i):
+        return x if self.training and self.seed // 4**i % 4 == 0 else super().block(x, i)
 
 
-def average_is_evaluated(copy) -> bool:
-    average, best = copy.checkpoint["extra"]["eval_weights"], torch.load(copy.folder / "plain" / "ckpt_best.pt")
-    other = all(not torch.equal(average[name], w) for name, w in copy.checkpoint["model"].items())
-    return other and best["step"] == 4 and all(torch.equal(average[name], w) for name, w in best["model"].items())
+class MeanSubtracted(Plain):
+    def first(self, idx):
+        x, mean = self.embed(idx), self.w["mean"]
+        return rms_norm(x - (0.9 * mean + 0.1 * x.detach().mean((0, 1)) if self.training else mean))
 
 
-def tokens_are_counted(copy) -> bool:
-    return [row["tokens"] for row in copy.plain["rows"] if "train_loss" in row] == [256, 512, 1024, 1536]
+class Smoothed(Plain):
+    def token_losses(self, logits, y):
+        smooth = -logits.log_softmax(-1).mean(-1).flatten() * (y.flatten() >= 0)
+        losses = super().token_losses(logits, y)
+        return 0.9 * losses + 0.1 * smooth if self.training else losses
 
 
-def embedding_stays(copy) -> bool:
-    start = noise("wte.weight", (320, 32), None, copy.ours.train_gpt.derive_seed(0, "wte.weight") >> 1, None)
-    state, weight = copy.checkpoint["optimizer"], copy.checkpoint["model"]["wte.weight"]
-    return torch.equal(weight, start) and not state["wte.weight"] and bool(state["head.weight"])
+class ZLoss(Plain):
+    def token_losses(self, logits, y):
+        z = logits.exp().sum(-1).log().flatten() ** 2 * (y.flatten() >= 0)
+        return super().token_losses(logits, y) + (1e-2 * z if self.training else 0)
 
 
-def base_stays(copy) -> bool:
-    base = torch.load(copy.folder.parent / "base.pt", weights_only=True)["model"]
-    model = copy.checkpoint["model"]
-    moved = [name for name in model if "lora_b" in name and model[name].any()]
-    kept = all(torch.equal(model[name], w) for name, w in base.items() if name.endswith("qkv.weight"))
-    said = (copy.folder / "plain" / "log.txt").read_text()
-    return kept and len(moved) == 9 and "not there: blocks.0.attn.qkv.lora_a" in said and "frozen: " in said
+class Weighted(Plain):
+    def token_losses(self, logits, y):
+        losses = super().token_losses(logits, y)
+        return losses * torch.where(y.flatten() == 32, 0.5, 1.0) if self.training else losses
 
 
-def buffers_are_kept(copy) -> bool:
-    return all(copy.checkpoint["model"][f"blocks.{i}.mlp.mean"].any() for i in range(2))
+class SecondHead(Plain):
+    def loss(self, idx, y):
+        x, n = self.hidden(idx), y.size(1)
+        loss = self.token_losses(self.capped(x), y).sum() / (y >= 0).sum()
+        second = self.token_losses(self.capped(x[:, : n - 1], "second.weight"), y[:, 1:]).sum()
+        return loss + 0.3 * second / (y[:, 1:] >= 0).sum() if self.training else loss
 
 
-def figure_is_logged(copy) -> bool:
-    rows = [json.loads(line) for line in (copy.folder / "plain" / "metrics.jsonl").read_text().splitlines()]
-    norms = [row["head_norm"] for row in rows if "train_loss" in row]
-    return len(norms) == 4 and "| head_norm " in (copy.folder / "plain" / "log.txt").read_text()
+class Contrastive(Plain):
+    def loss(self, idx, y):
+        loss, x = super().loss(idx, y), self.hidden(idx)
+        n = x.size(1)
+        pairs = [F.relu(F.cosine_similarity(x[:, i], x[:, j]) - 0.5) for i in range(n) for j in range(i)]
+        return loss + 0.1 * torch.stack(pairs).sum(0).mean() / n**2 if self.training else loss
 
 
-def heads_are_shared(copy) -> bool:
-    model, _ = copy.ours.sample.load(copy.folder / "plain" / "ckpt_4.pt", "cpu", "fp32")
-    cache = copy.ours.generation.KVCache(model, torch.tensor([5]))
-    model.next_logits(torch.arange(5)[None], cache)
-    split = {g["split"] for g in copy.state.optimizer.param_groups if g["role"] == "qkv"}
-    return cache.layers[0].k.shape[1] == 1 and split == {(32, 16, 16)}
+class Experts(Plain):
+    """One expert at a time, for the tokens that are its own."""
+
+    def mlp(self, x, i):
+        width, out, parts = x.size(-1), torch.zeros_like(x), []
+        fc, proj = self.w[f"blocks.{i}.mlp.fc.weight"], self.w[f"blocks.{i}.mlp.proj.weight"]
+        p = (x @ self.w[f"blocks.{i}.mlp.router.weight"].T).softmax(-1)
+        for e in range(4):
+            own, rows = p.argmax(-1) == e, slice(e * width, (e + 1) * width)
+            out[own] = p[..., e][own][:, None] * (F.relu(x[own] @ fc[rows].T) ** 2) @ proj[:, rows].T
+            parts.append(own.float().mean(1) * p[..., e].mean(1))
+        self.balance = self.balance + 4 * torch.stack(parts).sum(0).mean()
+        return out
+
+    def hidden(self, idx):
+        self.balance = 0.0
+        return super().hidden(idx)
+
+    def loss(self, idx, y):
+        return super().loss(idx, y) + (0.01 * self.balance if self.training else 0)
 
 
-def head_counts_as_a_matmul(copy) -> bool:
-    names = {"wte.weight", "head.weight"}
-    untied = copy.ours.model.GPTConfig(**copy.checkpoint["model_config"])
-    weights = sum(p.numel() for name, p in copy.state.raw_model.named_parameters() if name.startswith("blocks."))
-    attended = untied.n_layer * (untied.seq_len + 1) / 2
-    flops = 6 * (weights + 320 * 32) + 12 * 32 * attended
-    return names < copy.checkpoint["model"].keys() and copy.state.raw_model.flops_per_token() == flops
+class Tied(Plain):
+    def capped(self, x, head="wte.weight"):
+        return super().capped(x, "wte.weight")
 
 
-def kernel_steps_aside(copy) -> bool:
-    return "loss: edited" in (copy.folder / "plain" / "log.txt").read_text()
+class Grouped(Plain):
+    def heads(self, x, i):
+        parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).split((x.size(-1), x.size(-1) // 2, x.size(-1) // 2), -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in parts)
+        shared = [n // 2 for n in range(self.cfg.n_head)]
+        return [q, k[:, :, shared], v[:, :, shared]]
+
+
+class Alibi(Plain):
+    def bias(self, length):
+        distance = torch.tensor([[float(q - k) for k in range(length)] for q in range(length)])
+        return torch.stack([-distance / 2**n for n in range(1, self.cfg.n_head + 1)])
+
+
+class Positions(Plain):
+    def embed(self, x):
+        return super().embed(x) + self.w["wpe.weight"][: x.size(1)]
+
+
+class TokenBefore(Plain):
+    def mlp(self, x, i):
+        return super().mlp((x + before(x)) / 2, i)
+
+
+class LowRank(Plain):
+    def __init__(self, w, *args):
+        names = [name.removesuffix(".lora_a") for name in w if name.endswith(".lora_a")]
+        merged = {f"{n}.weight": w[f"{n}.weight"] + w[f"{n}.lora_b"] @ w[f"{n}.lora_a"] for n in names}
+        super().__init__(w | merged, *args)
 
 
 @dataclass
 class Case:
-    """How an edit is used, and what it is compared with."""
+    """What a worked edit computes, and what it promises."""
 
+    plain: type[Plain] = Plain
+    any_layout: bool = True  # the same for any micro-batches
     flags: dict = field(default_factory=dict)
-    loss: object = plain_loss
-    cut: bool = True  # the same for any micro-batches and ranks
-    fine_tuned: bool = False  # starts from a run of the unedited page; else from noise: zeros hide gradients
-    compiled: dict = field(default_factory=dict)  # flags; none: it is not compiled, which takes long
-    holds: object = None
+    holds: object = None  # a function of the run that says whether something else holds
 
 
-CASES = {
-    "A flag": Case(dict(min_lr_frac=0.5)),
-    "A learning-rate schedule": Case(),
-    "A parameter": Case(),
-    "Dropout": Case(dict(dropout=0.2), cut=False, compiled=dict(checkpointing="full")),
-    "Dropout for any cut": Case(),
-    "Layers left out": Case(dict(n_layer=4)),
-    "A buffer": Case(cut=False, compiled=dict(checkpointing="none"), holds=buffers_are_kept),
-    "Label smoothing": Case(loss=smoothed, holds=kernel_steps_aside),
-    "A loss term": Case(loss=with_z_loss, holds=kernel_steps_aside),
-    "Weights of tokens": Case(loss=weighted, holds=kernel_steps_aside),
-    "An auxiliary head": Case(loss=with_second_head),
-    "Tied embeddings": Case(holds=head_counts_as_a_matmul),
-    "Grouped queries": Case(holds=heads_are_shared),
-    "ALiBi": Case(dict(alibi=True)),
-    "Learned positions": Case(),
-    "The token before": Case(dict(doc_mask=True)),
-    "Another optimizer": Case(holds=lion_is_lion),
-    "A learning rate by layer": Case(holds=layers_have_their_rates),
-    "An average of the weights": Case(holds=average_is_evaluated),
-    "Shorter sequences first": Case(holds=tokens_are_counted),
-    "Frozen parameters": Case(holds=embedding_stays),
-    "Fine-tuning by LoRA": Case(fine_tuned=True, holds=base_stays),
-    "A figure of your own": Case(holds=figure_is_logged),
-}
-
-
-def name_of(title: str) -> str:
-    return title.lower().replace(" ", "_")
-
-
-def imported(repo: Path) -> SimpleNamespace:
-    """The modules of an edited copy."""
-    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+@contextlib.contextmanager
+def pages(repo: Path):
+    """The modules of an edited copy, for as long as the context lasts."""
+    ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] in OURS}
+    for name in ours:
         del sys.modules[name]
-    sys.path[0] = str(repo)
+    sys.path.insert(0, str(repo))
     importlib.invalidate_caches()
-    names = "train_gpt model generation sample export ops.params runtime.start runtime.checkpoint data.shards".split()
-    return SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
-
-
-def noise(name: str, shape, table, seed: int, made) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-
-
-class Copy:
-    """An edited copy, its data and the folder of its runs."""
-
-    def __init__(self, folder: Path, title: str):
-        self.folder, self.case, self.title = folder / name_of(title), CASES[title], title
-        self.ours = imported(self.folder / "repo")
-        self.ours.train_gpt.sample_text = lambda *_: ""
-        self.flags = TINY | dict(data=str(folder / "data")) | self.case.flags
-        if self.case.fine_tuned:
-            self.flags |= dict(init_from=str(folder / "base.pt"), init_partial=True)
-        else:
-            self.ours.params.initial_weight = noise
-
-    def train(self, name: str, **flags) -> dict:
-        """A run; returns its rows and first gradients."""
-        ours, grads = self.ours.train_gpt, {}
-        make_optimizer = ours.make_optimizer
-
-        def noting(cfg, model):
-            optimizer = make_optimizer(cfg, model)
-            step = optimizer.step
-
-            def noted(skip=None):
-                if skip is not None and not grads:  # as when warming up
-                    grads.update({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
-                step(skip)
-
-            optimizer.step = noted
-            return optimizer
-
-        ours.make_optimizer = noting
-        try:
-            cfg = ours.make_config(**self.flags | flags, out_dir=self.out(name))
-            ours.train(cfg, on_step=lambda state, loss: setattr(self, "state", state))
-        finally:
-            ours.make_optimizer = make_optimizer
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines() if rank() == 0 else []
-        keys = ("step", "train_loss", "grad_norm", "val_loss", "tokens", "head_norm")
-        return dict(rows=[{k: row[k] for k in keys if k in row} for row in map(json.loads, lines)], grads=grads)
-
-    def refused(self, name: str, **flags) -> str:
-        """What a run is refused with."""
-        try:
-            self.train(name, **flags)
-        except self.ours.shards.UserError as error:
-            return str(error)
-        return "not refused"
-
-    def out(self, name: str) -> str:
-        return str(self.folder / name)
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def full(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().full_tensor() if hasattr(t, "full_tensor") else t.detach().clone()
-
-
-def compare(got: dict, want: dict, rtol: float = 2e-5) -> list[str]:
-    """What differs between two runs: rows, exactly with rtol=0, and first gradients."""
-    wrong = []
-    if len(got["rows"]) != len(want["rows"]):
-        return [f"{len(got['rows'])} rows, not {len(want['rows'])}"]
-    for ours, theirs in zip(got["rows"], want["rows"]):
-        for key in theirs:
-            if not math.isclose(ours[key], theirs[key], rel_tol=rtol):
-                wrong.append(f"{key} of step {theirs['step']}: {ours[key]}, not {theirs[key]}")
-    return wrong + compare_grads(got["grads"], want["grads"])
-
-
-def unwatched(run: dict) -> dict:
-    """The run as one with the flags UNWATCHED leaves it."""
-    return run | dict(rows=[row for row in run["rows"] if "val_loss" not in row or row["step"] == TINY["max_steps"]])
-
-
-def compare_grads(got: dict, want: dict) -> list[str]:
-    wrong = [f"gradients of {got.keys() ^ want.keys()}"] if got.keys() != want.keys() else []
-    for name in got.keys() & want.keys():
-        apart = (got[name] - want[name]).norm() / (want[name].norm() + 1e-12)
-        if not apart < 1e-4:
-            wrong.append(f"gradient of {name} is {apart:.1e} off")
-    return wrong
-
-
-def reference_grads(copy: Copy) -> dict:
-    """The first gradients by autograd through the model as it is called, in one piece."""
-    ours, cfg = copy.ours.train_gpt, copy.ours.train_gpt.make_config(**copy.flags, out_dir=copy.out("reference"))
-    dist_ctx = copy.ours.start.launch(cfg)
-    stream = copy.ours.start.open_stream(cfg, dist_ctx)
-    state = ours.build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
-    state.raw_model.ngram_dropout = ours.get_ngram_dropout(cfg, stream)
-    if cfg.init_from:
-        checkpoint = copy.ours.checkpoint.read_checkpoint(Path(cfg.init_from))
-        copy.ours.checkpoint.load_weights(state.raw_model, checkpoint, cfg.init_from, (), True)
-    ours.reseed_step(state)
-    batch = ours.get_batch(stream, dist_ctx, 0)
-    if copy.title == "Shorter sequences first":
-        batch = batch[:, :17]
-    copy.case.loss(state.raw_model, batch[:, :-1], batch[:, 1:]).backward()
-    return {name: p.grad for name, p in state.raw_model.named_parameters() if p.grad is not None}
-
-
-def sampled(copy: Copy) -> list[str]:
-    """The model of the last checkpoint, as sample.py has it: its loss, and texts with and without a KV cache."""
-    wrong, sample = [], copy.ours.sample
-    path = copy.folder / "plain" / "ckpt_4.pt"
-    model, tokenizer = sample.load(path, "cpu", "fp32")
-    model.doc_eot = 256 if copy.flags.get("doc_mask") else None
-    cfg = copy.ours.train_gpt.make_config(**copy.flags)
-    stream = copy.ours.start.open_stream(cfg, copy.ours.start.launch(cfg))
-    ((x, y),) = stream.eval_batches(cfg.eval_tokens, 32, 0, 1)
-    x, y = torch.from_numpy(x), torch.from_numpy(y)
-    loss = (weighted if copy.case.loss is weighted else plain_loss)(model, x, y).item()
-    rows = [json.loads(line) for line in (copy.folder / "plain" / "metrics.jsonl").read_text().splitlines()]
-    want = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    if not math.isclose(loss, want, rel_tol=2e-5):
-        wrong.append(f"loss {loss} of the checkpoint, not {want}")
-    prompts = [x[0, :n].long() for n in (9, 4)]
-    for prompt in prompts:
-        drawn = [
-            torch.cat(list(sample.generate(model, [prompt], 20, 257, temperature=0.7, seeds=[3], use_cache=cached)))
-            for cached in (True, False)
-        ]
-        if not torch.equal(*drawn):
-            wrong.append("another text with a KV cache")
-    if len(list(sample.generate(model, [prompts[0]], 60, 257))) != 60:
-        wrong.append("no text beyond the context")
-    rounded, _ = sample.load(path, "cpu", "fp32", int8=True)
-    if not torch.allclose(plain_loss(rounded, x, y), plain_loss(model, x, y), rtol=1e-2):
-        wrong.append("another loss in int8")
-    return wrong
-
-
-def exported(copy: Copy) -> list[str]:
-    """The exported program gives the checkpoint's logits, or it is refused in a sentence.
-
-    One layer and one step: tracing costs by the layer, and those of a model differ in their weights alone.
-    """
-    copy.train("small", n_layer=1, ngram=2, max_steps=1, **UNWATCHED)
-    run, out = copy.folder / "small" / "ckpt_1.pt", copy.folder / "program.pt2"
-    with contextlib.redirect_stdout(None), open(copy.folder / "export.txt", "w") as said:
-        with contextlib.redirect_stderr(said):
-            code = copy.ours.export.main([str(run), "--to", "torch-export", "--out", str(out)])
-    if code:
-        text = (copy.folder / "export.txt").read_text()
-        return [] if code == 2 and text.count("\n") == 1 else [f"export ended with {code}: {text}"]
-    kinds = {"int8": "int8.pt"} | ({"safetensors": "model.safetensors"} if find_spec("safetensors") else {})
-    for kind, name in kinds.items():
-        with contextlib.redirect_stdout(None):
-            if copy.ours.export.main([str(run), "--to", kind, "--out", str(copy.folder / name)]):
-                return [f"not exported to {kind}"]
-    model, _ = copy.ours.sample.load(run, "cpu", "fp32")
-    if "safetensors" in kinds:
-        from safetensors.torch import load_file
-
-        copy.ours.model.GPT(model.cfg).load_state_dict(load_file(copy.folder / "model.safetensors"))
-    idx = torch.randint(0, 257, (3, 11), generator=torch.Generator().manual_seed(0))
-    apart = (torch.export.load(out).module()(idx) - model(idx)).abs().max().item()
-    return [] if apart < 1e-4 else [f"exported logits are {apart} off"]
-
-
-def check_alone(folder: Path, title: str) -> dict[str, list[str]]:
-    """What is wrong with an edit in one process, by what was tried."""
-    copy = Copy(folder, title)
-    copy.plain = plain = copy.train("plain")
-    torch.save(plain, copy.folder / "plain.pt")
-    copy.checkpoint = torch.load(copy.folder / "plain" / "ckpt_4.pt", weights_only=True)
-    found = {"gradients": compare_grads(plain["grads"], reference_grads(copy))}
-    if copy.case.holds and not copy.case.holds(copy):
-        found["holds"] = [f"{copy.case.holds.__name__} is false"]
-    ways = dict(full=dict(checkpointing="full"), selective=dict(checkpointing="selective"), chunks=dict(loss_chunk=100))
-    if copy.case.cut:
-        ways["micro_batch 4"] = dict(micro_batch=4, loss_chunk=100)
-    for name, flags in ways.items():
-        found[name] = compare(copy.train(name, **flags, **UNWATCHED), unwatched(plain))
-    half = copy.folder / "half"
-    half.mkdir()
-    (half / "ckpt_2.pt").write_bytes((copy.folder / "plain" / "ckpt_2.pt").read_bytes())
-    (half / "metrics.jsonl").write_text("")
-    rest = copy.train("half", resume="newest", init_from="", init_partial=False)
-    at = next(i for i, row in enumerate(plain["rows"]) if row["step"] == 2 and "val_loss" in row)
-    found["resume"] = compare(rest | dict(grads={}), dict(rows=plain["rows"][at:], grads={}), rtol=0)
-    found["sample"], found["export"] = sampled(copy), exported(copy)
-    if copy.case.compiled:  # dropout draws other numbers there, the same with and without recomputation
-        compiled = copy.train("compiled", compile="default", **copy.case.compiled)
-        draws = title == "Dropout"
-        found["compiled"] = compare(compiled, copy.train("again", compile="default") if draws else plain)
-        refused = copy.refused("budget", compile="default", checkpointing="0.3")
-        found["budget"] = [] if re.search("draw random numbers|with buffers as", refused) else [refused]
-    return found
-
-
-def held_by(state) -> list[torch.Tensor]:
-    """All that a rank holds, whole: parameters, buffers, and an average of the weights."""
-    kept = state.extra.get("eval_weights", {})
-    held = [*map(full, state.raw_model.parameters()), *state.raw_model.buffers()]
-    return held + [full(kept[name]) for name in sorted(kept)]
-
-
-def check_ranks(folder: Path, title: str) -> dict[str, list[str]]:
-    """What is wrong with an edit on two ranks; on rank 0."""
-    copy, found = Copy(folder, title), {}
-    want = torch.load(copy.folder / "plain.pt")
-    for parallel in ("ddp", "fsdp"):
-        flags = dict(parallel=parallel, micro_batch=4)
-        got = copy.train(parallel, **flags, save_every=0)
-        again = copy.train(f"{parallel} full", **flags, checkpointing="full", **UNWATCHED)
-        state = torch.cat([t.detach().double().flatten() for t in held_by(copy.state)])
-        everyones = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyones, state)
-        if rank() == 0:
-            found[f"{parallel} alike"] = (
-                [] if all(torch.equal(state, other) for other in everyones) else ["the ranks hold other values"]
-            )
-            if copy.case.cut or parallel == "fsdp":  # what depends on how the batch is cut is the same for both
-                found[parallel] = compare(got, want)
-            found[f"{parallel} full"] = compare(again, unwatched(got))
-            want = want if copy.case.cut else got
-    return found
-
-
-def main(folder: Path, titles: list[str]) -> None:
-    report, check = {}, check_ranks if "RANK" in os.environ else check_alone
-    for title in titles:
-        try:
-            report[title] = check(folder, title)
-        except Exception as error:
-            if "RANK" in os.environ:
-                raise
-            report[title] = {"error": [f"{type(error).__name__}: {error}", traceback.format_exc()]}
-    if rank() == 0:
-        (folder / "report").write_text(json.dumps(report))
-        (folder / "report").rename(folder / f"{check.__name__.removeprefix('check_')}.json")  # there when it is whole
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, "")
-    sys.dont_write_bytecode = False  # two ranks take what the first process has compiled
-    main(Path(sys.argv[1]), sys.argv[2:])
-    sys.stdout.flush()
-    os._exit(0)
+    try:
+        names = ("train_gpt", "model", "sample", "generation", "runtime.checkpoint", "runtime.launch", "runtime.sizes")
+        yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
+    finally:
+        sys.path.remove(str(repo))
+        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+            del sys.modules[name]
+        sys.modules.update(ours)

@@ -12,9 +12,9 @@ import data.prepare
 import evaluation
 import sample
 from conftest import random_gpt
-from data.shards import UserError
 from data.tokenizers import get_tokenizer
 from evaluation import is_chosen, print_choices, score_endings
+from runtime.errors import UserError
 
 BYTES = get_tokenizer("bytes")
 QUESTIONS = [
@@ -31,14 +31,11 @@ def write(path, rows):
 
 
 def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
-    """One ending by a plain loop over its letters, in fp64, and whether each is the likeliest."""
-    text, total, greedy = [*(context.encode() or [BYTES.eot])], 0.0, True
-    for letter in ending.encode():
-        logits = model(torch.tensor([text[-model.cfg.seq_len :]]))[0, -1].double()
-        total += logits.log_softmax(-1)[letter].item()
-        greedy &= logits.argmax().item() == letter
-        text.append(letter)
-    return total, greedy
+    """Of one ending, by a forward pass of its own in float64, and whether each letter is the likeliest."""
+    letters = torch.tensor([*ending.encode()])
+    window = ([*context.encode()] or [BYTES.eot])[-(65 - len(letters)) :]  # the newest that fit before it
+    logits = model(torch.tensor([[*window, *letters][:-1]]))[0].double().log_softmax(-1)[-len(letters) :]
+    return logits.gather(1, letters[:, None]).sum().item(), bool((logits.argmax(-1) == letters).all())
 
 
 def printed(capsys) -> dict[str, list[float]]:
@@ -48,23 +45,20 @@ def printed(capsys) -> dict[str, list[float]]:
 
 def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
-    rows = [row for row in QUESTIONS if len(row["context"]) < 40]  # where a window slides, so does every position
-    print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
-    shown = printed(capsys)
-    right = {name: [] for name in shown}
-    for row in rows:
-        scores = [log_likelihood(model, row["context"], ending)[0] for ending in row["endings"]]
-        by_length = {"summed": [1] * 9, "per token (llm.c)": [len(e.encode()) for e in row["endings"]]}
-        by_length["per character (lm-evaluation-harness)"] = [len(e.strip()) for e in row["endings"]]
-        for name, lengths in by_length.items():
-            best = max(range(len(scores)), key=lambda i: scores[i] / lengths[i])
-            right[name].append(best == row["label"])
-    assert list(shown) == list(right) and len(right) == 3
-    for name, (accuracy, error) in shown.items():
-        p, n = sum(right[name]) / len(rows), len(rows)
-        assert accuracy == pytest.approx(p, abs=1e-4) and error == pytest.approx(
-            math.sqrt(p * (1 - p) / (n - 1)), abs=1e-4
-        )
+    print_choices(model, BYTES, write(tmp_path / "q.jsonl", QUESTIONS))
+    shown, n = printed(capsys), len(QUESTIONS)
+    for name, length_of in (
+        ("summed", lambda ending: 1),
+        ("per token (llm.c)", lambda ending: len(ending.encode())),
+        ("per character (lm-evaluation-harness)", lambda ending: len(ending.strip())),
+    ):
+        right = 0
+        for row in QUESTIONS:
+            scores = [log_likelihood(model, row["context"].rstrip(), end)[0] / length_of(end) for end in row["endings"]]
+            right += scores.index(max(scores)) == row["label"]
+        p = right / n
+        assert shown[name] == pytest.approx([p, math.sqrt(p * (1 - p) / (n - 1))], abs=1e-4)
+    assert len(shown) == 3
 
 
 def test_scores_do_not_depend_on_what_they_are_batched_with():
@@ -72,12 +66,9 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
     pairs = [(row["context"], ending) for row in QUESTIONS for ending in row["endings"]] * 40  # several batches
     encoded = [[torch.tensor(list(t.encode()) or [BYTES.eot]) for t in pair] for pair in pairs]
     scores, greedy = score_endings(model, *zip(*encoded))
-    for (context, ending), score, drawn in zip(pairs, scores.tolist(), greedy.tolist()):
-        window = ([*context.encode()] or [BYTES.eot])[-(65 - len(ending)) :]  # the newest that fit before it
-        logits = model(torch.tensor([[*window, *ending.encode()][:-1]]))[0].double().log_softmax(-1)[-len(ending) :]
-        letters = torch.tensor(list(ending.encode()))
-        assert score == pytest.approx(logits.gather(1, letters[:, None]).sum().item(), rel=1e-5)
-        assert drawn == bool((logits.argmax(-1) == letters).all())
+    expected = [log_likelihood(model, *pair) for pair in pairs[: len(pairs) // 40]] * 40
+    assert scores.tolist() == pytest.approx([score for score, _ in expected], rel=1e-5)
+    assert greedy.tolist() == [drawn for _, drawn in expected]
 
 
 def test_of_equal_scores_the_first_is_chosen():
@@ -107,18 +98,17 @@ def test_last_words(tmp_path, capsys):
 @pytest.mark.parametrize(
     "line, says",
     [
-        ("{", "line 2 is not JSON"),
-        ("[1]", "line 2 is not a JSON object"),
-        ('{"context": "a", "label": 0}', "line 2 has no endings"),
-        ('{"ctx": "a", "endings": ["b"], "label": 0}', "no context; expected .*prepare.py hellaswag"),
-        ('{"context": "a", "endings": ["b", ""], "label": 0}', "line 2 has an empty ending"),
-        ('{"context": "a", "endings": [], "label": 0}', "line 2 has no endings"),
-        ('{"context": "a", "endings": "bc", "label": 0}', "something else than texts"),
-        ('{"context": "a", "endings": ["b"], "label": 1}', "label 1; expected the number of an ending, 0 to 0"),
-        ('{"context": "a", "endings": ["b"], "label": "0"}', "label '0'"),
-        ('{"context": "a", "endings": ["b"], "label": true}', "label True"),
+        ("{", 'line 2 is not a question; expected lines of {"context": TEXT'),
+        ("[1]", "line 2 is not a question"),
+        ('{"context": "a", "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b", ""], "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": [], "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": "bc", "label": 0}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b"], "label": 1}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b"], "label": "0"}', "line 2 is not a question"),
+        ('{"context": "a", "endings": ["b"], "label": true}', "line 2 is not a question"),
         (json.dumps({"context": "a", "endings": ["b" * 65, "c"], "label": 0}), "question 2 has an ending of 65 tokens"),
-        ("\udce4", "is not text in UTF-8"),
+        ("\udce4", "line 2 is not a question"),
     ],
 )
 def test_wrong_lines_are_named(line, says, tmp_path):
@@ -159,4 +149,3 @@ def test_hellaswag_is_written_as_both_tools_put_it(tmp_path, monkeypatch, capsys
     llmc, harness = (data.choices.read_questions(tmp_path / "h" / f"{name}.jsonl")[0] for name in ("llmc", "harness"))
     assert llmc == (row["ctx"], [" stops.", " [substeps] goes on [title] Now  stop."], 1)
     assert harness == ("Removing ice: A man scrapes. Then he", [" stops.", "  goes on. Now stop."], 1)
-    assert data.prepare.main(["hellaswag", "--val_fraction", "0.2"]) == 2 and "--out alone" in capsys.readouterr().err

@@ -1,156 +1,80 @@
-"""The shape of the code: who imports whom, and how long files and functions are."""
+"""What keeps the house: who imports whom, that importing does nothing, and that README and --help are true."""
 
 import ast
+import dataclasses
 import itertools
+import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from conftest import ROOT
-from runtime import start
+import bench
+import export
+import sample
+import train_gpt
+from conftest import ROOT, run_python
+from data import prepare
+from runtime.flags import parse_flags
+from runtime.launch import SOURCE_FILES
+from train_gpt import PRESETS, Config, make_config
 
-TESTS = ("conftest", "test_train", "tests")
-ARROWS = {  # files of this room -> what of ours they may import
-    "data.": ("data.",),
-    "runtime": ("runtime", "data.", "generation", "ops"),
-    "ops": ("ops",),
-    "generation": ("ops",),
-    "model": ("generation", "ops"),
-    "int8": ("model", "generation", "ops"),
-    "train_gpt": ("runtime", "data.", "model", "generation", "ops"),
-    "evaluation": ("data.", "model", "generation", "ops"),
-    "sample": ("evaluation", "train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),
-    "export": ("sample", "evaluation", "train_gpt", "runtime", "data.", "int8", "model", "generation", "ops"),
-    "benchmarks": (
-        "benchmarks",
-        "records",
-        "sample",
-        "evaluation",
-        "train_gpt",
-        "runtime",
-        "data.",
-        "int8",
-        "model",
-        "generation",
-        "ops",
-    ),
-    "records": ("records", "train_gpt", "runtime", "data.", "model", "generation", "ops"),
-    "bench": ("benchmarks", "records", "train_gpt", "runtime", "data.", "model", "generation", "ops"),
+BELOW_THE_PAGE = ("runtime", "data", "model", "generation", "ops")
+TOOLS = ("sample", "export", "evaluation", "int8", "bench", "benchmarks", "records", "train_gpt", *BELOW_THE_PAGE)
+ARROWS = {  # a room -> the rooms that it may import, and the packages; runtime.errors is for all
+    "data": (("data",), {"numpy", "tiktoken", "tokenizers"}),
+    "ops": (("ops",), {"torch", "numpy"}),
+    "generation": (("ops",), {"torch"}),
+    "model": (("generation", "ops"), {"torch"}),
+    "int8": (("model", "generation", "ops"), {"torch"}),
+    "evaluation": (("model", "generation", "ops", "data"), {"torch", "numpy"}),
+    "runtime": (("runtime", "data", "ops"), {"torch", "numpy", "wandb"}),
+    "train_gpt": (BELOW_THE_PAGE, {"torch", "numpy"}),
+    **dict.fromkeys(("sample", "export", "bench", "benchmarks", "records"), (TOOLS, None)),
 }
-PACKAGES = {
-    "data.": {"numpy", "tiktoken", "tokenizers"},
-    "ops": {"torch", "numpy"},
-    "generation": {"torch"},
-    "int8": {"torch"},
-    "model": {"torch"},
-    "runtime": {"torch", "numpy", "wandb"},
-}
-MOST_NAMES = 45  # that train_gpt.py imports from other rooms
-
-
-def module_name(path: Path) -> str:
-    """data/stream.py is data.stream, data/__init__.py is data."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-FOLDERS = (".", "data", "ops", "runtime", "benchmarks", "records", "tests")
-PATHS = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
-FILES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
-OURS = {name: tree for name, tree in FILES.items() if name.split(".")[0] not in TESTS}
+PATHS = [path for folder in (".", *ARROWS) for path in sorted((ROOT / folder).glob("*.py"))]
+TREES = {path.relative_to(ROOT): ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
+TREES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): tree for path, tree in TREES.items()}
+OURS = {name: tree for name, tree in TREES.items() if name not in ("conftest", "test_train")}
 
 
 def imported(name: str) -> set[str]:
     """Every module that a file imports, wherever in it; `from data import prepare` is data.prepare."""
     found = set()
-    for node in ast.walk(FILES[name]):
+    for node in ast.walk(OURS[name]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} imports by a relative name"
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inside & FILES.keys() or {node.module}
+            found |= inside & OURS.keys() or {node.module}
     return found
 
 
-def starts_with(module: str, prefix: str) -> bool:
-    return f"{module}.".startswith(prefix if prefix.endswith(".") else f"{prefix}.")
-
-
-def test_every_file_is_in_a_room():
-    assert {"train_gpt", "model", "ops", "sample", "bench", "data.stream", "runtime.launch"} <= OURS.keys()
-    assert [name for name in OURS if not any(starts_with(name, room) for room in ARROWS)] == []
-
-
-@pytest.mark.parametrize("room", ARROWS)
-def test_arrows_go_down_only(room):
-    for name in (name for name in OURS if starts_with(name, room)):
-        for module in imported(name):
-            first = module.split(".")[0]
-            if module in FILES or first in {other.split(".")[0] for other in FILES}:
-                assert any(starts_with(module, allowed) for allowed in ARROWS[room]), f"{name} imports {module}"
-            elif first not in sys.stdlib_module_names and room in PACKAGES:
-                assert first in PACKAGES[room], f"{name} imports {module}"
+@pytest.mark.parametrize("name", OURS)
+def test_arrows_go_down_only(name):
+    rooms, packages = ARROWS[name.split(".")[0]]
+    for module in imported(name):
+        first = module.split(".")[0]
+        if first in ARROWS:
+            assert first in rooms or module == "runtime.errors", f"{name} imports {module}"
+        elif first not in sys.stdlib_module_names and packages is not None:
+            assert first in packages and name != "runtime.errors", f"{name} imports {module}"
 
 
 def test_no_circles():
-    arrows = {name: imported(name) & FILES.keys() for name in FILES}
+    arrows = {name: imported(name) & OURS.keys() for name in OURS}
     while leaves := {name for name, below in arrows.items() if not below}:
         arrows = {name: below - leaves for name, below in arrows.items() if name not in leaves}
     assert arrows == {}
 
 
 def test_lower_rooms_do_not_know_the_trainer():
-    for name, tree in OURS.items():
-        if any(starts_with(name, room) for room in ("data.", "runtime", "ops", "generation", "model")):
-            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-            assert not names & {"Config", "TrainState"}, name
-
-
-def test_the_page_imports_few_names():
-    ours = {name.split(".")[0] for name in FILES}
-    found = [
-        alias.name
-        for node in ast.walk(FILES["train_gpt"])
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ours
-        for alias in node.names
-    ]
-    assert len(found) <= MOST_NAMES
-
-
-def test_ranks_agree_in_few_places_of_the_page():
-    calls = [node.func for node in ast.walk(FILES["train_gpt"]) if isinstance(node, ast.Call)]
-    names = [func.id if isinstance(func, ast.Name) else func.attr for func in calls if hasattr(func, "id") or func.attr]
-    asked = {"agree", "dist_max", "dist_means", "run_on_rank0", "sum_over_ranks", "gather_objects"}
-    assert sum(name in asked for name in names) <= 8
-
-
-def test_formatting_is_standard_everywhere():
-    mark = "# fmt" + ":"
-    assert [str(path) for path in PATHS if mark in path.read_text(encoding="utf-8")] == []
-
-
-def test_functions_fit_on_a_screen():
-    lines = {
-        (name, node.name): node.end_lineno - node.lineno + 1
-        for name, tree in OURS.items()
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    assert {place: n for place, n in lines.items() if n > 70} == {}
-    assert lines["train_gpt", "loop"] <= 60
-
-
-def test_each_test_has_a_name_of_its_own():
-    """Two tests of one name in a file: the first never runs. In two files: a failure does not say which."""
-    names = [
-        node.name
-        for name, tree in FILES.items()
-        if name.split(".")[0] in TESTS
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
-    assert [a for a, b in itertools.pairwise(sorted(names)) if a == b] == []
+    for name in (name for name in OURS if name.split(".")[0] in BELOW_THE_PAGE):
+        names = {node.id for node in ast.walk(OURS[name]) if isinstance(node, ast.Name)}
+        assert not names & {"Config", "TrainState"}, name
 
 
 def test_the_sources_of_a_run_are_all_that_it_imports():
@@ -158,6 +82,68 @@ def test_the_sources_of_a_run_are_all_that_it_imports():
     while todo:
         name = todo.pop()
         found.add(name)
-        todo |= (imported(name) & FILES.keys()) - found
+        todo |= (imported(name) & OURS.keys()) - found
     paths = {f"{name.replace('.', '/')}.py" for name in found} - {"runtime.py", "data.py"}
-    assert paths <= set(start.SOURCE_FILES)
+    assert paths <= set(SOURCE_FILES)
+
+
+def test_importing_has_no_side_effect():
+    code = (
+        "import os, sys, random; before = dict(os.environ); state = random.getstate(); import torch; "
+        f"drawn = torch.get_rng_state(); import {', '.join(OURS)}; "
+        "assert dict(os.environ) == before; "
+        "assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn); "
+        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(); "
+        "assert not {'wandb', 'tiktoken', 'torch._dynamo', 'matplotlib'} & {*sys.modules}"
+    )
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}  # no import's doing
+    done = run_python("-c", code, env=env)
+    assert done.returncode == 0 and not done.stdout, done.stderr
+
+
+def test_each_test_has_a_name_of_its_own():
+    """Two tests of one name in a file: the first never runs. In two files: a failure does not say which."""
+    paths = [ROOT / "test_train.py", *(ROOT / "tests").glob("*.py")]
+    names = re.findall(r"^def (test_\w+)", "\n".join(path.read_text(encoding="utf-8") for path in paths), re.MULTILINE)
+    assert [a for a, b in itertools.pairwise(sorted(names)) if a == b] == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README and --help
+
+
+def help_of(main, capsys) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_every_flag_and_its_default(capsys):
+    text = help_of(train_gpt.main, capsys)
+    for f in dataclasses.fields(Config):
+        value = str(PRESETS["laptop"].get(f.name, f.default)).lower()
+        assert re.search(rf"--{f.name} .*?{re.escape(f'[{value}]') if value else ''}", text, re.S | re.I), f.name
+
+
+@pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_pages_name_real_commands_and_flags(page, capsys):
+    known, text = {f.name for f in dataclasses.fields(Config)}, (ROOT / page).read_text(encoding="utf-8")
+    for script in (sample, prepare, bench, export):
+        known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
+    known |= {option.strip("-").split("-")[0] for a in get_args_parser()._actions for option in a.option_strings}
+    known |= {"nodes", "ntasks", "gpus", "cpus", "time", "signal", "kill", "pid", "shutdown"}  # of Slurm and py-spy
+    known |= {"batch_size", "start"}  # of nanoGPT
+    assert set(re.findall(r"(?<![\w-])--(\w+)", text)) - known == set()
+    for script, flags in re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE):
+        assert (ROOT / script).exists(), script
+        if script == "train_gpt.py":
+            make_config(**parse_flags(flags.split("#")[0].split(), dataclasses.fields(Config), {}, ""))
+        if script == "bench.py":
+            assert all(f"\n{name} " in bench.__doc__ for name in re.findall(r"^ (\w+)", flags))
+
+
+def test_the_readmes_files_are_there():
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([\w/]+\.py|\w+/)`", row)]
+    assert len(names) > 9 and [name for name in names if not Path(ROOT / name).exists()] == []

@@ -1,6 +1,7 @@
-"""How Muon's work is divided: by stacks of one shape over all groups, among ranks, beside the exchange."""
+"""The optimizer: against SVD, PyTorch's Muon and AdamW, and a plain loop; and its work divided among ranks."""
 
 import itertools
+import math
 import sys
 from pathlib import Path
 
@@ -9,159 +10,172 @@ import torch
 import torch.distributed as dist
 
 import model
-import ops.exchange
-from conftest import random_gpt, run_ranks
-from model import GPT, PARAM_TABLE, GPTConfig, Optimizer, newton_schulz, normalize_rows, optimizer_groups
+import train_gpt
+from conftest import built, random_gpt, run_ranks, some_batch
+from model import PARAM_TABLE, Optimizer, ParamSpec, newton_schulz, optimizer_groups
 from runtime.ranks import exit_process
+from train_gpt import get_lr_multiplier, get_momentum, make_config
 
-MLP_PROJ = PARAM_TABLE["proj"]._replace(pattern=r"blocks\.\d+\.mlp\.proj\.weight", lr_mul=2.0)
-ATTN_PROJ = PARAM_TABLE["proj"]._replace(
-    pattern=r"blocks\.\d+\.attn\.proj\.weight", lr_mul=0.5, betas=(0.7, 0.0), wd_mul=3.0
-)
-CASES = {  # rows of PARAM_TABLE that a user changed, the shape of the model, and what is stacked in weights
-    "as it is": ({}, {}, {}),
-    "another row": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ), {}, {}),
-    "other splits": (dict(proj=MLP_PROJ, attn_proj=ATTN_PROJ), {}, {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}),
-    "more ranks than matrices": ({}, dict(n_layer=1), {"attn.qkv": (96,)}),
-}
+# ---------------------------------------------------------------------------------------------------------------------
+# Newton-Schulz
 
 
-def stepped(case: str, fused: bool = True, plain: bool = False) -> dict[str, torch.Tensor]:
-    """Weights and momenta of Muon's matrices after four steps, of which the third is skipped."""
-    changed, shape, stacked = CASES[case]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "PARAM_TABLE", PARAM_TABLE | changed)
-        gpt, generator = random_gpt(**shape), torch.Generator().manual_seed(0)
-        for (place, split), block in itertools.product(stacked.items(), gpt.blocks):
-            block.get_submodule(place).split = split
-        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
-    optimizer.fused = fused
-    for step in range(4):
-        for p in gpt.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-        for group in optimizer.param_groups:
-            group["momentum"] = group["betas"][0] - 0.1 / (step + 1)
-        if not plain:
-            optimizer.step(torch.tensor(step == 2))
-        elif step != 2:
-            plain_muon(optimizer)
-    muon = {name: p for g in optimizer.param_groups if g["kind"] == "muon" for name, p in zip(g["names"], g["params"])}
-    momenta = {f"{name}, momentum": optimizer.state[p]["momentum"] for name, p in muon.items()}
-    return {name: p.detach() for name, p in muon.items()} | momenta
+@pytest.mark.parametrize("shape", [(40, 40), (64, 16), (16, 64)])
+def test_newton_schulz_against_svd(shape):
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+    u, _, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    inside = u.mT @ newton_schulz(x).double() @ vt.mT  # diagonal, if the singular vectors are kept
+    values = inside.diagonal(dim1=1, dim2=2)
+    assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
+    assert (
+        values.min() > (0.1 if shape[0] == shape[1] else 0.71) and values.max() < 1.29
+    )  # square ones have tiny values
+    torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
+    assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
 
 
-@torch.no_grad()
-def plain_muon(optimizer: Optimizer) -> None:
-    """Muon one matrix after the other, from its description."""
-    for group in (group for group in optimizer.param_groups if group["kind"] == "muon"):
-        beta, lr = group["momentum"], group["lr"]
-        for p in group["params"]:
-            momentum = optimizer.state[p]["momentum"]
-            momentum.mul_(beta).add_(p.grad, alpha=1 - beta)
-            update = p.grad * (1 - beta) + momentum * beta
-            for w, x in zip(p.split(group["split"] or len(p)), update.split(group["split"] or len(p))):
-                scale = max(1, len(w) / w.size(1)) ** 0.5
-                w.mul_(1 - lr * group["weight_decay"]).sub_(normalize_rows(newton_schulz(x[None]))[0], alpha=lr * scale)
-
-
-def assert_close(ours: dict, theirs: dict) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, t in ours.items():
-        torch.testing.assert_close(t, theirs[name], rtol=1e-5, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("case", CASES)
-def test_muon_is_a_plain_loop_over_matrices(case, fused):
-    assert_close(stepped(case, fused), stepped(case, plain=True))
+@pytest.mark.parametrize("small", [1.0, 1e-2, 1e-4, 0.0])
+def test_newton_schulz_on_the_gram_matrix(small):
+    generator = torch.Generator().manual_seed(0)
+    u, _, vt = torch.linalg.svd(torch.randn(3, 64, 256, generator=generator).double(), full_matrices=False)
+    values = torch.full((64, 1), small, dtype=torch.float64)
+    values[0] = 1.0
+    x = u @ (values * vt)
+    torch.testing.assert_close(newton_schulz(x.float()).double(), newton_schulz(x), rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several ranks
+# The step
 
 
-@pytest.fixture(scope="module")
-def ranks_weights(tmp_path_factory) -> list[dict]:
-    """What each of two ranks had in the end, for each case, with stacks of all matrices and of few."""
-    folder = tmp_path_factory.mktemp("muon")
-    done = run_ranks(folder, __file__, folder)
-    assert done.codes == [0, 0], done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+def random_steps(optimizer, params, steps=6):
+    """Gradients that change from step to step: only then do momentum and its Nesterov form show."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def test_muon_against_torch(monkeypatch):
+    converging = (1.875, -1.25, 0.375)  # torch divides by another norm: only what converges is the same in the end
+    monkeypatch.setattr(model, "NEWTON_SCHULZ", 20 * [converging])
+    monkeypatch.setattr(model, "normalize_rows", lambda x: x)
+    generator, settings = torch.Generator().manual_seed(0), dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3)
+    start = [torch.randn(shape, generator=generator) for shape in ((32, 16), (32, 16), (16, 32), (24, 24))]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    parts = (ours[:2], ours[2:3], ours[3:])
+    optimizer = Optimizer([settings | dict(params=part, split=(len(part[0]),)) for part in parts], torch.bfloat16)
+    oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
+    random_steps(optimizer, ours)
+    random_steps(oracle, theirs)
+    for a, b, p in zip(ours, theirs, start):
+        assert (a - b).norm() < 0.03 * (b - p).norm()
+        torch.testing.assert_close(optimizer.state[a]["momentum"], oracle.state[b]["momentum_buffer"])
+
+
+def test_adam_against_torch():
+    start = [torch.randn(20, 10), torch.randn(7), torch.randn(())]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    settings = dict(lr=0.02, betas=(0.8, 0.95), weight_decay=0.3)
+    random_steps(Optimizer([settings | dict(params=ours, kind="adam")]), ours)
+    random_steps(torch.optim.AdamW(theirs, **settings, eps=1e-10), theirs)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_schedules():
+    cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
+    scales = [get_lr_multiplier(step / 100, cfg) for step in range(100)]
+    assert scales[0] == pytest.approx(0.1) and scales[9:51] == pytest.approx([1.0] * 42) and min(scales) > 0
+    assert scales[75] == pytest.approx(0.5) and scales[-1] == pytest.approx(0.02)
+    assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
+    rising = [get_momentum(step, 0.95) for step in (0, 150, 299, 300, 10**6)]
+    assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95]) and get_momentum(0, 0.5) == 0.5
+    state = built(warmup_frac=0.5, cooldown_frac=0.5)
+    state.step = 150
+    train_gpt.train_step(state, some_batch(), 0.2)
+    for group in state.optimizer.param_groups:
+        assert group["lr"] == pytest.approx(group["initial_lr"] * (0.2 + 1 / 20) / 0.5)
+        assert group.get("momentum") == (rising[1] if group["kind"] == "muon" else None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Muon's work, by shapes and among ranks
+
+ROWS = [
+    ParamSpec(r"blocks\.\d+\.mlp\.proj\.weight", model.zeros, lr_mul=2.0),
+    ParamSpec(r"blocks\.\d+\.attn\.proj\.weight", model.zeros, lr_mul=0.5),
+]
+CASES = {  # rows before those of PARAM_TABLE, the shape of the model, and what is stacked in weights
+    "as it is": ([], {}, {}),
+    "other rows and splits": (ROWS, {}, {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}),
+    "more ranks than matrices": ([], dict(n_layer=1), {"attn.qkv": (96,)}),
+}
+
+
+def stepped(case: str, plain: bool = False) -> dict[str, torch.Tensor]:
+    """Muon's matrices after four steps."""
+    table_rows, shape, splits = CASES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "PARAM_TABLE", table_rows + PARAM_TABLE)
+        gpt, generator = random_gpt(**shape), torch.Generator().manual_seed(0)
+        for (place, split), block in itertools.product(splits.items(), gpt.blocks):
+            block.get_submodule(place).split = split
+        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
+    muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
+    momenta = {p: torch.zeros_like(p) for group in muon for p in group["params"]}
+    for step in range(4):
+        for p in gpt.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        for group in muon:
+            group["momentum"] = 0.95 - 0.1 / (step + 1)
+        if plain:
+            plain_muon(muon, momenta)
+        else:
+            optimizer.step()
+    return {name: p.detach() for name, p in gpt.named_parameters() if p in momenta}
+
+
+@torch.no_grad()
+def plain_muon(groups: list[dict], momenta: dict) -> None:
+    """Muon one matrix after the other, from its description."""
+    for group in groups:
+        for p in group["params"]:
+            momentum = momenta[p].lerp_(p.grad, 1 - group["momentum"])
+            for w, x in zip(p.split(group["split"]), p.grad.lerp(momentum, group["momentum"]).split(group["split"])):
+                x = newton_schulz(x[None])[0]
+                even = x / x.norm(dim=1, keepdim=True) * x.norm() / math.sqrt(len(x))
+                w -= group["lr"] * (even * math.sqrt(max(1, len(w) / w.size(1))) + group["weight_decay"] * w)
+
+
+@pytest.mark.parametrize("at_once", [model.MAX_STACK_NUMEL, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_muon_is_a_plain_loop_over_matrices(case, at_once, monkeypatch):
+    monkeypatch.setattr(model, "MAX_STACK_NUMEL", at_once)
+    ours, plain = stepped(case), stepped(case, plain=True)
+    assert len(ours) == 4 * CASES[case][1].get("n_layer", 3)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 def rank_main(folder: Path) -> None:
     dist.init_process_group("gloo")
     weights = {}
-    for stacked in (model.MAX_STACK_NUMEL, 3 * 32 * 32):
-        model.MAX_STACK_NUMEL = stacked
-        weights |= {(case, stacked): stepped(case) for case in CASES}
+    for at_once in (model.MAX_STACK_NUMEL, 1):
+        model.MAX_STACK_NUMEL = at_once
+        weights |= {(case, at_once): stepped(case) for case in CASES}
     torch.save(weights, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
     exit_process(0)
 
 
-def test_two_ranks_are_one(ranks_weights):
-    first, second = ranks_weights
+def test_two_ranks_are_one(tmp_path):
+    done = run_ranks(tmp_path, __file__, tmp_path)
+    assert done.codes == [0, 0], done.stderr
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert len(first) == 2 * len(CASES)
-    for (case, stacked), weights in first.items():
-        assert all(torch.equal(t, second[case, stacked][name]) for name, t in weights.items()), case
-        assert_close(weights, stepped(case))
-
-
-@pytest.fixture
-def be_rank(monkeypatch):
-    """A function that makes this process a rank of so many, whose collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def be(rank: int, world_size: int) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-    yield be
-    dist.destroy_process_group()
-
-
-def test_eight_ranks_share_the_matrices_of_gpt2_small_evenly(be_rank, monkeypatch):
-    shapes, work = [], lambda x: shapes.append(tuple(x.shape)) or x
-    monkeypatch.setattr(model, "newton_schulz", work)
-    monkeypatch.setattr(model, "normalize_rows", lambda x: x)
-    for kernel in ("sgd", "adamw"):
-        monkeypatch.setattr(model, kernel, lambda *args, **kwargs: None)
-    with torch.device("meta"):
-        gpt = GPT(GPTConfig())
-        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
-    for p in gpt.parameters():
-        p.grad = torch.empty_like(p)
-    for rank in range(8):
-        be_rank(rank, 8)
-        optimizer.step()
-        assert [x[0] for x in shapes] == [6, 3] and shapes[0][1:] == (768, 768) and {*shapes[1][1:]} == {768, 3072}
-        shapes.clear()
-
-
-def test_a_stack_travels_while_the_next_is_orthogonalized(be_rank, monkeypatch):
-    be_rank(0, 4)
-    events = []
-
-    class Travel:
-        def wait(self):
-            events.append("arrived")
-
-    def note(name, function, room=model):
-        monkeypatch.setattr(room, name, lambda *args, **kwargs: events.append(name) or function(*args, **kwargs))
-
-    note("newton_schulz", newton_schulz)
-    note("start_gather", lambda parts, group: Travel(), ops.exchange)
-    note("adamw", model.adamw)
-    monkeypatch.setattr(model, "MAX_STACK_NUMEL", 32 * 32)
-    stepped("as it is")
-    step = events[: len(events) // 4]
-    travelling = [step[:i].count("start_gather") - step[:i].count("arrived") for i in range(len(step) + 1)]
-    assert max(travelling) == 2 and travelling[-1] == 0 and step.count("start_gather") == 3 + 2
-    works = [i for i, event in enumerate(step) if event == "newton_schulz"]
-    assert [travelling[i] for i in works] == [0] + [1] * (len(works) - 1)
-    assert [travelling[i] for i, event in enumerate(step) if event == "adamw"] == [1] * step.count("adamw") != []
+    for (case, at_once), weights in first.items():
+        torch.testing.assert_close(weights, second[case, at_once], rtol=0, atol=0)
+        torch.testing.assert_close(weights, stepped(case), rtol=1e-5, atol=1e-5)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,22 @@
-"""Trials and records: whole runs with seeds, and the rules that a record keeps."""
+"""Trials and records: whole runs with seeds, the rules that a record keeps, and pictures of their losses."""
 
 import hashlib
 import json
 import math
+import re
 import shutil
-import sys
-import xml.etree.ElementTree as xml
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-import bench
 import train_gpt
-from benchmarks.plot import mean_and_band, points, read_nanogpt, read_text, thinned
-from conftest import ROOT, TINY, assert_same_run, flags_of, make_data, rows, run_main
+from conftest import ROOT, TINY, assert_same_run, flags_of, rows, run_main
 from data import prepare
-from data.shards import UserError
 from records import check, source
-from runtime.logger import read_rows
-from runtime.start import SOURCE_FILES
+from runtime.errors import UserError
+from runtime.launch import SOURCE_FILES
+from runtime.log import read_rows
 from train_gpt import make_config, train
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
@@ -58,8 +54,7 @@ def repository(tmp_path_factory) -> Path:
 
 
 def run_git(folder: Path, *arguments: str) -> None:
-    done = source.git("-c", "user.name=test", "-c", "user.email=test@localhost", *arguments, folder=folder)
-    assert done.returncode == 0, done.stderr
+    source.git("-c", "user.name=test", "-c", "user.email=test@localhost", *arguments, folder=folder, advice="mend it")
 
 
 def commit_all(folder: Path) -> None:
@@ -79,28 +74,16 @@ def test_trials_are_runs_with_seeds(shakespeare_like, tmp_path):
     assert rows(record / "seed_0", "train_loss") != rows(record / "seed_1", "train_loss")
 
 
-def test_trials_go_on_with_the_same_flags_only(shakespeare_like, tmp_path, capsys):
+def test_trials_resume_where_one_was_torn(shakespeare_like, tmp_path, capsys):
     done = tmp_path / "done"
     shutil.copytree(shakespeare_like / NAME, done)
     shutil.rmtree(done / "seed_2")
-    flags = TINY | dict(
-        data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5, trials=3, resume="auto"
-    )
-    code, err = run_main(flags_of(flags | dict(muon_lr=0.01, n_embd=64)), capsys)
-    assert code == 2 and "other values of muon_lr, n_embd" in err
-    code, err = run_main(flags_of(flags | dict(data=make_data(tmp_path / "other"))), capsys)
-    assert code == 2 and "trained on other data" in err
-    for path in (done / "seed_1").glob("*.pt"):
-        path.unlink()  # as in a folder of records/
-    before = (done / "seed_1" / "log.txt").read_bytes()
-    assert run_main(flags_of(flags | dict(log_every=2)), capsys)[0] == 0
-    assert (done / "seed_1" / "log.txt").read_bytes() == before and (done / "seed_2" / "summary.json").exists()
-
-
-@pytest.mark.parametrize("flags", [dict(target_val_loss=2.0), dict(resume="newest")])
-def test_trials_refuse_what_compares_nothing(flags):
-    with pytest.raises(UserError, match="--trials"):
-        make_config(trials=2, **flags)
+    before = [(done / f"seed_{seed}" / "summary.json").read_bytes() for seed in range(2)]
+    flags = TINY | dict(data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5, trials=3)
+    assert "already holds ckpt_20.pt" in run_main(flags_of(flags), capsys)[1]
+    assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
+    assert [(done / f"seed_{seed}" / "summary.json").read_bytes() for seed in range(2)] == before
+    assert_same_run(done / "seed_2", shakespeare_like / NAME / "seed_2", exact=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -205,93 +188,88 @@ def record(unpacked, track) -> Path:
     return unpacked
 
 
-def assert_verdict(record: Path, capsys, said: str = "") -> None:
+def assert_verdict(record: Path, said: str = "") -> None:
     """It passes, or fails for the reason that is `said`."""
-    report_file = record.parent.parent / "out.json"
-    capsys.readouterr()
-    code = bench.main(["record", str(record), "--json", str(report_file)])
-    report = json.loads(report_file.read_text())
-    verdict = "FAIL" if said else "PASS"
-    assert report["record"][0]["verdict"] == verdict and code == bool(said), report["record"][0]["broken"]
-    assert any(said in reason for reason in report["record"][0]["broken"]) or not said
-    assert verdict in capsys.readouterr().out
+    row, _ = check.check_record(str(record))
+    assert row["verdict"] == ("FAIL" if said else "PASS"), row["broken"]
+    assert any(said in reason for reason in row["broken"]) or not said
 
 
 @pytest.mark.parametrize("cheat", ["none", *CHEATS])
-def test_records_that_cheat_are_rejected(cheat, record, capsys):
+def test_records_that_cheat_are_rejected(cheat, record):
     if cheat != "none":
         CHEATS[cheat][0](record)
-    assert_verdict(record, capsys, CHEATS[cheat][1] if cheat != "none" else "")
+    assert_verdict(record, CHEATS[cheat][1] if cheat != "none" else "")
 
 
-@pytest.mark.parametrize(
-    "logged, says", [("auto", ""), ("bf16", ""), ("fp32", ""), ("fp16", "seed_0 was run with: dtype")]
-)
-def test_a_record_may_leave_its_dtype_to_auto(logged, says, record, capsys):
-    edit_log(record / "command.sh", "--dtype=fp32", "--dtype=auto")
+def test_a_record_may_leave_open_what_its_log_has_settled(record):
+    """The command's dtype, attention and learning rates by rule, but no value that the rule does not give."""
+    for name, left_open in (("dtype=fp32", "dtype=auto"), ("muon_lr=0.02", "muon_lr=0")):
+        edit_log(record / "command.sh", name, left_open)
+    muon_lr = train_gpt.learning_rates(make_config(**TINY | dict(muon_lr=0.0)))[0]
     for run in record.glob("seed_*"):
-        if logged != "fp32":
-            edit_log(run / "log.txt", '"dtype": "fp32"', f'"dtype": "{logged}"')
-    assert_verdict(record, capsys, says)
+        edit_log(run / "log.txt", '"muon_lr": 0.02', f'"muon_lr": {muon_lr}')
+    assert_verdict(record)
+    for run in record.glob("seed_*"):
+        edit_log(run / "log.txt", f'"muon_lr": {muon_lr}', '"muon_lr": 0.02')
+    assert_verdict(record, "seed_0 was run with: muon_lr")
 
 
-def test_records_of_this_repository_keep_the_rules(capsys):
-    if not shutil.which("git") or source.git("rev-parse", "--is-shallow-repository").stdout.strip() != b"false":
+def test_records_of_this_repository_keep_the_rules():
+    if not shutil.which("git") or source.git("rev-parse", "--is-shallow-repository").strip() != b"false":
         pytest.skip("needs git and the whole history")
     records = [path for path in ROOT.glob("records/*/*") if path.is_dir() and path.parent.name in check.TRACKS]
+    table = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
     assert records
     for path in records:
-        assert bench.main(["record", str(path)]) == 0 and "PASS" in capsys.readouterr().out, path
+        row, _ = check.check_record(str(path))
+        assert row["verdict"] == "PASS" and f"{path.name}) | {row['mean']:.4f} +- " in table, row
 
 
-def test_records_need_significance_and_finished_runs(unpacked, capsys):
-    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 1
-    said = capsys.readouterr().out
-    assert "not below 1.8857 with p < 0.01" in said and "other data" in said
-    before = (unpacked / "seed_1" / "summary.json").read_bytes()
+def test_records_need_significance_and_finished_runs(unpacked):
+    check.pack(str(unpacked), "HEAD")
+    assert_verdict(unpacked, "not below 1.8857 with p < 0.01")
+    assert_verdict(unpacked, "other data")
     edit_json(unpacked / "seed_1" / "summary.json", val_loss=None)
-    assert bench.main(["record", str(unpacked)]) == 2
-    (unpacked / "seed_1" / "summary.json").write_bytes(before)
+    with pytest.raises(UserError, match="is not a finished run"):
+        check.check_record(str(unpacked))
     (unpacked / "seed_1" / "metrics.jsonl").unlink()
-    assert bench.main(["record", str(unpacked)]) == 2 and bench.main(["record", str(unpacked.parent)]) == 2
-    assert "is not a finished run" in capsys.readouterr().err
+    with pytest.raises(UserError, match="is not a finished run"):
+        check.check_record(str(unpacked))
+    with pytest.raises(UserError, match="is not a folder of a track; expected one of records/laptop/DATE_shakesp"):
+        check.check_record(str(unpacked.parent))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources of records: a commit and a difference
 
 
-def test_packed_records_need_no_copies(unpacked, track, repository, capsys):
-    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 0
-    assert "must read the source" not in capsys.readouterr().out
-    commit = source.git("rev-parse", "HEAD").stdout.decode()
-    assert (unpacked / "source.patch").read_text() == f"commit {commit}" and not list(unpacked.glob("*/source"))
+def test_packed_records_need_no_copies(record):
+    commit = source.git("rev-parse", "HEAD").decode()
+    assert (record / "source.patch").read_text() == f"commit {commit}" and not list(record.glob("*/source"))
+    assert not any("must read the source" in note for note in check.check_record(str(record))[1])
 
 
-def test_packed_records_keep_the_difference(unpacked, track, capsys):
+def test_packed_records_keep_the_difference(unpacked, track):
     for run in unpacked.glob("seed_*"):
         edit_copy(run, "model.py", "# no newline at the end")
         edit_copy(run, "data/more.py", "more = 1\r\n")
-    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 0
-    assert "with source.patch: it is not this repository's data/more.py and model.py." in capsys.readouterr().out
-    assert_verdict(unpacked, capsys)
+    check.pack(str(unpacked), "HEAD")
+    row, (*_, note) = check.check_record(str(unpacked))
+    assert row["verdict"] == "PASS" and note.endswith("not this repository's: data/more.py, model.py.")
     assert len((unpacked / "source.patch").read_text().splitlines()) < 30
 
 
-def test_pack_keeps_what_it_cannot_pack(unpacked, capsys):
+def test_pack_keeps_what_it_cannot_pack(unpacked):
     edit_copy(unpacked / "seed_1", "model.py", "# edited")
-    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 2
-    assert "seed_1: log.txt does not hold the hash of model.py" in capsys.readouterr().err
+    for commit, said in (("HEAD", "seed_1: source.patch does not give model.py"), ("HEAD~7", "as in --pack HEAD")):
+        with pytest.raises(UserError, match=said):
+            check.pack(str(unpacked), commit)
     assert len(list(unpacked.glob("*/source"))) == 3
-    assert bench.main(["record", str(unpacked), "--pack", "HEAD~7"]) == 2
-    assert "has no commit HEAD~7" in capsys.readouterr().err
     for folder in unpacked.glob("*/source"):
         shutil.rmtree(folder)
-    assert bench.main(["record", str(unpacked), "--pack", "HEAD"]) == 2
-    assert "has no runs with source/" in capsys.readouterr().err
-    assert bench.main(["record", "--pack", "HEAD"]) == 2
-    assert "nothing is not a folder of a track" in capsys.readouterr().err
-    assert bench.main(["data", "--pack", "HEAD"]) == 2 and "--pack is for" in capsys.readouterr().err
+    with pytest.raises(UserError, match="has no runs with source/"):
+        check.pack(str(unpacked), "HEAD")
 
 
 def name_commit(record: Path, repository: Path, monkeypatch) -> None:
@@ -319,21 +297,21 @@ def clone_last_commit(record: Path, repository: Path, monkeypatch) -> None:
 LOST = {  # what was done -> what is said of it
     "no patch": (lambda record, *_: (record / "source.patch").unlink(), "source.patch is missing or does not begin"),
     "no commit": (lambda record, *_: (record / "source.patch").write_text("HEAD\n"), "does not begin with `commit`"),
-    "unknown commit": (name_commit, f"has no commit {'0' * 40}; fetch a branch that has it"),
-    "other context": (edit_context, "source.patch does not apply to commit"),
-    "no history": (lose_history, "has no git history to read commit"),
-    "shallow clone": (clone_last_commit, "run `git fetch --unshallow`"),
+    "unknown commit": (name_commit, "git archive failed"),
+    "other context": (edit_context, "git apply failed"),
+    "no history": (lose_history, "git archive failed"),
+    "shallow clone": (clone_last_commit, "or `git fetch --unshallow`"),
     "no git": (lambda _, __, monkeypatch: monkeypatch.setenv("PATH", ""), "cannot be started"),
 }
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_sources_that_cannot_be_rebuilt_are_told(lost, record, repository, monkeypatch, capsys):
+def test_sources_that_cannot_be_rebuilt_are_told(lost, record, repository, monkeypatch):
     do, said = LOST[lost]
     do(record, repository, monkeypatch)
-    assert bench.main(["record", str(record)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        check.check_record(str(record))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -352,122 +330,42 @@ def test_p_values_against_tables(df, t, p):
 ZEN4 = ROOT / "records" / "laptop" / "2026-11-21-zen4_shakespeare-1.4697"
 
 
-def run_with_rows(folder: Path, steps: int, every: int) -> Path:
-    """A run that is still going: metrics.jsonl alone, its last line torn, an evaluation that was not finite."""
-    lines = []
-    for step in range(1, steps + 1):
-        clocks = dict(step=step, tokens=64 * step, train_time_s=step / 4, wall_time_s=step / 3)
-        lines.append(clocks | dict(train_loss=1 + 4 / step))
-        lines += [clocks | dict(val_loss=None if step == every else 1 + 5 / step)] if step % every == 0 else []
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 10, "tra')
-    return folder
-
-
-def test_what_a_picture_reads_of_rows(tmp_path):
-    rows = read_rows((run_with_rows(tmp_path / "a", 20, 5) / "metrics.jsonl").read_text())
-    assert len(rows) == 24 and read_rows("") == [] == read_rows('7\n[1]\n{"st\n')
-    assert points(rows, "tokens", "val_loss").tolist() == [[640, 960, 1280], [1.5, 1 + 5 / 15, 1.25]]
-    again = [dict(step=10, tokens=640, val_loss=9.0), dict(step=0, tokens=0, val_loss=9.0), dict(step="1"), {}]
-    assert points(rows + again, "tokens", "val_loss")[1, 0] == 9.0  # a resumed run makes a step twice
-    assert points(rows, "seconds", "val_loss").shape == (2, 0)
-
-
-def test_mean_and_band_of_seeds():
-    a, b = np.array([[1.0, 2, 4], [4, 3, 1]]), np.array([[0.5, 3, 5], [5.5, 3, 1]])
-    x, mean, low, high = mean_and_band([a, b])
-    assert x.tolist() == [1, 2, 3, 4] and mean.tolist() == [4.5, 3.5, 2.5, 1.5]
-    assert low.tolist() == [4, 3, 2, 1] and high.tolist() == [5, 4, 3, 2]
-    assert mean_and_band([a])[:2].tolist() == a.tolist() and mean_and_band([a[:, :1], b[:, 1:]]).shape == (4, 0)
-    assert thinned(np.arange(2000.0).reshape(2, -1)).shape == (2, 300) and thinned(a) is a
+def test_rows_of_a_run_that_is_still_writing():
+    assert read_rows('7\n[1]\n{"step": 1}\n{"st') == [dict(step=1)] and read_rows("") == []
 
 
 def test_nanogpt_logs_have_the_trainers_clock():
-    rows = read_nanogpt(read_text(ZEN4 / "baseline" / "seed_0.txt.gz"))
-    val = [row for row in rows if "val_loss" in row]
-    assert [(row["step"], row["val_loss"], row["tokens"]) for row in val] == [(0, 4.1649, 0), (2000, 1.8802, 1536000)]
-    assert val[1]["train_time_s"] == pytest.approx(81.93, abs=0.005)  # what the log's first line says
-    assert 82 < val[1]["wall_time_s"] < 86.3 and len(rows) == 2003
-    log = "step 0: train loss 4.2, val loss 4.1\niter 0: loss 4.0, time 900.0ms\niter 10: loss nan, time 50.0ms"
-    assert [row["train_time_s"] for row in read_nanogpt(log)] == pytest.approx([0.05, 0.55, 0.0])
-    assert read_nanogpt("step:1/10 val_loss:3.2") == []
+    from benchmarks.plot import read_curves
 
-
-def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert bench.main(["plot", str(ZEN4), "--out", str(tmp_path / "a.svg")]) == 2
-    said = capsys.readouterr().err
-    assert said == "error: bench.py plot needs matplotlib; install it with `pip install matplotlib`\n"
+    curves = read_curves([str(ZEN4)])
+    (name,) = [name for name in curves if "nanoGPT" in name]
+    (row,) = [row for row in curves[name][0] if row.get("val_loss") and row["step"]]
+    assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
+    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)  # what the log's first line says
+    assert 82 < row["wall_time_s"] < 86.3
 
 
 def test_plot_of_runs_and_a_record(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    a, b = run_with_rows(tmp_path / "one $run", 60, 10), run_with_rows(tmp_path / "_two & more", 3, 3)
-    empty, out = run_with_rows(tmp_path / "empty", 0, 1), tmp_path / "a.svg"
-    assert bench.main(["plot", str(a), str(b), "--x", "tokens", str(ZEN4), str(empty), "--out", str(out)]) == 0
-    assert "empty has no loss over tokens" in capsys.readouterr().out
-    texts = [element.text for element in xml.parse(out).iter("{http://www.w3.org/2000/svg}text")]
-    expected = {
-        "one $run: 1.0833",
-        "two & more: not evaluated yet",
-        "2026-11-21-zen4_shakespeare-1.4697, 3 seeds: 1.4316",
-        "nanoGPT's recipe, 3 seeds: 1.8961",
-        "target 1.4697",
-        "training tokens",
-        "validation loss (nats per token)",
-    }
-    assert expected <= set(texts) and out.stat().st_size < 100_000
-    for name in ("b.svg", "c.svg", "d.PNG"):
-        assert bench.main(["plot", str(a), "--target", "1.3", "--out", str(tmp_path / name)]) == 0
-    picture = (tmp_path / "b.svg").read_text()
-    assert "target 1.3<" in picture and picture == (tmp_path / "c.svg").read_text()
-    assert (tmp_path / "d.PNG").read_bytes().startswith(b"\x89PNG")
+    import bench
 
-
-def test_plot_compares_tokenizers_by_bits_per_byte(tmp_path, capsys):
-    """By default where tokens differ; not where all are alike, or the bytes of one run are not known."""
-    pytest.importorskip("matplotlib")
-    a, b = run_with_rows(tmp_path / "a", 60, 10), run_with_rows(tmp_path / "b", 60, 10)
-    for folder, bytes_per_token in ((a, 1.0), (b, 2.5)):
-        path = folder / "metrics.jsonl"
-        lines = read_rows(path.read_text())
-        for line in lines:
-            line |= {"val_bpb": line["val_loss"] / math.log(2) / bytes_per_token} if line.get("val_loss") else {}
-        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-
-    def drawn(*flags):
-        assert bench.main(["plot", *map(str, flags), "--out", str(tmp_path / "x.svg")]) == 0
-        return [text.text for text in xml.parse(tmp_path / "x.svg").iter("{http://www.w3.org/2000/svg}text")]
-
-    texts = drawn(a, b)
-    assert "validation loss (bits per byte)" in texts
-    assert {f"a: {1.083333 / math.log(2):.4f}", f"b: {1.083333 / math.log(2) / 2.5:.4f}"} <= set(texts)
-    assert "validation loss (nats per token)" in drawn(a, b, "--y", "val_loss")
-    assert "validation loss (nats per token)" in drawn(a, a)
-    nats = drawn(a, b, ZEN4)  # whose rows have bits, and beside them logs that have none
-    assert "validation loss (nats per token)" in nats and "target 1.4697" in nats
-    bits = drawn(a, b, ZEN4, "--y", "val_bpb")
-    assert "target 1.4697" not in bits and "nanoGPT's recipe has no loss" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("", "RUN_OR_RECORD"),
-        ("no", "no metrics.jsonl"),
-        ("empty", "wait for"),
-        ("run --x loss", "--x"),
-        ("run --target nan", "not a loss"),
-        ("run --out a.pdf", ".svg or .png"),
-        ("run --out no/a.svg", "written"),
-        ("run --quick", "unrecognized"),
-    ],
-)
-def test_plot_refuses(flags, said, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    for name, steps in (("run", 4), ("empty", 0)):
-        run_with_rows(Path(name), steps, 2)
-    assert bench.main(["plot", *flags.split()]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    lines = [dict(step=step, tokens=64 * step, val_loss=1 + 5 / step, val_bpb=2.0) for step in (10, 20)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 30, "val')
+    for name in ("a.svg", "b.png"):
+        argv = [
+            "plot",
+            str(tmp_path / "run"),
+            str(ZEN4),
+            "--x",
+            "step",
+            "--target",
+            "1.3",
+            "--out",
+            str(tmp_path / name),
+        ]
+        assert bench.main(argv) == 0 and name in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "a.svg").read_text() and (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    for argv in (["plot", str(tmp_path)], ["plot", str(ZEN4), "--out", str(tmp_path / "a.pdf")]):
+        assert bench.main(argv) == 2
+        assert re.fullmatch("error: .*\n", capsys.readouterr().err)
