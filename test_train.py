@@ -194,12 +194,19 @@ def test_causal(doc_mask):
     idx[0, middle] = EOT
     later, earlier = (torch.cat((idx[:1], other[1:])) for _ in range(2))  # other sequences, and in the first one
     later[0, middle:], earlier[0, :middle] = other[0, middle:], other[0, :middle]
+    saved = copy.deepcopy(model.state_dict())
+
+    def logits(tokens: Tensor) -> Tensor:
+        model.load_state_dict(saved)  # its buffers
+        return model(tokens)[0]
+
     for training in (False,) if draws() else (False, True):
         model.train(training)
-        ours, after, before = (model(tokens)[0] for tokens in (idx, later, earlier))
+        ours, after, before = map(logits, (idx, later, earlier))
         assert not (found := logits_differ(after[:middle], ours[:middle])), (
             f"{found} with later tokens or other sequences: mask attention, and shift, normalize and route so that a "
-            "position sees itself and earlier ones only; draw random numbers `if self.training` only"
+            "position sees itself and earlier ones only (also in training, and by buffers); draw random numbers `if "
+            "self.training` only"
         )
         assert not (found := doc_mask and logits_differ(before[middle:], ours[middle:])), (
             f"{found} with the document before, under --doc_mask: give attention the mask of AttnContext, and reach "
@@ -230,7 +237,7 @@ def test_checkpoint_rebuilds_the_model(whole):
     load_weights(rebuilt, checkpoint, folder)
     assert not (found := logits_differ(rebuilt(idx), copy.deepcopy(model).eval()(idx), 1e-5)), (
         f"{found} between the trained model and one rebuilt from its checkpoint, as for sampling: what the model "
-        "computes with belongs into parameters, persistent buffers or fields of GPTConfig"
+        "computes with belongs in parameters, persistent buffers or fields of GPTConfig"
     )
 
 
@@ -317,7 +324,7 @@ def test_loss_in_chunks(loss_chunk, no_draws):
     assert not found, (
         f"{found} with --loss_chunk {loss_chunk} instead of 0: what GPT.loss gives chunked_loss must be a mean over "
         "the targets that are not -1, and depend on x and the listed parameters alone; a term that compares tokens "
-        "belongs into GPT.forward, outside of the chunks"
+        "belongs in GPT.forward, outside of the chunks"
     )
 
 
@@ -391,7 +398,7 @@ def test_batches(data):
 def remember(state, loss: Tensor) -> None:
     """What an edit might keep in state.extra."""
     seen = state.extra.get("seen", dict(sum=0, steps=[]))
-    state.extra["seen"] = dict(sum=seen["sum"] + loss, steps=[*seen["steps"], state.step])
+    state.extra["seen"] = dict(sum=seen["sum"] + loss, steps=[*seen["steps"], state.step], note="kept")
 
 
 @pytest.fixture(scope="module")
@@ -401,15 +408,13 @@ def whole(data, tmp_path_factory) -> tuple[Path, GPT]:
     return folder, run(folder, data, remember, save_every=10, keep=0)
 
 
-LOGGED = ("train_loss", "grad_norm", "tokens", "val_loss")
-
-
-def record(folder: Path, keys=LOGGED, parts=("model", "optimizer", "extra")) -> dict[str, Tensor]:
-    """What a run logged, and the parts of its newest checkpoint, as tensors by name."""
+def record(folder: Path, *keys: str, parts=("model", "optimizer", "extra")) -> dict[str, Tensor]:
+    """What a run logged (under these keys), and parts of its newest checkpoint, by name."""
+    keys = keys or ("train_loss", "grad_norm", "tokens", "val_loss")
 
     def leaves(value, name: str) -> dict[str, Tensor]:
         if not isinstance(value, (dict, list)):
-            return {name: torch.as_tensor(value)}
+            return {name: value if isinstance(value, Tensor) else torch.tensor(hash(value))}
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return {path: leaf for key, item in items for path, leaf in leaves(item, f"{name}[{key!r}]").items()}
 
@@ -434,8 +439,8 @@ def test_resuming_is_exact(data, whole, tmp_path):
 
 def test_watching_disturbs_nothing(data, whole, tmp_path):
     run(tmp_path / "run", data, remember, eval_every=3, sample_every=7, save_every=5)
-    keys = LOGGED[:2]
-    assert not (found := difference(record(tmp_path / "run", keys), record(whole[0], keys), rtol=0)), (
+    ours, theirs = (record(folder, "train_loss", "grad_norm") for folder in (tmp_path / "run", whole[0]))
+    assert not (found := difference(ours, theirs, rtol=0)), (
         f"with --eval_every 3 --sample_every 7 --save_every 5, {found}: evaluation or sampling changes training, as by "
         "a buffer written without `if self.training`, a generator of its own, or weights that are not put back"
     )
