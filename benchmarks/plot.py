@@ -16,15 +16,15 @@ Y_AXES = dict(val_loss="nats per token", val_bpb="bits per byte")
 
 
 def read_nanogpt(log: str) -> list[dict]:
-    """Evaluations as rows of metrics.jsonl, from what nanoGPT's train.py prints; none from other logs.
+    """Rows as in metrics.jsonl, from what nanoGPT's train.py prints; none from other logs.
 
     "iter N" is the loss before update N + 1, "step N" an evaluation after N updates. The time of an iteration that
     evaluates includes that: training is charged the median of the others.
     """
-    found = re.findall(r"^iter (\d+): loss \S+, time (\d+\.\d+)ms", log, re.M)
+    found = re.findall(r"^iter (\d+): loss (\d+\.\d+), time (\d+\.\d+)ms", log, re.M)
     evaluations = re.findall(r"^step (\d+): train loss \S+, val loss (\d+\.\d+)", log, re.M)
     batch = re.search(r"^tokens per iteration will be: ([\d,]+)", log, re.M)
-    steps, ms = np.array(found, dtype=float).reshape(-1, 2).T + [[1], [0]]
+    steps, losses, ms = np.array(found, dtype=float).reshape(-1, 3).T + [[1], [0], [0]]
     evaluates = np.isin(steps - 1, [int(step) for step, _ in evaluations])
     if evaluates.all():
         return []
@@ -33,6 +33,7 @@ def read_nanogpt(log: str) -> list[dict]:
     clocks = dict(train_time_s=train_s, wall_time_s=train_s + np.cumsum(ms - typical) / 1000)
     # Not of step 0: the loss of an untrained model stretches the axes
     rows = [dict(step=int(step), val_loss=float(loss)) for step, loss in evaluations if int(step)]
+    rows += [dict(step=step, train_loss=loss) for step, loss in zip(steps, losses)]
     for row in rows:
         row |= {key: float(np.interp(row["step"], [0, *steps], [0, *clock])) for key, clock in clocks.items()}
         row["tokens"] = row["step"] * int(batch[1].replace(",", "")) if batch else None
@@ -55,6 +56,7 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
 
 def points(rows: list[dict], x: str, y: str) -> np.ndarray:
     """x and y of the rows that have both, (2, n)."""
+    x = x if x in ("step", "tokens") else f"{x}_s"
     found = [(row[x], row[y]) for row in rows if None not in (row.get(x), row.get(y))]
     return np.array(found, dtype=float).reshape(-1, 2).T
 
@@ -70,17 +72,20 @@ def bench_plot(bench: Bench) -> None:
         raise UserError("plot takes folders of runs, and --out a name that ends in .svg or .png")
     axes = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained").add_subplot()
     for number, (name, runs) in enumerate(read_curves(bench.options.folders).items()):
-        seeds = [points(rows, x if x in ("step", "tokens") else f"{x}_s", y) for rows in runs]
+        seeds = [points(rows, x, y) for rows in runs]
         if not all(seed.size for seed in seeds):
             raise UserError(f"{name} has no {y} over {x} yet; wait for its first evaluation, or leave it out")
         last, color = np.mean([seed[1, -1] for seed in seeds]), f"C{number % 10}"
         label = f"{printable(name)}, {len(runs)} seed{'s' * (len(runs) > 1)}: {last:.4f}".lstrip("_")
-        for seed in seeds:
+        for rows, seed in zip(runs, seeds):
+            train = points(rows, x, "train_loss")[:, len(rows) // 20 :]  # the first twentieth is far above the rest
+            if y == "val_loss":
+                axes.plot(*train, color, linewidth=0.7, alpha=0.3)
             axes.plot(*seed, color, linewidth=1, label=label if seed is seeds[0] else None)
             axes.plot(*seed[:, -1:], f"o{color}", markersize=5)
     if bench.options.target:
         axes.axhline(bench.options.target, color="black", linestyle="--", label=f"target {bench.options.target:g}")
     axes.set(xlabel=X_AXES[x], ylabel=f"validation loss ({Y_AXES[y]})")
-    axes.legend(fontsize=8)
+    axes.legend(title="thin: training loss", fontsize=8)
     axes.figure.savefig(out)
     print(f"{out}: validation loss ({Y_AXES[y]}) over {x}")

@@ -264,7 +264,9 @@ def test_bench_infer(tmp_path, monkeypatch):
 
 def test_nanogpts_log_has_the_trainers_clock():
     log = gzip.open(ROOT / "records/laptop/2026-11-21-zen4_shakespeare-1.4697/baseline/seed_0.txt.gz", "rt").read()
-    (row,) = plot.read_nanogpt(log)  # without step 0
+    rows = plot.read_nanogpt(log)
+    (row,) = (row for row in rows if "val_loss" in row)  # without step 0
+    assert len(rows) == 2002 and plot.points(rows, "step", "train_loss").shape == (2, 2001)
     assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
     assert row["train_time_s"] == pytest.approx(81.93, abs=0.005) and 82 < row["wall_time_s"] < 86.3
     assert plot.read_nanogpt("step:1/10 val_loss:3.2") == []
