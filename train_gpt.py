@@ -277,7 +277,8 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
     batch = batch.to(dist_ctx.device, non_blocking=True)
     x, y = batch[:, :-1], batch[:, 1:].clone()  # a target of -1 is not trained on
-    n_targets = sum_over_ranks((y >= 0).sum()) / dist_ctx.world_size  # DDP and FSDP average the ranks' gradients
+    # The ranks' share, as DDP and FSDP average their gradients
+    n_targets = sum_over_ranks((y >= 0).sum()).clamp(min=1) / dist_ctx.world_size
     micro_batches = list(zip(x.split(state.micro_batch), y.split(state.micro_batch)))
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(micro_batches):
