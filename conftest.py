@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -114,23 +113,6 @@ def some_batch(n=16, seed=0) -> torch.Tensor:
     return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(seed))
 
 
-def poison(monkeypatch, at, value=math.nan, rank=None) -> None:
-    """In the forward passes `at` (numbers from 1) `value` is added to the loss, on one rank or on all.
-
-    The gradients alone would not show it.
-    """
-    forward, count, here = GPT.forward, [0], os.environ.get("RANK")
-
-    def poisoned(self, idx, targets=None, **rest):
-        loss = forward(self, idx, targets, **rest)
-        if not torch.is_grad_enabled() or targets is None:
-            return loss
-        count[0] += 1
-        return loss + value if count[0] in at and rank in (here, None) else loss
-
-    monkeypatch.setattr(GPT, "forward", poisoned)
-
-
 @contextlib.contextmanager
 def saved_for_backward():
     """Yields the storages (address: bytes) that autograd keeps for backward, and a function that adds a tensor."""
@@ -184,6 +166,11 @@ def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProces
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+
+
+def run_torchrun(script, *argv) -> subprocess.CompletedProcess:
+    """`script ARGV` as two ranks under torchrun."""
+    return run_python(*TORCHRUN, script, *argv, timeout=600)
 
 
 @contextlib.contextmanager
@@ -351,11 +338,8 @@ def gpt2(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # bench.py
 
-SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
-SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
-
-def measured(folder, name: str, flags: str = SMALL) -> dict:
+def measured(folder, name: str, flags: str) -> dict:
     """The JSON of a benchmark run in a tiny form."""
     import bench
 
