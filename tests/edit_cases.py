@@ -172,7 +172,7 @@ class SecondHead(Plain):
         x, n = self.hidden(idx), y.size(1)
         loss = self.token_losses(self.capped(x), y).sum() / (y >= 0).sum()
         second = self.token_losses(self.capped(x[:, : n - 1], "second.weight"), y[:, 1:]).sum()
-        return loss + 0.3 * second / (y[:, 1:] >= 0).sum() if self.training else loss
+        return loss + 0.3 * second / (y >= 0).sum() if self.training else loss
 
 
 class Contrastive(Plain):
