@@ -330,7 +330,7 @@ def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: i
             drawn = generate(model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed])
             tokens = [token for (token,) in on_host(drawn)]
     except Exception as error:  # of an edit that cannot be cached, which training does not need
-        return f"(no sample: {type(error).__name__}: {error})"
+        return f"(no sample: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error})"
     known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
     return printable(">>>".join(texts))

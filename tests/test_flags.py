@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.run import get_args_parser
 
 import train_gpt
 from conftest import ROOT, TINY, final, flags_of, make_data, run_main, run_python, tiny_run
@@ -53,7 +52,7 @@ def parsed(line: str) -> dict:
         ("--alloc_conf expandable_segments:True --attn cudnn", "--attn cudnn runs on CUDA only"),
         ("--doc_align --vocab_size=300 --data NO_DOCS", "finds no document"),
         ("--vocab_size 200", "less than the 257 of"),
-        ("--seq_len=8192 --batch_tokens=8192 --micro_batch=1", "has 4333 tokens, too few .* --seq_len below 4333"),
+        ("--seq_len=8192 --batch_tokens=8192 --micro_batch=1", "has 4333 tokens, too few .* use a smaller --seq_len"),
         ("--data /nowhere", "/nowhere.*python data/prepare.py"),
     ],
 )
@@ -409,21 +408,6 @@ def check_command(words: list[str]) -> None:
         assert words[1] in ("-c", "-m", "train.py") or (ROOT / words[1]).exists() or words[0] == "nvidia-smi", words
 
 
-def test_readme_names_real_commands_and_flags(capsys):
-    known = {f.name for f in dataclasses.fields(Config)}
-    for name in ("sample", "data.prepare", "bench", "export"):
-        known |= set(re.findall(r"--(\w+)", help_of(name, capsys)))
-    torchrun = [option for action in get_args_parser()._actions for option in action.option_strings]
-    known |= {re.match(r"-*(\w+)", option)[1] for option in torchrun} | {"shutdown"}
-    known |= {"nodes", "ntasks", "gpus", "cpus", "time", "signal", "kill", "pid"}  # of Slurm and py-spy
-    known |= {"batch_size", "start"}  # of nanoGPT
-    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        page = path.read_text(encoding="utf-8")
-        assert set(re.findall(r"(?<![\w-])--(\w+)", page)) <= known, path
-        for command in re.findall(r"^(?:torchrun .*?|python )(?:\w+/)*\w+\.py.*$", page, re.M):
-            check_command(command.split("#")[0].split())
-
-
 def test_script_of_the_first_gpu_run_names_real_commands(tmp_path):
     """It is run with programs that only note how they are called."""
     page = (ROOT / "docs" / "gpu_first_run.md").read_text(encoding="utf-8")
@@ -436,7 +420,7 @@ def test_script_of_the_first_gpu_run_names_real_commands(tmp_path):
     command = ["bash", "-c", script, "first_run", tmp_path / "out", tmp_path / "nanoGPT"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-    assert done.returncode == 0 and not done.stderr and len(calls) > 20, done.stderr
+    assert done.returncode == 0 and not done.stderr and len(calls) > 15, done.stderr
     for words in calls:
         check_command(words)
 

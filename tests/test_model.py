@@ -160,8 +160,6 @@ def test_model_against_its_description(shape):
     loss = F.cross_entropy(want.flatten(0, 1), targets.flatten(), ignore_index=-1)
     torch.testing.assert_close(gpt(idx, targets).double(), loss, rtol=1e-5, atol=1e-5)
     assert gpt(idx, targets.fill_(-1)).item() == 0
-    with pytest.raises(ValueError, match="25 tokens exceed the model's context of 24"):
-        gpt(torch.zeros((1, 25), dtype=torch.int64))
 
 
 def test_bf16_model_is_close_and_keeps_fp32_weights():
@@ -534,9 +532,9 @@ def test_fp8_products_are_close(scaled_mm):
     got = Fp8Linear.apply(x.requires_grad_(), w.requires_grad_())
     assert got.dtype == torch.bfloat16 and got.shape == (4, 16, 48) and not got[..., 3].any()
     dx, dw = torch.autograd.grad(got, (x, w), grad)
-    for ours, exact in ((got, x.float() @ w.float().T), (dx, grad.float() @ w.float())):
+    for ours, exact, most in ((got, x.float() @ w.float().T, 0.06), (dx, grad.float() @ w.float(), 0.12)):  # e4m3, e5m2
         error, size = ((t.double().flatten(0, 1)).norm(dim=-1) for t in (ours - exact, exact))
-        assert ours.isfinite().all() and (error <= 0.06 * size).all()  # of each row; rows of zeros stay zeros
+        assert ours.isfinite().all() and (error <= most * size).all()  # of each row; rows of zeros stay zeros
     assert torch.equal(dw, grad.flatten(0, 1).T @ x.flatten(0, 1))
 
 

@@ -147,12 +147,16 @@ def test_checkpoints_of_any_shape_resume_in_any_other(two_nodes, plain, data, tm
 
 def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
     made = []
-    monkeypatch.setattr(launch, "prepare", lambda source, out: made.append(source))
     monkeypatch.setattr(launch, "HERE", data.parent)
     (data.parent / "data").mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (data.parent / "data" / "python").symlink_to(data)
-    for local_rank in (0, 1, 2):
+    (data.parent / "data" / "python").unlink(missing_ok=True)
+
+    def make(source, out):
+        made.append(source)
+        out.symlink_to(data)
+
+    monkeypatch.setattr(launch, "prepare", make)
+    for local_rank in (0, 1, 0, 2):
         launch.open_stream("", DistContext(torch.device("cpu"), local_rank=local_rank), seq_len=32, batch_tokens=512)
     assert made == ["python"]
 
