@@ -18,7 +18,7 @@ from generation import LayerCache, next_logits, shift_right
 from ops import cpu
 from ops.attention import attention, attention_mask, cached_attention
 from ops.linear import is_matvec, matvec
-from ops.loss import chunked_loss, softcap_cross_entropy
+from ops.loss import SoftcapCrossEntropy, chunked_loss, softcap_fwd_bwd
 from ops.parallel import gather_matrices, replica_part, scatter_updates, state_on_device, to_local
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,14 +227,14 @@ class CrossEntropy(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.softcap = cfg.softcap
+        self.softcap, self.kernel = cfg.softcap, softcap_fwd_bwd
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits: of the head, not yet capped, in the compute dtype, (N, vocab_size); targets: int64 (N,)."""
         if logits.requires_grad and 0 < self.softcap < 70:
             # What follows, with its gradient by hand (of 8,192 x 1,024, bf16, with the head's matmuls: 49 ms instead of
             # 61, compiled 39 instead of 80); edits of the loss go above it
-            return softcap_cross_entropy(logits, targets, self.softcap)
+            return SoftcapCrossEntropy.apply(logits, targets, self.softcap, self.kernel)
         return F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
 
 

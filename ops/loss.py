@@ -53,38 +53,42 @@ class ChunkedLoss(torch.autograd.Function):
         return None, None, (dx.float() * grad).to(dx.dtype), None, *params
 
 
+def softcap_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy, fp32 (), of softcap * tanh(logits / softcap), and its gradient times `scale`.
+
+    logits: (N, V), of any floating dtype, which the gradient gets; targets: int64 (N,), -1 is ignored; softcap: above 0
+    and below 70.
+    """
+    target, counted = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
+    at_target = softcap * torch.tanh(logits.gather(1, target).float() / softcap)
+    # No exponential overflows without the maximum, as softcap is small; tanh(x) = 2 sigmoid(2 x) - 1
+    half = (logits.float() * (2 / softcap)).sigmoid_()
+    grad = (half * (2 * softcap)).sub_(softcap).exp_()
+    z = grad.sum(-1, keepdim=True)
+    loss = torch.where(counted, z.log() - at_target, 0).sum()
+    if torch.compiler.is_compiling():  # to be one pass with what stands around it
+        grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - z, grad)
+    else:
+        grad.scatter_add_(1, target, -z)
+    grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 * scale / z, 0.0))
+    return loss, grad.to(logits.dtype)
+
+
 class SoftcapCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of soft-capped logits (N, V), with its gradient, in their dtype, made in the forward pass."""
+    """The mean of what a kernel like softcap_fwd_bwd sums, with the gradient that it makes in the forward pass."""
 
     @staticmethod
-    def forward(ctx, logits, targets, softcap):
-        target, counted = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
-        at_target = softcap * torch.tanh(logits.gather(1, target).float() / softcap)
-        # No exponential overflows without the maximum, as softcap is small; tanh(x) = 2 sigmoid(2 x) - 1
-        half = (logits.float() * (2 / softcap)).sigmoid_()
-        grad = (half * (2 * softcap)).sub_(softcap).exp_()
-        z = grad.sum(-1, keepdim=True)
-        n = counted.sum().clamp(min=1)
-        loss = torch.where(counted, z.log() - at_target, 0).sum() / n
-        if torch.compiler.is_compiling():  # to be one pass with what stands around it
-            grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - z, grad)
-        else:
-            grad.scatter_add_(1, target, -z)
+    def forward(ctx, logits, targets, softcap, kernel):
+        n = (targets >= 0).sum().clamp(min=1)
         scale = 64.0 if logits.dtype == torch.float16 else 1.0  # small probabilities underflow in fp16
-        grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 * scale / z, 0.0))
-        ctx.save_for_backward(grad.to(logits.dtype), n * scale)
-        return loss
+        loss, d_logits = kernel(logits, targets, softcap, scale)
+        ctx.save_for_backward(d_logits, n * scale)
+        return loss / n
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         d_logits, n = ctx.saved_tensors
-        return d_logits * (grad / n), None, None
-
-
-def softcap_cross_entropy(logits: Tensor, targets: Tensor, softcap: float) -> Tensor:
-    """Mean cross entropy, fp32 (), of softcap * tanh(logits / softcap) against targets (N,); -1 is ignored.
-
-    logits: (N, V), of any floating dtype; softcap: above 0 and below 70.
-    """
-    return SoftcapCrossEntropy.apply(logits, targets, softcap)
+        factor = grad / n
+        is_one = not torch.compiler.is_compiling() and factor.is_cpu and factor == 1  # as in chunks: a pass less
+        return d_logits if is_one else d_logits * factor, None, None, None

@@ -161,8 +161,7 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
         if now["ngram"] == -1:
             chosen["ngram"] = 6 if vocab_size < 258 else 3  # a byte tokenizer, or longer tokens
         if now["loss_chunk"] == -1:
-            fits_cache = 512 < (now["vocab_size"] or vocab_size) <= 4096
-            chosen["loss_chunk"] = 4096 if device.type == "cuda" else 512 if fits_cache else 2048
+            chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
         if now["attn"] == "auto" and device.type == "cpu":  # `blocked` is faster, while it takes little memory
             longest = 1024 if now["compile"] != "off" else 0
             if not longest and dtype == "bf16" and now["checkpointing"] in ("auto", "none"):
