@@ -53,14 +53,13 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
 @pytest.mark.parametrize(
     "flags, attn, loss_chunk",
     [
-        (dict(dtype="fp32"), "sdpa", 512),
-        (dict(dtype="bf16"), "blocked", 512),
-        (dict(dtype="bf16", checkpointing="selective"), "sdpa", 512),
-        (dict(dtype="bf16", seq_len=2048), "sdpa", 512),
-        (dict(dtype="fp32", compile="default"), "blocked", 512),
-        (dict(dtype="fp32", compile="default", seq_len=2048), "sdpa", 512),
+        (dict(dtype="fp32"), "sdpa", 2048),
+        (dict(dtype="bf16"), "blocked", 2048),
+        (dict(dtype="bf16", checkpointing="selective"), "sdpa", 2048),
+        (dict(dtype="bf16", seq_len=2048), "sdpa", 2048),
+        (dict(dtype="fp32", compile="default"), "blocked", 2048),
+        (dict(dtype="fp32", compile="default", seq_len=2048), "sdpa", 2048),
         (dict(dtype="bf16", attn="math", loss_chunk=0), "math", 0),
-        (dict(dtype="fp32", vocab_size=50304), "sdpa", 2048),
     ],
 )
 def test_attention_and_chunks_suit_a_cpu(flags, attn, loss_chunk):

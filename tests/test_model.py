@@ -507,7 +507,7 @@ def test_blocks_and_the_loss_share_a_compilation_and_evaluation_has_its_own(monk
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(gpt(idx, idx), want.detach())
-        assert counter.frame_count == 4
+        assert counter.frame_count == 3  # on a CPU the loss only in training
     assert not any("_orig_mod" in name for name in gpt.state_dict())
 
 
