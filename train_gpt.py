@@ -365,7 +365,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
                 logger.timer.wall_before = saved["clock"]["wall_time"]
         del start, saved  # their tensors
         flags = dataclasses.asdict(cfg)
-        rows = logger.open(flags, state.step)
+        rows = logger.open(flags, state.step, stream.vocabulary)
         for line in describe_run(flags, state.raw_model, state.micro_batch, stream, dist_ctx) + notes:
             logger.info(line)
         reporter = Reporter(logger, dist_ctx, rows, state.tokens, state.raw_model.flops_per_token(), cfg.dtype)

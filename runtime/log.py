@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.bpe import VOCABULARY_FILE
 from data.shards import atomic_write, recorded_hashes
 from runtime.errors import RunError, UserError, catch_signals, explain
 from runtime.launch import SOURCE_FILES, device_summary, peak_flops, peak_memory_mb
@@ -105,13 +106,21 @@ class RunLogger:
             self.info(f"{self.folder} is not locked against a second run ({error})")
         return True
 
-    def open(self, flags: dict, first_step: int) -> list[dict]:
+    def open(self, flags: dict, first_step: int, vocabulary: str | None = None) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
 
         log.txt gets the flags, the command and, in one line, the SHA-256 of the sources, which are copied beside it,
-        into source/, or source_<step>/ if a resumed run's differ. All ranks get the rows. Raises UserError.
+        into source/, or source_<step>/ if a resumed run's differ; vocabulary: of byte pairs, kept as the data's folder
+        has it. All ranks get the rows. Raises UserError.
         """
-        return run_on_rank0(self.dist_ctx, lambda: self.open_files(flags, first_step, SOURCE_FILES))
+
+        def open_all() -> list[dict]:
+            if vocabulary:
+                with atomic_write(self.folder / VOCABULARY_FILE) as file:
+                    file.write(vocabulary.encode("utf-8"))
+            return self.open_files(flags, first_step, SOURCE_FILES)
+
+        return run_on_rank0(self.dist_ctx, open_all)
 
     def open_files(self, flags: dict, first_step: int, sources: dict[str, Path]) -> list[dict]:
         rows, kept = self.folder / "metrics.jsonl", []

@@ -41,10 +41,10 @@ SCRIPTS = (
 
 @pytest.fixture(scope="module")
 def text() -> bytes:
-    """Two megabytes of several languages, and of code, to train a vocabulary on."""
+    """Megabytes of several languages, and of code, to train a vocabulary on."""
     pytest.importorskip("tokenizers")
     code = b"".join(path.read_bytes() for path in sorted(ROOT.glob("*/*.py")))
-    return (code + "".join(SCRIPTS).encode() * 40) * 2
+    return (code + "".join(SCRIPTS).encode() * 40) * 3
 
 
 @pytest.fixture(scope="module")
