@@ -140,8 +140,8 @@ def test_gpu_fp8_matmuls_are_close(compiled):
     grad = torch.randn_like(want).bfloat16()
     pairs = [(got, want)]
     pairs += zip(torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad.float()))
-    for a, b in pairs:
-        assert ((a - b).norm(dim=-1) <= 0.06 * b.norm(dim=-1)).all()
+    for (a, b), most in zip(pairs, (0.06, 0.12, 0.06)):  # e4m3; gradients of x in e5m2, of w in bf16
+        assert ((a - b).norm(dim=-1) <= most * b.norm(dim=-1)).all()
 
     x, targets = norm(x.detach()).requires_grad_(), torch.randint(-1, 80, (300,), device="cuda")
     head, loss_of, found = model.Linear(256, 80).cuda(), wrap(CrossEntropy(GPTConfig())), []
@@ -152,7 +152,7 @@ def test_gpu_fp8_matmuls_are_close(compiled):
         loss = chunked_loss(function, [head.weight], x.flatten(0, 1), targets, 128)
         found.append((loss, *torch.autograd.grad(loss, (x, head.weight))))
     for plain, rounded in zip(*found):
-        assert (rounded - plain).norm() <= 0.08 * plain.norm() and rounded.isfinite().all()
+        assert (rounded - plain).norm() <= 0.12 * plain.norm() and rounded.isfinite().all()
 
 
 @pytest.mark.parametrize("parallel", ["auto", "fsdp"])
