@@ -24,69 +24,53 @@ from runtime.errors import UserError
 from runtime.ranks import DistContext, agree, check_ranks, check_same_on_all_ranks, dist_max, rendezvous
 
 HERE = Path(__file__).resolve().parent.parent
-PAGES = ["train_gpt.py", "model.py", "generation.py"]
-ROOMS = [path.relative_to(HERE).as_posix() for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py")]
-NAMES = [*PAGES, *sorted(ROOMS), PYTHON_VOCABULARY.relative_to(HERE).as_posix()]
-SOURCE_FILES = {name: HERE / name for name in NAMES}
+ROOMS = sorted(path for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py"))
+PAGES = [HERE / name for name in ("train_gpt.py", "model.py", "generation.py")]
+SOURCE_FILES = {path.relative_to(HERE).as_posix(): path for path in (*PAGES, *ROOMS, PYTHON_VOCABULARY)}
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
-def init_distributed(
-    device: str = "auto",
-    alloc_conf: str = "",
-    deterministic: bool = False,
-    matmul_precision: str = "highest",
-    attn: str = "auto",
-    need_group: bool = False,
-) -> DistContext:
-    """Choose the device and join the other ranks, if torchrun started any; may be called again in a process.
-
-    Sets what belongs to the process: the CUDA allocator, threads, determinism, matmul precision, the flash kernel
-    behind `attn`. need_group: make a process group for one rank too. Raises UserError for what is unavailable.
-    """
-    defaults = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-    env = {key: int(os.environ.get(key, default)) for key, default in defaults.items()}
-    place = select_device(device)
-    if place.type == "mps" and env["WORLD_SIZE"] > 1:
-        raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
-    if alloc_conf and not any(map(os.environ.get, ALLOC_CONF_VARIABLES)):  # the user's wins; read as CUDA starts
-        os.environ.update(dict.fromkeys(ALLOC_CONF_VARIABLES, alloc_conf))
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if place.type == "cuda":
-        if env["LOCAL_RANK"] >= torch.cuda.device_count():
-            raise UserError(
-                f"{env['LOCAL_WORLD_SIZE']} processes were started for {torch.cuda.device_count()} CUDA device(s); "
-                f"use torchrun --nproc_per_node={torch.cuda.device_count()}"
-            )
-        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the old default; Triton 3.9 warns that it will change
-        place = torch.device("cuda", env["LOCAL_RANK"])
-        torch.cuda.set_device(place)
-        set_flash_impl(attn)
-    elif place.type == "cpu":
-        tune_glibc_malloc()
-        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # CUDA builds warn of a missing GPU
-        if env["LOCAL_WORLD_SIZE"] > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
-            torch.set_num_threads(max(1, cpu_cores() // env["LOCAL_WORLD_SIZE"]))
-    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
-        torch.use_deterministic_algorithms(deterministic)
-    torch.set_float32_matmul_precision(matmul_precision)
-    if ("WORLD_SIZE" in os.environ or need_group) and not dist.is_initialized():
-        join_process_group(place, env["RANK"], env["WORLD_SIZE"])
-    cpu_group = None
-    if dist.is_initialized():
-        cpu_group = gloo_group(dist.group.WORLD) if place.type == "cuda" else dist.group.WORLD
-    return DistContext(place, *env.values(), cpu_group)
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of torchrun
 
 
 def launch(flags: dict) -> DistContext:
     """Choose the device, join the other ranks, if torchrun started any, and check that they match.
 
-    flags: all of them, by name. Raises UserError.
+    Sets what belongs to the process: CUDA's allocator, threads, determinism, matmul precision, the flash kernel; may be
+    called again in a process. flags: all of them, by name. Raises UserError.
     """
-    names = ("device", "alloc_conf", "deterministic", "matmul_precision", "attn")
-    need_group = flags["parallel"] in ("fsdp", "hsdp")
-    dist_ctx = init_distributed(**{name: flags[name] for name in names}, need_group=need_group)
+    env = {name: int(os.environ.get(name, name.endswith("SIZE"))) for name in ENVIRONMENT}
+    rank, world_size, local_rank, local_world_size = env.values()
+    device, deterministic, alloc_conf = select_device(flags["device"]), flags["deterministic"], flags["alloc_conf"]
+    if device.type == "mps" and world_size > 1:
+        raise UserError("--device mps is for one process; start it with python, not torchrun, or use --device cpu")
+    if alloc_conf and not any(map(os.environ.get, ALLOC_CONF_VARIABLES)):  # the user's wins; read as CUDA starts
+        os.environ.update(dict.fromkeys(ALLOC_CONF_VARIABLES, alloc_conf))
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if device.type == "cuda":
+        n_devices = torch.cuda.device_count()
+        if local_rank >= n_devices:
+            wrong = f"{local_world_size} processes were started for {n_devices} CUDA device(s)"
+            raise UserError(f"{wrong}; use torchrun --nproc_per_node={n_devices}")
+        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the old default; Triton 3.9 warns that it will change
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        set_flash_impl(flags["attn"])
+    elif device.type == "cpu":
+        tune_glibc_malloc()
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # CUDA builds warn of a missing GPU
+        if local_world_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's doing, not the user's
+            torch.set_num_threads(max(1, cpu_cores() // local_world_size))
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+        torch.use_deterministic_algorithms(deterministic)
+    torch.set_float32_matmul_precision(flags["matmul_precision"])
+    on_cuda, by_torchrun, cpu_group = device.type == "cuda", "WORLD_SIZE" in os.environ, None
+    if (by_torchrun or flags["parallel"] in ("fsdp", "hsdp")) and not dist.is_initialized():
+        store = rendezvous(rank, world_size, device.type) if by_torchrun else dist.HashStore()
+        where = dict(backend="nccl", device_id=device) if on_cuda else dict(backend="gloo")
+        dist.init_process_group(**where, store=store, rank=rank, world_size=world_size)
+    if dist.is_initialized():
+        cpu_group = gloo_group(dist.group.WORLD) if on_cuda else dist.group.WORLD
+    dist_ctx = DistContext(device, rank, world_size, local_rank, local_world_size, cpu_group)
     check_ranks(dist_ctx, flags, SOURCE_FILES)
     return dist_ctx
 
@@ -146,21 +130,6 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
     return lines
 
 
-def join_process_group(device: torch.device, rank: int, world_size: int) -> None:
-    """NCCL on CUDA, else gloo; over torchrun's store, or a local one for a single process. Raises UserError."""
-    store = dist.HashStore()
-    if "WORLD_SIZE" in os.environ:
-        store = rendezvous(rank, world_size, device.type)
-    on_cuda = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if on_cuda else "gloo",
-        device_id=device if on_cuda else None,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-    )
-
-
 @functools.cache
 def gloo_group(everyone: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks that talks on the CPU; one for all runs in this process."""
@@ -177,7 +146,7 @@ def set_flash_impl(attn: str) -> None:
         kernels.restore_flash_attention_impl()  # an earlier run in this process took another
     if attn in ("fa3", "fa4"):
         try:
-            torch.nn.attention.activate_flash_attention_impl(attn.upper())
+            kernels.activate_flash_attention_impl(attn.upper())
         except Exception as error:  # whatever its package raises
             raise UserError(f"--attn {attn} needs a package that does not load ({error}); use flash") from None
 
@@ -188,39 +157,23 @@ def set_flash_impl(attn: str) -> None:
 
 def select_device(name: str) -> torch.device:
     """The kind of device to run on; "auto" is cuda where there is one, else cpu. Raises UserError if it is absent."""
-    kind = name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu, or install a CUDA "
-            "build of PyTorch and check that nvidia-smi works"
-        )
-    if kind == "mps" and not torch.backends.mps.is_available():
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        advice = "use --device cpu, or install a CUDA build of PyTorch and check that nvidia-smi works"
+        raise UserError(f"--device cuda was asked for, but PyTorch sees no CUDA device here; {advice}")
+    if name == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps was asked for, but PyTorch sees no Apple GPU here; use --device cpu")
-    return torch.device(kind)
+    return torch.device(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The machine
 
 # Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets; MFU is blank for anything else.
-PEAK_TFLOPS = {
-    "B200": 2250,
-    "H200 NVL": 835,
-    "H200": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "A10G": 70,
-    "A10": 125,
-    "A6000": 155,
-    "RTX 5090": 210,
-    "RTX 4090": 165,
-    "RTX 3090": 71,
-}
+PEAK_TFLOPS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
+PEAK_TFLOPS |= {"L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "A6000": 155}
+PEAK_TFLOPS |= {"RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71}
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
@@ -24,54 +24,56 @@ def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx
     make_optimizer() makes an optimizer for the model as it then is; flags: all, by name. Weights and buffers keep their
     values and names. Raises UserError when the ranks cannot share the batch, or nothing fits into memory.
     """
-    f = SimpleNamespace(**flags)
-    seq_len, micro_batch, checkpointing, parallel = f.seq_len, f.micro_batch, f.checkpointing, f.parallel
-    device, world_size = dist_ctx.device, dist_ctx.world_size
-    n_seqs = seqs_per_rank(f.batch_tokens, seq_len, micro_batch, world_size)
-    shards = ranks_per_copy(parallel, f.shard_size, world_size, dist_ctx.local_world_size)
-    blocks, compiled, on_gpu = [*dict.fromkeys(model.blocks)], f.compile != "off", device.type == "cuda"
+    f, device, world_size, wrapped = SimpleNamespace(**flags), dist_ctx.device, dist_ctx.world_size, model
+    compiled, sharded, on_gpu = f.compile != "off", is_sharded(f.parallel), device.type == "cuda"
+    n_seqs = seqs_per_rank(f.batch_tokens, f.seq_len, f.micro_batch, world_size)
+    shards = ranks_per_copy(f.parallel, f.shard_size, world_size, dist_ctx.local_world_size)
+    blocks = [*dict.fromkeys(model.blocks)]  # an edit may use one several times
     if f.fp8:
         feed_forward = [m for block in blocks for name, m in block.named_children() if name != "attn"]
         for module in (*feed_forward, model.head):
             apply_fp8(module)
-    modes = [checkpointing if checkpointing in AC_MODES else "none"]
-    if checkpointing == "auto" and on_gpu and f.offload != "activations":
-        modes = [
-            mode for mode in AC_MODES if mode != "selective" or f.attn != "flex" or compiled
-        ]  # it cannot see into it
-
-    def set_checkpointing(mode: str) -> None:
-        for block in blocks:
-            apply_ac(block, mode)
-
-    set_checkpointing(modes[0])
-    if not micro_batch:
-        probing = on_gpu and not is_sharded(parallel)  # a rank without memory would leave others waiting for its shards
-        fit = fit_micro_batch if probing else usual_micro_batch
-        micro_batch = fit(model, make_optimizer, n_seqs, seq_len, modes, set_checkpointing, dist_ctx)
+    modes = [f.checkpointing if f.checkpointing in AC_MODES else "none"]
+    if f.checkpointing == "auto" and on_gpu and f.offload != "activations":
+        opaque = f.attn == "flex" and not compiled  # selective checkpointing cannot see into it
+        modes = [mode for mode in AC_MODES if mode != "selective" or not opaque]
+    for block in blocks:
+        apply_ac(block, modes[0])
+    micro_batch = f.micro_batch
+    if not micro_batch and on_gpu and not sharded:  # a rank without memory would leave others waiting for its shards
+        micro_batch = fit_micro_batch(model, make_optimizer, n_seqs, f.seq_len, modes, dist_ctx)
+    elif not micro_batch:
+        micro_batch = largest_divisor(n_seqs, (ENOUGH_TOKENS if on_gpu else 8192) // f.seq_len)
     if compiled:
-        apply_compile(model, f.compile, activation_budget(checkpointing), device)
+        apply_compile(model, f.compile, activation_budget(f.checkpointing), device)
     if f.offload == "activations" and on_gpu:
         for block in blocks:
             apply_offload(block)
-    wrapped = model
-    if is_sharded(parallel):
+    if sharded:
         apply_fsdp(model, device, DTYPES[f.dtype], shards, DTYPES[f.grad_comm])
     elif world_size > 1:
         wrapped = apply_ddp(model, f.bucket_cap_mb, DTYPES[f.grad_comm])
-    if compiled or on_gpu or world_size > 1:  # so that step 1 is like any other
-        warm_up(wrapped, make_optimizer(), micro_batch, seq_len, uses_cudagraphs(f.compile))
+    if compiled or on_gpu or world_size > 1:  # compiles, loads kernels, allocates, connects: step 1 is like any other
+        cudagraphs = uses_cudagraphs(f.compile)
+        dummy_step(wrapped, make_optimizer(), micro_batch, f.seq_len, keep_gradients=cudagraphs)
+        if on_gpu and not cudagraphs:  # these allocated theirs at recording
+            torch.cuda.reset_peak_memory_stats()
     return wrapped, micro_batch
 
 
-def dummy_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, keep_gradients: bool) -> None:
-    """Two micro-steps on tokens x (B, T), an update with learning rates of 0, and an evaluation; weights stay.
+def dummy_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch: int, seq_len: int, keep_gradients: bool = False
+) -> None:
+    """Two micro-steps on made-up tokens, an update with learning rates of 0, and an evaluation; weights stay.
 
     keep_gradients: they keep their memory, as CUDA graphs need.
     """
+    x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=next(model.parameters()).device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if keep_gradients and p.requires_grad else None
     for _ in range(3 if keep_gradients else 2):  # CUDA graphs are recorded at the second call
         model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -89,47 +91,17 @@ def dummy_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, ke
     model.train()
 
 
-def warm_up(
-    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch: int, seq_len: int, keep_gradients: bool = False
-) -> None:
-    """Have happened what happens once: compiling, loading kernels, allocating, connecting ranks."""
-    if keep_gradients:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-    x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=next(model.parameters()).device)
-    dummy_step(model, optimizer, x, keep_gradients)
-    if x.is_cuda and not keep_gradients:  # CUDA graphs allocated theirs at recording
-        torch.cuda.reset_peak_memory_stats()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-
-
-def usual_micro_batch(model, make_optimizer, n_seqs: int, seq_len: int, modes, set_checkpointing, dist_ctx) -> int:
-    """How many of a rank's n_seqs sequences to take at once, without trying."""
-    tokens = ENOUGH_TOKENS if dist_ctx.device.type == "cuda" else 8192
-    return largest_divisor(n_seqs, tokens // seq_len)
-
-
-def fit_micro_batch(
-    model: nn.Module,
-    make_optimizer: Callable,
-    n_seqs: int,
-    seq_len: int,
-    modes: list[str],
-    set_checkpointing: Callable,
-    dist_ctx: DistContext,
-) -> int:
+def fit_micro_batch(model, make_optimizer, n_seqs: int, seq_len: int, modes: list[str], dist_ctx: DistContext) -> int:
     """How many of a rank's n_seqs sequences to take at once on a GPU: what fits, found by trying steps.
 
-    modes: of activation checkpointing, set by set_checkpointing(mode): the first is kept in which ENOUGH_TOKENS fit, or
-    the last. The same on every rank. Raises UserError when not even one sequence fits.
+    modes: of activation checkpointing: the first is set in which ENOUGH_TOKENS fit, or the last. The same on every
+    rank. Raises UserError when not even one sequence fits.
     """
     enough = largest_divisor(n_seqs, -(-ENOUGH_TOKENS // seq_len))
     buckets = sum(p.numel() for p in model.parameters()) if dist_ctx.world_size > 1 else 0  # of DDP, in fp32
     for mode in modes:
-        set_checkpointing(mode)
+        for block in dict.fromkeys(model.blocks):
+            apply_ac(block, mode)
         micro_batch, least = largest_divisor(n_seqs, MOST_TOKENS // seq_len), 1 if mode == modes[-1] else enough
         while micro_batch >= least:
             reserved = torch.empty(buckets, device=dist_ctx.device)
@@ -142,18 +114,15 @@ def fit_micro_batch(
             if micro_batch == 1:
                 break
             micro_batch = largest_divisor(n_seqs, micro_batch // 2)
-    raise UserError(
-        "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, add --offload optimizer, or "
-        "use a smaller --seq_len or model"
-    )
+    advice = "leave --checkpointing at auto, add --offload optimizer, or use a smaller --seq_len or model"
+    raise UserError(f"one sequence does not fit into this GPU's memory; {advice}")
 
 
 def step_fits(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch: int, seq_len: int) -> bool:
     """Whether a step takes at most 92 % of the GPU's memory: the rest is lost to fragmentation, or CUDA's."""
     try:
         torch.cuda.reset_peak_memory_stats()
-        x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device="cuda")
-        dummy_step(model, optimizer, x, keep_gradients=False)
+        dummy_step(model, optimizer, micro_batch, seq_len)
         total = torch.cuda.get_device_properties(None).total_memory * torch.cuda.get_per_process_memory_fraction()
         return torch.cuda.max_memory_allocated() <= 0.92 * total
     except (RuntimeError, MemoryError) as error:
