@@ -382,7 +382,7 @@ def save(state: TrainState, stream: TokenStream, logger, best: bool = False, mus
     content["scaler"] = state.scaler.state_dict()
     kept = (None, {}) if best else (state.optimizer, state.extra)
     with state.as_evaluated() if best else contextlib.nullcontext():
-        save_checkpoint(logger, state.dist_ctx, stream, content, state.raw_model, *kept, state.cfg.keep, must)
+        save_checkpoint(logger, stream, content, state.raw_model, *kept, state.cfg.keep, must)
 
 
 def is_due(every: int, step: int) -> bool:

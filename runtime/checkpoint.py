@@ -17,25 +17,12 @@ from data.shards import TOKENIZER_SIZES, atomic_write
 from ops.parallel import shard_like, state_to_full, to_full
 from runtime.errors import RunError, UserError
 from runtime.log import RunLogger
-from runtime.ranks import DistContext, printed_by, run_on_rank0
+from runtime.ranks import printed_by, run_on_rank0
 
-CHECKPOINT_SCHEMA = dict(  # what every checkpoint holds; "vocabulary" is None or a text
-    step=int,
-    tokens=int,
-    clock=dict,
-    config=dict,
-    model_config=dict,
-    tokenizer=str,
-    data=str,
-    position=dict,
-    eval_part=str,
-    scaler=dict,
-    extra=dict,
-    model=dict,
-    optimizer=dict,
-    optimizer_type=str,
-    optimizer_groups=list,
-)
+# What every checkpoint holds, and "vocabulary", a text or None; also what edits have put into state.extra
+DICTS = ("clock", "config", "model_config", "position", "scaler", "extra", "model", "optimizer")
+CHECKPOINT_SCHEMA = dict(step=int, tokens=int, optimizer_groups=list) | dict.fromkeys(DICTS, dict)
+CHECKPOINT_SCHEMA |= dict.fromkeys(("tokenizer", "data", "eval_part", "optimizer_type"), str)
 BEST = "ckpt_best.pt"  # the weights of the best evaluation
 
 
@@ -78,10 +65,8 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
     except (MemoryError, PermissionError) as error:
         raise UserError(f"{path} cannot be read now ({error}); make it readable, or give more memory") from None
     except Exception as error:  # torn and foreign files fail in many ways, all of which mean the same here
-        raise CorruptCheckpointError(
-            f"{path} is damaged, or not a checkpoint of this version of the trainer ({type(error).__name__}); use "
-            "another"
-        ) from None
+        found = f"{path} is damaged, or not a checkpoint of this version of the trainer"
+        raise CorruptCheckpointError(f"{found} ({type(error).__name__}); use another") from None
     return checkpoint
 
 
@@ -101,32 +86,17 @@ def write_checkpoint(folder: Path, content: dict, name: str, keep: int) -> None:
         old.unlink(missing_ok=True)
 
 
-def save_checkpoint(
-    logger: RunLogger,
-    dist_ctx: DistContext,
-    stream,
-    content: dict,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    extra: dict,
-    keep: int,
-    must: bool,
-) -> None:
+def save_checkpoint(logger: RunLogger, stream, content: dict, model, optimizer, extra: dict, keep: int, must: bool):
     """Write content, tensors, and where the stream is, as ckpt_<step>.pt into the run's folder; every rank must call.
 
     Without an optimizer, as BEST. A file that cannot be written is a warning, as the next save may find room; with
     `must`, a RunError on all ranks.
     """
     best = optimizer is None
-    name = BEST if best else f"ckpt_{content['step']}.pt"
+    dist_ctx, name = logger.dist_ctx, BEST if best else f"ckpt_{content['step']}.pt"
     content |= collect_tensors(model, optimizer, extra, dist_ctx.rank)
-    facts = dict(
-        tokenizer=stream.meta["tokenizer"],
-        vocabulary=stream.vocabulary,  # of a custom BPE, so that sampling needs no data folder
-        data=stream.fingerprint(),
-        position=stream.position(content["step"]),
-        eval_part=stream.eval_part,
-    )
+    facts = dict(data=stream.fingerprint(), position=stream.position(content["step"]), eval_part=stream.eval_part)
+    facts |= dict(tokenizer=stream.meta["tokenizer"], vocabulary=stream.vocabulary)  # sampling needs no data folder
 
     def write() -> str:
         try:
@@ -180,7 +150,7 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, e
     return found
 
 
-def load_extra(model: nn.Module, saved: dict) -> dict:
+def load_extra(model, saved: dict) -> dict:
     """What edits have saved, on the model's device; tensors of a parameter's name and shape are sharded like it."""
     params = dict(model.named_parameters())
 
@@ -191,9 +161,7 @@ def load_extra(model: nn.Module, saved: dict) -> dict:
             return [restored(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        return (
-            shard_like(value, params[name]) if name in params else value.clone().to(next(iter(params.values())).device)
-        )
+        return shard_like(value, params[name]) if name in params else value.clone().to(model.device)
 
     return restored(saved)
 
@@ -205,23 +173,15 @@ def as_evaluated(checkpoint: dict) -> dict:
 
 def model_config(checkpoint: dict, kind: type, path):
     """The model's configuration as an instance of the dataclass `kind`. Raises UserError when it is not one."""
-    defaults, saved = dataclasses.asdict(kind()), checkpoint["model_config"]
-    if saved.get("version") != defaults["version"]:
-        raise UserError(
-            f"{path} holds version {saved.get('version')} of the model, and this is version {defaults['version']}, "
-            "which computes something else; use the source that made it, a copy of which is in its run's folder"
-        )
-
-    def fits(key: str, value) -> bool:
-        kinds = {type(defaults.get(key)), type(value)}
-        return key in defaults and (len(kinds) == 1 or kinds == {int, float} or type(None) in kinds)
-
-    if not all(fits(key, value) for key, value in saved.items()):
-        raise UserError(
-            f"{path} does not fit this GPTConfig: its model is {saved}; use the source that made it, as its run's "
-            "folder has it, or another checkpoint"
-        )
-    cfg, least = kind(**saved), TOKENIZER_SIZES.get(checkpoint["tokenizer"], (0, 0))[0]
+    saved, advice = checkpoint["model_config"], "use the source that made it, a copy of which is in its run's folder"
+    if saved.get("version") != kind().version:
+        found = f"version {saved.get('version')} of the model, and this is version {kind().version}"
+        raise UserError(f"{path} holds {found}, which computes something else; {advice}")
+    try:
+        cfg, least = kind(**saved), TOKENIZER_SIZES.get(checkpoint["tokenizer"], (0, 0))[0]
+        cfg.layer_windows()
+    except (TypeError, ValueError, AttributeError):
+        raise UserError(f"{path} does not fit this GPTConfig: its model is {saved}; {advice}") from None
     if cfg.vocab_size < least:
         raise UserError(f"{path} has a vocabulary of {cfg.vocab_size}, and its tokenizer has {least}; use another")
     return cfg
@@ -240,10 +200,8 @@ def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str
     differ += [f"{name} is unknown here" for name in weights.keys() - ours.keys()]
     differ += [f"{name} has another shape" for name in ours.keys() & weights if ours[name].shape != weights[name].shape]
     if differ:
-        raise UserError(
-            f"{path} does not fit this model ({', '.join(sorted(differ)[:4])}); use the flags and the model.py that "
-            "made it, as its run's folder has them"
-        )
+        advice = "use the flags and the model.py that made it, as its run's folder has them"
+        raise UserError(f"{path} does not fit this model ({', '.join(sorted(differ)[:4])}); {advice}")
     model.load_state_dict(weights)
 
 

@@ -73,11 +73,9 @@ def explain(error: Exception) -> str:
     if isinstance(error, TrainerError):
         return str(error)
     if is_out_of_memory(error):
-        return (
-            f"memory ran out ({text[:160]}); try, in this order, a smaller --micro_batch, --checkpointing full, "
-            "--offload optimizer, a smaller model (sampling: a smaller --num_samples); a checkpoint that was saved is "
-            "kept, and --resume continues from it"
-        )
+        advice = "a smaller --micro_batch, --checkpointing full, --offload optimizer, a smaller model (sampling: "
+        advice += "a smaller --num_samples); a checkpoint that was saved is kept, and --resume continues from it"
+        return f"memory ran out ({text[:160]}); try, in this order, {advice}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
         return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
     if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)) and error.filename:

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +34,10 @@ SECTION = "=" * 40  # begins a section of log.txt: each start of a run
 
 
 def new_run_folder(preset: str) -> Path:
-    """Make runs/<time>-<preset>, with a number appended if it exists; returns its path. Raises UserError."""
+    """runs/<time>-<preset>, with a number appended if it exists."""
     name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}"
-    for number in itertools.count(1):
-        path = Path(name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"the run's folder {path} cannot be made ({error}); give another --out_dir") from None
+    paths = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 @contextlib.contextmanager
@@ -75,36 +69,31 @@ class RunLogger:
         self.early = []  # lines from before log.txt is open
 
     def lock(self) -> None:
-        """Make the folder, lock it against other runs, and delete partial files of a run that died.
+        """Make the folder, lock it against other runs, and delete partial files of a run that died. Raises UserError.
 
-        Raises UserError.
+        After a restart by torchrun it waits: a rank whose torchrun was killed ends when it misses the others.
         """
+        deadline = time.monotonic() + 30 * (int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock_file = open(self.folder / ".lock", "a")
+            while fcntl:
+                try:
+                    fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        advice = "give another --out_dir or wait for it"
+                        raise UserError(f"another run is using {self.folder}; {advice}") from None
+                    time.sleep(0.2)
+                except OSError as error:  # some network file systems have no locks
+                    self.info(f"{self.folder} is not locked against a second run ({error})")
+                    break
+            for partial in self.folder.glob(".tmp-*"):
+                partial.unlink()
         except OSError as error:
-            raise UserError(
-                f"the run's folder {self.folder} cannot be written ({error}); give another --out_dir"
-            ) from None
-        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0  # not all of them are counted
-        deadline = time.monotonic() + 30 * restarts  # a rank whose torchrun was killed ends when it misses the others
-        while not self.take_lock():
-            if time.monotonic() >= deadline:
-                raise UserError(f"another run is using {self.folder}; give another --out_dir or wait for it")
-            time.sleep(0.2)
-        for partial in self.folder.glob(".tmp-*"):
-            partial.unlink()
-
-    def take_lock(self) -> bool:
-        """Whether this process got the folder's lock, or the file system has no locks."""
-        try:
-            if fcntl:
-                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:  # some network file systems
-            self.info(f"{self.folder} is not locked against a second run ({error})")
-        return True
+            advice = "give another --out_dir"
+            raise UserError(f"the run's folder {self.folder} cannot be written ({error}); {advice}") from None
 
     def open(self, flags: dict, first_step: int, vocabulary: str | None = None) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
@@ -113,16 +102,12 @@ class RunLogger:
         into source/, or source_<step>/ if a resumed run's differ; vocabulary: of byte pairs, kept as the data's folder
         has it. All ranks get the rows. Raises UserError.
         """
+        return run_on_rank0(self.dist_ctx, lambda: self.open_files(flags, first_step, vocabulary))
 
-        def open_all() -> list[dict]:
-            if vocabulary:
-                with atomic_write(self.folder / VOCABULARY_FILE) as file:
-                    file.write(vocabulary.encode("utf-8"))
-            return self.open_files(flags, first_step, SOURCE_FILES)
-
-        return run_on_rank0(self.dist_ctx, open_all)
-
-    def open_files(self, flags: dict, first_step: int, sources: dict[str, Path]) -> list[dict]:
+    def open_files(self, flags: dict, first_step: int, vocabulary: str | None) -> list[dict]:
+        if vocabulary:
+            with atomic_write(self.folder / VOCABULARY_FILE) as file:
+                file.write(vocabulary.encode())
         rows, kept = self.folder / "metrics.jsonl", []
         if first_step and rows.exists():
             found = read_rows(rows.read_text(encoding="utf-8", errors="replace"))
@@ -131,31 +116,26 @@ class RunLogger:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
         self.metrics = open(rows, "a", encoding="utf-8")
         self.log = open(self.folder / "log.txt", "a" if first_step else "w", encoding="utf-8", errors="replace")
-        contents = {name: path.read_bytes() for name, path in sources.items()}
-        folder = self.folder / "source"
-        there = {name: folder / name for name in contents if (folder / name).is_file()}
-        if first_step and any(name not in there or there[name].read_bytes() != contents[name] for name in contents):
+        sources, folder = {name: path.read_bytes() for name, path in SOURCE_FILES.items()}, self.folder / "source"
+        there = {name: (folder / name).read_bytes() for name in sources if (folder / name).is_file()}
+        if first_step and there != sources:
             folder = self.folder / f"source_{first_step}"
-        for name, content in contents.items():
+        for name, content in sources.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        hashes = ", ".join(f"{name} sha256 {hashlib.sha256(text).hexdigest()}" for name, text in contents.items())
+        hashes = ", ".join(f"{name} sha256 {hashlib.sha256(content).hexdigest()}" for name, content in sources.items())
         command = f"command: {shlex.join(sys.argv)}"
         for line in (f"{SECTION} run", json.dumps(flags), command, f"sources: {hashes}", *self.early):
             self.write(self.log, line)
         if flags["wandb"]:
-            self.start_wandb(flags)
+            try:
+                import wandb
+
+                self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=flags)
+            except Exception as error:  # no package, no login, no network
+                advice = "run `wandb login`, set WANDB_MODE=offline or remove it"
+                raise UserError(f"--wandb could not start ({error}); {advice}") from None
         return kept
-
-    def start_wandb(self, flags: dict) -> None:
-        try:
-            import wandb
-
-            self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=flags)
-        except Exception as error:  # no package, no login, no network
-            raise UserError(
-                f"--wandb could not start ({error}); run `wandb login`, set WANDB_MODE=offline or remove it"
-            ) from None
 
     def write(self, file, line: str) -> None:
         """Append a line to a file; a full disk does not end the run."""
@@ -169,10 +149,7 @@ class RunLogger:
         """Print a line, and keep it in log.txt."""
         if self.is_rank0:
             print(text, flush=True)
-            if self.log:
-                self.write(self.log, text)
-            else:
-                self.early.append(text)
+            self.write(self.log, text) if self.log else self.early.append(text)
 
     def log_metrics(self, values: dict) -> None:
         """One line of metrics.jsonl; non-finite values are written as null."""
@@ -217,18 +194,12 @@ def read_rows(metrics: str) -> list[dict]:
 
 
 def nan_to_none(value):
-    """The same, inside dicts and lists too, with None for non-finite numbers, which JSON cannot represent."""
-    if isinstance(value, dict):
-        return {k: nan_to_none(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [nan_to_none(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """The same dict or list with None for numbers that are not finite, which JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-def format_duration(seconds: float) -> str:
-    """h:mm:ss"""
-    minutes, seconds = divmod(int(max(0, seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+def h_mm_ss(seconds: float) -> str:
+    return str(timedelta(seconds=int(max(0, seconds))))
 
 
 class TrainTimer:
@@ -242,13 +213,13 @@ class TrainTimer:
         self.recent_s = [0.0, 0.0]
 
     @property
-    def wall_time(self) -> float:
-        return self.wall_before + self.wall_time_here
-
-    @property
     def wall_time_here(self) -> float:
         """Of this process, without what came before a resumed run."""
         return time.perf_counter() - self.created
+
+    @property
+    def wall_time(self) -> float:
+        return self.wall_before + self.wall_time_here
 
     @contextlib.contextmanager
     def training(self):
@@ -280,21 +251,13 @@ class TrainTimer:
 class Reporter:
     """The metrics of a run: rows of metrics.jsonl, lines of the console, and what the summary needs of them."""
 
-    def __init__(
-        self,
-        logger: RunLogger,
-        dist_ctx: DistContext,
-        rows: list[dict],
-        tokens: int,
-        flops_per_token: float,
-        dtype: str,
-    ):
+    def __init__(self, logger, dist_ctx: DistContext, rows: list[dict], tokens: int, flops: float, dtype: str):
         """rows: of the metrics.jsonl of a run that is resumed, the same on every rank; tokens: trained on so far.
 
-        dtype: of the matmuls.
+        flops: of the model, per token; dtype: of the matmuls.
         """
         self.logger, self.timer, self.dist_ctx = logger, logger.timer, dist_ctx
-        self.flops_per_token = flops_per_token
+        self.flops_per_token = flops
         self.peak_flops = (peak_flops(dist_ctx.device, dtype) or math.nan) * dist_ctx.world_size
         self.evaluations = [row for row in rows if row.get("val_loss") is not None]
         losses = (row["train_loss"] for row in rows if row.get("train_loss") is not None)
@@ -335,7 +298,7 @@ class Reporter:
         self.logger.info(
             f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | loss {loss:.4f}{' SPIKE' if spike else ''} | "
             f"lr {row['lr']:.2e} | norm {row['grad_norm']:.3f} | {figures(metrics)}{speed:,.0f} tok/s | {mfu}"
-            f"{row['peak_mem_mb']:,.0f} MiB | {format_duration(row['wall_time_s'])} < {format_duration(left_s)}"
+            f"{row['peak_mem_mb']:,.0f} MiB | {h_mm_ss(row['wall_time_s'])} < {h_mm_ss(left_s)}"
         )
         self.logger.log_metrics(row | metrics)
         if math.isfinite(loss):
@@ -363,22 +326,21 @@ class Reporter:
 
         Raises RunError for a run that diverged, and on nodes that got none of the signals that ended the run.
         """
-        target, eval_tokens = flags["target_val_loss"], flags["eval_tokens"]
         trained_s = self.timer.train_time - self.first[1]
+        losses = [row["val_loss"] for row in self.evaluations]
         last = self.evaluations[-1] if self.evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
-        losses = [row["val_loss"] for row in self.evaluations if math.isfinite(row["val_loss"])]
-        reached = next((row for row in self.evaluations if row["val_loss"] <= target), None)
+        reached = next((row for row in self.evaluations if row["val_loss"] <= flags["target_val_loss"]), None)
         summary = dict(
             stopped_by=stopped_by,
             step=step,
             val_loss=last["val_loss"],
-            best_val_loss=min(losses, default=math.nan),
+            best_val_loss=min(filter(math.isfinite, losses), default=math.nan),
             val_bpb=last["val_bpb"],
             target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
             tokens=tokens,
             tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan,
             machine=device_summary(self.dist_ctx),
-            val_tokens=stream.num_eval_seqs(eval_tokens) * stream.seq_len,
+            val_tokens=stream.num_eval_seqs(flags["eval_tokens"]) * stream.seq_len,
             eval_part=stream.eval_part,
             files=recorded_hashes(stream.meta),
             dtype=flags["dtype"],
@@ -390,23 +352,23 @@ class Reporter:
         if tokens > self.first[0] or not (self.logger.folder / "summary.json").exists():
             self.logger.write_summary(summary)  # a run that was complete before keeps its figures
         folder = shlex.quote(str(self.logger.folder))
-        hint = (
-            f"next: python sample.py --run {folder} | longer: python train_gpt.py --out_dir {folder} --resume "
-            f"--max_steps {2 * step} | on your own text: python data/prepare.py files PATH | larger: --params 10M"
-        )
-        if stopped_by not in ("max_steps", "minutes", "target_val_loss"):
-            hint = f"to continue: python train_gpt.py --out_dir {folder} --resume"
+        again = f"python train_gpt.py --out_dir {folder} --resume"
+        hint = f"to continue: {again}"
+        if stopped_by in ("max_steps", "minutes", "target_val_loss"):
+            hint = (
+                f"next: python sample.py --run {folder} | longer: {again} --max_steps {2 * step} | on your own text: "
+            )
+            hint += "python data/prepare.py files PATH | larger: --params 10M"
+        train_time, wall_time = (f"{seconds:.1f} s" for seconds in (self.timer.train_time, self.timer.wall_time))
         self.logger.info(
-            f"stopped by {stopped_by} at step {step}: train_time {self.timer.train_time:.1f} s (data stall "
-            f"{self.data_wait_s / max(trained_s, 1e-9):.2%}), wall time {self.timer.wall_time:.1f} s; everything is in "
-            f"{folder}\n{hint}"
+            f"stopped by {stopped_by} at step {step}: train_time {train_time} (data stall "
+            f"{self.data_wait_s / max(trained_s, 1e-9):.2%}), wall time {wall_time}; everything is in {folder}\n{hint}"
         )
         check_stop(self.dist_ctx, signals, stopped_by)
         if stopped_by == "diverged":
-            error = RunError(
-                f"the loss or gradient was not finite in many steps in a row, to step {step} (ckpt_{step}.pt has the "
-                "weights from before); try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data"
-            )
+            found = f"the loss or gradient was not finite in many steps in a row, to step {step}"
+            advice = "try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data"
+            error = RunError(f"{found} (ckpt_{step}.pt has the weights from before); {advice}")
             raise printed_by(error, self.dist_ctx.rank == 0)
         return summary
 

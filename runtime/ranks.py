@@ -11,16 +11,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from data.shards import sha256_of_file
 from runtime.errors import RunError, TrainerError, UserError
 
 PATIENCE_S = 600.0  # how long to wait for late ranks, as torchrun does for nodes
-RENDEZVOUS_ADVICE = (
-    "start the same command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, HOST being "
-    "one of the nodes that all can reach"
-)
+RENDEZVOUS_ADVICE = "start the same command on every node, with torchrun --rdzv_backend=c10d "
+RENDEZVOUS_ADVICE += "--rdzv_endpoint=HOST:29500, HOST being one of the nodes that all can reach"
 
 
 @dataclass
@@ -68,7 +65,10 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
                 devices[other] = store.get(f"from rank {other}, {name}").decode()
         missing = [other for other in missing if other not in devices]
         time.sleep(0.01)
-    verdict = f"{ranks_named(missing, world_size)} {late}" if missing else ""
+    verdict = ""
+    if missing:
+        first = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
+        verdict = f"rank{'s' * (len(missing) > 1)} {first} of {world_size} {late}"
     for other in devices:
         if devices[other] != device:
             verdict = f"rank {other} runs on {devices[other]}, and rank 0 on {device}; give all the same --device"
@@ -78,19 +78,18 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-def ranks_named(ranks: list[int], world_size: int) -> str:
-    """Ranks, or the first of many, for a message."""
-    first = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-    return f"rank{'s' * (len(ranks) > 1)} {first} of {world_size}"
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Agreement
 
 
 def run_on_rank0(dist_ctx: DistContext, function):
     """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
-    answer = [*attempt(function)] if dist_ctx.rank == 0 else [None, None]
+    answer = [None, None]
+    if dist_ctx.rank == 0:
+        try:
+            answer[0] = function()
+        except TrainerError as error:
+            answer[1] = error
     if dist_ctx.world_size > 1:
         dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
     if answer[1] is not None:
@@ -118,14 +117,6 @@ def printed_by(error: TrainerError, here: bool) -> TrainerError:
     return error
 
 
-def attempt(function) -> tuple:
-    """What a function returns, and None; or None, and the TrainerError that it raises."""
-    try:
-        return function(), None
-    except TrainerError as error:
-        return None, error
-
-
 def gather_objects(dist_ctx: DistContext, ours) -> list:
     """Every rank's object, on every rank."""
     everyones = [ours] * dist_ctx.world_size
@@ -144,11 +135,7 @@ def dist_max(dist_ctx: DistContext, *values: float) -> list[float]:
 
 def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
     """The mean of each number or 0-d tensor over the ranks that have it, by name; waits for the device."""
-    ours = {}
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise UserError(f"state.metrics[{name!r}] is a tensor of shape {tuple(value.shape)}; expected one number")
-        ours[name] = float(value.full_tensor() if hasattr(value, "full_tensor") else value)
+    ours = {name: float(v.full_tensor() if hasattr(v, "full_tensor") else v) for name, v in values.items()}
     everyones = gather_objects(dist_ctx, ours)
     names = dict.fromkeys(name for theirs in everyones for name in theirs)
     found = {name: [theirs[name] for theirs in everyones if name in theirs] for name in names}

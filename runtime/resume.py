@@ -79,11 +79,6 @@ def with_run(given: dict) -> tuple[dict, dict]:
     return given, {name: value for name, value in saved.items() if name not in dropped}
 
 
-def was_restarted() -> bool:
-    """Whether torchrun has started this job again, as far as this node knows."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def find_checkpoint(folder: Path, resume: str, init_from: str, restarted: bool, say) -> tuple[Path | None, bool]:
     """The file to start from, verified (None = from scratch), and whether to resume it. Raises UserError.
 
@@ -153,7 +148,8 @@ class Start(NamedTuple):
 
 def find_start(logger: RunLogger, resume: str, init_from: str, dist_ctx: DistContext, stream) -> Start:
     """What --resume and --init_from mean, on every rank the same; also after torchrun's restart. Raises UserError."""
-    restarted = any(dist_max(dist_ctx, was_restarted()))  # not all nodes count restarts
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarted = any(dist_max(dist_ctx, restarts))  # not all nodes count them
     args = (logger.folder, resume, init_from, restarted, logger.info)
     path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*args))
     with agree(dist_ctx):
@@ -170,23 +166,17 @@ def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
     was, now = (name + (" " + vocabulary_hash(text)[:12] if text else "") for name, text in texts)
     if was != now:
         source = path.parent if was.startswith("bpe") else was
-        raise UserError(
-            f"{path} reads tokens of {was}, and {stream.folder} holds those of {now}; prepare the data with "
-            f"--tokenizer {source}, and give their folder as --data"
-        )
+        advice = f"prepare the data with --tokenizer {source}, and give their folder as --data"
+        raise UserError(f"{path} reads tokens of {was}, and {stream.folder} holds those of {now}; {advice}")
 
 
 def check_same_stream(checkpoint: dict, stream, path: Path) -> None:
     """Raises UserError when resuming would continue with other data, or at another place in them."""
     if checkpoint["data"] != stream.fingerprint():
-        raise UserError(
-            f"{path} was trained on other data than {stream.folder} holds now; give the same --data, or start a new "
-            f"run with --init_from {path}"
-        )
+        advice = f"give the same --data, or start a new run with --init_from {path}"
+        raise UserError(f"{path} was trained on other data than {stream.folder} holds now; {advice}")
     was, position = checkpoint["position"], stream.position(checkpoint["step"])
     moved = [f"{key} {was.get(key)} there and {now} here" for key, now in position.items() if was.get(key) != now]
     if moved:
-        raise UserError(
-            f"{path} continues at another place of the stream ({', '.join(moved)}), so data were lost or seen twice; "
-            f"give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
-        )
+        advice = f"give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
+        raise UserError(f"{path} continues at another place of the stream ({', '.join(moved)}); {advice}")

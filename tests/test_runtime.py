@@ -96,13 +96,14 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == files
 
 
-def test_sources_that_changed_before_a_resume_are_kept_too(tmp_path):
+def test_sources_that_changed_before_a_resume_are_kept_too(tmp_path, monkeypatch):
     source, folder = tmp_path / "train_gpt.py", tmp_path / "run"
+    monkeypatch.setattr(log, "SOURCE_FILES", {"train_gpt.py": source})
     for step, text in ((0, "first"), (5, "first"), (9, "second")):
         source.write_text(text)
         with contextlib.closing(RunLogger(folder, CPU)) as logger:
             logger.lock()
-            logger.open_files(dict(wandb=False), step, {"train_gpt.py": source})
+            logger.open(dict(wandb=False), step)
     assert sorted(path.parent.name for path in folder.glob("source*/train_gpt.py")) == ["source", "source_9"]
     assert (folder / "source" / "train_gpt.py").read_text() == "first"
     hashes = [hashlib.sha256(text).hexdigest() for text in (b"first", b"first", b"second")]
