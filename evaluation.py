@@ -74,10 +74,8 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
 
     loss = summed_loss(model, tokens, tokenizer.eot, stride, report)
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
-    print(
-        f"{path}: windows of {model.cfg.seq_len} tokens, stride {stride}; each token is predicted once, the first "
-        "from an end-of-text token"
-    )
+    windows = f"windows of {model.cfg.seq_len} tokens, stride {stride}"
+    print(f"{path}: {windows}; each token is predicted once, the first from an end-of-text token")
     print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
     for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
         if n:
@@ -129,10 +127,8 @@ def tokens_of(question: Question, tokenizer, seq_len: int, place: str) -> list[t
     pairs = [(context, torch.tensor(tokenizer.encode(blanks + text).tolist())) for text in question.endings]
     longest = max(len(ending) for _, ending in pairs)
     if longest > seq_len:
-        raise UserError(
-            f"{place} has an ending of {longest} tokens, and the model's context is {seq_len}; shorten it, or take a "
-            "model with a longer context"
-        )
+        found = f"{place} has an ending of {longest} tokens, and the model's context is {seq_len}"
+        raise UserError(f"{found}; shorten it, or take a model with a longer context")
     return pairs
 
 
@@ -143,11 +139,8 @@ def is_chosen(question: Question, scores: Tensor, pairs: list[tuple[Tensor, Tens
     """
     tokens = torch.tensor([len(ending) for _, ending in pairs])
     characters = torch.tensor([len(text.removeprefix(" ")) or 1 for text in question.endings])
-    measures = {
-        "summed": scores,
-        "per token (llm.c)": scores / tokens,
-        "per character (lm-evaluation-harness)": scores / characters,
-    }
+    measures = {"summed": scores, "per token (llm.c)": scores / tokens}
+    measures["per character (lm-evaluation-harness)"] = scores / characters
     return {name: values.argmax().item() == question.label for name, values in measures.items()}
 
 

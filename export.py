@@ -42,9 +42,8 @@ def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
     if checkpoint.get("vocabulary"):
         out.with_name(VOCABULARY_FILE).write_bytes(checkpoint["vocabulary"].encode("utf-8"))
     with atomic_write(out) as file:
-        file.write(
-            save({name: t.clone() for name, t in model.state_dict().items()}, {"format": "pt"})
-        )  # of tied ones too
+        weights = {name: t.clone() for name, t in model.state_dict().items()}  # of tied ones too
+        file.write(save(weights, {"format": "pt"}))
         with atomic_write(out.with_name("config.json")) as beside:  # if it fails, the weights do not appear either
             beside.write(json.dumps(config, indent=2).encode() + b"\n")
 
@@ -73,10 +72,8 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
         with contextlib.redirect_stderr(io.StringIO()):
             program = torch.export.export(model, (example,), dynamic_shapes=shapes)
     except Exception as error:  # of many kinds: an edit may not be traceable
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"the model cannot be traced into a graph ({type(error).__name__}: {reason}); {other}"
-        ) from None
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise UserError(f"the model cannot be traced into a graph ({reason}); {other}") from None
     idx = some_tokens(model, 3, model.cfg.seq_len)
     if not torch.allclose(program.module()(idx), model(idx), rtol=1e-3, atol=1e-3):
         raise UserError(f"the traced graph's logits differ from the model's, so it lacks part of the model; {other}")
@@ -120,10 +117,9 @@ def main(argv: list[str]) -> int:
         if not out.name:
             raise UserError(f"--out is {args.out!r}; expected the name of a file")
         beside = dict(safetensors=["config.json"], onnx=[f"{out.name}.data"]).get(args.to, [])
-        made = [out, *map(out.with_name, beside)]
-        for there in (path for path in made if path.exists()):
+        for there in filter(Path.exists, (out, *map(out.with_name, beside))):
             raise UserError(f"{there} is there already; give another --out, or delete it")
-        if len({*made}) < len(made):
+        if out.name in beside:
             raise UserError("--out is config.json, which is written beside the weights; give them another name")
         if args.to == "torch-export" and out.suffix != ".pt2":
             raise UserError(f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending")

@@ -158,10 +158,8 @@ def check_causal(model: nn.Module) -> None:
     model.train()
     model.attn_backend = backend
     if not (after - before).abs().max() <= 0.02 * before.std():
-        raise UserError(
-            "the model's logits change with later tokens, so it would see the tokens that it is to predict; let each "
-            "position depend on itself and earlier ones only"
-        )
+        found = "the model's logits change with later tokens, so it would see the tokens that it is to predict"
+        raise UserError(f"{found}; let each position depend on itself and earlier ones only")
 
 
 @torch.no_grad()
@@ -184,11 +182,9 @@ def check_cache(model: nn.Module) -> None:
             apart = max(apart, (model.next_logits(read, cache) - take_positions(whole, place)).abs().max().item())
     reshard(model)
     if not apart <= (0.5 if rounded else 1e-2) * whole.std().item() + 1e-6:
-        raise UserError(
-            f"logits with a KV cache differ by {apart:.2g} from those without: anything that looks at other tokens or "
-            "at positions must pass through the cache, as previous(), GPT.attention_bias and GPT.embed's position do; "
-            "sample.py --no_cache samples without it"
-        )
+        advice = "what looks at other tokens or at positions must pass through the cache, as previous(), "
+        advice += "GPT.attention_bias and GPT.embed's position do; sample.py --no_cache samples without it"
+        raise UserError(f"logits with a KV cache differ by {apart:.2g} from those without: {advice}")
 
 
 @torch.no_grad()
@@ -243,18 +239,12 @@ def uniform(generators: list[torch.Generator], device: torch.device, n: int):
         yield from block[:, : n - start].split(1, dim=1)
 
 
-def decode_step(
-    model: nn.Module,
-    idx: Tensor,
-    cache: KVCache,
-    draws: Tensor,
-    vocab_size: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> Tensor:
-    """The token that follows idx (B, T) in each row, int64 (B, 1); written to compile as a single graph."""
-    return sample_token(model.next_logits(idx, cache)[:, -1, :vocab_size], draws, temperature, top_k, top_p)
+def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vocab_size: int, *options) -> Tensor:
+    """The token that follows idx (B, T) in each row, int64 (B, 1); written to compile as a single graph.
+
+    options: of sample_token.
+    """
+    return sample_token(model.next_logits(idx, cache)[:, -1, :vocab_size], draws, *options)
 
 
 def compile_decode_step(device: torch.device):

@@ -75,42 +75,27 @@ def load(path: Path, device: str, dtype: str, int8: bool = False, cached: bool =
 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake."""
-    parser = argparse.ArgumentParser(
-        prog="sample.py",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--run", required=True, help="folder of a run, a checkpoint file, or one from export.py")
-    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
-    parser.add_argument("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
-    parser.add_argument("--interactive", action="store_true", help="continue each line that is typed")
-    parser.add_argument("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
-    parser.add_argument(
-        "--stride",
-        type=int,
-        default=0,
-        help="tokens by which the windows of --perplexity advance; 0 = a whole"
-        " context, which is fastest; fewer give each token more context",
-    )
-    parser.add_argument(
-        "--choices",
-        metavar="FILE",
-        help="print the accuracy on this file of multiple-choice questions (as from data/prepare.py hellaswag)",
-    )
-    parser.add_argument("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
-    parser.add_argument("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 = greedy decoding")
-    parser.add_argument("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="auto = as trained, if supported")
-    parser.add_argument(
-        "--int8", action="store_true", help="round weights to int8; on a CPU without --compile, activations to bf16 too"
-    )
-    parser.add_argument("--no_cache", action="store_true", help="re-read the whole context for each token, to compare")
-    parser.add_argument("--compile", action="store_true", help="compile the decode step; pays off for long texts")
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, allow_abbrev=False, formatter_class=shown)
+    add = parser.add_argument
+    add("--run", required=True, help="folder of a run, a checkpoint file, or one from export.py")
+    add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
+    add("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
+    add("--interactive", action="store_true", help="continue each line that is typed")
+    add("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
+    add("--stride", type=int, default=0, help="tokens by which windows of --perplexity advance; 0 = a context")
+    add("--choices", metavar="FILE", help="print the accuracy on multiple-choice questions (docs/data.md)")
+    add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
+    add("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
+    add("--temperature", type=float, default=0.8, help="0 = greedy decoding")
+    add("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
+    add("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
+    add("--seed", type=int, default=0, help="the same seed gives the same text")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+    add("--dtype", default="auto", choices=("auto", *DTYPES), help="auto = as trained, if supported")
+    add("--int8", action="store_true", help="weights in int8; on a CPU without --compile, activations in bf16")
+    add("--no_cache", action="store_true", help="re-read the whole context for each token, to compare")
+    add("--compile", action="store_true", help="compile the decode step; pays off for long texts")
     args = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stdin):  # the text may hold what a terminal cannot show
         if hasattr(stream, "reconfigure"):
@@ -186,30 +171,16 @@ def typed_lines():
 
 def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step) -> None:
     """Continue the prompts: a single text is streamed; several are generated 32 at a time and printed when done."""
-    number = len(prompts) * args.num_samples
-    for first in range(0, number, 32):
-        chosen = range(first, min(first + 32, number))
-        texts = [prompts[i // args.num_samples] for i in chosen]
-        print_batch(model, tokenizer, texts, [args.seed + i % args.num_samples for i in chosen], first, args, step)
+    every = [(prompt, args.seed + i) for prompt in prompts for i in range(args.num_samples)]
+    for first in range(0, len(every), 32):
+        print_batch(model, tokenizer, *zip(*every[first : first + 32]), first, args, step)
 
 
-def print_batch(
-    model: GPT, tokenizer, texts: list[str], seeds: list[int], first: int, args: argparse.Namespace, step
-) -> None:
+def print_batch(model: GPT, tokenizer, texts, seeds, first: int, args: argparse.Namespace, step) -> None:
     """Continue texts, each with its seed; `first` is the number of the first of them, from 0."""
     tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
-    drawn = generate(
-        model,
-        tokens,
-        args.max_new_tokens,
-        tokenizer.vocab_size,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        seeds,
-        step,
-        not args.no_cache,
-    )
+    how = args.temperature, args.top_k, args.top_p, seeds, step, not args.no_cache
+    drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, *how)
     alone = len(args.prompt) * args.num_samples == 1
     shown = printable if sys.stdout.isatty() else str  # a file gets the text unchanged
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]

@@ -80,8 +80,6 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"there is no vocabulary {path} ({error}): put it back, or prepare the data again") from None
     if sha256 and vocabulary_hash(text) != sha256:
-        raise UserError(
-            f"{path} has the hash {vocabulary_hash(text)[:12]}, and the data were made with a vocabulary of hash "
-            f"{sha256[:12]}: put that back, or prepare the data again"
-        )
+        found = f"{path} has the hash {vocabulary_hash(text)[:12]}, and the data were made with {sha256[:12]}"
+        raise UserError(f"{found}: put that back, or prepare the data again")
     return text

@@ -1,19 +1,15 @@
-"""Multiple-choice questions: HellaSwag, and your own files in the same format, which docs/data.md describes."""
+"""Multiple-choice questions: HellaSwag's file, and your own in a like format, which docs/data.md describes."""
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
-from data.download import download
-from data.shards import atomic_write
+from data.download import GITHUB, download
 from runtime.errors import UserError
 
-HELLASWAG = (
-    "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/"
-    "hellaswag_val.jsonl"
-)
+COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
+HELLASWAG = f"{GITHUB}/rowanz/hellaswag/{COMMIT}/data/hellaswag_val.jsonl"
 HELLASWAG_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # that file's object name in git
 EXPECTED = 'expected lines of {"context": TEXT, "endings": [TEXT, ...], "label": INDEX OF THE RIGHT ENDING}'
 
@@ -25,18 +21,24 @@ class Question(NamedTuple):
 
 
 def read_questions(path):
-    """The questions of a file, a list of Question. Raises UserError, which names the line."""
+    """The questions of a file, a list of Question. Raises UserError, which names the line.
+
+    HellaSwag's own rows have "ctx", and no space before the endings: it is added, as llm.c does.
+    """
     questions = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if line.strip():
             try:
                 row = json.loads(line)
+                if "ctx" in row:
+                    row |= dict(context=row["ctx"], endings=[f" {ending}" for ending in row["endings"]])
                 question = Question(*(row[key] for key in Question._fields))
-                valid = type(question.endings) is list and all(question.endings) and type(question.label) is int
-                valid = valid and all(type(text) is str for text in (question.context, *question.endings))
+                valid = all(type(text) is str and text for text in question.endings) and type(question.context) is str
+                valid = valid and type(question.endings) is list and type(question.label) is int
+                valid = valid and 0 <= question.label < len(question.endings)
             except (ValueError, TypeError, KeyError, RecursionError):
                 valid = False
-            if not valid or not 0 <= question.label < len(question.endings):
+            if not valid:
                 raise UserError(f"{path}, line {number} is not a question; {EXPECTED}")
             questions.append(question)
     if not questions:
@@ -45,30 +47,11 @@ def read_questions(path):
 
 
 def prepare_hellaswag(folder, say=print):
-    """Downloads HellaSwag's validation questions (Zellers et al. 2019) and writes two files of them into `folder`.
-
-    llmc.jsonl formats them as llm.c does, harness.jsonl as lm-evaluation-harness does: with the activity before the
-    context, and without WikiHow's markup. Raises UserError.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    original = folder / HELLASWAG.rpartition("/")[2]
-    download(HELLASWAG, original, say=say)
-    raw = original.read_bytes()
+    """Downloads HellaSwag's validation questions (Zellers et al. 2019) into `folder`. Raises UserError."""
+    path = Path(folder) / HELLASWAG.rpartition("/")[2]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    download(HELLASWAG, path, say=say)
+    raw = path.read_bytes()
     if hashlib.sha1(b"blob %d\0" % len(raw) + raw).hexdigest() != HELLASWAG_BLOB:
-        raise UserError(f"{original} is not HellaSwag's validation file: delete it and run the same command again")
-    for name in ("llmc", "harness"):
-        with atomic_write(folder / f"{name}.jsonl") as file:
-            for row in map(json.loads, raw.splitlines()):
-                context, endings = row["ctx"], row["endings"]
-                if name == "harness":
-                    context = _without_marks(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
-                    endings = map(_without_marks, endings)
-                question = Question(context, [f" {ending}" for ending in endings], int(row["label"]))
-                file.write(json.dumps(question._asdict(), ensure_ascii=False).encode() + b"\n")
-    say(f"next: python sample.py --run RUN --choices {folder / 'llmc.jsonl'}")
-
-
-def _without_marks(text):
-    text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+        raise UserError(f"{path} is not HellaSwag's validation file: delete it and run the same command again")
+    say(f"next: python sample.py --run RUN --choices {path}")

@@ -12,9 +12,10 @@ from data.shards import TOKENIZER_SIZES, atomic_write, load_meta, read_shard, sh
 from runtime.errors import UserError
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
+GITHUB = "https://raw.githubusercontent.com"
 DOWNLOADS = {  # source -> address, SHA-256
     "shakespeare": (
-        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
     "wikitext2": (
@@ -98,10 +99,9 @@ def download(url, path, sha256=None, say=print):
             if code == 416:  # what we have is as long as the file, or longer
                 partial.unlink()
             if wait is None or (400 <= code < 500 and code not in (408, 416, 429)):
-                raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to resume, set HF_ENDPOINT to a mirror "
-                    "of huggingface.co, or work offline with `python data/prepare.py python`"
-                ) from error
+                advice = "run this again to resume, set HF_ENDPOINT to a mirror of huggingface.co, or work offline with"
+                advice += " `python data/prepare.py python`"
+                raise UserError(f"{url} could not be downloaded ({error}): {advice}") from error
             say(f"{error}; trying again in {wait} s")
             time.sleep(wait)
     arrived = path if path.exists() else partial

@@ -229,20 +229,15 @@ TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths"
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
+    add, several = parser.add_argument, dict(nargs="+", action="extend")
     add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
     add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")
-    add(
-        "--tokenizer",
-        metavar="NAME|PATH",
-        help="gpt2, bytes, bpe (trained on this text), or a folder with a vocabulary",
-    )
+    add("--tokenizer", metavar="NAME|PATH", help="gpt2, bytes, bpe (trained on it), or a folder with a vocabulary")
     add("--vocab_size", type=int, metavar="N", help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE})")
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
     add("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
     add("--shard_tokens", type=int, default=10**8, help="max tokens per shard (default: 100000000)")
     add("--shards", type=int, default=FINEWEB_SHARDS, help="fineweb10B: training shards, 200 MB each (default: 103)")
-    several = dict(nargs="+", action="extend")
     add("--text_key", **several, metavar="KEY", help="files: .jsonl keys or .csv columns to join (default: text)")
     add("--include", **several, metavar="PATTERN", help="files: names to read inside folders, such as '*.md' '*.txt'")
     try:

@@ -106,10 +106,8 @@ def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none."""
     shards = sorted(path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith("."))
     if not shards:
-        missing = (
-            f"{folder} has no shards *{split}*.bin" if Path(folder).is_dir() else f"there is no data folder {folder}"
-        )
-        raise UserError(f"{missing}: expected a folder that `python data/prepare.py SOURCE` made")
+        missing = f"has no shards *{split}*.bin" if Path(folder).is_dir() else "does not exist"
+        raise UserError(f"{folder} {missing}: expected a folder that `python data/prepare.py SOURCE` made")
     return shards
 
 
@@ -129,14 +127,14 @@ def load_meta(folder: str | Path) -> dict:
         return assumed | {"splits": {}, "source": "unknown", "files": {}}
     try:
         meta = json.loads(path.read_bytes())
-        splits, shards = [meta["splits"][split] for split in ("train", "val")], [*meta["files"].values()]
-        numbers = [meta["vocab_size"], meta["eot"], *(counts["tokens"] for counts in splits + shards)]
-        numbers += [counts["bytes"] for counts in splits if counts.get("bytes") is not None]
-        texts = [meta["tokenizer"], meta["source"], *(s["sha256"] for s in shards if s.get("sha256") is not None)]
-        texts += [meta["vocabulary"]["sha256"]] if meta["tokenizer"] == "bpe" else []
-        valid = all(type(n) is int and n >= 0 for n in numbers) and all(type(text) is str for text in texts)
-        sizes = meta["vocab_size"], meta["eot"]
-        valid = valid and sizes[1] < sizes[0] <= 2**20 and sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
+        sizes, splits = (meta["vocab_size"], meta["eot"]), [meta["splits"][split] for split in ("train", "val")]
+        counts = [*sizes, *(n for part in splits for n in (part["tokens"], part.get("bytes") or 0))]
+        counts += [shard["tokens"] for shard in meta["files"].values()]
+        hashes = [meta["vocabulary"]["sha256"]] if meta["tokenizer"] == "bpe" else []
+        hashes += [shard.get("sha256") or "" for shard in meta["files"].values()]
+        valid = all(type(n) is int and n >= 0 for n in counts) and sizes[1] < sizes[0] <= 2**20
+        valid = valid and all(type(text) is str for text in (meta["tokenizer"], meta["source"], *hashes))
+        valid = valid and sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         valid = False
     if not valid:

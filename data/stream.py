@@ -64,10 +64,8 @@ class TokenShards:
 
     def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
         if (worst := int(tokens.max())) >= self.vocab_size:
-            raise UserError(
-                f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; "
-                f"make the data again with the tokenizer that meta.json names, or raise --vocab_size"
-            )
+            advice = "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
+            raise UserError(f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; {advice}")
 
     def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Sequences of `length` tokens from each start, int64 (len(starts), length)."""
@@ -122,9 +120,7 @@ def sequences_per_epoch(n_tokens: int, seq_len: int, aligned: np.ndarray | None 
     return max(1, (n_tokens - seq_len) // seq_len) if aligned is None else len(aligned)
 
 
-def sequence_starts(
-    index: np.ndarray, n_tokens: int, seq_len: int, seed: int, aligned: np.ndarray | None = None
-) -> np.ndarray:
+def sequence_starts(index: np.ndarray, n_tokens: int, seq_len: int, seed: int, aligned=None) -> np.ndarray:
     """Where the training sequences with these numbers start, int64 (len(index),).
 
     Each epoch cuts the stream into sequences of stride seq_len from its own offset and visits them in its own order;
@@ -173,10 +169,8 @@ class TokenStream:
         if self.meta["tokenizer"] == "bpe":
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
         if 0 < vocab_size < self.meta["vocab_size"]:
-            raise UserError(
-                f"--vocab_size {vocab_size} is less than the {self.meta['vocab_size']} of the tokenizer of {folder}; "
-                "raise it"
-            )
+            needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
+            raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
         vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
         self.train, self.val = (TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val"))
         self.check_shards()
@@ -184,10 +178,8 @@ class TokenStream:
         if doc_align:
             self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
             if not len(self.aligned):
-                raise UserError(
-                    f"--doc_align finds no document in {folder} with {seq_len} tokens after its start (token "
-                    f"{self.meta['eot']}); use a smaller --seq_len or remove it"
-                )
+                wanted = f"document in {folder} with {seq_len} tokens after its start (token {self.meta['eot']})"
+                raise UserError(f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it")
         self.per_epoch = sequences_per_epoch(self.train.n_tokens, seq_len, self.aligned)
         self.eval_part = eval_part_of(self.meta)
 
@@ -198,15 +190,13 @@ class TokenStream:
         for name in found | named:
             if found.get(name) != named.get(name):
                 counts = [f"{n} tokens" if n else "no such shard" for n in (found.get(name), named.get(name))]
-                raise UserError(
-                    f"{self.folder / name}: {counts[0]}, where meta.json says {counts[1]}; prepare the data again"
-                )
+                found = f"{self.folder / name}: {counts[0]}, where meta.json says {counts[1]}"
+                raise UserError(f"{found}; prepare the data again")
         for name, split in (("train", self.train), ("val", self.val)):
             if split.n_tokens <= self.seq_len:
-                raise UserError(
-                    f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence of "
-                    f"--seq_len {self.seq_len} and a target; use a smaller --seq_len or more data"
-                )
+                found = f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence"
+                advice = "use a smaller --seq_len or more data"
+                raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """This rank's part of step's global batch: inputs and one more target, int64 (sequences, seq_len + 1)."""
@@ -262,9 +252,9 @@ class TokenStream:
     @functools.cached_property
     def shard_samples(self) -> list[list[tuple[str, int, str]]]:
         """Name, tokens and hash of a sample of each shard, of the training and of the validation split."""
+        splits = (self.train, self.val)
         return [
-            [(path.name, split.lengths[i], split.sample_hash(i)) for i, path in enumerate(split.paths)]
-            for split in (self.train, self.val)
+            [(p.name, split.lengths[i], split.sample_hash(i)) for i, p in enumerate(split.paths)] for split in splits
         ]
 
     def facts(self) -> dict[str, str]:

@@ -28,22 +28,6 @@ class Tokenizer:
         return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
 
-class BPETokenizer(Tokenizer):
-    """Byte pairs of a vocabulary file (data/bpe.py); the last token is end-of-text.
-
-    Raises UserError for a file that is damaged; `where` names it.
-    """
-
-    def __init__(self, vocabulary: str, where: str = "the vocabulary"):
-        import tiktoken
-
-        pattern, ranks = parse_vocabulary(vocabulary, where)
-        special = {"<|endoftext|>": len(ranks)}
-        super().__init__(
-            "bpe", tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        )
-
-
 class ByteTokenizer(Tokenizer):
     """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
 
@@ -63,18 +47,19 @@ def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vo
 
     Raises UserError for other names and for a vocabulary out of reach or damaged; `where` names its file.
     """
-    if name == "bpe" and vocabulary:
-        return BPETokenizer(vocabulary, where)
-    if name not in ("gpt2", "bytes"):
-        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
     if name == "bytes":
         return ByteTokenizer()
-    try:
-        import tiktoken
+    import tiktoken
 
-        return Tokenizer("gpt2", tiktoken.get_encoding("gpt2"))
+    if name == "bpe" and vocabulary:
+        pattern, ranks = parse_vocabulary(vocabulary, where)
+        special = {"<|endoftext|>": len(ranks)}  # the last token
+        return Tokenizer(name, tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+    if name != "gpt2":
+        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
+    try:
+        return Tokenizer(name, tiktoken.get_encoding(name))
     except Exception as error:  # whatever went wrong in tiktoken's own download
-        raise UserError(
-            f"the gpt2 vocabulary could not be loaded ({type(error).__name__}): connect to the network, point "
-            "TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use --tokenizer bytes"
-        ) from error
+        advice = "connect to the network, point TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it"
+        failed = f"the gpt2 vocabulary could not be loaded ({type(error).__name__})"
+        raise UserError(f"{failed}: {advice}, or use --tokenizer bytes") from error

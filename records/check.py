@@ -22,15 +22,11 @@ SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
     "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",
     "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
 }
+TARGETS = {f"shakespeare-{loss}": loss for loss in (1.8857, 1.4697)}
 FINEWEB = dict(targets={"fineweb-3.28": 3.28}, device="", files=None, val_tokens=10485760)
 # folder of records/ -> targets by name, where it runs, its data (None: no hash is known yet, and none is accepted)
 TRACKS = {
-    "laptop": dict(
-        targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697},
-        device="1 x cpu",
-        files=SHAKESPEARE,
-        val_tokens=111540,
-    ),
+    "laptop": dict(targets=TARGETS, device="1 x cpu", files=SHAKESPEARE, val_tokens=111540),
     "single-gpu": FINEWEB | dict(device="1 x cuda"),
     "8-gpus": FINEWEB | dict(device="8 x cuda"),
     "steps": FINEWEB | dict(fixed=dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)),
@@ -218,7 +214,7 @@ COLUMNS = {  # of the row that check_record returns: key -> heading, format
     "deviation": ("sd", ".4f"),
     "p": ("p", ".1e"),
     "runs": ("runs", "d"),
-    "steps": ("steps", ",d"),
+    "step": ("steps", ",d"),
     "train_time_s": ("train_time, s", ".1f"),
     "wall_time_s": ("wall time, s", ".1f"),
     "machine": ("machine", ""),
@@ -238,17 +234,9 @@ def check_record(path: str) -> tuple[dict, list[str]]:
     p = t_test(losses, target)
     if p >= 0.01:
         reasons.append(f"the mean is not below {target} with p < 0.01 (p = {p:.4f})")
-    row = dict(
-        track=record.folder.parent.name,
-        record=record.folder.name,
-        runs=len(record.runs),
-        mean=statistics.mean(losses),
-        p=p,
-        target=target,
-        deviation=statistics.stdev(losses) if len(losses) > 1 else None,
-        steps=summaries[0]["step"],
-        machine=summaries[0]["machine"],
-    )
+    row = dict(track=record.folder.parent.name, record=record.folder.name, runs=len(record.runs), target=target, p=p)
+    row |= dict(mean=statistics.mean(losses), deviation=statistics.stdev(losses) if len(losses) > 1 else None)
+    row |= {key: summaries[0][key] for key in ("step", "machine")}
     for key in ("train_time_s", "wall_time_s"):
         seconds = [summary[key] for summary in summaries]
         row |= {key: statistics.median(seconds), f"{key}_min": min(seconds), f"{key}_max": max(seconds)}

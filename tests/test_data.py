@@ -169,7 +169,7 @@ def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
 
 
 def test_find_shards_and_meta_json(tmp_path):
-    with pytest.raises(UserError, match="there is no data folder .*none: expected a folder that `python data/prepare"):
+    with pytest.raises(UserError, match="none does not exist: expected a folder that `python data/prepare"):
         load_meta(tmp_path / "none")
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")

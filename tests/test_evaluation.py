@@ -134,18 +134,13 @@ def test_choices_on_the_command_line(noisy, tmp_path, capsys, monkeypatch):
         assert sample.main(["--run", str(noisy), *map(str, flags)]) == 2 and says in capsys.readouterr().err
 
 
-def test_hellaswag_is_written_as_both_tools_put_it(tmp_path, monkeypatch, capsys):
-    row = dict(activity_label="Removing ice", ctx_a="A man [header] scrapes.", ctx_b="then he", label=1)
-    row |= dict(ctx="A man [header] scrapes. then he", endings=["stops.", "[substeps] goes on [title] Now  stop."])
+def test_hellaswag_is_verified_and_read_as_it_is(tmp_path, monkeypatch, capsys):
+    row = dict(ctx="A man [header] scrapes. then he", endings=["stops.", "goes on."], label=1, activity_label="Ice")
     monkeypatch.setattr(data.choices, "download", lambda url, path, say: path.write_text(json.dumps(row) + "\n"))
     assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 2  # of another content than HellaSwag's
     assert "is not HellaSwag's validation file" in capsys.readouterr().err
-    text = (tmp_path / "h" / "hellaswag_val.jsonl").read_bytes()
-    blob = subprocess.run(
-        ["git", "hash-object", "--stdin"], input=text, capture_output=True, check=True
-    ).stdout.decode()
-    monkeypatch.setattr(data.choices, "HELLASWAG_BLOB", blob.strip())
+    path = tmp_path / "h" / "hellaswag_val.jsonl"
+    git = subprocess.run(["git", "hash-object", "--stdin"], input=path.read_bytes(), capture_output=True, check=True)
+    monkeypatch.setattr(data.choices, "HELLASWAG_BLOB", git.stdout.decode().strip())
     assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 0
-    llmc, harness = (data.choices.read_questions(tmp_path / "h" / f"{name}.jsonl")[0] for name in ("llmc", "harness"))
-    assert llmc == (row["ctx"], [" stops.", " [substeps] goes on [title] Now  stop."], 1)
-    assert harness == ("Removing ice: A man scrapes. Then he", [" stops.", "  goes on. Now stop."], 1)
+    assert data.choices.read_questions(path) == [(row["ctx"], [" stops.", " goes on."], 1)]
