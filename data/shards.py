@@ -106,8 +106,8 @@ def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none."""
     shards = sorted(path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith("."))
     if not shards:
-        missing = f"has no shards *{split}*.bin" if Path(folder).is_dir() else "does not exist"
-        raise UserError(f"{folder} {missing}: expected a folder that `python data/prepare.py SOURCE` made")
+        found = f"{folder} has no shards *{split}*.bin" if Path(folder).is_dir() else f"there is no folder {folder}"
+        raise UserError(f"{found}: expected a folder that `python data/prepare.py SOURCE` made")
     return shards
 
 

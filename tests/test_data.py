@@ -169,7 +169,7 @@ def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
 
 
 def test_find_shards_and_meta_json(tmp_path):
-    with pytest.raises(UserError, match="none does not exist: expected a folder that `python data/prepare"):
+    with pytest.raises(UserError, match="there is no folder .*none: expected a folder that `python data/prepare"):
         load_meta(tmp_path / "none")
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
@@ -386,21 +386,6 @@ def test_rows_are_read_in_little_memory(tmp_path):
     assert size == 2000 * (len(row) - 6) > 10_000_000 and peak < 1 << 20, peak
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_large_text_is_read_in_little_memory(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"100 MB of text in a file\n" * 4_000_000)
-    script = f"""
-import re
-from data import prepare
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
-before, prepare.os.cpu_count = peak(), lambda: 2
-prepare.prepare("files", [{str(tmp_path / "a.txt")!r}], "bytes", {str(tmp_path / "out")!r}, say=lambda line: None)
-print(peak() - before)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert 0 < int(done.stdout) < 60_000, done
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Running again, stopping, several at once
 
@@ -493,15 +478,6 @@ def test_downloads_resume(server, tmp_path, cut, ranges, before, asked):
         assert download.download(server.address + "/x", tmp_path / "x", SHA, quiet) == SHA
     assert (tmp_path / "x").read_bytes() == BODY and os.listdir(tmp_path) == ["x"]
     assert [request for _, request in server.requests] == asked
-
-
-def test_downloads_resume_in_the_next_run(server, tmp_path):
-    server.files["/x"], server.cut = BODY, 4
-    with pytest.raises(UserError, match=r"could not be downloaded \(the connection ended after 937500 of 1000000"):
-        download.download(server.address + "/x", tmp_path / "x", SHA, say=quiet)
-    assert os.listdir(tmp_path) == [".tmp-x"]
-    download.download(server.address + "/x", tmp_path / "x", SHA, say=quiet)
-    assert (tmp_path / "x").read_bytes() == BODY and server.requests[-1] == ("/x", "bytes=937500-")
 
 
 def test_downloads_are_verified(server, tmp_path):
@@ -666,17 +642,6 @@ def test_command_line(tmp_path):
     for wrong in (["pythn"], ["python", "--tok", "bytes"], []):
         done = run_prepare(*wrong)
         assert done.returncode == 2 and "prepare.py: error: " in done.stderr and not done.stdout
-
-
-def test_gpt2_without_network(tmp_path):
-    (tmp_path / "a.txt").write_text("text " * 100)
-    (tmp_path / "cache").mkdir()
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    environment = dict(nowhere, TIKTOKEN_CACHE_DIR=str(tmp_path / "cache"), no_proxy="", NO_PROXY="")
-    done = run_prepare("files", tmp_path / "a.txt", "--tokenizer", "gpt2", "--out", tmp_path / "out", **environment)
-    assert done.returncode == 2 and done.stderr.startswith("error: the gpt2 vocabulary could not be loaded")
-    assert "TIKTOKEN_CACHE_DIR" in done.stderr and "--tokenizer bytes" in done.stderr
-    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """Flags: mistakes told in one sentence, rules, what is left open and settled, help and README against the code."""
 
-import contextlib
 import dataclasses
-import importlib
 import inspect
 import os
 import re
@@ -18,7 +16,7 @@ from runtime.errors import UserError
 from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
 from runtime.ranks import DistContext
 from runtime.sizes import MANY_EPOCHS, largest_divisor, sizes_within, tokens_within
-from train_gpt import PRESETS, Config, make_config, train
+from train_gpt import Config, make_config, train
 
 CPU = DistContext(torch.device("cpu"))
 
@@ -367,25 +365,6 @@ def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# README and --help agree with the code
-
-
-def help_of(name: str, capsys) -> str:
-    capsys.readouterr()
-    with contextlib.suppress(SystemExit):
-        importlib.import_module(name).main(["--help"])
-    return capsys.readouterr().out
-
-
-def test_help_lists_every_flag_with_its_default(capsys):
-    text = help_of("train_gpt", capsys)
-    for f in dataclasses.fields(Config):
-        value = getattr(Config(**PRESETS["laptop"]), f.name)
-        default = "" if value == "" else rf" .*?\[{re.escape(str(value).lower())}\]"
-        assert re.search(rf"  --{f.name}\b{default}", text, re.S | re.I), f.name
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # What scripts and imports do to a process
 
 
@@ -409,15 +388,3 @@ def test_scripts_set_what_pytorch_reads_before_it_is_imported(script):
             "None" if script == "sample.py" and not given else given.get("GOMP_SPINCOUNT", "2000"),
             "1",
         ], done
-
-
-def test_importing_has_no_side_effects():
-    code = (
-        "import os, sys, random; before = dict(os.environ), random.getstate(); import train_gpt, sample, torch; "
-        "import data.prepare, records.check, export, bench; assert before == (dict(os.environ), random.getstate()); "
-        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized(); "
-        "assert 'wandb' not in sys.modules and 'tiktoken' not in sys.modules"
-    )
-    env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}  # no import's doing
-    done = run_python("-c", code, env=env)
-    assert done.returncode == 0, done.stderr

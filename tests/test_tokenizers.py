@@ -1,9 +1,7 @@
 """Byte-pair vocabularies of one's own: trained, kept, carried by runs; and the part of a split that is evaluated."""
 
-import io
 import json
 import platform
-import re
 import shutil
 
 import numpy as np
@@ -15,7 +13,6 @@ import sample
 from conftest import ROOT, TINY, final, flags_of, rows, run_main
 from data import bpe, corpus, prepare
 from data.bpe import MAX_SIZE, VOCABULARY_FILE, bytes_of_letters, parse_vocabulary, read_vocabulary, train_vocabulary
-from data.corpus import pieces_of
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
@@ -90,13 +87,6 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
     raw = np.random.default_rng(0).bytes(5000)  # of what is not UTF-8, bytes alone come back
     kept = raw if name == "bytes" else raw.decode(errors="replace").encode()
     assert tokenizer.decode_bytes(tokenizer.encode_raw(raw)) == kept
-
-
-def test_known_tokens(gpt2):
-    assert gpt2.encode("hello world").tolist() == [31373, 995]
-    assert get_tokenizer("bytes").encode("é").tolist() == [0xC3, 0xA9]
-    with pytest.raises(UserError, match="gpt2 or bytes"):
-        get_tokenizer("gpt3")
 
 
 def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
@@ -237,17 +227,6 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
     assert chosen("small.txt", "few", vocab_size=300)[:2] == ("bpe", 300)  # can only mean bpe
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     assert chosen("a.txt", "without") == ("bytes", 257, "tokenizer bytes")
-
-
-def test_a_vocabulary_is_of_the_first_part_of_a_large_text(tmp_path, monkeypatch, capsys, text):
-    monkeypatch.setattr(prepare, "BPE_SAMPLE", 1 << 20)
-    code, folder = prepared(tmp_path, text, "--vocab_size", "300")
-    assert code == 0 and re.search(r"training byte pairs: 1\.\d MB", capsys.readouterr().out)
-    pieces = list(pieces_of(io.BytesIO(text), len(text)))
-    n = next(n for n in range(len(pieces)) if sum(map(len, pieces[:n])) >= 1 << 20)
-    assert read_vocabulary(folder) == train_vocabulary(pieces[:n], 300)
-    code, folder = prepared(tmp_path, b"the cat and the hat", "--vocab_size", "5000", "--out", str(tmp_path / "few"))
-    assert code == 0 and load_meta(tmp_path / "few")["vocab_size"] < 300  # of little text there are few tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
