@@ -158,6 +158,8 @@ def prepare(
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
     if vocab_size is not None and (tokenizer != "bpe" or not MIN_SIZE <= vocab_size <= MAX_SIZE):
         raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe, and must be {MIN_SIZE} to {MAX_SIZE}")
+    if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
+        raise UserError(f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and a count")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
         made = f"of {meta['source']}, tokenizer {meta['tokenizer']} of {meta['vocab_size']:,} tokens"

@@ -120,7 +120,7 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {f.adam_lr:.4g}{ngrams}",
         f"batch: {f.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
         f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "
-        f"{f.batch_tokens * f.max_steps / stream.train.n_tokens:.2f} epochs",
+        f"{f.batch_tokens * f.max_steps / (stream.per_epoch * f.seq_len):.2f} epochs",
     ]
     if device.type == "cuda" and any(map(os.environ.get, ALLOC_CONF_VARIABLES)):
         settings = torch.cuda.memory._snapshot()["allocator_settings"]
