@@ -41,10 +41,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some systems cannot flush a folder, and so the new name
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def sha256_of_file(path: str | Path) -> str:
@@ -60,27 +56,19 @@ MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, dtype of the tokens
 
 
-def shard_header(dtype: np.dtype | type, count: int) -> bytes:
-    """The first HEADER_BYTES of a shard of `count` tokens of this dtype, uint16 or uint32."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = next((magic, version, count) for magic, (version, kind) in FORMATS.items() if kind == dtype)
-    return header.tobytes()
+def write_shard(path: str | Path, tokens: np.ndarray) -> dict:
+    """Writes a 1-D uint16 or uint32 array as one shard, atomically. Returns what meta.json holds of it.
 
-
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes a 1-D uint16 or uint32 array as one shard, atomically. Raises ValueError for other arrays."""
-    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
+    Raises ValueError for other arrays.
+    """
+    formats = [(magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == tokens.dtype]
+    if not formats or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
         raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = *formats[0], tokens.size
     with atomic_write(Path(path)) as file:
-        file.writelines((shard_header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens)))
-
-
-def complete_shard(path: Path) -> tuple[str, dict]:
-    """Writes the header of a file of HEADER_BYTES and uint16 tokens. Returns its name and entry in meta.json."""
-    count = (path.stat().st_size - HEADER_BYTES) // 2
-    with open(path, "rb+") as file:
-        file.write(shard_header(np.uint16, count))
-    return path.name, {"tokens": count, "sha256": sha256_of_file(path)}
+        file.writelines((header, np.ascontiguousarray(tokens)))
+    return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 
 def read_shard(path: str | Path) -> np.memmap:
@@ -115,9 +103,8 @@ def load_meta(folder: str | Path) -> dict:
     """meta.json of a prepared folder; where there is none, GPT-2's tokenizer, marked by "assumed": True.
 
     Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
-    source, files ({shard: {tokens, sha256}}), and for the tokenizer "bpe" vocabulary ({sha256}). Raises UserError when
-    they are missing or of another type. "command", which makes the folder again, and "order", of documents that come
-    from several files, may be missing.
+    source, files ({shard: {tokens, sha256}}), for the tokenizer "bpe" vocabulary ({sha256}), and perhaps "command" and
+    "order" of the documents. Raises UserError when they are missing or of another type.
     """
     path = Path(folder) / "meta.json"
     if not path.exists():
