@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import ROOT, TINY, flags_of, make_data, quiet, run_main
+from conftest import ROOT, make_data, quiet
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
-from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
+from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from runtime.errors import UserError
 
 TEXT = "First Citizen: déjà vu, naïve 漢字かな 🙂\n\nno\u00a0break <|endoftext|> don't  stop\t\n end"
@@ -275,8 +275,7 @@ def test_files_of_all_kinds(tmp_path, keys):
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
         texts[f"corpus/{name}"] = list(zip(numbers, joined))
     said, arguments = [], [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"]  # what is named twice is taken once
-    given = keys if len(keys) > 1 else keys[0]
-    out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=given, say=said.append)
+    out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=keys, say=said.append)
     assert documents_of(out) == expected_documents(texts, 0.3)
     assert said[0] == "skipped 1 files that are not text in UTF-8: image.png"
     meta = load_meta(out)
@@ -287,7 +286,7 @@ def test_files_of_all_kinds(tmp_path, keys):
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.bin")
     }
     moved = shutil.copytree(folder, tmp_path / "else" / "corpus", ignore=shutil.ignore_patterns("out"))
-    again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, shard_tokens=100, text_key=given)
+    again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, shard_tokens=100, text_key=keys)
     assert load_meta(again)["files"] == meta["files"]  # wherever the folder lies, in any order of the arguments
 
 
@@ -339,12 +338,13 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     words = ["word", "é", "漢字", "。", "don't", "'", "12", "...", "🙂", " ", "  ", "\n", "\n\n", "\t", "\r\n"]
     words += ["\u00a0", "\u2003", "\u3000", "\u0085", "\x1c", "\u0300", "\u1680", "ж", "かな", "µ", "²"]
     for raw in [" ".join(draw.choices(words, k=3000)).encode(), "".join(draw.choices(words, k=3000)).encode()]:
-        pieces = list(corpus.pieces_of(io.BytesIO(raw), len(raw)))
+        splits, starts, pieces = zip(*corpus.document("val", io.BytesIO(raw), "x"))
         assert b"".join(pieces) == raw and len(pieces) > 100
+        assert set(splits) == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
         joined = [token for piece in pieces for token in gpt2.encode_raw(piece).tolist()]
         assert joined == gpt2.tiktoken.encode_ordinary(raw.decode())
     raw = "漢字🙂".encode() * 500  # no place to cut: they stay small, and no character is cut
-    pieces = list(corpus.pieces_of(io.BytesIO(raw), len(raw)))
+    pieces = [piece for _, _, piece in corpus.document("val", io.BytesIO(raw), "x")]
     assert "".join(piece.decode() for piece in pieces).encode() == raw and max(map(len, pieces)) <= 4 * 48
 
 
@@ -417,21 +417,20 @@ def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
     script = f"""
 import os, resource, signal, sys
 from data import prepare
-complete, how = prepare.complete_shard, {how!r}
-def stop(path):
-    assert list({str(tmp_path)!r} in str(path) and path.parent.iterdir())
+write, how = prepare.write_shard, {how!r}
+def stop(path, tokens):
+    write(path, tokens)
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
-    return complete(path)
 if how == "disk full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 if how in ("Ctrl-C", "kill"):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    prepare.complete_shard = stop
+    prepare.write_shard = stop
 sys.exit(prepare.main({command!r}))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     code, says = {
-        "bad line": (2, "line 9001 of .*bad.jsonl is not"),
+        "bad line": (2, "bad.jsonl, after row 9000: expected"),
         "too little": (2, "no text is in the"),
         "disk full": (1, "File too large"),
         "Ctrl-C": (1, "stopped: by Ctrl-C; run the same command again"),
@@ -595,21 +594,24 @@ FILES = {
         ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400: it is for --tokenizer bpe"),
         ("python --vocab_size 257", "--vocab_size 257: .* must be 258 to 65536"),
         ("files", r"there is no text in \[\]: give PATHs of files, folders or globs"),
-        ("files a.txt none*.txt", "none.*txt is not a file or folder, and not a glob that matches any"),
+        ("files a.txt none*.txt", "none.*txt is not a file or folder, nor a glob that matches any"),
         ("files empty", "there is no text in .*empty"),
         ("files long.txt", r"long.txt is not UTF-8 text at byte 400,000: convert or remove it"),
-        ("files bad.jsonl", r'line 2 of .*bad.jsonl is not {"text": TEXT}: correct it, or --text_key'),
-        ("files number.jsonl", "line 1 of .*number.jsonl is not"),
-        ("files keys.jsonl --text_key a b", r'line 2 of .*keys.jsonl is not {"a": TEXT, "b": TEXT}'),
-        ("files latin.jsonl", "line 1 of .*latin.jsonl is not"),
+        ("files bad.jsonl", r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key'),
+        ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
+        (
+            "files keys.jsonl --text_key a b",
+            r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} \(KeyError: 'b'""",
+        ),
+        ("files latin.jsonl", "latin.jsonl, after row 0: expected .* can't decode"),
         ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
         ("files cut.txt.gz", "cut.txt.gz is a damaged gzip file"),
         ("files one.jsonl", "no text is in the .* split"),
-        ("files empty.csv", "line 0 of .*empty.csv: 'text' is not in list; correct it, or give --text_key COLUMN"),
-        ("files keys.csv", "line 1 of .*keys.csv: 'text' is not in list"),
-        ("files wide.csv", "line 3 of .*wide.csv: 3 fields under 2 columns"),
-        ("files quotes.csv", "line 3 of .*quotes.csv: unexpected end of data"),
-        ("files latin.csv", "of .*latin.csv: 'utf-8' codec can't decode"),
+        ("files empty.csv", "no text is in the train split"),
+        ("files keys.csv", "keys.csv, after row 0: expected .*KeyError: 'text'"),
+        ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
+        ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
+        ("files latin.csv", "latin.csv, after row .* 'utf-8' codec can't decode"),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
@@ -648,30 +650,24 @@ def test_command_line(tmp_path):
 # Data that a trainer refuses, and data that change while it reads them
 
 
-@pytest.mark.parametrize(
-    "how, sentence",
-    [
-        (lambda raw: b"\0\0\0\0" + raw[4:], "magic 0"),
-        (lambda raw: raw[:4] + b"\x09" + raw[5:], "version 9"),
-        (lambda raw: raw[:-100], "truncated"),
-        (lambda raw: raw[:2000] + b"\xff\xff" + raw[2002:], "holds token 65535"),
-        (
-            lambda raw: struct.pack("<256i", 20240520, 1, 50, *[0] * 253) + bytes(100),
-            "50 tokens, where meta.json says 17889",
-        ),
-        (lambda raw: b"", "is not a token shard"),
-        (None, "no such shard, where meta.json says 17889 tokens"),
-    ],
-    ids=["magic", "version", "truncated", "vocabulary", "count", "empty", "missing"],
-)
-def test_wrong_shards_are_refused_by_name(how, sentence, tmp_path, capsys):
-    shard = make_data(tmp_path / "data") / "a_train_1.bin"
-    shard.write_bytes(how(shard.read_bytes())) if how else shard.unlink()
-    code, err = run_main(flags_of(TINY | dict(data=shard.parent, out_dir=tmp_path / "run")), capsys)
-    assert code == 2 and re.search(f"a_train_1.bin.*{sentence}", err) and err.count("\n") == 1, err
+def test_shards_that_meta_json_does_not_name_are_refused(tmp_path):
+    data = make_data(tmp_path / "data")
+    shard = data / "a_train_1.bin"
+    content, more = shard.read_bytes(), data / "more_train.bin"
+    for path, wrong, says in (
+        (shard, content[:2000] + b"\xff\xff" + content[2002:], "holds token 65535, but the vocabulary ends at 256"),
+        (shard, content[:8] + struct.pack("<i", 50) + content[12:1124], "50 tokens, where meta.json says 17889"),
+        (shard, None, "no such shard, where meta.json says 17889 tokens"),
+        (more, content, "17889 tokens, where meta.json says no such shard"),
+    ):
+        path.write_bytes(wrong) if wrong else path.unlink()
+        with pytest.raises(UserError, match=f"{path}.*{says}"):
+            TokenStream(data, 32, 64)
+        more.unlink(missing_ok=True)
+        shard.write_bytes(content)
 
 
-def test_shards_that_meta_json_does_not_hold_are_refused(tmp_path):
+def test_shards_of_another_content_are_refused(tmp_path):
     data = make_data(tmp_path / "data")
     shard, meta = data / "a_train_1.bin", json.loads((data / "meta.json").read_text())
     content = shard.read_bytes()
@@ -686,10 +682,6 @@ def test_shards_that_meta_json_does_not_hold_are_refused(tmp_path):
     shard.write_bytes(content)
     (data / "meta.json").write_text(json.dumps(meta))
     assert TokenStream(data, 32, 64).fingerprint() == whole
-    shutil.copy(shard, data / "more_train.bin")
-    with pytest.raises(UserError, match="more_train.bin: 17889 tokens, where meta.json says no such shard"):
-        TokenStream(data, 32, 64)
-    (data / "more_train.bin").unlink()
     for options, says in (
         (dict(seq_len=5000), "the val split of .* has 4333 tokens, too few"),
         (dict(seq_len=32, vocab_size=100), "--vocab_size 100 is less than the 257"),
@@ -736,23 +728,26 @@ def test_permutation_visits_everything_once(n):
 
 
 @pytest.mark.parametrize("n_tokens", [33, 63, 64, 65, 1000])
-def test_windows_of_an_epoch(n_tokens):
-    per_epoch, offsets = max(1, (n_tokens - 32) // 32), set()
+def test_windows_of_an_epoch(n_tokens, tmp_path):
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"{split}.bin", np.arange(n_tokens, dtype=np.uint16))
+    stream, offsets = TokenStream(tmp_path, seq_len=32, batch_tokens=32, seed=3), set()
     for epoch in range(40):
-        starts = sequence_starts(epoch * per_epoch + np.arange(per_epoch), n_tokens, 32, seed=3)
+        starts = stream.sequence_starts(epoch * stream.per_epoch + np.arange(stream.per_epoch))
         offsets.add(int(starts.min()))
-        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(per_epoch))  # every sequence once
+        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(stream.per_epoch))  # every sequence once
         assert starts.min() >= 0 and starts.max() + 33 <= n_tokens
-    assert len(offsets) > 10 or n_tokens < 64
+    assert stream.per_epoch == max(1, n_tokens // 32 - 1) and (len(offsets) > 10 or n_tokens < 64)
 
 
 def test_batches_hold_the_tokens_of_their_windows(data):
     everything, starts = every_token(data), np.array([11100, 11110, 11111, 0])  # over the end of a shard
     read = TokenShards(data, "train", 257).read_sequences(starts, 33)
     assert np.array_equal(read, np.stack([everything[s : s + 33] for s in starts]))
-    starts = sequence_starts(77 * 16 + np.arange(16), len(everything), 32, seed=0)
-    batch = TokenStream(data, seq_len=32, batch_tokens=512).batch(77)
-    assert np.array_equal(batch, np.stack([everything[s : s + 33] for s in starts]))
+    stream = TokenStream(data, seq_len=32, batch_tokens=512)
+    starts = stream.sequence_starts(77 * 16 + np.arange(16))
+    assert np.array_equal(stream.batch(77), np.stack([everything[s : s + 33] for s in starts]))
+    assert np.array_equal(stream.batch(77)[8:], stream.batch(77, rank=1, world_size=2))
 
 
 def test_windows_start_at_documents(data):
