@@ -35,12 +35,12 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
     byte_of = bytes_of_letters()
-    merged = {}
-    for first, second in json.loads(tokenizer.to_str())["model"]["merges"]:
-        merged[bytes(byte_of[letter] for letter in first + second)] = None  # different pairs can make the same token
-    if not merged:
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    if not merges:
         raise UserError("the text has no pair of bytes to make a token of: give more, or --tokenizer bytes")
-    content = dict(format="byte pairs", pattern=PATTERN, tokens=[token.hex() for token in merged])
+    tokens = [bytes(byte_of[letter] for letter in first + second).hex() for first, second in merges]
+    tokens = list(dict.fromkeys(tokens))  # different pairs can make the same token
+    content = dict(format="byte pairs", pattern=PATTERN, tokens=tokens)
     return json.dumps(content, indent=0) + "\n"
 
 

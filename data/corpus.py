@@ -30,9 +30,6 @@ PIECE = 1 << 18  # bytes read at once; from pieces of 10^6 bytes on, tiktoken fa
 SAFE_CUT = re.compile(rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])")
 
 
-# ---- Which files, in which order: lists of (name, path) -------------------------------------------------------------
-
-
 def _hash(name):
     return int(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest(), 16)
 
@@ -98,9 +95,6 @@ def _begins_as_text(path):
     except (UnicodeDecodeError, *DAMAGED):
         return False
     return True
-
-
-# ---- Documents of files ---------------------------------------------------------------------------------------------
 
 
 def open_file(path):

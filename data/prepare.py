@@ -24,14 +24,11 @@ if __name__ == "__main__":  # a script's first import path is its own folder, wh
 
 from data import corpus
 from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train_vocabulary, vocabulary_hash
-from data.choices import prepare_hellaswag
-from data.download import DOWNLOADS, FINEWEB_SHARDS, Progress, download, prepare_fineweb
+from data.download import DOWNLOADS, Progress, download, prepare_fineweb
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, atomic_write, load_meta, write_shard
 from data.stream import map_ahead
 from data.tokenizers import get_tokenizer
 from runtime.errors import UserError
-
-# ---- Documents to shards --------------------------------------------------------------------------------------------
 
 BATCH = 1 << 20  # bytes given to a thread at once
 BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
@@ -97,11 +94,8 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
             raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
         if counts["tokens"] % shard_tokens:
             write(split, counts["tokens"] % shard_tokens)
-    progress.add(0, finished=True)
     return splits, dict(sorted(files.items()))
 
-
-# ---- The whole job --------------------------------------------------------------------------------------------------
 
 SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
     "python": str(PYTHON_VOCABULARY),
@@ -139,8 +133,7 @@ def prepare(
         raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe, and must be {MIN_SIZE} to {MAX_SIZE}")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
-        made = f"of {meta['source']}, tokenizer {meta['tokenizer']} of {meta['vocab_size']:,} tokens"
-        say(f"already there: {folder} ({made}); for other data remove it, or choose another --out")
+        say(f"already there: {folder} (of {meta['source']}); for other data remove it, or choose another --out")
         return folder
     if folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
@@ -213,31 +206,32 @@ TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths"
 
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add, several = parser.add_argument, dict(nargs="+", action="extend")
     add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
     add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")
     add("--tokenizer", metavar="NAME|PATH", help="gpt2, bytes, bpe (trained on it), or a folder with a vocabulary")
     add("--vocab_size", type=int, metavar="N", help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE})")
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
-    add("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
-    add("--shard_tokens", type=int, default=10**8, help="max tokens per shard (default: 100000000)")
-    add("--shards", type=int, default=FINEWEB_SHARDS, help="fineweb10B: training shards, 200 MB each (default: 103)")
+    add("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
+    add("--shard_tokens", type=int, help="max tokens per shard (default: 100000000)")
+    add("--shards", type=int, help="fineweb10B: training shards, 200 MB each (default: 103, which is all)")
     add("--text_key", **several, metavar="KEY", help="files: .jsonl keys or .csv columns to join (default: text)")
     add("--include", **several, metavar="PATTERN", help="files: names to read inside folders, such as '*.md' '*.txt'")
     try:
         given = vars(parser.parse_intermixed_args(argv))
-        source, out = given.pop("source"), given.pop("out")
-        command = shlex.join(["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)])
-        given = {name: value for name, value in given.items() if value not in (None, [], parser.get_default(name))}
-        if unused := given.keys() - TAKES.get(source, OPTIONS):
+        source, command = given.pop("source"), ["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)]
+        if unused := given.keys() - {"out", *TAKES.get(source, OPTIONS)}:
             raise UserError(f"{source} does not take {min(unused)}: remove it")
-        if source == "hellaswag":
-            prepare_hellaswag(out or DATA_DIR / source)
+        if source in SOURCES:
+            prepare(source, **given, command=shlex.join(command))
         elif source == "fineweb10B":
-            prepare_fineweb(out or DATA_DIR / source, given.get("shards", FINEWEB_SHARDS), command)
+            prepare_fineweb(**given, command=shlex.join(command))
         else:
-            prepare(source, out=out, **given, command=command)
+            path = Path(given.get("out", DATA_DIR / source), "hellaswag_val.jsonl")
+            download(DOWNLOADS[source][0], path, DOWNLOADS[source][1])
+            print(f"next: python sample.py --run RUN --choices {path}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -22,9 +22,6 @@ PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"  # of 3.11.7, as --tokeni
 TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> vocab_size, end-of-text token
 
 
-# ---- Files ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A binary file, written under a name that starts with `.tmp`, then flushed to disk and renamed to `path`.
@@ -49,10 +46,7 @@ def sha256_of_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- Shards ---------------------------------------------------------------------------------------------------------
-
 HEADER_BYTES = 1024
-MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, dtype of the tokens
 
 
@@ -62,7 +56,7 @@ def write_shard(path: str | Path, tokens: np.ndarray) -> dict:
     Raises ValueError for other arrays.
     """
     formats = [(magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == tokens.dtype]
-    if not formats or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
+    if not formats or tokens.ndim != 1 or not 0 < tokens.size < 2**31:  # the count is an int32
         raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
     header = np.zeros(256, dtype="<i4")
     header[:3] = *formats[0], tokens.size
@@ -85,9 +79,6 @@ def read_shard(path: str | Path) -> np.memmap:
     else:
         return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
     raise UserError(f"{path} {wrong}: delete it, and prepare or download it again")
-
-
-# ---- A prepared folder ----------------------------------------------------------------------------------------------
 
 
 def find_shards(folder: str | Path, split: str) -> list[Path]:

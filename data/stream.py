@@ -216,16 +216,15 @@ class TokenStream:
 
         Yields equally often on every rank; padding has targets of -1, so that there is one static shape to compile.
         """
-        all_starts = self.eval_starts(eval_tokens)
-        n_seqs = len(all_starts)
-        per_rank = -(-n_seqs // world_size)
-        mine = np.arange(rank * per_rank, min(n_seqs, (rank + 1) * per_rank))
+        starts = self.eval_starts(eval_tokens)
+        per_rank = -(-len(starts) // world_size)
+        mine = starts[rank * per_rank : (rank + 1) * per_rank]
         for i in range(0, per_rank, micro_batch):
-            starts = all_starts[mine[i : i + micro_batch]]
+            part = mine[i : i + micro_batch]
             sequences = np.zeros((micro_batch, self.seq_len + 1), dtype=np.int64)
-            sequences[: len(starts)] = self.val.read_sequences(starts, self.seq_len + 1)
+            sequences[: len(part)] = self.val.read_sequences(part, self.seq_len + 1)
             targets = sequences[:, 1:].copy()
-            targets[len(starts) :] = -1
+            targets[len(part) :] = -1
             yield sequences[:, :-1], targets
 
     def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
