@@ -12,23 +12,17 @@ from runtime.errors import UserError
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
+SHAKESPEARE = f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+WIKITEXT2 = f"{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip"
+WIKITEXT103 = f"{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"
 HELLASWAG = f"{GITHUB}/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
+FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
 DOWNLOADS = {  # source -> address, SHA-256
-    "shakespeare": (
-        f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    ),
-    "wikitext2": (
-        f"{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
-        "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
-    ),
-    "wikitext103": (
-        f"{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
-        "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
-    ),
+    "shakespeare": (SHAKESPEARE, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+    "wikitext2": (WIKITEXT2, "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"),
+    "wikitext103": (WIKITEXT103, "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794"),
     "hellaswag": (HELLASWAG, "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"),
 }
-FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
 
 
 class Progress:

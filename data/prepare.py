@@ -23,11 +23,10 @@ if __name__ == "__main__":  # a script's first import path is its own folder, wh
     sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE))]
 
 from data import corpus
-from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train_vocabulary, vocabulary_hash
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, atomic_write, load_meta, write_shard
 from data.stream import map_ahead
-from data.tokenizers import get_tokenizer
+from data.tokenizers import VOCABULARY_FILE, get_tokenizer, read_vocabulary, train_vocabulary, vocabulary_hash
 from runtime.errors import UserError
 
 BATCH = 1 << 20  # bytes given to a thread at once
@@ -129,8 +128,8 @@ def prepare(
     tokenizer = tokenizer or (own if vocab_size is None else "bpe")
     kind = tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
-    if vocab_size is not None and (tokenizer != "bpe" or not MIN_SIZE <= vocab_size <= MAX_SIZE):
-        raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe, and must be {MIN_SIZE} to {MAX_SIZE}")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
         say(f"already there: {folder} (of {meta['source']}); for other data remove it, or choose another --out")

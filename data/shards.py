@@ -101,8 +101,8 @@ def load_meta(folder: str | Path) -> dict:
     if not path.exists():
         find_shards(folder, "train")
         vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-        assumed = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "assumed": True}
-        return assumed | {"splits": {}, "source": "unknown", "files": {}}
+        sizes = dict(vocab_size=vocab_size, eot=eot)
+        return dict(tokenizer="gpt2", **sizes, splits={}, source="unknown", files={}, assumed=True)
     try:
         meta = json.loads(path.read_bytes())
         sizes, splits = (meta["vocab_size"], meta["eot"]), [meta["splits"][split] for split in ("train", "val")]

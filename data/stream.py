@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.bpe import read_vocabulary
 from data.shards import HEADER_BYTES, find_shards, load_meta, read_shard, recorded_hashes, sha256_of_file
+from data.tokenizers import read_vocabulary
 from runtime.errors import UserError
 
 
@@ -30,8 +30,8 @@ class TokenShards:
 
     CHECKED = 1 << 28  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
-        """sha256: the hashes of shards by name, where they are known. Raises UserError for shards that are wrong."""
+    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str | None]):
+        """sha256: of the shards, by name, where it is known. Raises UserError for shards that are wrong."""
         self.paths, self.vocab_size, self.lengths, self.dtypes = find_shards(folder, split), vocab_size, [], []
         unchecked = self.CHECKED
         for path in self.paths:  # none stays mapped: that takes a file handle
@@ -40,7 +40,7 @@ class TokenShards:
             self.dtypes.append(tokens.dtype)
             if unchecked > 0:
                 self.check_vocab(tokens[:unchecked], path)
-            expected = (sha256 or {}).get(path.name) if len(tokens) <= unchecked else None
+            expected = sha256.get(path.name) if len(tokens) <= unchecked else None
             if expected and sha256_of_file(path) != expected:
                 raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
             unchecked -= len(tokens)
@@ -146,16 +146,11 @@ class TokenStream:
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
         vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
         self.train, self.val = (TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val"))
-        found = dict(
-            zip((path.name for path in self.train.paths + self.val.paths), self.train.lengths + self.val.lengths)
-        )
-        named = {name: shard["tokens"] for name, shard in self.meta["files"].items()}
-        changed = sorted(found.items() ^ named.items()) if named else []
-        if changed:
-            name = changed[0][0]
-            counts = [f"{n} tokens" if n else "no such shard" for n in (found.get(name), named.get(name))]
-            said = f"{self.folder / name}: {counts[0]}, where meta.json says {counts[1]}"
-            raise UserError(f"{said}; prepare the data again")
+        found = {path.name: n for split in (self.train, self.val) for path, n in zip(split.paths, split.lengths)}
+        named = {name: shard["tokens"] for name, shard in self.meta["files"].items()} or found
+        for name in sorted(name for name, _ in found.items() ^ named.items()):
+            said = f"{found.get(name, 'no')} tokens, where meta.json says {named.get(name, 'nothing')}"
+            raise UserError(f"{self.folder / name} has {said}; prepare the data again")
         for name, split in (("train", self.train), ("val", self.val)):
             if split.n_tokens <= self.seq_len:
                 found = f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence"

@@ -395,10 +395,7 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
     before, said = tree(folder), []
     assert prepared(folder, tmp_path / "a.txt", fraction=0.5, say=said.append) == folder and tree(folder) == before
-    assert said == [
-        f"already there: {folder} (of files {tmp_path}/a.txt, tokenizer bytes of 257 tokens); for other data remove "
-        "it, or choose another --out"
-    ]
+    assert f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or" in said[0]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for out in (tmp_path / "mine", tmp_path / "a.txt"):
@@ -548,6 +545,14 @@ def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch)
     assert sorted(os.listdir(folder)) == ["meta.json", "train_000000.bin", "val_000000.bin", "w.zip"]
 
 
+def test_hellaswag_is_verified(server, tmp_path, monkeypatch, capsys):
+    server.files["/h"] = b"{}\n"
+    for sha256, code in (("0" * 64, 2), (hashlib.sha256(b"{}\n").hexdigest(), 0)):
+        monkeypatch.setitem(download.DOWNLOADS, "hellaswag", (server.address + "/h", sha256))
+        assert prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == code
+    assert tree(tmp_path) == {"h": False, "h/hellaswag_val.jsonl": b"{}\n"}
+
+
 def test_shakespeare_resumes(server, tmp_path, monkeypatch):
     text = b"First Citizen:\n" * 1000
     entry = (server.address + "/main/input.txt", hashlib.sha256(text).hexdigest())
@@ -656,9 +661,9 @@ def test_shards_that_meta_json_does_not_name_are_refused(tmp_path):
     content, more = shard.read_bytes(), data / "more_train.bin"
     for path, wrong, says in (
         (shard, content[:2000] + b"\xff\xff" + content[2002:], "holds token 65535, but the vocabulary ends at 256"),
-        (shard, content[:8] + struct.pack("<i", 50) + content[12:1124], "50 tokens, where meta.json says 17889"),
-        (shard, None, "no such shard, where meta.json says 17889 tokens"),
-        (more, content, "17889 tokens, where meta.json says no such shard"),
+        (shard, content[:8] + struct.pack("<i", 50) + content[12:1124], "has 50 tokens, where meta.json says 17889"),
+        (shard, None, "has no tokens, where meta.json says 17889"),
+        (more, content, "has 17889 tokens, where meta.json says nothing"),
     ):
         path.write_bytes(wrong) if wrong else path.unlink()
         with pytest.raises(UserError, match=f"{path}.*{says}"):
@@ -692,14 +697,14 @@ def test_shards_of_another_content_are_refused(tmp_path):
 
 def test_tokens_beyond_the_vocabulary_are_caught_wherever_they_are(data, monkeypatch):
     monkeypatch.setattr(TokenShards, "CHECKED", 0)  # as in a corpus too large to scan on opening
-    shards = TokenShards(data, "train", 100)
+    shards = TokenShards(data, "train", 100, {})
     with pytest.raises(UserError, match="a_train_0.bin holds token .* ends at 99"):
         shards.read_sequences(np.array([0]), 33)
 
 
 def test_a_shard_that_shrinks_or_goes_while_it_is_read(tmp_path):
     data = make_data(tmp_path / "data")
-    shards = TokenShards(data, "train", 257)
+    shards = TokenShards(data, "train", 257, {})
     whole = shards.read_sequences(np.array([0, 11100, 28900]), 33)
     assert whole.tolist() == [sum(map(independent_read, shards.paths), [])[at : at + 33] for at in (0, 11100, 28900)]
     os.truncate(data / "a_train_1.bin", 20_000)
@@ -742,7 +747,7 @@ def test_windows_of_an_epoch(n_tokens, tmp_path):
 
 def test_batches_hold_the_tokens_of_their_windows(data):
     everything, starts = every_token(data), np.array([11100, 11110, 11111, 0])  # over the end of a shard
-    read = TokenShards(data, "train", 257).read_sequences(starts, 33)
+    read = TokenShards(data, "train", 257, {}).read_sequences(starts, 33)
     assert np.array_equal(read, np.stack([everything[s : s + 33] for s in starts]))
     stream = TokenStream(data, seq_len=32, batch_tokens=512)
     starts = stream.sequence_starts(77 * 16 + np.arange(16))

@@ -11,11 +11,19 @@ import torch
 import export
 import sample
 from conftest import ROOT, TINY, final, flags_of, rows, run_main
-from data import bpe, corpus, prepare
-from data.bpe import MAX_SIZE, VOCABULARY_FILE, bytes_of_letters, parse_vocabulary, read_vocabulary, train_vocabulary
+from data import corpus, prepare
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
-from data.tokenizers import get_tokenizer
+from data.tokenizers import (
+    MAX_SIZE,
+    VOCABULARY_FILE,
+    bytes_of_letters,
+    get_tokenizer,
+    parse_vocabulary,
+    read_vocabulary,
+    train_vocabulary,
+    vocabulary_hash,
+)
 from runtime.checkpoint import read_checkpoint
 from runtime.errors import UserError
 from train_gpt import make_config, train
@@ -117,7 +125,7 @@ def notes(tmp_path_factory, text):
 def test_a_folder_has_its_vocabulary_and_only_learns_from_training(notes, text):
     meta, kept = load_meta(notes), read_vocabulary(notes)
     assert meta["tokenizer"] == "bpe" and meta["vocab_size"] == 400 and meta["eot"] == 399
-    assert meta["vocabulary"]["sha256"] == bpe.vocabulary_hash(kept)
+    assert meta["vocabulary"]["sha256"] == vocabulary_hash(kept)
     stream = TokenStream(notes, 32, 512)
     tokenizer, split = get_tokenizer("bpe", kept), meta["splits"]["train"]
     tokens = np.concatenate([stream.train.read_tokens(0, 0, 10**9)])
@@ -156,7 +164,7 @@ def test_another_vocabulary_is_refused_with_both_hashes(notes, tmp_path, capsys,
     assert prepare.main([*paths, str(tmp_path / "same"), "--tokenizer", str(tmp_path / "run")]) == 0
     start = flags | dict(init_from=str(tmp_path / "run"))
     code, err = run_main(flags_of(start | dict(data=tmp_path / "other", out_dir=tmp_path / "a")), capsys)
-    hashes = [bpe.vocabulary_hash(read_vocabulary(folder))[:12] for folder in (notes, tmp_path / "other")]
+    hashes = [vocabulary_hash(read_vocabulary(folder))[:12] for folder in (notes, tmp_path / "other")]
     assert code == 2 and all(digest in err for digest in hashes) and f"--tokenizer {tmp_path / 'run'}" in err
     assert run_main(flags_of(start | dict(data=tmp_path / "same", out_dir=tmp_path / "b")), capsys)[0] == 0
 
