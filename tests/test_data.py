@@ -131,10 +131,6 @@ def tree(folder):
     return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards and folders
-
-
 @pytest.mark.parametrize("dtype, top", [(np.uint16, 65535), (np.uint32, 2**32 - 1)])
 def test_shard_is_what_the_format_describes(tmp_path, dtype, top):
     tokens = np.array([0, 1, 258, 50256, top], dtype=dtype)
@@ -151,19 +147,17 @@ def test_shard_is_what_the_format_describes(tmp_path, dtype, top):
 @pytest.mark.parametrize(
     "header, n_bytes, says",
     [
-        ([], 0, "is not a token shard"),
         ((20240519, 1, 2), 4, "is not a token shard (magic 20240519"),
-        ((20240520, 7, 2), 4, "version 7"),
         ((20240801, 1, 2), 8, "version 1"),
-        ((20240520, 1, 0), 0, "0 tokens"),
         ((20240520, 1, -1), 4, "-1 tokens"),
         ((20240520, 1, 3), 4, "truncated, 1028 bytes instead of 1030"),
         ((20240520, 1, 1), 4, "too long, 1028 bytes instead of 1026"),
+        ((), -1000, "is not a token shard"),
     ],
 )
 def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
-    content = struct.pack("<256i", *header, *[0] * 253) if header else b"short"
-    (tmp_path / "bad_train.bin").write_bytes(content + bytes(n_bytes))
+    content = struct.pack("<3i", *header or (20240520, 1, 2)) + bytes(1012 + n_bytes)
+    (tmp_path / "bad_train.bin").write_bytes(content)
     with pytest.raises(UserError, match="bad_train.bin " + ".*" + re.escape(says)):
         read_shard(tmp_path / "bad_train.bin")
 
@@ -171,43 +165,23 @@ def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
 def test_find_shards_and_meta_json(tmp_path):
     with pytest.raises(UserError, match="there is no folder .*none: expected a folder that `python data/prepare"):
         load_meta(tmp_path / "none")
+    for name in ("b_train_1.bin", "a_train_0.bin", ".tmp-train_9.bin", "train.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_shards(str(tmp_path), "train")] == ["a_train_0.bin", "b_train_1.bin"]
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
-    for name in ("b_train_1.bin", "a_train_0.bin", "x_val.bin", ".tmp-train_9.bin", "train.txt"):
-        (tmp_path / name).touch()
-    assert [path.name for path in find_shards(tmp_path, "train")] == ["a_train_0.bin", "b_train_1.bin"]
-    assert [path.name for path in find_shards(str(tmp_path), "val")] == ["x_val.bin"]
     assumed = load_meta(tmp_path)
-    assert assumed["assumed"] is True and assumed["tokenizer"] == "gpt2" and assumed["splits"] == {}
-    assert (assumed["vocab_size"], assumed["eot"]) == (50257, 50256)
+    assert assumed["assumed"] and [assumed[k] for k in ("tokenizer", "vocab_size", "eot")] == ["gpt2", 50257, 50256]
     split = {"tokens": 2, "bytes": None, "documents": None}
     good = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "splits": {"train": split, "val": split}}
-    good |= {"source": "x", "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}}}
-
-    def load(meta):
-        (tmp_path / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
-        return load_meta(tmp_path)
-
-    assert load(good) == good and load(good | {"command": "python x"})["command"] == "python x"
-    for bad in (
-        "{",
-        "[]",
-        good | {"vocab_size": "257"},
-        good | {"eot": True},
-        good | {"vocab_size": 300},
-        good | {"eot": -1, "tokenizer": "x"},
-        good | {"splits": {"train": split}},
-        good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}},
-        good | {"files": {"train_0.bin": {}}},
-        good | {"tokenizer": "bpe"},
-        {k: good[k] for k in good if k != "files"},
-    ):
+    good |= {"source": "x", "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}}, "command": "python x"}
+    wrong = ({"vocab_size": "257"}, {"vocab_size": 300}, {"splits": {"train": split}}, {"files": {"train_0.bin": {}}})
+    for bad in (None, *wrong, {"tokenizer": "bpe"}):
+        (tmp_path / "meta.json").write_text(json.dumps(good))
+        assert load_meta(tmp_path) == good
+        (tmp_path / "meta.json").write_text(json.dumps(good | bad) if bad else "{")
         with pytest.raises(UserError, match="meta.json is damaged"):
-            load(bad)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources: documents, their order, their split
+            load_meta(tmp_path)
 
 
 def test_python_source_is_the_standard_library(tmp_path):
@@ -247,7 +221,7 @@ def write_rows(path, rows, keys, mark="", **dialect):
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
 
 
-@pytest.mark.parametrize("keys", [["text"], ["answer", "text"], ["text", 'a "b",\nc']])
+@pytest.mark.parametrize("keys", [["text"], ["answer", 'a "b",\nc']])
 def test_files_of_all_kinds(tmp_path, keys):
     """Texts and rows, packed or not, in folders, by glob and by name: in the order of the hashes of their names."""
     texts, folder, columns = {}, tmp_path / "corpus", ["id", "text", 'a "b",\nc', "answer"]
@@ -386,10 +360,6 @@ def test_rows_are_read_in_little_memory(tmp_path):
     assert size == 2000 * (len(row) - 6) > 10_000_000 and peak < 1 << 20, peak
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running again, stopping, several at once
-
-
 def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
@@ -449,9 +419,6 @@ def test_two_processes_at_once(tmp_path):
     assert len(independent_split(tmp_path / "out", "train")) == 1_800_001
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Downloads
 
 BODY = random.Random(3).randbytes(1_000_000)
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -566,23 +533,17 @@ def test_shakespeare_resumes(server, tmp_path, monkeypatch):
     assert documents_of(folder) == dict(train=[text[:13500]], val=[text[13500:]])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-
 FILES = {
     "a.txt": b"text",
     "long.txt": "é".encode() * 200_000 + b"\xff",
     "bad.jsonl": b'{"text": "good"}\n{"text": \n',
     "number.jsonl": b'{"text": 5}\n',
     "keys.jsonl": b'\n{"a": "1"}\n',
-    "latin.jsonl": b'{"text": "\xff"}\n',
     "cut.jsonl.gz": gzip.compress(b'{"text": "good"}\n' * 9)[:-9],
     "cut.txt.gz": gzip.compress(b"good " * 9)[:-9],
     "one.jsonl": b'{"text": "good"}\n',
-    "empty.csv": b"",
-    "keys.csv": b"id;text\n1;a\n",
     "wide.csv": b"id,text\n1,a\n2,b, c\n",
+    "narrow.csv": b"id,text\n1,a\n2\n",
     "quotes.csv": b'text\nfine\n"open\n',
     "latin.csv": b"text,id\n" + b"fine,1\n" * 9 + b"b,\xff\n",
 }
@@ -594,37 +555,30 @@ FILES = {
         ("fineweb10B --tokenizer bytes", "fineweb10B does not take tokenizer: remove it"),
         ("python --shards 2", "python does not take shards"),
         ("python a.txt", "python does not take paths"),
-        ("hellaswag --val_fraction 0.2", "hellaswag does not take val_fraction"),
         ("python --tokenizer gpt5", "there is no vocabulary gpt5"),
         ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400: it is for --tokenizer bpe"),
-        ("python --vocab_size 257", "--vocab_size 257: .* must be 258 to 65536"),
+        ("python --vocab_size 257", "--vocab_size 257: it must be 258 to 65536"),
         ("files", r"there is no text in \[\]: give PATHs of files, folders or globs"),
         ("files a.txt none*.txt", "none.*txt is not a file or folder, nor a glob that matches any"),
-        ("files empty", "there is no text in .*empty"),
         ("files long.txt", r"long.txt is not UTF-8 text at byte 400,000: convert or remove it"),
         ("files bad.jsonl", r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key'),
         ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
-        (
-            "files keys.jsonl --text_key a b",
-            r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} \(KeyError: 'b'""",
-        ),
-        ("files latin.jsonl", "latin.jsonl, after row 0: expected .* can't decode"),
+        ("files keys.jsonl --text_key a b", r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'"""),
         ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
         ("files cut.txt.gz", "cut.txt.gz is a damaged gzip file"),
         ("files one.jsonl", "no text is in the .* split"),
-        ("files empty.csv", "no text is in the train split"),
-        ("files keys.csv", "keys.csv, after row 0: expected .*KeyError: 'text'"),
+        ("files wide.csv --text_key id", "wide.csv, after row 1: expected .* list found"),
+        ("files narrow.csv", "narrow.csv, after row 1: expected .* NoneType found"),
         ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
         ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
         ("files latin.csv", "latin.csv, after row .* 'utf-8' codec can't decode"),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
-    (tmp_path / "empty").mkdir()
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     before, words = tree(tmp_path), arguments.split()
-    words = [str(tmp_path / word) if word in FILES or word in ("empty", "none*.txt") else word for word in words]
+    words = [str(tmp_path / word) if word in FILES or "*" in word else word for word in words]
     words += ["--tokenizer=bytes"] * (words[0] == "files")
     assert prepare.main([*words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -649,10 +603,6 @@ def test_command_line(tmp_path):
     for wrong in (["pythn"], ["python", "--tok", "bytes"], []):
         done = run_prepare(*wrong)
         assert done.returncode == 2 and "prepare.py: error: " in done.stderr and not done.stdout
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Data that a trainer refuses, and data that change while it reads them
 
 
 def test_shards_that_meta_json_does_not_name_are_refused(tmp_path):
@@ -713,10 +663,6 @@ def test_a_shard_that_shrinks_or_goes_while_it_is_read(tmp_path):
     (data / "a_train_1.bin").unlink()
     with pytest.raises(FileNotFoundError, match="a_train_1.bin"):
         shards.read_sequences(np.array([0, 11100, 28900]), 33)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stream
 
 
 def every_token(data: Path) -> np.ndarray:
