@@ -24,18 +24,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import ROOT, make_data, quiet
+from conftest import ROOT, make_data, quiet, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from runtime.errors import UserError
-
-TEXT = "First Citizen: déjà vu, naïve 漢字かな 🙂\n\nno\u00a0break <|endoftext|> don't  stop\t\n end"
-
-
-def in_val(name: str, fraction: float) -> bool:
-    """Whether the document of this name belongs to the validation split."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) < fraction * 2**256
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -117,7 +110,8 @@ def expected_documents(texts, fraction):
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         rows = texts[name]
         for document, text in [(name, rows)] if type(rows) is str else [(f"{name}:{n}", row) for n, row in rows]:
-            made["val" if in_val(document, fraction) else "train"] += [text.encode()] * bool(text)
+            in_val = int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
+            made["val" if in_val else "train"] += [text.encode()] * bool(text)
     assert all(len(documents) > 3 for documents in made.values())
     return made
 
@@ -202,14 +196,6 @@ def test_python_source_is_the_standard_library(tmp_path):
         assert counts["documents"] == tokens.count(256)
 
 
-def awkward_rows(count, columns, seed=5):
-    """Rows of random cells with all that CSV must quote, and what other splitters of lines take for an end of line."""
-    draw = random.Random(seed)
-    parts = ["a", "word", "é", "漢字", "🙂", " ", ",", '"', '""', "\n", "\r\n", "\r", "\t", ";", "'", "\\n"]
-    parts += ["\u2028", "\u0085", "\x0b", "\x1c", "\ufeff"]
-    return [["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(columns)] for _ in range(count)]
-
-
 def write_rows(path, rows, keys, mark="", **dialect):
     """A .csv or .jsonl file, also .gz; in .jsonl every third line is blank."""
     written = io.StringIO(newline="")
@@ -233,17 +219,16 @@ def test_files_of_all_kinds(tmp_path, keys):
         (folder / "deep" / f"{i}.txt").write_text(texts.setdefault(f"corpus/deep/{i}.txt", f"é{i} " * 50))
         (tmp_path / f"glob{i}.md").write_text(texts.setdefault(f"glob{i}.md", f"glob {i}"))
     (folder / "packed.txt.gz").write_bytes(gzip.compress(texts.setdefault("corpus/packed.txt.gz", "packed").encode()))
+    # all that CSV must quote, and what other splitters of lines take for an end of line
+    parts = ["a", "word", "é", "漢字", "🙂", " ", ",", '"', '""', "\n", "\r\n", "\r", "\t", ";", "'", "\\n"]
+    parts += ["\u2028", "\u0085", "\x0b", "\x1c", "\ufeff"]
     quoted = dict(quoting=csv.QUOTE_ALL)  # where Python's writer leaves a lone \r without
-    for name, more in {
-        "a.jsonl": {},
-        "b.jsonl.gz": {},
-        "c.csv": {},
-        "d.csv.gz": {},
-        "E.CSV": quoted | dict(mark="\ufeff", lineterminator="\n"),
-        "f.csv": quoted | dict(lineterminator="\r"),
-        "g.csv": quoted | dict(lineterminator="\n\n"),
-    }.items():
-        rows = awkward_rows(30, 4, seed=name)
+    dialects = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "d.csv.gz"), {})
+    dialects |= {"E.CSV": quoted | dict(mark="\ufeff", lineterminator="\n")}
+    dialects |= {"f.csv": quoted | dict(lineterminator="\r"), "g.csv": quoted | dict(lineterminator="\n\n")}
+    for name, more in dialects.items():
+        draw = random.Random(name)
+        rows = [["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in columns] for _ in range(30)]
         write_rows(folder / name, rows, columns, **more)
         numbers = [1 + i + i // 2 for i in range(30)] if "jsonl" in name else range(1, 31)
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
@@ -291,21 +276,6 @@ def test_single_text_is_split_by_position(tmp_path):
         assert "order" not in load_meta(folder)
 
 
-def test_gpt2_tokens_of_a_prepared_text(tmp_path, gpt2, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 1000)
-    monkeypatch.setattr(prepare, "BATCH", 3000)
-    text = " ".join(random.Random(2).choices(TEXT.split(" ") + ["\n", "  x"], k=20000))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    folder = prepared(tmp_path / "out", tmp_path / "a.txt", tokenizer="gpt2")
-    meta = load_meta(folder)
-    assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("gpt2", 50257, 50256)
-    size = meta["splits"]["train"]["bytes"]
-    for split, part in (("train", text.encode()[:size]), ("val", text.encode()[size:])):
-        tokens = [50256, *gpt2.tiktoken.encode_ordinary(part.decode())]
-        assert independent_split(folder, split) == tokens
-        assert meta["splits"][split] == {"tokens": len(tokens), "bytes": len(part), "documents": 1}
-
-
 def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE", 48)
     draw = random.Random(1)
@@ -322,15 +292,9 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     assert "".join(piece.decode() for piece in pieces).encode() == raw and max(map(len, pieces)) <= 4 * 48
 
 
-SHARDS = {  # SHA-256 of train and val of the next test's files: tokens, order and splits must not change
-    "bytes": (
-        "11fe72fc9a4ba0588a7b2e42b8ed7805a8a34ec4b655ae6aee35663f959ad165",
-        "cf438cb076c45d4ae7804ba016dc6e7945d121182b3ef17340562b412c2738c1",
-    ),
-    "gpt2": (
-        "23a23b083af12c300fe6ff4792cc889a32782b9d8aa8d8cac81f5a273406dbd9",
-        "bf15d90f89e0fbc363d2bdbfe404f397c8b602ecb78104abf5807a464ff22756",
-    ),
+SHARDS = {  # the first digits of SHA-256 of train and val of the next test's files: they must not change
+    "bytes": ["11fe72fc9a4ba058", "cf438cb076c45d4a"],
+    "gpt2": ["23a23b083af12c30", "bf15d90f89e0fbc3"],
 }
 
 
@@ -345,7 +309,7 @@ def test_order_splits_and_shards_stay_what_they_were(tokenizer, gpt2, tmp_path):
     lines = (" ".join(words[(j * j + i) % len(words)] for j in range(20 + i)) for i in range(50))
     (folder / "lines.jsonl").write_text("".join(json.dumps({"id": 1, "text": line}) + "\n" for line in lines))
     files = load_meta(prepared(tmp_path / "out", folder, tokenizer=tokenizer, fraction=0.2))["files"]
-    assert tuple(files[f"{split}_000000.bin"]["sha256"] for split in ("train", "val")) == SHARDS[tokenizer]
+    assert [files[f"{split}_000000.bin"]["sha256"][:16] for split in ("train", "val")] == SHARDS[tokenizer]
 
 
 def test_rows_are_read_in_little_memory(tmp_path):
@@ -395,7 +359,7 @@ if how in ("Ctrl-C", "kill"):
     prepare.write_shard = stop
 sys.exit(prepare.main({command!r}))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", script)
     code, says = {
         "bad line": (2, "bad.jsonl, after row 9000: expected"),
         "too little": (2, "no text is in the"),
@@ -463,7 +427,7 @@ def test_downloads_say_what_to_do_offline(server, tmp_path):
     assert len(server.requests) == 1 and len(said) == 3 and os.listdir(tmp_path) == []  # a 404 is final
     endpoint = dict(os.environ, HF_ENDPOINT="https://mirror.example/")
     code = "from data.download import FINEWEB; print(FINEWEB)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=endpoint, capture_output=True, text=True)
+    done = run_python("-c", code, env=endpoint)
     assert done.stdout == "https://mirror.example/datasets/kjj0/fineweb10B-gpt2/resolve/main/\n"
 
 
@@ -540,8 +504,6 @@ FILES = {
     "number.jsonl": b'{"text": 5}\n',
     "keys.jsonl": b'\n{"a": "1"}\n',
     "cut.jsonl.gz": gzip.compress(b'{"text": "good"}\n' * 9)[:-9],
-    "cut.txt.gz": gzip.compress(b"good " * 9)[:-9],
-    "one.jsonl": b'{"text": "good"}\n',
     "wide.csv": b"id,text\n1,a\n2,b, c\n",
     "narrow.csv": b"id,text\n1,a\n2\n",
     "quotes.csv": b'text\nfine\n"open\n',
@@ -565,9 +527,6 @@ FILES = {
         ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
         ("files keys.jsonl --text_key a b", r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'"""),
         ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
-        ("files cut.txt.gz", "cut.txt.gz is a damaged gzip file"),
-        ("files one.jsonl", "no text is in the .* split"),
-        ("files wide.csv --text_key id", "wide.csv, after row 1: expected .* list found"),
         ("files narrow.csv", "narrow.csv, after row 1: expected .* NoneType found"),
         ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
         ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
@@ -586,22 +545,16 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     assert tree(tmp_path) == before
 
 
-def run_prepare(*arguments, **environment) -> subprocess.CompletedProcess:
-    command, env = [sys.executable, "data/prepare.py", *map(str, arguments)], os.environ | environment
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-
-
 def test_command_line(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("text " * 100)
-    # flags may stand between the paths
     flags = ["--tokenizer", "bytes", tmp_path / "b.txt", "--val_fraction", "0.5", "--out", tmp_path / "out"]
-    done = run_prepare("files", tmp_path / "a.txt", *flags)
+    words = ["data/prepare.py", "files", tmp_path / "a.txt", *flags]  # flags may stand between the paths
+    done = run_python(*words)
     assert done.returncode == 0 and len(independent_split(tmp_path / "out", "val")) == 501, done.stderr
-    words = ["python data/prepare.py files", tmp_path / "a.txt", *flags]
-    assert load_meta(tmp_path / "out")["command"] == " ".join(map(str, words))
+    assert load_meta(tmp_path / "out")["command"] == " ".join(map(str, ["python", *words]))
     for wrong in (["pythn"], ["python", "--tok", "bytes"], []):
-        done = run_prepare(*wrong)
+        done = run_python("data/prepare.py", *wrong)
         assert done.returncode == 2 and "prepare.py: error: " in done.stderr and not done.stdout
 
 
@@ -665,10 +618,6 @@ def test_a_shard_that_shrinks_or_goes_while_it_is_read(tmp_path):
         shards.read_sequences(np.array([0, 11100, 28900]), 33)
 
 
-def every_token(data: Path) -> np.ndarray:
-    return np.concatenate([np.fromfile(path, dtype="<u2", offset=1024) for path in sorted(data.glob("*train*"))])
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000, 4097])
 def test_permutation_visits_everything_once(n):
     order = feistel_permute(np.arange(n), n, key=7)
@@ -692,7 +641,8 @@ def test_windows_of_an_epoch(n_tokens, tmp_path):
 
 
 def test_batches_hold_the_tokens_of_their_windows(data):
-    everything, starts = every_token(data), np.array([11100, 11110, 11111, 0])  # over the end of a shard
+    everything = np.concatenate([read_shard(path) for path in find_shards(data, "train")])
+    starts = np.array([11100, 11110, 11111, 0])  # over the end of a shard
     read = TokenShards(data, "train", 257, {}).read_sequences(starts, 33)
     assert np.array_equal(read, np.stack([everything[s : s + 33] for s in starts]))
     stream = TokenStream(data, seq_len=32, batch_tokens=512)
