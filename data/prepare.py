@@ -1,7 +1,7 @@
 """Prepares token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
 
-data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A folder that is
-complete is left as it is; after a run that was stopped, the same command resumes its downloads (data/download.py).
+data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A complete folder is
+left as it is; after a run that was stopped, the same command resumes its downloads.
 """
 
 import argparse

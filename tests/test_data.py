@@ -523,6 +523,7 @@ FILES = {
         ("files", r"there is no text in \[\]: give PATHs of files, folders or globs"),
         ("files a.txt none*.txt", "none.*txt is not a file or folder, nor a glob that matches any"),
         ("files long.txt", r"long.txt is not UTF-8 text at byte 400,000: convert or remove it"),
+        ("files a.txt --val_fraction 0", "no text is in the val split"),
         ("files bad.jsonl", r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key'),
         ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
         ("files keys.jsonl --text_key a b", r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'"""),

@@ -75,17 +75,18 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
     assert tokenizer.decode_bytes(tokenizer.encode_raw(raw)) == kept
 
 
+@pytest.mark.parametrize("name, says", [("gpt3", "gpt2 or bytes"), ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes")])
+def test_tokenizers_that_cannot_be_loaded(name, says, monkeypatch):
+    monkeypatch.setattr("tiktoken.get_encoding", None)
+    with pytest.raises(UserError, match=says):
+        get_tokenizer(name)
+
+
 def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
     halves = [text[: len(text) // 2], text[len(text) // 2 :]]
     assert train_vocabulary([text], 1000) == vocabulary
     assert train_vocabulary(halves, 300) == train_vocabulary(halves, 300)
     assert parse_vocabulary(vocabulary, "")[1].keys() >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
-
-
-def prepared(folder, text: bytes, *flags):
-    (folder / "a.txt").write_bytes(text)
-    code = prepare.main(["files", str(folder / "a.txt"), "--tokenizer", "bpe", "--out", str(folder / "data"), *flags])
-    return code, folder / "data"
 
 
 @pytest.fixture(scope="module")
