@@ -154,7 +154,7 @@ def read_files(files, val_fraction, keys):
 def _texts_of_rows(stream, path, keys):
     """(number, text) of the lines of a .jsonl file, "" of blank ones, or of the rows of a .csv file below the first."""
     rows = (json.loads(line) if line.strip() else None for line in stream)
-    if ".csv" in path.name.lower():
+    if path.name.lower().endswith((".csv", ".csv.gz")):
         csv.field_size_limit(1 << 26)
         text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         rows = csv.DictReader(text, restkey=keys[0], strict=True)  # more cells than columns: a list instead of a text
