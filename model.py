@@ -354,8 +354,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of x (B, T, n_embd) against targets (B, T), fp32 (), `loss_chunk` tokens at a time."""
-        params = [*self.head.parameters(), *self.cross_entropy.parameters()]  # all that the chunks' losses depend on
-        flat = x.flatten(0, 1), targets.flatten()
+        flat, params = (x.flatten(0, 1), targets.flatten()), [*self.parameters()]  # those that the loss depends on
         return chunked_loss(lambda x, y: self.cross_entropy(self.head(x), y), params, *flat, self.loss_chunk)
 
     def freeze(self) -> "GPT":

@@ -130,6 +130,8 @@ def prepare(
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe")
+    if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
+        raise UserError(f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and a count")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
         say(f"already there: {folder} (of {meta['source']}); for other data remove it, or choose another --out")

@@ -51,7 +51,7 @@ FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # ma
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> dict:
-    """Writes a 1-D uint16 or uint32 array as one shard; returns what meta.json holds of it. ValueError: another array."""
+    """Writes a 1-D uint16 or uint32 array as a shard; returns its entry in meta.json. Raises ValueError for others."""
     formats = [(magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == tokens.dtype]
     if not formats or tokens.ndim != 1 or not 0 < tokens.size < 2**31:  # the count is an int32
         raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")

@@ -63,19 +63,20 @@ def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vo
     """
     if name == "bytes":
         return ByteTokenizer()
-    import tiktoken
-
     if name == "bpe" and vocabulary:
         pattern, ranks = parse_vocabulary(vocabulary, where)
-        special = {"<|endoftext|>": len(ranks)}  # the last token
-        return Tokenizer(name, tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
-    if name != "gpt2":
+    elif name != "gpt2":
         raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
     try:
-        return Tokenizer(name, tiktoken.get_encoding(name))
+        import tiktoken
+
+        if name == "gpt2":
+            return Tokenizer(name, tiktoken.get_encoding(name))
+        special = {"<|endoftext|>": len(ranks)}  # the last token
+        return Tokenizer(name, tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
     except Exception as error:  # whatever went wrong in tiktoken's own download
         advice = "connect to the network, point TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it"
-        failed = f"the gpt2 vocabulary could not be loaded ({type(error).__name__})"
+        failed = f"the {name} vocabulary could not be loaded ({type(error).__name__})"
         raise UserError(f"{failed}: {advice}, or use --tokenizer bytes") from error
 
 

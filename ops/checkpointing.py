@@ -46,7 +46,7 @@ def apply_ac(block: nn.Module, mode: str) -> None:
     block.__class__ = kind
     if mode != "none":
         block.__class__ = wrapped_class(kind, mode)
-        block.__class__.plain_class = kind
+        block.__class__.plain_class, block.__class__.ac_mode = kind, mode
 
 
 def apply_offload(block: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a run needs besides its mathematics: flags, devices and ranks, checks, checkpoints, logs, errors."""
+"""What a run needs around the page: flags, sizes, devices and ranks, checks, checkpoints, logs, errors."""
 
 import os
 

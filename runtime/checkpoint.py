@@ -10,6 +10,7 @@ import re
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -126,6 +127,8 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, e
     copies: dict[Tensor, Tensor] = {}  # a tied parameter is copied once
 
     def whole(value, param=None, name: str = "state.extra"):
+        if isinstance(value, (np.ndarray, np.generic)):
+            value = torch.as_tensor(value) if value.ndim else value.item()
         if isinstance(value, Tensor):
             if value not in copies:
                 full = to_full(value.detach()) if param is None else state_to_full(value.detach(), param)
@@ -214,14 +217,15 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
         raise UserError(f"{path} was made with {checkpoint['optimizer_type']}; resume it with that, or --init_from it")
     ours, saved = optimizer.state_dict()["param_groups"], checkpoint["optimizer_groups"]
     if len(ours) == len(saved):
-        ours = [was | {k: v for k, v in now.items() if k in SET_BY_FLAGS} for now, was in zip(ours, saved)]
+        ours = [
+            was | dict(initial_lr=now["lr"]) | {k: v for k, v in now.items() if k in SET_BY_FLAGS}
+            for now, was in zip(ours, saved)
+        ]
     index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states = {}
     for name, p in model.named_parameters():
         state = checkpoint["optimizer"].get(name, {})
-        tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor) and value.dim()}
-        if wrong := [slot for slot, value in tensors.items() if value.shape != p.shape]:
-            raise UserError(f"{path} holds {wrong[0]} of {name} in another shape; give another checkpoint")
+        alike = {slot: v for slot, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
         if p in index and state:
-            states[index[p]] = state | {slot: shard_like(value, p) for slot, value in tensors.items()}
+            states[index[p]] = state | {slot: shard_like(value, p) for slot, value in alike.items()}
     optimizer.load_state_dict(dict(state=states, param_groups=ours))

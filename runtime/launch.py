@@ -105,13 +105,14 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
     muon = f"muon_lr {f.muon_lr:.4g}, " if f.optimizer == "muon" else ""
     ngrams = f", n-grams to {f.ngram}, ngram_dropout {f.ngram_dropout:.2g}" if f.ngram > 1 else ""
     n_eval, n_all = (stream.num_eval_seqs(n) * f.seq_len for n in (f.eval_tokens, 0))
+    mode = getattr(model.blocks[0], "ac_mode", "none")  # chosen with the micro-batch
     part = "" if n_eval == n_all else dict(first=" (the first)", spread=" spread over the validation split")
     n_params = sum(p.numel() for p in model.parameters())
     n_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     lines = [
         software_versions(device, HERE),
         f"device: {device_summary(dist_ctx)}, {f.dtype}, compile {f.compile}, {parallel}, attention {f.attn}, "
-        f"loss_chunk {f.loss_chunk}, matmul precision {torch.get_float32_matmul_precision()}",
+        f"loss_chunk {f.loss_chunk}, checkpointing {mode}, matmul precision {torch.get_float32_matmul_precision()}",
         f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
         f"tokenizer {meta['tokenizer']}{' (assumed: there is no meta.json)' if meta.get('assumed') else ''}, "
         f"evaluation on {n_eval:,} tokens{part and part[stream.eval_part]}",
@@ -120,7 +121,7 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {f.adam_lr:.4g}{ngrams}",
         f"batch: {f.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
         f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "
-        f"{f.batch_tokens * f.max_steps / stream.train.n_tokens:.2f} epochs",
+        f"{f.batch_tokens * f.max_steps / (stream.per_epoch * f.seq_len):.2f} epochs",
     ]
     if device.type == "cuda" and any(map(os.environ.get, ALLOC_CONF_VARIABLES)):
         settings = torch.cuda.memory._snapshot()["allocator_settings"]

@@ -34,10 +34,13 @@ SECTION = "=" * 40  # begins a section of log.txt: each start of a run
 
 
 def new_run_folder(preset: str) -> Path:
-    """runs/<time>-<preset>, with a number appended if it exists."""
+    """Make runs/<time>-<preset>, with a number appended if it exists."""
     name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}"
-    paths = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
-    return next(path for path in paths if not path.exists())
+    for number in itertools.count(1):
+        path = Path(name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
 
 
 @contextlib.contextmanager
@@ -120,6 +123,8 @@ class RunLogger:
         there = {name: (folder / name).read_bytes() for name in sources if (folder / name).is_file()}
         if first_step and there != sources:
             folder = self.folder / f"source_{first_step}"
+            changed = [name for name in sources if there.get(name) != sources[name]]
+            self.info(f"the code is not the run's first any more: {', '.join(changed)}; see {folder}")
         for name, content in sources.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
@@ -388,7 +393,7 @@ def run_trials(train: Callable, seed: int, trials: int, out_dir: str) -> list[di
     folder, summaries = Path(out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"), []
     for number in range(seed, seed + trials):
         summaries.append(train(seed=number, out_dir=str(folder / f"seed_{number}"), trials=1))
-        if summaries[-1]["stopped_by"] != "max_steps":
+        if summaries[-1]["stopped_by"] not in ("max_steps", "minutes"):
             return summaries
     losses = [summary["val_loss"] for summary in summaries]
     if int(os.environ.get("RANK", 0)) == 0 and None not in losses:

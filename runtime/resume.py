@@ -24,6 +24,7 @@ from runtime.log import RunLogger
 from runtime.ranks import DistContext, agree, dist_max, run_on_rank0
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # not taken from a checkpoint
+SHAPE = ("n_layer", "n_head", "n_embd", "ngram", "ngram_rows", "window", "softcap")  # taken with --init_from
 
 
 def saved_flags(paths: list[Path]) -> dict:
@@ -49,11 +50,11 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
 
 
 def with_run(given: dict) -> tuple[dict, dict]:
-    resume, given, sizes = given.get("resume", ""), dict(given), {"n_layer", "n_head", "n_embd", "ngram", "ngram_rows"}
-    if given.get("init_from") and not given.keys() & {"preset", "params", *sizes}:
+    resume, given = given.get("resume", ""), dict(given)
+    if given.get("init_from") and not given.keys() & {"preset", "params"}:
         path = Path(given["init_from"])
         saved = saved_flags([path] if path.is_file() else [*list_checkpoints(path), path / BEST])
-        return given, {name: saved[name] for name in sizes & saved.keys()}
+        return given, {name: saved[name] for name in SHAPE if name in saved}
     if not resume or given.get("trials", 1) > 1:
         return given, {}
     path = Path(resume) if resume not in ("newest", "auto") else None
@@ -75,8 +76,8 @@ def with_run(given: dict) -> tuple[dict, dict]:
     for name in ("params", "optimizer"):
         if saved and given.get(name, saved.get(name)) != saved.get(name):
             raise UserError(f"--{name} {given[name]} is for new runs, and {source} has {saved.get(name)}; remove it")
-    dropped = {*RUN_FLAGS, *(["minutes"] if "max_steps" in given else []), *(["bf16"] if "dtype" in given else [])}
-    return given, {name: value for name, value in saved.items() if name not in dropped}
+    replaced = {old for new, old in (("max_steps", "minutes"), ("dtype", "bf16"), ("bf16", "dtype")) if new in given}
+    return given, {name: value for name, value in saved.items() if name not in (*RUN_FLAGS, *replaced)}
 
 
 def find_checkpoint(folder: Path, resume: str, init_from: str, restarted: bool, say) -> tuple[Path | None, bool]:
@@ -92,11 +93,11 @@ def find_checkpoint(folder: Path, resume: str, init_from: str, restarted: bool, 
         raise UserError(f"{folder} already holds {there[0].name}; add --resume to continue, or give another --out_dir")
     if not there and resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
         raise UserError(f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them")
-    if not there:
-        (folder / BEST).unlink(missing_ok=True)  # of a start that saved nothing to continue from
     if resume == "newest" or (resume == "auto" and there):
         return newest_valid(folder, say), True
     path = Path(resume) if resume not in ("", "auto") else Path(init_from) if init_from else None
+    if not there and not path:
+        (folder / BEST).unlink(missing_ok=True)  # of a start that saved nothing to continue from
     if path and path.is_dir():
         path = newest_valid(path, say, rename=False)
     if path:

@@ -73,6 +73,10 @@ def check_flags(f) -> None:
     if f.dtype == "fp16" and sharded:
         wrong = f"--dtype fp16 scales the loss, which does not go with --parallel {f.parallel}"
         raise UserError(f"{wrong}; use --dtype bf16")
+    if f.params == -1 and not f.minutes:
+        raise UserError("--params -1 chooses a size for --minutes; give those, or a number of weights")
+    if f.trials > 1 and not f.out_dir and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("--trials on several ranks needs a folder that all know; give --out_dir")
     if f.trials > 1 and f.target_val_loss:
         raise UserError("--trials compares runs of one length, so none may stop early; remove --target_val_loss")
     if f.trials > 1 and f.resume not in ("", "auto"):

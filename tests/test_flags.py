@@ -149,6 +149,8 @@ FLAG_CASES = (
     (dict(compile="max-autotune", deterministic=True), "picks kernels by timing, so reruns may differ"),
     (dict(profile=9, max_steps=9), "--profile 9 starts after 3 steps; use --max_steps 12 or more"),
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
+    (dict(params=-1), "--params -1 chooses a size for --minutes"),
+    (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),
     (dict(trials=2, target_val_loss=3.0), "remove --target_val_loss"),
     (dict(trials=2, resume="newest"), "--trials continues with --resume auto, not with 'newest'"),
     (dict(TORCHELASTIC_MAX_RESTARTS="3"), "--max-restarts needs a folder to resume from; give --out_dir"),
