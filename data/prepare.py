@@ -96,13 +96,9 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
     return splits, dict(sorted(files.items()))
 
 
-SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
-    "python": str(PYTHON_VOCABULARY),
-    "shakespeare": "bytes",
-    "wikitext2": "gpt2",
-    "wikitext103": "gpt2",
-    "files": None,
-}
+# Source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
+SOURCES = {"python": str(PYTHON_VOCABULARY), "files": None, "shakespeare": "bytes"}
+SOURCES |= {"wikitext2": "gpt2", "wikitext103": "gpt2"}
 DEFAULT_SIZE = 1024  # tokens of a custom vocabulary
 SMALL = 10**6  # bytes of text, below which a small model does better on bytes than on byte pairs (docs/data.md)
 
@@ -207,8 +203,7 @@ TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths"
 
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
-    about = __doc__.split("\n")[0]
-    parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add, several = parser.add_argument, dict(nargs="+", action="extend")
     add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
     add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")
