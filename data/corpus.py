@@ -176,7 +176,7 @@ def read_wikitext(archive):
             article = bytearray()
             for line in members.open(name):
                 heading = line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")
-                if heading and article.endswith(b"\n \n"):
+                if heading and article.strip() and not article.rsplit(b"\n", 2)[-2].strip():  # after a blank line
                     yield from document(split, io.BytesIO(article), archive)
                     article = bytearray()
                 article += line
