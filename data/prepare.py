@@ -203,7 +203,8 @@ TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths"
 
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
-    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add, several = parser.add_argument, dict(nargs="+", action="extend")
     add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
     add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")

@@ -38,6 +38,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    with contextlib.suppress(OSError):  # some systems cannot flush a folder, and so the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def sha256_of_file(path: str | Path) -> str:
