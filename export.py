@@ -1,7 +1,9 @@
 """Export a run's model: `python export.py RUN --to safetensors|int8|torch-export|onnx --out FILE`."""
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import logging
 import sys
@@ -53,7 +55,8 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     example = torch.zeros((2, max(2, model.cfg.seq_len // 2)), dtype=torch.int64)
     shape = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1, max=model.cfg.seq_len)}
     try:
-        return torch.export.export(model, (example,), dynamic_shapes=dict(idx=shape))
+        with contextlib.redirect_stderr(io.StringIO()):  # where a failure prints the graph
+            return torch.export.export(model, (example,), dynamic_shapes=dict(idx=shape))
     except Exception as error:  # of many kinds: an edit may not be traceable
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise UserError(f"the model cannot be traced ({reason}); export its weights, --to safetensors") from None
