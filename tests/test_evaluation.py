@@ -12,7 +12,7 @@ import data.prepare
 import sample
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
-from evaluation import is_chosen, print_choices, score_endings
+from evaluation import print_choices, score_endings
 from runtime.errors import UserError
 
 BYTES = get_tokenizer("bytes")
@@ -67,13 +67,6 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
     assert greedy.tolist() == [drawn for _, drawn in expected]
 
 
-def test_of_equal_scores_the_first_is_chosen():
-    question = data.choices.Question("", ["ab", "ab", "c"], 1)
-    pairs = [(torch.tensor([256]), torch.tensor([1] * n)) for n in (2, 2, 1)]
-    assert not any(is_chosen(question, torch.tensor([-2.0, -2.0, -3.0]), pairs).values())
-    assert all(is_chosen(question._replace(label=0), torch.tensor([-2.0, -2.0, -3.0]), pairs).values())
-
-
 def test_last_words(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
     text = "A man walks"
@@ -85,28 +78,23 @@ def test_last_words(tmp_path, capsys):
     assert shown["drawn greedily"][0] == pytest.approx(sum(drawn for _, drawn in found) / len(rows), abs=1e-4)
     perplexity = math.exp(-sum(score for score, _ in found) / len(rows))
     assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
-    both = write(tmp_path / "both.jsonl", rows + QUESTIONS)
     with pytest.raises(UserError, match="two files"):
-        print_choices(model, BYTES, both)
+        print_choices(model, BYTES, write(tmp_path / "both.jsonl", rows + QUESTIONS))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_wrong_lines_are_named(tmp_path):
+    model, path = random_gpt(vocab_size=257, seq_len=64), tmp_path / "q.jsonl"
+    for line in (
         '{"context": "a", "label": 0}',
         '{"context": "a", "endings": ["b", ""], "label": 0}',
         '{"context": "a", "endings": "bc", "label": 0}',
         '{"context": "a", "endings": ["b"], "label": 1}',
         '{"context": "a", "endings": ["b"], "label": true}',
-        "[1]",
         "\udce4",
-    ],
-)
-def test_wrong_lines_are_named(line, tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line + "\n").encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match="line 2 is not a question; expected lines of"):
-        print_choices(random_gpt(vocab_size=257, seq_len=64), BYTES, path)
+    ):
+        path.write_bytes(f"{json.dumps(QUESTIONS[0])}\n{line}\n".encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match="line 2 is not a question; expected lines of"):
+            print_choices(model, BYTES, path)
 
 
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):

@@ -46,20 +46,18 @@ def test_safetensors(windowed, tmp_path, capsys):
 def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     path = exported(windowed, "int8", tmp_path / "m.pt", capsys)
     (tmp_path / "text").write_text("some text " * 50)
-    printed = []
-    for flags in (["--run", windowed, "--int8"], ["--run", path], ["--run", path, "--int8"]):
+
+    def nats(*flags) -> float:
         assert sample.main([*map(str, flags), "--perplexity", str(tmp_path / "text")]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] == printed[2]
-    assert sample.main(["--run", str(windowed), "--perplexity", str(tmp_path / "text")]) == 0
-    plain, rounded = (float(text.splitlines()[2].split()[4]) for text in (capsys.readouterr().out, printed[0]))
+        return float(capsys.readouterr().out.splitlines()[2].split()[4])
+
+    rounded, plain = nats("--run", path), nats("--run", windowed)
+    assert nats("--run", windowed, "--int8") == rounded == nats("--run", path, "--int8")
     assert plain != rounded == pytest.approx(plain, rel=0.01)
     assert sample.main(["--run", str(path), "--prompt", "abc", "--max_new_tokens", "20"]) == 0
     assert capsys.readouterr().out.startswith("abc")
-    for flag in ("--init_from", "--resume"):
-        flags = flags_of(dict(data=data, max_steps=4, out_dir=tmp_path / "run"))
-        code, err = run_main([flag, str(path), *flags], capsys)
-        assert code == 2 and "does not fit this model" in err
+    code, err = run_main(flags_of(dict(init_from=path, data=data, max_steps=4, out_dir=tmp_path / "run")), capsys)
+    assert code == 2 and "does not fit this model" in err
     assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
 
