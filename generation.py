@@ -197,9 +197,9 @@ def generate(
         raise UserError("without a KV cache, prompts must be equally long; give one at a time")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
     draws = torch.stack([torch.rand(n_tokens, generator=generator) for generator in generators]).to(device)
-    for i, draw in enumerate(draws.split(1, dim=1)):
+    for i in range(n_tokens):
         decode = step if step and cache and i else decode_step
-        token = decode(model, read, cache, draw, vocab_size, temperature, top_k, top_p)
+        token = decode(model, read, cache, draws[:, i : i + 1], vocab_size, temperature, top_k, top_p)
         yield token[:, 0]
         read = token if cache else torch.cat((read, token), dim=1)[:, -context:]
 
