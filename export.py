@@ -91,8 +91,8 @@ def main(argv: list[str]) -> int:
                 raise UserError(f"--to {args.to} needs {package}, which is not installed; pip install {package}")
         path, out = find_file(args.run, args.best), Path(args.out)
         beside = dict(safetensors=["config.json"], onnx=[f"{out.name}.data"]).get(args.to, [])
-        for there in (made for made in (out, *(out.parent / name for name in beside)) if made.exists()):
-            raise UserError(f"{there} is there already; give another --out, or delete it")
+        if there := [str(path) for path in (out, *(out.parent / name for name in beside)) if path.exists()]:
+            raise UserError(f"{there[0]} is there already; give another --out, or delete it")
         if args.to == "torch-export" and out.suffix != ".pt2":
             raise UserError(f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending")
         checkpoint = as_evaluated(read_checkpoint(path))

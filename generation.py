@@ -196,10 +196,10 @@ def generate(
     elif (lengths != lengths[0]).any():
         raise UserError("without a KV cache, prompts must be equally long; give one at a time")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
-    draws = torch.stack([torch.rand(n_tokens, generator=generator) for generator in generators]).to(device)
+    draws = torch.stack([torch.rand(n_tokens, 1, generator=g) for g in generators], dim=1).to(device)
     for i in range(n_tokens):
         decode = step if step and cache and i else decode_step
-        token = decode(model, read, cache, draws[:, i : i + 1], vocab_size, temperature, top_k, top_p)
+        token = decode(model, read, cache, draws[i], vocab_size, temperature, top_k, top_p)
         yield token[:, 0]
         read = token if cache else torch.cat((read, token), dim=1)[:, -context:]
 
