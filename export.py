@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from data.shards import atomic_write
+from data.tokenizers import VOCABULARY_FILE
 from int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import as_evaluated, load_weights, model_config, read_checkpoint

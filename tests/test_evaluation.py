@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import data.choices
-import data.prepare
 import sample
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
@@ -107,16 +106,7 @@ def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     assert sample.main(argv) == 2 and "question 121 has an ending of 33 tokens" in capsys.readouterr().err
 
 
-def test_hellaswag_is_written_as_both_tools_put_it(tmp_path, monkeypatch, capsys):
-    row = dict(activity_label="Removing ice", ctx_a="A man [header] scrapes.", ctx_b="then he", label=1)
-    row |= dict(ctx="A man [header] scrapes. then he", endings=["stops.", "[substeps] goes on [title] Now  stop."])
-    monkeypatch.setattr(data.choices, "download", lambda url, path, say: path.write_text(json.dumps(row) + "\n"))
-    assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 2  # of another content than HellaSwag's
-    assert "is not HellaSwag's validation file" in capsys.readouterr().err
-    text = (tmp_path / "h" / "hellaswag_val.jsonl").read_bytes()
-    blob = subprocess.check_output(["git", "hash-object", "--stdin"], input=text).decode()
-    monkeypatch.setattr(data.choices, "HELLASWAG_BLOB", blob.strip())
-    assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 0
-    llmc, harness = (data.choices.read_questions(tmp_path / "h" / f"{name}.jsonl")[0] for name in ("llmc", "harness"))
-    assert llmc == (row["ctx"], [" stops.", " [substeps] goes on [title] Now  stop."], 1)
-    assert harness == ("Removing ice: A man scrapes. Then he", [" stops.", "  goes on. Now stop."], 1)
+def test_hellaswags_own_rows_are_read_as_they_are(tmp_path):
+    row = dict(ctx="A man [header] scrapes. then he", endings=["stops.", "goes on."], label=1, activity_label="Ice")
+    questions = data.choices.read_questions(write(tmp_path / "q.jsonl", [row]))
+    assert questions == [(row["ctx"], [" stops.", " goes on."], 1)]
