@@ -11,12 +11,11 @@ import time
 
 
 class TrainerError(Exception):
-    """The base of every error that is reported in one sentence: what was found, what was expected, what to do.
+    """The base of every error that is reported in one sentence: what was found, what was expected, what to do."""
 
-    printed: another rank prints it.
-    """
-
-    printed = False
+    def __init__(self, text: str, printed: bool = False):
+        super().__init__(text)
+        self.printed = printed  # by another rank
 
 
 class UserError(TrainerError):
@@ -33,20 +32,20 @@ def catch_signals():
 
     Within half a second of the first it counts as the same: systemd and schedulers signal torchrun and its ranks.
     """
-    caught, before, since = [], {}, [0.0]
+    caught, before, since = [], {}, 0.0
 
     def note(number, _):
-        if not caught:
-            since[0] = time.monotonic()
-        elif time.monotonic() - since[0] > 0.5:
+        nonlocal since
+        if caught and time.monotonic() > since + 0.5:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
+        since = since or time.monotonic()
         caught.append(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
-            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:  # as nohup sets it
-                before[getattr(signal, name)] = signal.signal(getattr(signal, name), note)
+        found = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")]
+        found = [number for number in found if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets it
+        before = {number: signal.signal(number, note) for number in found}
     try:
         yield caught
     finally:
@@ -54,6 +53,7 @@ def catch_signals():
             signal.signal(number, handler)
 
 
+PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 # The words of PyTorch, CUDA, Triton, cuBLAS, the system, and oneDNN when it cannot allocate a kernel's code
 NO_MEMORY = re.compile(
     r"(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|could not create a primitive\b(?! desc)"
@@ -62,23 +62,22 @@ NO_MEMORY = re.compile(
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error means that memory ran out, on the device or the host."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
+    if isinstance(error, RuntimeError):
+        return bool(NO_MEMORY.search(str(error)))
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
 
 
 def explain(error: Exception) -> str:
     """The sentence that says what ended a run; "" for what only a traceback can tell."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, TrainerError):
         return str(error)
     if is_out_of_memory(error):
-        advice = "a smaller --micro_batch, --checkpointing full, --offload optimizer, a smaller model (sampling: "
-        advice += "a smaller --num_samples); a checkpoint that was saved is kept, and --resume continues from it"
-        return f"memory ran out ({text[:160]}); try, in this order, {advice}"
+        text = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        advice = "try a smaller --micro_batch, then --checkpointing full, --offload optimizer, a smaller model"
+        return f"memory ran out ({text}); {advice} (sampling: --num_samples); --resume continues from what was saved"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
         return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
-    if isinstance(error, (PermissionError, IsADirectoryError, NotADirectoryError)) and error.filename:
+    if isinstance(error, PATH_ERRORS) and error.filename:
         return f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix its permissions"
     lost = re.search(r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited", str(error))
     if lost and isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -96,5 +95,4 @@ def report_error(error: Exception) -> int:
         raise error
     if not getattr(error, "printed", False):
         print(f"error [rank {rank}]: {sentence}" if rank else f"error: {sentence}", file=sys.stderr, flush=True)
-    user = isinstance(error, (UserError, PermissionError, IsADirectoryError, NotADirectoryError))
-    return 2 if user else 1
+    return 2 if isinstance(error, (UserError, *PATH_ERRORS)) else 1

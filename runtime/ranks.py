@@ -39,42 +39,36 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     restarts by itself. So rank 0 draws a random name for this start, and gives it to each rank for a fresh random word.
     """
     endpoint, deadline = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", time.monotonic() + PATIENCE_S
+    late = f"of {world_size} did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
     try:
         store = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
     except RuntimeError as error:
         found = f"rank {rank} cannot reach the rendezvous at {endpoint} ({error})"
         raise UserError(f"{found}; {RENDEZVOUS_ADVICE}") from None
-    word, name, missing, devices = os.urandom(8).hex(), os.urandom(8).hex(), list(range(1, world_size)), {0: device}
-    late = f"did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
+    name, verdict, missing = os.urandom(8).hex(), "", list(range(1, world_size))
     if rank:
+        word = name
         store.set(f"word of rank {rank}", word)
         try:
             name = store.get(f"to rank {rank}, {word}").decode()
             store.set(f"from rank {rank}, {name}", device)
             verdict = store.get(f"verdict, {name}").decode()
         except dist.DistStoreError:
-            raise UserError(f"rank 0 of {world_size} {late}") from None
-        if verdict:
-            raise printed_by(UserError(verdict), False)
-        return dist.PrefixStore(name, store)
-    while missing and time.monotonic() < deadline:
+            raise UserError(f"rank 0 {late}") from None
+    while rank == 0 and missing and time.monotonic() < deadline:
         for other in missing:
             if store.check([f"word of rank {other}"]):
                 store.set(f"to rank {other}, {store.get(f'word of rank {other}').decode()}", name)
-            if store.check([f"from rank {other}, {name}"]):
-                devices[other] = store.get(f"from rank {other}, {name}").decode()
-        missing = [other for other in missing if other not in devices]
+        for other in [other for other in missing if store.check([f"from rank {other}, {name}"])]:
+            missing.remove(other)
+            if (theirs := store.get(f"from rank {other}, {name}").decode()) != device:
+                verdict = f"rank {other} runs on {theirs}, and rank 0 on {device}; give all the same --device"
         time.sleep(0.01)
-    verdict = ""
-    if missing:
-        first = ", ".join(map(str, missing[:8])) + ", ..." * (len(missing) > 8)
-        verdict = f"rank{'s' * (len(missing) > 1)} {first} of {world_size} {late}"
-    for other in devices:
-        if devices[other] != device:
-            verdict = f"rank {other} runs on {devices[other]}, and rank 0 on {device}; give all the same --device"
-    store.set(f"verdict, {name}", verdict)
+    if rank == 0:
+        verdict = f"rank {', '.join(map(str, missing[:8]))} {late}" if missing else verdict
+        store.set(f"verdict, {name}", verdict)
     if verdict:
-        raise UserError(verdict)
+        raise UserError(verdict, printed=rank > 0)
     return dist.PrefixStore(name, store)
 
 
@@ -82,39 +76,27 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
 # Agreement
 
 
-def run_on_rank0(dist_ctx: DistContext, function):
-    """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
-    answer = [None, None]
-    if dist_ctx.rank == 0:
-        try:
-            answer[0] = function()
-        except TrainerError as error:
-            answer[1] = error
-    if dist_ctx.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
-    if answer[1] is not None:
-        raise printed_by(answer[1], dist_ctx.rank == 0)
-    return answer[0]
-
-
 @contextlib.contextmanager
 def agree(dist_ctx: DistContext):
     """If a rank raises a TrainerError in this block, all raise it at its end, and the first such rank prints it."""
-    error = None
+    ours = None
     try:
         yield
-    except TrainerError as raised:
-        error = raised
-    errors = gather_objects(dist_ctx, error)
-    first = next((rank for rank, error in enumerate(errors) if error is not None), None)
-    if first is not None:
-        raise printed_by(errors[first], dist_ctx.rank == first)
+    except TrainerError as error:
+        ours = error
+    for rank, error in enumerate(gather_objects(dist_ctx, ours)):
+        if error is not None:
+            error.printed = rank != dist_ctx.rank
+            raise error
 
 
-def printed_by(error: TrainerError, here: bool) -> TrainerError:
-    """An error that several ranks raise, marked with whether this one prints it."""
-    error.printed = not here
-    return error
+def run_on_rank0(dist_ctx: DistContext, function):
+    """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
+    with agree(dist_ctx):
+        answer = [function() if dist_ctx.rank == 0 else None]
+    if dist_ctx.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
+    return answer[0]
 
 
 def gather_objects(dist_ctx: DistContext, ours) -> list:
@@ -148,19 +130,14 @@ def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
 
 def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
     """Raises UserError, on every rank, when a rank has another value of one of these facts than rank 0 has."""
-    if not any(dist_max(dist_ctx, facts != run_on_rank0(dist_ctx, lambda: facts))):
-        return
     everyones = gather_objects(dist_ctx, (platform.node(), facts))
-
-    def compare() -> None:
-        (host, ours), missing = everyones[0], "none"
-        for rank, (there, theirs) in enumerate(everyones):
-            for name in dict.fromkeys((*ours, *theirs)):
-                a, b = ours.get(name, missing), theirs.get(name, missing)
-                if a != b:
-                    raise UserError(f"rank {rank} on {there} has {name} {b}, and rank 0 on {host} has {a}; {advice}")
-
-    run_on_rank0(dist_ctx, compare)
+    host, ours = everyones[0]
+    for rank, (there, theirs) in enumerate(everyones):
+        for name in (*ours, *theirs):
+            a, b = ours.get(name, "none"), theirs.get(name, "none")
+            if a != b:
+                found = f"rank {rank} on {there} has {name} {b}, and rank 0 on {host} has {a}"
+                raise UserError(f"{found}; {advice}", printed=dist_ctx.rank > 0)
 
 
 def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) -> None:
@@ -183,8 +160,8 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
         node = os.environ.get("GROUP_RANK", "0")
         told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
         if node not in told:
-            error = RunError("another node was told to stop; --resume continues from what has been saved")
-            raise printed_by(error, dist_ctx.local_rank == 0)
+            text = "another node was told to stop; --resume continues from what has been saved"
+            raise RunError(text, printed=dist_ctx.local_rank > 0)
 
 
 def exit_process(code: int) -> None:
