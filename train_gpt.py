@@ -31,7 +31,7 @@ from runtime.errors import report_error
 from runtime.flags import flag, parse_flags
 from runtime.launch import describe_run, launch, open_stream
 from runtime.log import Reporter, open_run, run_trials
-from runtime.profiler import StepProfiler
+from runtime.profiler import profile_steps
 from runtime.ranks import DistContext, agree, dist_max, exit_process
 from runtime.resume import find_start, flags_of_run
 from runtime.rules import check_device, check_flags
@@ -352,7 +352,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
             notes = check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
         shape = dict(seq_len=cfg.seq_len, batch_tokens=cfg.batch_tokens, seed=cfg.seed, vocab_size=cfg.vocab_size)
         stream = open_stream(cfg.data, dist_ctx, **shape, doc_align=cfg.doc_align)
-        start = find_start(logger, cfg.resume, cfg.init_from, dist_ctx, stream)
+        start = find_start(logger, cfg.resume, cfg.init_from, stream)
         saved = start.checkpoint if start.resumes else None
         cfg = settle(cfg, dist_ctx, stream, saved["config"] if saved else {})
         with agree(dist_ctx):
@@ -368,9 +368,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         rows = logger.open(flags, state.step, stream.vocabulary)
         for line in describe_run(flags, state.raw_model, state.micro_batch, stream, dist_ctx) + notes:
             logger.info(line)
-        reporter = Reporter(logger, dist_ctx, rows, state.tokens, state.raw_model.flops_per_token(), cfg.dtype)
+        reporter = Reporter(logger, rows, state.tokens, state.raw_model.flops_per_token(), flags, stream)
         stopped_by = loop(state, stream, logger, reporter, signals, on_step)
-        summary = reporter.summary(stopped_by, state.step, state.tokens, flags, stream, signals)
+        summary = reporter.summary(stopped_by, state.step, state.tokens, signals)
     return (summary, state.raw_model) if return_model else summary
 
 
@@ -397,13 +397,14 @@ def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, sig
     bad_steps, loss, norm = 0, None, None
     steps_per_eval = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
-    profiler = StepProfiler(cfg.profile, cfg.max_steps - state.step, logger, dist_ctx)
-    with contextlib.closing(batches), profiler:
+    profiling = profile_steps(cfg.profile, cfg.max_steps - state.step, logger)
+    with contextlib.closing(batches), profiling as profiler_step:
         while True:
             # First what is due after the last update, also right after a resume; then the next update
             epochs, tail_s = state.step * stream.seqs_per_batch / stream.per_epoch, timer.tail_s(steps_per_eval)
             progress = fraction_done(state.step, cfg.max_steps, cfg.minutes, epochs, timer.wall_time, tail_s)
-            progress, seconds_here, signaled = dist_max(dist_ctx, progress, timer.wall_time_here, bool(signals))
+            seconds_here = timer.wall_time - timer.wall_before
+            progress, seconds_here, signaled = dist_max(dist_ctx, progress, seconds_here, bool(signals))
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
@@ -414,19 +415,19 @@ def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, sig
                     stop = "signal" if signaled else "diverged"
                 if stop or is_due(cfg.log_every, state.step) or state.step == 1:
                     row = dict(step=state.step, train_loss=loss, grad_norm=norm, tokens=state.tokens)
-                    reporter.log_step(row, state.optimizer.param_groups, state.metrics, cfg.max_steps, cfg.minutes)
+                    reporter.log_step(row, state.optimizer.param_groups, state.metrics)
             if (stop or is_due(cfg.save_every, state.step)) and state.step != saved_at:
                 save(state, stream, logger, must=bool(stop))
                 saved_at = state.step
             if stop in ("signal", "diverged"):  # there may be little time left
                 break
-            if (stop or is_due(cfg.eval_every, state.step)) and state.step != reporter.evaluated_at:
+            if (stop or is_due(cfg.eval_every, state.step)) and state.step != reporter.last_eval["step"]:
                 with timer.evaluating():
                     val_loss = evaluate(state, stream, signals)
                 if val_loss is None:
                     stop = "signal"
                     break
-                is_best = reporter.log_eval(state.step, val_loss, state.tokens, state.metrics, cfg.max_steps, stream)
+                is_best = reporter.log_eval(state.step, val_loss, state.tokens, state.metrics)
                 if is_best and not (stop and len(reporter.evaluations) == 1):  # else the checkpoint has the same
                     save(state, stream, logger, best=True)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
@@ -444,7 +445,7 @@ def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, sig
                 logger.info(f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)")
             if on_step:
                 on_step(state, loss)
-            profiler.step()
+            profiler_step()
     if saved_at != state.step:
         save(state, stream, logger, must=True)
     return signals[0] if stop == "signal" and signals else stop

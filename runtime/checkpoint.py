@@ -18,7 +18,7 @@ from data.shards import TOKENIZER_SIZES, atomic_write
 from ops.parallel import shard_like, state_to_full, to_full
 from runtime.errors import RunError, UserError
 from runtime.log import RunLogger
-from runtime.ranks import printed_by, run_on_rank0
+from runtime.ranks import run_on_rank0
 
 # What every checkpoint holds, and "vocabulary", a text or None; also what edits have put into state.extra
 DICTS = ("clock", "config", "model_config", "position", "scaler", "extra", "model", "optimizer")
@@ -71,48 +71,35 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
     return checkpoint
 
 
-def write_checkpoint(folder: Path, content: dict, name: str, keep: int) -> None:
-    """Write a file of this name, complete or not at all, then delete old ones, but for the newest `keep`; 0 keeps all.
-
-    Raises OSError, and CorruptCheckpointError if what was written is not what the disk holds.
-    """
-    try:
-        with atomic_write(folder / name) as file:
-            torch.save(content, file)
-            file.flush()
-            read_checkpoint(Path(file.name))  # before an older one goes, this one has been read back
-    except RuntimeError as error:  # torch.save hides that the disk is full
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-    for old in list_checkpoints(folder)[keep:] if keep else []:
-        old.unlink(missing_ok=True)
-
-
 def save_checkpoint(logger: RunLogger, stream, content: dict, model, optimizer, extra: dict, keep: int, must: bool):
     """Write content, tensors, and where the stream is, as ckpt_<step>.pt into the run's folder; every rank must call.
 
-    Without an optimizer, as BEST. A file that cannot be written is a warning, as the next save may find room; with
-    `must`, a RunError on all ranks.
+    Then delete old ones, but for the newest `keep`; 0 keeps all. Without an optimizer, write BEST. A file that cannot
+    be written is a warning, as the next save may find room; with `must`, a RunError on all ranks.
     """
-    best = optimizer is None
-    dist_ctx, name = logger.dist_ctx, BEST if best else f"ckpt_{content['step']}.pt"
-    content |= collect_tensors(model, optimizer, extra, dist_ctx.rank)
-    facts = dict(data=stream.fingerprint(), position=stream.position(content["step"]), eval_part=stream.eval_part)
-    facts |= dict(tokenizer=stream.meta["tokenizer"], vocabulary=stream.vocabulary)  # sampling needs no data folder
+    path = logger.folder / (f"ckpt_{content['step']}.pt" if optimizer else BEST)
+    content |= collect_tensors(model, optimizer, extra, logger.dist_ctx.rank)
+    content |= dict(data=stream.fingerprint(), position=stream.position(content["step"]), eval_part=stream.eval_part)
+    content |= dict(tokenizer=stream.meta["tokenizer"], vocabulary=stream.vocabulary)  # sampling needs no data folder
 
-    def write() -> str:
+    def write() -> None:
         try:
             logger.sync()
-            write_checkpoint(logger.folder, content | facts, name, 0 if best else keep)
-        except (OSError, RuntimeError, CorruptCheckpointError) as error:
+            with atomic_write(path) as file:
+                torch.save(content, file)
+                file.flush()
+                read_checkpoint(Path(file.name))  # before an older one goes, this one has been read back
+        except (OSError, RuntimeError, UserError) as error:
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
             newest = next((path.name for path in list_checkpoints(logger.folder)), "none")
-            return f"{logger.folder / name} could not be saved ({error}); the newest checkpoint there is {newest}"
-        return ""
+            failed = f"{path} could not be saved ({reason}); the newest checkpoint there is {newest}"
+            if must:
+                raise RunError(f"{failed}; make room and --resume") from None
+            return logger.info(f"WARNING: {failed}")
+        for old in list_checkpoints(logger.folder)[keep:] if keep and optimizer else []:
+            old.unlink(missing_ok=True)
 
-    failed = run_on_rank0(dist_ctx, write)
-    if failed and must:
-        raise printed_by(RunError(f"{failed}; make room and --resume"), dist_ctx.rank == 0)
-    if failed:
-        logger.info(f"WARNING: {failed}")
+    run_on_rank0(logger.dist_ctx, write)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,17 +182,16 @@ def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple[str
 
     Raises UserError if the configuration (except the fields of may_differ), names or shapes differ from the model's.
     """
-    ours, weights = model.state_dict(), checkpoint["model"]
     there, here = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path)), dataclasses.asdict(model.cfg)
-    differ = [f"{key} {there[key]} there and {here[key]} here" for key in here if there[key] != here[key]]
-    differ = [text for text in differ if text.split()[0] not in may_differ]
-    differ += [f"{name} is missing there" for name in ours.keys() - weights.keys()]
-    differ += [f"{name} is unknown here" for name in weights.keys() - ours.keys()]
-    differ += [f"{name} has another shape" for name in ours.keys() & weights if ours[name].shape != weights[name].shape]
+    differ = [f"{k} {there[k]} there and {here[k]} here" for k in here if there[k] != here[k] and k not in may_differ]
+    try:
+        if not differ:
+            model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        differ = [" ".join(str(error).split())[:300]]
     if differ:
         advice = "use the flags and the model.py that made it, as its run's folder has them"
-        raise UserError(f"{path} does not fit this model ({', '.join(sorted(differ)[:4])}); {advice}")
-    model.load_state_dict(weights)
+        raise UserError(f"{path} does not fit this model ({', '.join(differ)}); {advice}")
 
 
 SET_BY_FLAGS = ("lr", "initial_lr", "weight_decay", "betas", "momentum", "kind", "split", "fused", "params")
@@ -215,12 +201,10 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
     """Copy the checkpoint's optimizer state into ours. Raises UserError for another optimizer's."""
     if checkpoint["optimizer_type"] != type(optimizer).__name__:
         raise UserError(f"{path} was made with {checkpoint['optimizer_type']}; resume it with that, or --init_from it")
-    ours, saved = optimizer.state_dict()["param_groups"], checkpoint["optimizer_groups"]
-    if len(ours) == len(saved):
-        ours = [
-            was | dict(initial_lr=now["lr"]) | {k: v for k, v in now.items() if k in SET_BY_FLAGS}
-            for now, was in zip(ours, saved)
-        ]
+    groups, saved = optimizer.state_dict()["param_groups"], checkpoint["optimizer_groups"]
+    if len(groups) == len(saved):
+        ours = [{k: v for k, v in group.items() if k in SET_BY_FLAGS} for group in groups]
+        groups = [was | dict(initial_lr=now["lr"]) | now for was, now in zip(saved, ours)]
     index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     states = {}
     for name, p in model.named_parameters():
@@ -228,4 +212,4 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
         alike = {slot: v for slot, v in state.items() if isinstance(v, Tensor) and v.shape == p.shape}
         if p in index and state:
             states[index[p]] = state | {slot: shard_like(value, p) for slot, value in alike.items()}
-    optimizer.load_state_dict(dict(state=states, param_groups=ours))
+    optimizer.load_state_dict(dict(state=states, param_groups=groups))

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -23,7 +22,7 @@ from data.shards import atomic_write, recorded_hashes
 from data.tokenizers import VOCABULARY_FILE
 from runtime.errors import RunError, UserError, catch_signals, explain
 from runtime.launch import SOURCE_FILES, device_summary, peak_flops, peak_memory_mb
-from runtime.ranks import DistContext, check_stop, dist_means, printed_by, run_on_rank0
+from runtime.ranks import DistContext, check_stop, dist_means, run_on_rank0
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
@@ -34,13 +33,13 @@ SECTION = "=" * 40  # begins a section of log.txt: each start of a run
 
 
 def new_run_folder(preset: str) -> Path:
-    """Make runs/<time>-<preset>, with a number appended if it exists."""
-    name = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}"
-    for number in itertools.count(1):
-        path = Path(name if number == 1 else f"{name}-{number}")
+    """Make runs/<time>-<preset>; if another run has just made it, in the next second."""
+    while True:
+        path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}")
         with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
             return path
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -68,7 +67,6 @@ class RunLogger:
         self.folder, self.dist_ctx, self.timer = folder, dist_ctx, TrainTimer(dist_ctx.device)
         self.is_rank0 = dist_ctx.rank == 0
         self.log = self.metrics = self.wandb = self.lock_file = None
-        self.made = self.is_rank0 and not any(folder.glob("*"))  # for this run, which may not begin
         self.early = []  # lines from before log.txt is open
 
     def lock(self) -> None:
@@ -77,33 +75,29 @@ class RunLogger:
         After a restart by torchrun it waits: a rank whose torchrun was killed ends when it misses the others.
         """
         deadline = time.monotonic() + 30 * (int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock_file = open(self.folder / ".lock", "a")
-            while fcntl:
-                try:
-                    fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        advice = "give another --out_dir or wait for it"
-                        raise UserError(f"another run is using {self.folder}; {advice}") from None
-                    time.sleep(0.2)
-                except OSError as error:  # some network file systems have no locks
-                    self.info(f"{self.folder} is not locked against a second run ({error})")
-                    break
-            for partial in self.folder.glob(".tmp-*"):
-                partial.unlink()
-        except OSError as error:
-            advice = "give another --out_dir"
-            raise UserError(f"the run's folder {self.folder} cannot be written ({error}); {advice}") from None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock_file = open(self.folder / ".lock", "a")
+        while fcntl:
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(f"another run is using {self.folder}; give another --out_dir or wait") from None
+                time.sleep(0.2)
+            except OSError as error:  # some network file systems have no locks
+                self.info(f"{self.folder} is not locked against a second run ({error})")
+                break
+        self.lock_file = lock_file
+        for partial in self.folder.glob(".tmp-*"):
+            partial.unlink()
 
     def open(self, flags: dict, first_step: int, vocabulary: str | None = None) -> list[dict]:
         """Start log.txt and metrics.jsonl, or continue them after `first_step` updates; returns the rows up to there.
 
         log.txt gets the flags, the command and, in one line, the SHA-256 of the sources, which are copied beside it,
-        into source/, or source_<step>/ if a resumed run's differ; vocabulary: of byte pairs, kept as the data's folder
-        has it. All ranks get the rows. Raises UserError.
+        into source/, or source_<step>/ if they have changed before a resume; vocabulary: of byte pairs, kept as the
+        data's folder has it. All ranks get the rows. Raises UserError.
         """
         return run_on_rank0(self.dist_ctx, lambda: self.open_files(flags, first_step, vocabulary))
 
@@ -111,35 +105,35 @@ class RunLogger:
         if vocabulary:
             with atomic_write(self.folder / VOCABULARY_FILE) as file:
                 file.write(vocabulary.encode())
-        rows, kept = self.folder / "metrics.jsonl", []
-        if first_step and rows.exists():
-            found = read_rows(rows.read_text(encoding="utf-8", errors="replace"))
+        metrics, log, kept, before = self.folder / "metrics.jsonl", self.folder / "log.txt", [], ""
+        if first_step and metrics.exists():
+            found = read_rows(metrics.read_text(encoding="utf-8", errors="replace"))
             kept = [row for row in found if isinstance(row.get("step"), int) and row["step"] <= first_step]
-        with atomic_write(rows) as file:
+        if first_step and log.exists():
+            before = log.read_text(encoding="utf-8", errors="replace").rpartition("\nsources: ")[2]
+        with atomic_write(metrics) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
-        self.metrics = open(rows, "a", encoding="utf-8")
-        self.log = open(self.folder / "log.txt", "a" if first_step else "w", encoding="utf-8", errors="replace")
-        sources, folder = {name: path.read_bytes() for name, path in SOURCE_FILES.items()}, self.folder / "source"
-        there = {name: (folder / name).read_bytes() for name in sources if (folder / name).is_file()}
-        if first_step and there != sources:
-            folder = self.folder / f"source_{first_step}"
-            changed = [name for name in sources if there.get(name) != sources[name]]
-            self.info(f"the code is not the run's first any more: {', '.join(changed)}; see {folder}")
-        for name, content in sources.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        hashes = ", ".join(f"{name} sha256 {hashlib.sha256(content).hexdigest()}" for name, content in sources.items())
-        command = f"command: {shlex.join(sys.argv)}"
-        for line in (f"{SECTION} run", json.dumps(flags), command, f"sources: {hashes}", *self.early):
+        self.metrics = open(metrics, "a", encoding="utf-8")
+        self.log = open(log, "a" if first_step else "w", encoding="utf-8", errors="replace")
+        sources = {name: path.read_bytes() for name, path in SOURCE_FILES.items()}
+        hashes = {name: f"{name} sha256 {hashlib.sha256(content).hexdigest()}" for name, content in sources.items()}
+        changed = [name for name in sources if hashes[name] not in before]
+        copies = self.folder / (f"source_{first_step}" if first_step else "source")
+        for name, content in sources.items() if changed else ():
+            (copies / name).parent.mkdir(parents=True, exist_ok=True)
+            (copies / name).write_bytes(content)
+        lines = f"{SECTION} run", json.dumps(flags), f"command: {shlex.join(sys.argv)}"
+        for line in (*lines, f"sources: {', '.join(hashes.values())}", *self.early):
             self.write(self.log, line)
+        if changed and first_step:
+            self.info(f"the code has changed since the last start: {', '.join(changed)}; see {copies}")
         if flags["wandb"]:
             try:
                 import wandb
 
                 self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=flags)
             except Exception as error:  # no package, no login, no network
-                advice = "run `wandb login`, set WANDB_MODE=offline or remove it"
-                raise UserError(f"--wandb could not start ({error}); {advice}") from None
+                raise UserError(f"--wandb could not start ({error}); use `wandb login` or WANDB_MODE=offline") from None
         return kept
 
     def write(self, file, line: str) -> None:
@@ -169,22 +163,15 @@ class RunLogger:
         self.metrics.flush()  # what a full disk held back
         os.fsync(self.metrics.fileno())
 
-    def write_summary(self, values: dict) -> None:
-        if self.is_rank0:
-            with atomic_write(self.folder / "summary.json") as file:
-                file.write(json.dumps(values, indent=1).encode() + b"\n")
-
     def close(self) -> None:
         """Close the files, and remove a folder that was made for a run that has not begun."""
-        remove = self.lock_file and self.made and not self.log
-        if remove:
-            (self.folder / ".lock").unlink(missing_ok=True)  # while it is locked
+        if self.lock_file and not self.log:
+            with contextlib.suppress(OSError):  # something else is in it
+                (self.folder / ".lock").unlink(missing_ok=True)  # while it is locked
+                self.folder.rmdir()
         for file in filter(None, (self.log, self.metrics, self.lock_file)):
             with contextlib.suppress(OSError):  # a full disk has been reported
                 file.close()
-        if remove:
-            with contextlib.suppress(OSError):  # something else is in it
-                self.folder.rmdir()
         if self.wandb:
             self.wandb.finish()
 
@@ -203,10 +190,6 @@ def nan_to_none(value):
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 
-def h_mm_ss(seconds: float) -> str:
-    return str(timedelta(seconds=int(max(0, seconds))))
-
-
 class TrainTimer:
     """Seconds of training, which only training() counts, and `wall_time`, everything since this object was made, so
     without the imports. A resumed run adds the time from before."""
@@ -214,17 +197,11 @@ class TrainTimer:
     def __init__(self, device: torch.device):
         self.device, self.created = device, time.perf_counter()
         self.train_time = self.wall_before = 0.0
-        self.step_s = self.eval_s = 0.0  # of the last step (or the one before, if that was faster) and evaluation
-        self.recent_s = [0.0, 0.0]
-
-    @property
-    def wall_time_here(self) -> float:
-        """Of this process, without what came before a resumed run."""
-        return time.perf_counter() - self.created
+        self.last_s = self.step_s = self.eval_s = 0.0  # of the last step, of a typical one, and the last evaluation
 
     @property
     def wall_time(self) -> float:
-        return self.wall_before + self.wall_time_here
+        return self.wall_before + time.perf_counter() - self.created
 
     @contextlib.contextmanager
     def training(self):
@@ -235,8 +212,8 @@ class TrainTimer:
             torch.accelerator.synchronize()
         took = time.perf_counter() - began
         self.train_time += took
-        self.recent_s = [self.recent_s[1] or took, took]
-        self.step_s = min(self.recent_s)  # a step that compiles or stalls is not what the next one will take
+        # One that compiles or stalls is not what the next one will take
+        self.step_s, self.last_s = min(self.last_s or took, took), took
 
     @contextlib.contextmanager
     def evaluating(self):
@@ -256,24 +233,20 @@ class TrainTimer:
 class Reporter:
     """The metrics of a run: rows of metrics.jsonl, lines of the console, and what the summary needs of them."""
 
-    def __init__(self, logger, dist_ctx: DistContext, rows: list[dict], tokens: int, flops: float, dtype: str):
-        """rows: of the metrics.jsonl of a run that is resumed, the same on every rank; tokens: trained on so far.
-
-        flops: of the model, per token; dtype: of the matmuls.
-        """
-        self.logger, self.timer, self.dist_ctx = logger, logger.timer, dist_ctx
-        self.flops_per_token = flops
-        self.peak_flops = (peak_flops(dist_ctx.device, dtype) or math.nan) * dist_ctx.world_size
+    def __init__(self, logger: RunLogger, rows: list[dict], tokens: int, flops_per_token: float, flags: dict, stream):
+        """rows: of the metrics.jsonl of a run that is resumed, the same on every rank; tokens: trained on so far."""
+        self.logger, self.timer, self.dist_ctx = logger, logger.timer, logger.dist_ctx
+        self.flags, self.stream = flags, stream
+        peak = peak_flops(self.dist_ctx.device, flags["dtype"]) or math.nan
+        self.flops_per_token, self.peak_flops = flops_per_token, peak * self.dist_ctx.world_size
+        counts = stream.meta["splits"].get("val") or {}
+        self.bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
         self.evaluations = [row for row in rows if row.get("val_loss") is not None]
+        self.last_eval = (self.evaluations or [dict(step=None, val_loss=math.nan, val_bpb=math.nan)])[-1]
         losses = (row["train_loss"] for row in rows if row.get("train_loss") is not None)
         self.recent_losses = deque(losses, maxlen=10)
         self.first = self.last = (tokens, self.timer.train_time)
         self.data_wait_s = 0.0
-
-    @property
-    def evaluated_at(self) -> int | None:
-        """The step of the last evaluation."""
-        return self.evaluations[-1]["step"] if self.evaluations else None
 
     def next_batch(self, batches):
         """The next of these batches; counts the seconds for which training waits for it."""
@@ -282,105 +255,87 @@ class Reporter:
         self.data_wait_s += time.perf_counter() - asked
         return batch
 
-    def log_step(self, row: dict, groups: list[dict], metrics: dict, max_steps: int, minutes: float) -> None:
+    def log_step(self, row: dict, groups: list[dict], metrics: dict) -> None:
         """Record and print a training row, of which step, train_loss, grad_norm and tokens are given.
 
         train_loss and metrics, what edits measure, are averaged over the ranks. groups: of the optimizer, of which the
-        learning rate of Muon's is logged, or the first one's. max_steps, minutes: the flags.
+        learning rate of Muon's is logged, or the first one's.
         """
-        left_s = 60 * minutes - self.timer.wall_time if minutes else self.timer.step_s * (max_steps - row["step"])
-        row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])["lr"]
         metrics = dist_means(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
         row["train_loss"] = loss = metrics.pop("train_loss")
+        row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])["lr"]
         (tokens, train_time), self.last = self.last, (row["tokens"], self.timer.train_time)
         speed = (row["tokens"] - tokens) / max(self.last[1] - train_time, 1e-9)
-        row |= dict(tokens_per_s=speed, mfu=speed * self.flops_per_token / self.peak_flops)
-        row |= dict(peak_mem_mb=peak_memory_mb(self.dist_ctx.device))
-        row |= dict(train_time_s=self.last[1], wall_time_s=self.timer.wall_time)
-        before = self.recent_losses
-        spike = len(before) >= 5 and loss > np.mean(before) + max(0.1, 4 * np.std(before))
+        memory, minutes = peak_memory_mb(self.dist_ctx.device), self.flags["minutes"]
+        row |= dict(tokens_per_s=speed, mfu=speed * self.flops_per_token / self.peak_flops, peak_mem_mb=memory)
+        left_s = self.timer.step_s * (self.flags["max_steps"] - row["step"])
+        if minutes:
+            left_s = 60 * minutes - self.timer.wall_time
+        past = self.recent_losses
+        spike = " SPIKE" if len(past) >= 5 and loss > np.mean(past) + max(0.1, 4 * np.std(past)) else ""
         mfu = f"mfu {row['mfu']:.1%} | " if math.isfinite(row["mfu"]) else ""
-        self.logger.info(
-            f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | loss {loss:.4f}{' SPIKE' if spike else ''} | "
-            f"lr {row['lr']:.2e} | norm {row['grad_norm']:.3f} | {figures(metrics)}{speed:,.0f} tok/s | {mfu}"
-            f"{row['peak_mem_mb']:,.0f} MiB | {h_mm_ss(row['wall_time_s'])} < {h_mm_ss(left_s)}"
-        )
-        self.logger.log_metrics(row | metrics)
+        clock = " < ".join(str(timedelta(seconds=int(max(0, s)))) for s in (self.timer.wall_time, left_s))
+        begin = f"loss {loss:.4f}{spike} | lr {row['lr']:.2e} | norm {row['grad_norm']:.3f}"
+        self.log_row(row, metrics, begin, f"{speed:,.0f} tok/s | {mfu}{memory:,.0f} MiB | {clock}")
         if math.isfinite(loss):
-            before.append(loss)
+            past.append(loss)
 
-    def log_eval(self, step: int, val_loss: float, tokens: int, metrics: dict, max_steps: int, stream) -> bool:
+    def log_eval(self, step: int, val_loss: float, tokens: int, metrics: dict) -> bool:
         """Record and print a validation loss, in nats per token, and metrics; returns whether it is the lowest."""
-        metrics = dist_means(self.dist_ctx, metrics)
-        counts = stream.meta["splits"].get("val") or {}
-        bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
-        row = dict(step=step, val_loss=val_loss, val_bpb=val_loss * bits_per_nat, tokens=tokens)
-        row |= dict(train_time_s=self.timer.train_time, wall_time_s=self.timer.wall_time)
-        bits = f"val_bpb {row['val_bpb']:.4f} | " if math.isfinite(row["val_bpb"]) else ""
-        self.logger.info(
-            f"step {row['step']:>{len(str(max_steps))}}/{max_steps} | val_loss {row['val_loss']:.4f} | {bits}"
-            f"{figures(metrics)}train_time {row['train_time_s']:.1f} s"
-        )
-        self.logger.log_metrics(row | metrics)
-        before = [past["val_loss"] for past in self.evaluations if math.isfinite(past["val_loss"])]
+        row = dict(step=step, val_loss=val_loss, val_bpb=val_loss * self.bits_per_nat, tokens=tokens)
+        bits = f" | val_bpb {row['val_bpb']:.4f}" if math.isfinite(row["val_bpb"]) else ""
+        metrics, end = dist_means(self.dist_ctx, metrics), f"train_time {self.timer.train_time:.1f} s"
+        self.log_row(row, metrics, f"val_loss {val_loss:.4f}{bits}", end)
+        is_best = math.isfinite(val_loss) and not any(past["val_loss"] <= val_loss for past in self.evaluations)
         self.evaluations.append(row)
-        return row["val_loss"] < min(before, default=math.inf)
+        self.last_eval = row
+        return is_best
 
-    def summary(self, stopped_by: str, step: int, tokens: int, flags: dict, stream, signals: list[str]) -> dict:
+    def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
+        """Record a row, with metrics and the clock, and print a line, with metrics between its begin and end."""
+        row |= dict(train_time_s=self.timer.train_time, wall_time_s=self.timer.wall_time)
+        max_steps, figures = self.flags["max_steps"], [f"{name} {value:.4g}" for name, value in metrics.items()]
+        step = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
+        self.logger.info(" | ".join((step, begin, *figures, end)))
+        self.logger.log_metrics(row | metrics)
+
+    def summary(self, stopped_by: str, step: int, tokens: int, signals: list[str]) -> dict:
         """Write summary.json, and say how the run ended and what to try next; returns the summary.
 
         Raises RunError for a run that diverged, and on nodes that got none of the signals that ended the run.
         """
-        trained_s = self.timer.train_time - self.first[1]
+        flags, stream, timer, folder, last = self.flags, self.stream, self.timer, self.logger.folder, self.last_eval
+        trained_s = timer.train_time - self.first[1]
         losses = [row["val_loss"] for row in self.evaluations]
-        last = self.evaluations[-1] if self.evaluations else dict(val_loss=math.nan, val_bpb=math.nan)
         reached = next((row for row in self.evaluations if row["val_loss"] <= flags["target_val_loss"]), None)
-        summary = dict(
-            stopped_by=stopped_by,
-            step=step,
-            val_loss=last["val_loss"],
-            best_val_loss=min(filter(math.isfinite, losses), default=math.nan),
-            val_bpb=last["val_bpb"],
-            target_reached=reached and dict(step=reached["step"], train_time_s=reached["train_time_s"]),
-            tokens=tokens,
-            tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan,
-            machine=device_summary(self.dist_ctx),
-            val_tokens=stream.num_eval_seqs(flags["eval_tokens"]) * stream.seq_len,
-            eval_part=stream.eval_part,
-            files=recorded_hashes(stream.meta),
-            dtype=flags["dtype"],
-            data_wait_s=self.data_wait_s,
-            train_time_s=self.timer.train_time,
-            wall_time_s=self.timer.wall_time,
-        )
-        summary = nan_to_none(summary)
-        if tokens > self.first[0] or not (self.logger.folder / "summary.json").exists():
-            self.logger.write_summary(summary)  # a run that was complete before keeps its figures
-        folder = shlex.quote(str(self.logger.folder))
-        again = f"python train_gpt.py --out_dir {folder} --resume"
+        summary = dict(stopped_by=stopped_by, step=step, val_loss=last["val_loss"], val_bpb=last["val_bpb"])
+        summary["best_val_loss"] = min(filter(math.isfinite, losses), default=math.nan)
+        summary["target_reached"] = reached and dict(step=reached["step"], train_time_s=reached["train_time_s"])
+        summary |= dict(tokens=tokens, tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan)
+        summary |= dict(machine=device_summary(self.dist_ctx), dtype=flags["dtype"], eval_part=stream.eval_part)
+        summary["val_tokens"] = stream.num_eval_seqs(flags["eval_tokens"]) * stream.seq_len
+        summary |= dict(files=recorded_hashes(stream.meta), data_wait_s=self.data_wait_s)
+        summary = nan_to_none(summary | dict(train_time_s=timer.train_time, wall_time_s=timer.wall_time))
+        trained = tokens > self.first[0] or not (folder / "summary.json").exists()
+        if trained and self.logger.is_rank0:  # a run that was complete before keeps its figures
+            with atomic_write(folder / "summary.json") as file:
+                file.write(json.dumps(summary, indent=1).encode() + b"\n")
+        name = shlex.quote(str(folder))
+        again = f"python train_gpt.py --out_dir {name} --resume"
         hint = f"to continue: {again}"
         if stopped_by in ("max_steps", "minutes", "target_val_loss"):
-            hint = (
-                f"next: python sample.py --run {folder} | longer: {again} --max_steps {2 * step} | on your own text: "
-            )
-            hint += "python data/prepare.py files PATH | larger: --params 10M"
-        train_time, wall_time = (f"{seconds:.1f} s" for seconds in (self.timer.train_time, self.timer.wall_time))
-        self.logger.info(
-            f"stopped by {stopped_by} at step {step}: train_time {train_time} (data stall "
-            f"{self.data_wait_s / max(trained_s, 1e-9):.2%}), wall time {wall_time}; everything is in {folder}\n{hint}"
-        )
+            hint = f"next: python sample.py --run {name} | longer: {again} --max_steps {2 * step} | "
+            hint += "on your own text: python data/prepare.py files PATH | larger: --params 10M"
+        stall = f"data stall {self.data_wait_s / max(trained_s, 1e-9):.2%}"
+        times = f"train_time {timer.train_time:.1f} s ({stall}), wall time {timer.wall_time:.1f} s"
+        self.logger.info(f"stopped by {stopped_by} at step {step}: {times}; everything is in {name}\n{hint}")
         check_stop(self.dist_ctx, signals, stopped_by)
         if stopped_by == "diverged":
             found = f"the loss or gradient was not finite in many steps in a row, to step {step}"
             advice = "try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data"
-            error = RunError(f"{found} (ckpt_{step}.pt has the weights from before); {advice}")
-            raise printed_by(error, self.dist_ctx.rank == 0)
+            error = f"{found} (ckpt_{step}.pt has the weights from before); {advice}"
+            raise RunError(error, printed=self.dist_ctx.rank > 0)
         return summary
-
-
-def figures(metrics: dict[str, float]) -> str:
-    """What edits measure, for a line of the console."""
-    return "".join(f"{name} {value:.4g} | " for name, value in metrics.items())
 
 
 def run_trials(train: Callable, seed: int, trials: int, out_dir: str) -> list[dict]:

@@ -1,5 +1,6 @@
 """Continuing a run: which one --resume means, its flags, and that it continues at the same place of the same data."""
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from data.tokenizers import vocabulary_hash
 from runtime.checkpoint import (
     BEST,
     CorruptCheckpointError,
@@ -21,19 +21,17 @@ from runtime.checkpoint import (
 from runtime.errors import UserError
 from runtime.flags import check_values
 from runtime.log import RunLogger
-from runtime.ranks import DistContext, agree, dist_max, run_on_rank0
+from runtime.ranks import agree, dist_max, run_on_rank0
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # not taken from a checkpoint
 SHAPE = ("n_layer", "n_head", "n_embd", "ngram", "ngram_rows", "window", "softcap")  # taken with --init_from
 
 
-def saved_flags(paths: list[Path]) -> dict:
-    """The flags of the first of these checkpoints that can be read; {} where none can, which is reported later."""
-    for path in paths:
-        try:
-            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["config"])
-        except Exception:  # torn and foreign files fail in many ways
-            continue
+def saved_flags(path: Path) -> dict:
+    """The flags of a checkpoint file, or of the newest in a folder; {} where none can be read, which is told later."""
+    for file in [path] if path.is_file() else list_checkpoints(path):
+        with contextlib.suppress(UserError):
+            return read_checkpoint(file, verify=False)["config"]
     return {}
 
 
@@ -42,51 +40,46 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
 
     Raises UserError for wrong names and values, and when it is unclear which run is meant.
     """
-    known = {field.name: field for field in fields}
-    given, saved = with_run(check_values(given, known))
+    known, saved = {field.name: field for field in fields}, {}
+    given = check_values(given, known)
+    resume, out_dir, path = given.get("resume", ""), given.get("out_dir", ""), None
     if given.get("minutes") and "max_steps" in given:
         raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
-    return given, check_values({name: value for name, value in saved.items() if name in known}, known)
-
-
-def with_run(given: dict) -> tuple[dict, dict]:
-    resume, given = given.get("resume", ""), dict(given)
     if given.get("init_from") and not given.keys() & {"preset", "params"}:
-        path = Path(given["init_from"])
-        saved = saved_flags([path] if path.is_file() else [*list_checkpoints(path), path / BEST])
-        return given, {name: saved[name] for name in SHAPE if name in saved}
-    if not resume or given.get("trials", 1) > 1:
-        return given, {}
-    path = Path(resume) if resume not in ("newest", "auto") else None
-    if resume == "newest" and not given.get("out_dir"):
-        found = [path for folder in Path("runs").glob("*") for path in list_checkpoints(folder)[:1]]
-        newest = max(found, key=lambda path: path.stat().st_mtime).parent if found else "RUN, a run's folder"
-        raise UserError(f"--resume does not say which run: add --out_dir {newest}")
-    if path and path.name == BEST:
-        raise UserError(f"{path} holds weights only, so it cannot be resumed; use --init_from {path}")
-    if path and path.is_dir():
-        given["out_dir"] = given.get("out_dir") or resume
-        if Path(given["out_dir"]).resolve() == path.resolve():
-            given["resume"], path = "newest", None
-    if path and path.is_file() and not given.get("out_dir") and (path.parent / "log.txt").exists():
-        given["out_dir"] = str(path.parent)
-    source = path or (Path(given["out_dir"]) if given.get("out_dir") else None)
-    candidates = [] if source is None else [source] if source.is_file() else list_checkpoints(source)
-    saved = saved_flags(candidates)
-    for name in ("params", "optimizer"):
-        if saved and given.get(name, saved.get(name)) != saved.get(name):
-            raise UserError(f"--{name} {given[name]} is for new runs, and {source} has {saved.get(name)}; remove it")
-    replaced = {old for new, old in (("max_steps", "minutes"), ("dtype", "bf16"), ("bf16", "dtype")) if new in given}
-    return given, {name: value for name, value in saved.items() if name not in (*RUN_FLAGS, *replaced)}
+        saved = saved_flags(Path(given["init_from"]))
+        saved = {name: saved[name] for name in SHAPE if name in saved}
+    elif resume and given.get("trials", 1) == 1:
+        if resume == "newest" and not out_dir:
+            newest = max(Path("runs").glob("*/ckpt_*.pt"), key=lambda path: path.stat().st_mtime, default=None)
+            folder = newest.parent if newest else "RUN, a run's folder"
+            raise UserError(f"--resume does not say which run: add --out_dir {folder}")
+        if resume not in ("newest", "auto"):
+            path = Path(resume)
+            folder = path if path.is_dir() else path.parent
+            if path.name == BEST:
+                raise UserError(f"{path} holds weights only, so it cannot be resumed; use --init_from {path}")
+            if not out_dir and (folder / "log.txt").exists():
+                given["out_dir"] = out_dir = str(folder)
+            if path.is_dir() and path.resolve() == Path(out_dir).resolve():
+                given["resume"] = "newest"
+        source = path or Path(out_dir)
+        saved = saved_flags(source) if path or out_dir else {}
+        for name in ("params", "optimizer"):
+            if saved and given.get(name, saved.get(name)) != saved.get(name):
+                raise UserError(f"--{name} {given[name]} is for new runs; {source} has {saved.get(name)}: remove it")
+        replaced = {"minutes"} if "max_steps" in given else set()
+        replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
+        saved = {name: saved[name] for name in saved.keys() & known.keys() - replaced - {*RUN_FLAGS}}
+    return given, check_values(saved, known)
 
 
-def find_checkpoint(folder: Path, resume: str, init_from: str, restarted: bool, say) -> tuple[Path | None, bool]:
+def find_checkpoint(logger: RunLogger, resume: str, init_from: str, restarted: bool) -> tuple[Path | None, bool]:
     """The file to start from, verified (None = from scratch), and whether to resume it. Raises UserError.
 
-    resume and init_from are the flags; restarted: torchrun has restarted the job. A damaged checkpoint that is skipped
-    is renamed to .damaged and reported with `say`; best weights without a checkpoint to continue from are deleted.
+    resume and init_from are the flags; restarted: torchrun has restarted the job. Best weights without a checkpoint to
+    continue from are deleted.
     """
-    there = list_checkpoints(folder)
+    folder, there = logger.folder, list_checkpoints(logger.folder)
     if there and restarted:
         resume = "newest"  # what the job saved counts, not what it was started from
     if there and not resume:
@@ -94,12 +87,12 @@ def find_checkpoint(folder: Path, resume: str, init_from: str, restarted: bool, 
     if not there and resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
         raise UserError(f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them")
     if resume == "newest" or (resume == "auto" and there):
-        return newest_valid(folder, say), True
+        return newest_valid(folder, logger), True
     path = Path(resume) if resume not in ("", "auto") else Path(init_from) if init_from else None
     if not there and not path:
         (folder / BEST).unlink(missing_ok=True)  # of a start that saved nothing to continue from
     if path and path.is_dir():
-        path = newest_valid(path, say, rename=False)
+        path = newest_valid(path, logger)
     if path:
         read_checkpoint(path)
     if resume and path and there and checkpoint_step(there[0]) > checkpoint_step(path):
@@ -107,16 +100,16 @@ def find_checkpoint(folder: Path, resume: str, init_from: str, restarted: bool, 
     return path, bool(resume and path)
 
 
-def newest_valid(folder: Path, say, rename: bool = True) -> Path:
-    """The newest intact checkpoint; damaged ones are reported and renamed. Raises UserError if there is none."""
+def newest_valid(folder: Path, logger: RunLogger) -> Path:
+    """The newest intact checkpoint; damaged ones are told, and renamed in the run's folder. Raises UserError."""
     for path in list_checkpoints(folder):
         try:
             read_checkpoint(path)
             return path
         except CorruptCheckpointError as error:
-            if rename:
-                path.rename(path.with_name(path.name + ".damaged"))
-            say(f"skipping a damaged checkpoint{f', renamed to {path.name}.damaged' if rename else ''}: {error}")
+            if folder == logger.folder:
+                path.rename(f"{path}.damaged")
+            logger.info(f"skipping a damaged checkpoint, in the run's folder renamed to .damaged: {error}")
     raise UserError(f"{folder} has no valid checkpoint; give a run's folder that has one, or another --out_dir")
 
 
@@ -140,44 +133,30 @@ class Start(NamedTuple):
 
         Raises UserError for other data, another place in them, or another optimizer.
         """
-        check_same_stream(self.checkpoint, stream, self.path)
-        load_optimizer(model, optimizer, self.checkpoint, self.path)
-        if scaler.is_enabled() and self.checkpoint["scaler"]:
-            scaler.load_state_dict(self.checkpoint["scaler"])
-        return load_extra(model, self.checkpoint["extra"])
+        saved, path, position = self.checkpoint, self.path, stream.position(self.checkpoint["step"])
+        if saved["data"] != stream.fingerprint():
+            advice = f"give the same --data, or start a new run with --init_from {path}"
+            raise UserError(f"{path} was trained on other data than {stream.folder} holds now; {advice}")
+        was = {key: saved["position"].get(key) for key in position}
+        if was != position:
+            advice = f"give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
+            raise UserError(f"{path} continues at another place of the stream ({was}, not {position}); {advice}")
+        load_optimizer(model, optimizer, saved, path)
+        if scaler.is_enabled() and saved["scaler"]:
+            scaler.load_state_dict(saved["scaler"])
+        return load_extra(model, saved["extra"])
 
 
-def find_start(logger: RunLogger, resume: str, init_from: str, dist_ctx: DistContext, stream) -> Start:
+def find_start(logger: RunLogger, resume: str, init_from: str, stream) -> Start:
     """What --resume and --init_from mean, on every rank the same; also after torchrun's restart. Raises UserError."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    restarted = any(dist_max(dist_ctx, restarts))  # not all nodes count them
-    args = (logger.folder, resume, init_from, restarted, logger.info)
-    path, resumes = run_on_rank0(dist_ctx, lambda: find_checkpoint(*args))
-    with agree(dist_ctx):
+    (restarts,) = dist_max(logger.dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))  # not all count them
+    path, resumes = run_on_rank0(logger.dist_ctx, lambda: find_checkpoint(logger, resume, init_from, restarts > 0))
+    with agree(logger.dist_ctx):
         checkpoint = read_checkpoint(path, verify=False) if path else None
         if path:
-            check_tokenizer(checkpoint, stream, path)
+            was, vocabulary, now = checkpoint["tokenizer"], checkpoint.get("vocabulary"), stream.meta["tokenizer"]
+            if (was, vocabulary) != (now, stream.vocabulary):
+                advice = f"prepare the data with --tokenizer {path.parent if was.startswith('bpe') else was}"
+                raise UserError(f"{path} has another tokenizer ({was}) than {stream.folder} ({now}); {advice}")
             logger.info(f"{'resumed' if resumes else 'weights'} from {path}")
     return Start(path, checkpoint, resumes)
-
-
-def check_tokenizer(checkpoint: dict, stream, path: Path) -> None:
-    """Raises UserError when a checkpoint's model was trained with another tokenizer than the data's."""
-    texts = (checkpoint["tokenizer"], checkpoint.get("vocabulary")), (stream.meta["tokenizer"], stream.vocabulary)
-    was, now = (name + (" " + vocabulary_hash(text)[:12] if text else "") for name, text in texts)
-    if was != now:
-        source = path.parent if was.startswith("bpe") else was
-        advice = f"prepare the data with --tokenizer {source}, and give their folder as --data"
-        raise UserError(f"{path} reads tokens of {was}, and {stream.folder} holds those of {now}; {advice}")
-
-
-def check_same_stream(checkpoint: dict, stream, path: Path) -> None:
-    """Raises UserError when resuming would continue with other data, or at another place in them."""
-    if checkpoint["data"] != stream.fingerprint():
-        advice = f"give the same --data, or start a new run with --init_from {path}"
-        raise UserError(f"{path} was trained on other data than {stream.folder} holds now; {advice}")
-    was, position = checkpoint["position"], stream.position(checkpoint["step"])
-    moved = [f"{key} {was.get(key)} there and {now} here" for key, now in position.items() if was.get(key) != now]
-    if moved:
-        advice = f"give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
-        raise UserError(f"{path} continues at another place of the stream ({', '.join(moved)}); {advice}")

@@ -53,6 +53,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+def read_log(run: Path) -> str:
+    return (run / "log.txt").read_text()
+
+
 def spoil(monkeypatch, at, factor=math.nan, rank=None) -> None:
     """In the training passes `at` (numbers from 1) the loss is multiplied, on one rank or on all."""
     forward, count = GPT.forward, [0]
@@ -84,7 +88,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert 0 < training[0]["train_time_s"] < training[-1]["train_time_s"] < training[-1]["wall_time_s"]
     assert summary == json.loads((folder / "summary.json").read_text())
     assert summary["val_loss"] == evaluations[-1]["val_loss"] and summary["stopped_by"] == "max_steps"
-    text = (folder / "log.txt").read_text()
+    text = read_log(folder)
     assert {"train_gpt.py", "model.py", "ops/loss.py", "data/stream.py", "runtime/log.py"} <= set(SOURCE_FILES)
     for name in SOURCE_FILES:
         content = (ROOT / name).read_bytes()
@@ -106,8 +110,9 @@ def test_sources_that_changed_before_a_resume_are_kept_too(tmp_path, monkeypatch
             logger.open(dict(wandb=False), step)
     assert sorted(path.parent.name for path in folder.glob("source*/train_gpt.py")) == ["source", "source_9"]
     assert (folder / "source" / "train_gpt.py").read_text() == "first"
-    hashes = [hashlib.sha256(text).hexdigest() for text in (b"first", b"first", b"second")]
-    assert re.findall(r"^sources: train_gpt.py sha256 (\w+)$", (folder / "log.txt").read_text(), re.M) == hashes
+    hashes, text = [hashlib.sha256(text).hexdigest() for text in (b"first", b"first", b"second")], read_log(folder)
+    assert re.findall(r"^sources: train_gpt.py sha256 (\w+)$", text, re.M) == hashes
+    assert re.findall("the code has changed .*: (.*); see .*source_9", text) == ["train_gpt.py"]
 
 
 def test_a_complete_run_that_is_resumed_keeps_its_summary(data, tmp_path):
@@ -126,12 +131,14 @@ def test_target_profile_and_a_failed_start(data, tmp_path, capsys):
     assert summary["val_loss"] <= 4.0 and (tmp_path / "a" / f"ckpt_{summary['step']}.pt").exists()
     events = json.loads((tmp_path / "a" / "trace_rank0.json").read_text())["traceEvents"]
     assert any("aten::mm" in event.get("name", "") for event in events)
-    assert "Self CPU time total" in (tmp_path / "a" / "log.txt").read_text()
+    assert "Self CPU time total" in read_log(tmp_path / "a")
     own = make_data(tmp_path / "data")
     (own / "meta.json").unlink()
     (own / "meta.json").mkdir()
-    code, err = run_main(flags_of(TINY | dict(data=own, out_dir=tmp_path / "b")), capsys)
-    assert code == 2 and re.fullmatch(r"error: .*meta.json cannot be read or written .*\n", err)
+    (tmp_path / "file").touch()
+    for name, out_dir in dict(meta=tmp_path / "b", file=tmp_path / "file").items():
+        code, err = run_main(flags_of(TINY | dict(data=own, out_dir=out_dir)), capsys)
+        assert code == 2 and re.fullmatch(rf"error: \S*{name}\S* cannot be read or written .*\n", err), err
     assert not (tmp_path / "b").exists()  # made for a run that has not begun
 
 
@@ -143,7 +150,7 @@ def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypa
     assert logged.pop() == "end" and [step for step, _ in logged] == [1, 2, 2] and "val_loss" in logged[-1][1]
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # as with a broken package
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "b", wandb=True)), capsys)
-    assert code == 2 and re.fullmatch("error: --wandb could not start .* WANDB_MODE=offline or remove it\n", err)
+    assert code == 2 and re.fullmatch("error: --wandb could not start .* WANDB_MODE=offline\n", err)
 
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path, capsys):
@@ -276,8 +283,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     common = TINY | dict(data=data, out_dir=tmp_path / "run", resume=list_checkpoints(plain)[0])
     elsewhere = "continues at another place of the stream"
     for change, sentence in [
-        (dict(n_embd=64), "does not fit this model (blocks.0.attn.proj.weight has another shape"),
-        (dict(n_layer=3), "does not fit this model (blocks.2.attn.proj.weight is missing there"),
+        (dict(n_embd=64, n_layer=3), "does not fit this model (n_layer 2 there and 3 here, n_embd 32 there and 64"),
         (dict(data=other), "was trained on other data"),
         (dict(optimizer="adamw"), "--optimizer adamw is for new runs"),
         (dict(resume=tmp_path / "ckpt_20.pt"), "holds version 1 of the model, and this is version 2"),
@@ -325,7 +331,7 @@ def test_a_restart_continues_from_what_was_saved(data, noisy, plain, tmp_path, m
     tiny_run(tmp_path / "run", **common)  # died before it saved: starts from the same weights again
     assert rows(tmp_path / "run", "train_loss")[0] == pytest.approx(rows(plain, "train_loss")[0], rel=1e-5)
     tiny_run(tmp_path / "run", **common)
-    assert "resumed from" in (tmp_path / "run" / "log.txt").read_text()
+    assert "resumed from" in read_log(tmp_path / "run")
 
 
 def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(data, tmp_path, monkeypatch):
@@ -341,7 +347,7 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(data, 
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(train_gpt, "evaluate", lambda *inputs: die(*inputs) or evaluate(*inputs))
         tiny_run(tmp_path / "run", **common)
-    assert "ended: Traceback" in (tmp_path / "run" / "log.txt").read_text()
+    assert "ended: Traceback" in read_log(tmp_path / "run")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('[1]\n{"loss": 2}\n\x00\x00\n{"step": "x"}\n{"step": 11, "train_loss": 9}\n{"step": 12, "tra')
     tiny_run(tmp_path / "run", **common, resume="newest")
@@ -429,7 +435,7 @@ def test_bad_steps_are_skipped_and_told(optimizer, data, tmp_path, monkeypatch):
     spoil(monkeypatch, {3, 6}, math.nan if optimizer == "muon" else math.inf)
     tiny_run(tmp_path / "run", **flags)
     assert_weights_equal(tmp_path / "run", tmp_path / "without")
-    assert re.findall(r"step (\d) skipped.*\(1 in a row\)", (tmp_path / "run" / "log.txt").read_text()) == ["3", "6"]
+    assert re.findall(r"step (\d) skipped.*\(1 in a row\)", read_log(tmp_path / "run")) == ["3", "6"]
     assert rows(tmp_path / "run", "step") == [1, 4, 8, 8]
 
 
@@ -439,7 +445,7 @@ def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
     code, err = run_main(flags_of(flags), capsys)
     end = 4 + MAX_BAD_STEPS
     said = f"many steps in a row, to step {end} (ckpt_{end}.pt has the weights from before); try lower learning rates"
-    assert code == 1 and err.count("\n") == 1 and said in err and said in (tmp_path / "run" / "log.txt").read_text()
+    assert code == 1 and err.count("\n") == 1 and said in err and said in read_log(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "diverged"
     assert rows(tmp_path / "run", "train_loss")[4] is None and rows(tmp_path / "run", "grad_norm")[4] is None
     before = read_checkpoint(tmp_path / "run" / "ckpt_4.pt")["model"]
@@ -480,7 +486,7 @@ def test_disk_full_while_saving(data, tmp_path, monkeypatch, capsys):
     code, err = run_main(flags_of(flags), capsys)
     assert code == 1 and err.count("\n") == 1 and "ckpt_20.pt could not be saved ([Errno 27] File too large)" in err
     assert "newest checkpoint there is ckpt_15.pt; make room and --resume" in err
-    text = (tmp_path / "run" / "log.txt").read_text()
+    text = read_log(tmp_path / "run")
     assert "WARNING: " in text and "ckpt_10.pt could not be saved" in text  # and the run continued
     assert [path.name for path in (tmp_path / "run").glob("*ckpt*")] == ["ckpt_15.pt"]
     full.clear()
@@ -503,7 +509,7 @@ def test_a_run_loses_no_row_to_a_full_disk(data, tmp_path, monkeypatch, capsys):
     with room:
         tiny_run(tmp_path / "run", data=data, max_steps=8, eval_every=4, save_every=5)
     assert rows(tmp_path / "run", "step") == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
-    text = (tmp_path / "run" / "log.txt").read_text()
+    text = read_log(tmp_path / "run")
     assert "step 5/8 | loss" in text and "ckpt_5.pt could not be saved" in text
     assert "metrics.jsonl cannot be written (File too large)" in capsys.readouterr().out
 
@@ -524,7 +530,7 @@ def test_out_of_memory_is_one_sentence(data, tmp_path, capsys):
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", n_embd=200_000_000, n_head=1)
     code, err = run_main(flags_of(flags), capsys)  # a real failure: terabytes
     assert code == 1 and err.count("\n") == 1
-    assert re.search(r"memory ran out \(.*\); try, in this order, a smaller --micro_batch", err), err
+    assert re.search(r"memory ran out \(.*\); try a smaller --micro_batch", err), err
 
 
 def test_what_is_a_lack_of_memory():
@@ -564,7 +570,7 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(moment, data, t
         summary = tiny_run(tmp_path / "run", **flags)
     assert summary["stopped_by"] == "SIGTERM" and summary["step"] == dict(step=6, evaluation=4, saving=7)[moment]
     assert (None in values) == (moment == "evaluation")  # not finished: little time may be left
-    assert "to continue: python train_gpt.py --out_dir" in (tmp_path / "run" / "log.txt").read_text()
+    assert "to continue: python train_gpt.py --out_dir" in read_log(tmp_path / "run")
     tiny_run(tmp_path / "run", **flags, resume="auto")
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
     assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
