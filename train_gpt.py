@@ -403,13 +403,12 @@ def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, sig
             # First what is due after the last update, also right after a resume; then the next update
             epochs, tail_s = state.step * stream.seqs_per_batch / stream.per_epoch, timer.tail_s(steps_per_eval)
             progress = fraction_done(state.step, cfg.max_steps, cfg.minutes, epochs, timer.wall_time, tail_s)
-            seconds_here = timer.wall_time - timer.wall_before
-            progress, seconds_here, signaled = dist_max(dist_ctx, progress, seconds_here, bool(signals))
+            progress, ran_s, signaled = dist_max(dist_ctx, progress, timer.wall_time - timer.wall_before, bool(signals))
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
             if state.step > first_step:  # these wait for a step of this process, so that jobs that restart advance
-                if 0 < 60 * cfg.max_minutes <= seconds_here:
+                if 0 < 60 * cfg.max_minutes <= ran_s:
                     stop = "max_minutes"
                 if signaled or bad_steps == MAX_BAD_STEPS:
                     stop = "signal" if signaled else "diverged"
