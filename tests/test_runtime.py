@@ -238,11 +238,10 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     folder = tmp_path / "run"
     common = dict(data=data, save_every=5, keep=0, max_steps=15)
     tiny_run(folder, **common)
-    whole = (folder / "ckpt_15.pt").read_bytes()
-    (folder / "ckpt_15.pt").write_bytes(whole[: len(whole) // 2])
+    os.truncate(folder / "ckpt_15.pt", (folder / "ckpt_15.pt").stat().st_size // 2)
     flipped = bytearray((folder / "ckpt_10.pt").read_bytes())
     flipped[len(flipped) // 2] ^= 1
-    (folder / "ckpt_10.pt").write_bytes(bytes(flipped))
+    (folder / "ckpt_10.pt").write_bytes(flipped)
     torch.load(folder / "ckpt_10.pt", weights_only=True)  # PyTorch itself does not notice
     with pytest.raises(UserError, match="ckpt_10.pt is damaged"):
         read_checkpoint(folder / "ckpt_10.pt")
@@ -423,14 +422,9 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(data, t
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_bad_steps_are_skipped_and_told(optimizer, data, tmp_path, monkeypatch):
     flags = dict(data=data, micro_batch=16, max_steps=8, optimizer=optimizer, log_every=4)
-    step, calls = Optimizer.step, []
-
-    def without(self, closure=None):
-        calls.append(1)
-        return None if len(calls) in (3, 6) else step(self)
-
+    step, calls = Optimizer.step, iter(range(1, 9))
     with monkeypatch.context() as patch:
-        patch.setattr(Optimizer, "step", without)
+        patch.setattr(Optimizer, "step", lambda self: None if next(calls) in (3, 6) else step(self))
         tiny_run(tmp_path / "without", **flags)
     spoil(monkeypatch, {3, 6}, math.nan if optimizer == "muon" else math.inf)
     tiny_run(tmp_path / "run", **flags)
@@ -474,44 +468,29 @@ def no_room(size=100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_disk_full_while_saving(data, tmp_path, monkeypatch, capsys):
-    saving, full = torch.save, {10, 20}
-
-    def save(content, file):
-        with no_room() if content["step"] in full else contextlib.nullcontext():
-            saving(content, file)
-
-    monkeypatch.setattr(torch, "save", save)
-    flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1)
-    code, err = run_main(flags_of(flags), capsys)
-    assert code == 1 and err.count("\n") == 1 and "ckpt_20.pt could not be saved ([Errno 27] File too large)" in err
-    assert "newest checkpoint there is ckpt_15.pt; make room and --resume" in err
-    text = read_log(tmp_path / "run")
-    assert "WARNING: " in text and "ckpt_10.pt could not be saved" in text  # and the run continued
-    assert [path.name for path in (tmp_path / "run").glob("*ckpt*")] == ["ckpt_15.pt"]
-    full.clear()
-    assert run_main(flags_of(flags | dict(resume="newest")), capsys)[0] == 0
-    tiny_run(tmp_path / "whole", data=data)
-    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
-
-
-def test_a_run_loses_no_row_to_a_full_disk(data, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, monkeypatch, capsys):
     step, room = train_gpt.train_step, contextlib.ExitStack()
 
     def while_full(state, *inputs):
-        if state.step == 3:
-            room.enter_context(no_room(0))
-        if state.step == 6:
+        if state.step in (8, 19):
+            room.enter_context(no_room(0 if state.step == 8 else 100_000))
+        if state.step == 12:
             room.close()
         return step(state, *inputs)
 
-    monkeypatch.setattr(train_gpt, "train_step", while_full)
-    with room:
-        tiny_run(tmp_path / "run", data=data, max_steps=8, eval_every=4, save_every=5)
-    assert rows(tmp_path / "run", "step") == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
-    text = read_log(tmp_path / "run")
-    assert "step 5/8 | loss" in text and "ckpt_5.pt could not be saved" in text
-    assert "metrics.jsonl cannot be written (File too large)" in capsys.readouterr().out
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1)
+    with room, monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "train_step", while_full)
+        assert train_gpt.main(flags_of(flags)) == 1
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "ckpt_20.pt could not be saved ([Errno 27] File too large)" in err
+    assert "newest checkpoint there is ckpt_15.pt; make room and --resume" in err
+    assert "metrics.jsonl cannot be written (File too large)" in out and "ckpt_10.pt could not be saved" in out
+    assert rows(tmp_path / "run", "step") == [*range(1, 21)] and "step 10/20 | loss" in read_log(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").glob("*ckpt*")] == ["ckpt_15.pt"]
+    assert run_main(flags_of(flags | dict(resume="newest")), capsys)[0] == 0
+    tiny_run(tmp_path / "whole", data=data)
+    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
 
 
 def test_a_checkpoint_waits_for_the_rows_before_it(tmp_path, capsys):
@@ -549,18 +528,18 @@ def test_what_is_a_lack_of_memory():
 # Signals
 
 
-@pytest.mark.parametrize("moment", ["step", "evaluation", "saving"])
-def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(moment, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "place, name, call, step", [(train_gpt, "train_step", 6, 6), (train_gpt, "dist_max", 9, 4), (torch, "save", 3, 7)]
+)
+def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(place, name, call, step, data, tmp_path, monkeypatch):
+    """The signal comes in a step, in an evaluation (whose batches ask all ranks for signals), and in a save."""
     flags = dict(data=data, eval_every=4, save_every=3, eval_tokens=0)
     tiny_run(tmp_path / "whole", **flags)
-    place, name = dict(step=(train_gpt, "train_step"), evaluation=(train_gpt, "dist_max"), saving=(torch, "save"))[
-        moment
-    ]
     function, evaluate, calls, values = getattr(place, name), train_gpt.evaluate, [], []
 
     def and_signal(*arguments):
         calls.append(1)
-        if len(calls) == dict(step=6, evaluation=9, saving=3)[moment]:
+        if len(calls) == call:
             os.kill(os.getpid(), signal.SIGTERM)
         return function(*arguments)
 
@@ -568,8 +547,8 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(moment, data, t
         patch.setattr(place, name, and_signal)
         patch.setattr(train_gpt, "evaluate", lambda *inputs: values.append(evaluate(*inputs)) or values[-1])
         summary = tiny_run(tmp_path / "run", **flags)
-    assert summary["stopped_by"] == "SIGTERM" and summary["step"] == dict(step=6, evaluation=4, saving=7)[moment]
-    assert (None in values) == (moment == "evaluation")  # not finished: little time may be left
+    assert summary["stopped_by"] == "SIGTERM" and summary["step"] == step
+    assert (None in values) == (name == "dist_max")  # not finished: little time may be left
     assert "to continue: python train_gpt.py --out_dir" in read_log(tmp_path / "run")
     tiny_run(tmp_path / "run", **flags, resume="auto")
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
@@ -653,8 +632,8 @@ def start_ranks(out: Path, data: Path, world: int) -> list:
     argv = flags_of(TINY | flags | dict(data=data, out_dir=out, resume="auto"))
     shared = dict(WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     places = [shared | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(world)] if world > 1 else [{}]
-    outputs = (out.parent / "output.txt",) * 2
     environments = [os.environ | {name: str(value) for name, value in place.items()} for place in places]
+    outputs = (out.parent / "output.txt",) * 2
     return [forked(ROOT / "train_gpt.py", *argv, outputs=outputs, env=env) for env in environments]
 
 
@@ -667,21 +646,17 @@ def exit_codes(ranks: list, patience: float) -> list[int]:
     return [rank.exitcode for rank in ranks]
 
 
-def run_to_the_end(out: Path, data: Path, world: int) -> None:
-    codes = exit_codes(start_ranks(out, data, world), 60)
-    assert codes == [0] * world, (out.parent / "output.txt").read_text()
-
-
-def check_killed_runs(folder: Path, data: Path, kills: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
     """Runs that are killed at random moments, and resumed until they end, are the undisturbed run.
 
     Half of the kills come after a random time, half when a checkpoint is being written; with two ranks, a third hit
     one rank only, and the other has to end by itself.
     """
-    rng, killed, runs, began = random.Random(0), 0, [folder / "run0"], time.monotonic()
-    run_to_the_end(folder / "whole", data, world)
+    rng, killed, runs, began = random.Random(0), 0, [tmp_path / "run0"], time.monotonic()
+    assert exit_codes(start_ranks(tmp_path / "whole", data, world), 60) == [0] * world
     span = time.monotonic() - began
-    while killed < kills:
+    while killed < int(os.environ.get("KILLS", 2)):
         began = time.monotonic()
         ranks, moment = start_ranks(runs[-1], data, world), began + rng.random() * span
         pattern = ".tmp-ckpt*" if rng.random() < 0.5 else "*"
@@ -696,17 +671,13 @@ def check_killed_runs(folder: Path, data: Path, kills: int, world: int) -> None:
         killed += -signal.SIGKILL in codes
         if codes == [0] * world:
             span = min(span, time.monotonic() - began)
-            runs.append(folder / f"run{len(runs)}")
+            runs.append(tmp_path / f"run{len(runs)}")
     for run in runs:
-        run_to_the_end(run, data, world)
+        codes = exit_codes(start_ranks(run, data, world), 60)
+        assert codes == [0] * world, (tmp_path / "output.txt").read_text()
         for key in ("step", "train_loss", "grad_norm", "lr", "val_loss", "tokens"):
-            assert rows(run, key) == rows(folder / "whole", key), (run, key)
-        assert_weights_equal(run, folder / "whole")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
-    check_killed_runs(tmp_path, data, int(os.environ.get("KILLS", 2)), world)
+            assert rows(run, key) == rows(tmp_path / "whole", key), (run, key)
+        assert_weights_equal(run, tmp_path / "whole")
 
 
 if __name__ == "__main__":
