@@ -88,16 +88,15 @@ def find_checkpoint(logger: RunLogger, resume: str, init_from: str, restarted: b
         raise UserError(f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them")
     if resume == "newest" or (resume == "auto" and there):
         return newest_valid(folder, logger), True
-    path = Path(resume) if resume not in ("", "auto") else Path(init_from) if init_from else None
-    if not there and not path:
+    source = init_from if resume in ("", "auto") else resume
+    if not source:
         (folder / BEST).unlink(missing_ok=True)  # of a start that saved nothing to continue from
-    if path and path.is_dir():
-        path = newest_valid(path, logger)
-    if path:
-        read_checkpoint(path)
-    if resume and path and there and checkpoint_step(there[0]) > checkpoint_step(path):
+        return None, False
+    path = newest_valid(Path(source), logger) if Path(source).is_dir() else Path(source)
+    read_checkpoint(path)
+    if resume and there and checkpoint_step(there[0]) > checkpoint_step(path):
         raise UserError(f"{folder} holds {there[0].name}, later than {path}; give another --out_dir to branch off")
-    return path, bool(resume and path)
+    return path, bool(resume)
 
 
 def newest_valid(folder: Path, logger: RunLogger) -> Path:
