@@ -134,7 +134,7 @@ def test_runs_and_checkpoints_carry_the_vocabulary(notes, tmp_path, capsys, text
     assert read_vocabulary(out.parent) == kept
 
 
-def test_another_vocabulary_is_refused_with_both_hashes(notes, tmp_path, capsys, text):
+def test_another_vocabulary_is_refused(notes, tmp_path, capsys, text):
     flags = TINY | dict(vocab_size=448, max_steps=1)
     train(make_config(**flags, data=str(notes), out_dir=str(tmp_path / "run")))
     (tmp_path / "a.txt").write_bytes(text[50000:150000])
@@ -143,8 +143,7 @@ def test_another_vocabulary_is_refused_with_both_hashes(notes, tmp_path, capsys,
     assert prepare.main([*paths, str(tmp_path / "same"), "--tokenizer", str(tmp_path / "run")]) == 0
     start = flags | dict(init_from=str(tmp_path / "run"))
     code, err = run_main(flags_of(start | dict(data=tmp_path / "other", out_dir=tmp_path / "a")), capsys)
-    hashes = [load_meta(folder)["vocabulary"]["sha256"][:12] for folder in (notes, tmp_path / "other")]
-    assert code == 2 and all(digest in err for digest in hashes) and f"--tokenizer {tmp_path / 'run'}" in err
+    assert code == 2 and "another tokenizer (bpe)" in err and f"--tokenizer {tmp_path / 'run'}" in err
     assert run_main(flags_of(start | dict(data=tmp_path / "same", out_dir=tmp_path / "b")), capsys)[0] == 0
 
 
