@@ -292,31 +292,25 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     assert run_main(flags_of(common | dict(resume="", init_from=plain, seq_len=16, micro_batch=1)), capsys)[0] == 0
 
 
-def test_checkpoints_of_other_branches_are_safe(data, tmp_path):
-    common = dict(data=data, save_every=2, keep=0, max_steps=6)
-    tiny_run(tmp_path / "run", **common)
-    (tmp_path / "run" / "ckpt_6 (copy).pt").touch()
-    first = tmp_path / "run" / "ckpt_2.pt"
-    with pytest.raises(UserError, match="ckpt_6.pt, later than .*ckpt_2.pt; give another --out_dir"):
-        tiny_run(tmp_path / "run", **common, resume=first)
-    summary = tiny_run(tmp_path / "branch", **common | dict(keep=1, init_from=first, max_steps=3))
-    assert rows(tmp_path / "branch", "step") == [1, 2, 3, 3] and summary["step"] == 3  # a fresh schedule
-    assert len(list_checkpoints(tmp_path / "branch")) == 1
-
-
-def test_which_run_is_resumed(data, plain, tmp_path, monkeypatch, capsys):
+def test_which_run_is_resumed_and_branches_are_safe(data, plain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    runs, common = Path("runs"), dict(data=data, save_every=2, keep=0)
     assert "add --out_dir RUN, a run's folder" in run_main(["--resume"], capsys)[1]
-    tiny_run("runs/a", data=data, max_steps=2)
+    tiny_run("runs/a", **common, max_steps=2)
     assert "add --out_dir runs/a" in run_main(["--resume"], capsys)[1]
-    again = make_config(resume=str(Path("runs", "a")), max_steps=4)  # a folder is --out_dir, with the flags it had
-    assert (again.out_dir, again.resume, again.n_embd, again.max_steps) == (str(Path("runs", "a")), "newest", 32, 4)
-    assert make_config(resume=str(Path("runs", "a", "ckpt_2.pt"))).out_dir == str(Path("runs", "a"))
+    again = make_config(resume=str(runs / "a"), max_steps=4)  # a folder is --out_dir, with the flags it had
+    assert (again.out_dir, again.resume, again.n_embd, again.max_steps) == (str(runs / "a"), "newest", 32, 4)
+    assert make_config(resume=str(runs / "a" / "ckpt_2.pt")).out_dir == str(runs / "a")
     assert train(again)["step"] == 4 and rows("runs/a", "step") == [1, 2, 2, 3, 4, 4]
+    (runs / "a" / "ckpt_6 (copy).pt").touch()
+    with pytest.raises(UserError, match="ckpt_4.pt, later than .*ckpt_2.pt; give another --out_dir"):
+        tiny_run("runs/a", resume=runs / "a" / "ckpt_2.pt")
     assert make_config(out_dir="runs/b", resume="auto").n_embd == 128  # a new one, with the preset's
     assert tiny_run("runs/b", data=data, max_steps=1, resume="auto")["step"] == 1
     assert tiny_run("runs/c", data=data, resume=plain, max_steps=21)["step"] == 21  # a branch of another folder
     assert rows("runs/c", "step") == [21, 21]
+    tiny_run("runs/d", **common | dict(keep=1), init_from=runs / "a" / "ckpt_2.pt", max_steps=3)  # a fresh schedule
+    assert rows("runs/d", "step") == [1, 2, 3, 3] and len(list_checkpoints(runs / "d")) == 1
 
 
 def test_a_restart_continues_from_what_was_saved(data, noisy, plain, tmp_path, monkeypatch):
