@@ -267,6 +267,8 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     content = final(plain)
     assert content["step"] == 20 and content["config"]["n_embd"] == 32 and content["tokenizer"] == "bytes"
     assert content["position"] == dict(seed=0, seq_len=32, windows=905, epoch=0, window=320)
+    kept = {name: w for name, w in content["model"].items() if name != "head.weight"}
+    torch.save(content | dict(model=kept), tmp_path / "ckpt_19.pt")
     content["model_config"]["version"] = 1
     torch.save(content, tmp_path / "ckpt_20.pt")
     other = make_data(tmp_path / "other")
@@ -278,6 +280,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     elsewhere = "continues at another place of the stream"
     for change, sentence in [
         (dict(n_embd=64, n_layer=3), "does not fit this model (n_layer 2 there and 3 here, n_embd 32 there and 64"),
+        (dict(resume=tmp_path / "ckpt_19.pt"), 'Missing key(s) in state_dict: "head.weight".); use'),
         (dict(data=other), "was trained on other data"),
         (dict(optimizer="adamw"), "--optimizer adamw is for new runs"),
         (dict(resume=tmp_path / "ckpt_20.pt"), "holds version 1 of the model, and this is version 2"),
