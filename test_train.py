@@ -1,7 +1,7 @@
 """What to run after an edit: `python -m pytest test_train.py`; half a minute on two cores.
 
 Each test is an invariant of the trainer, tried on train_gpt.py and model.py as they are now, with a small model. The
-message of one that fails says what an edit like that usually did, and what to do. torchrun starts this file as well.
+message of one that fails says what an edit like that usually did, and what to do. Ranks start this file as well.
 """
 
 import copy
@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import random
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,20 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import train_gpt
-from conftest import (
-    TINY,
-    built,
-    compiler_works,
-    final,
-    rows,
-    run_python,
-    scramble,
-    shorten_samples,
-    some_batch,
-    torchrun_beside,
-)
+from conftest import TINY, add_noise, built, compiler_works, final, rows, run_python, run_ranks, some_batch
 from data.stream import TokenStream
 from export import traced
 from generation import KVCache, take_positions
@@ -50,7 +40,7 @@ EOT = 256
 
 def scrambled(**flags) -> GPT:
     """The edited model with random weights."""
-    return scramble(built(**FLAGS | flags).raw_model)
+    return add_noise(built(**FLAGS | flags).raw_model)
 
 
 def run(folder: Path, data: Path, on_step=None, **flags) -> GPT:
@@ -62,11 +52,12 @@ def run(folder: Path, data: Path, on_step=None, **flags) -> GPT:
 def one_step(batch: Tensor, **flags) -> dict[str, Tensor]:
     """Loss, gradients and buffers of one training step from random weights."""
     state, found = built(**FLAGS | flags), {}
-    model = scramble(state.raw_model)
+    model = add_noise(state.raw_model)
 
     def note(*_):
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.update({f"the gradient of {name}": grad.clone() for name, grad in grads.items()})
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                found[f"the gradient of {name}"] = p.grad.clone()
 
     state.optimizer.register_step_pre_hook(note)
     model.register_forward_pre_hook(lambda _, inputs: (inputs[0].clamp(min=0), *inputs[1:]))
@@ -126,19 +117,19 @@ def no_draws(monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Two ranks under torchrun: started first, beside the other tests, and looked at last
+# Two ranks
 
 RANKS = dict(micro_batch=8, max_steps=5, eval_every=2)  # every layout has micro-batches of the same sequences
-RANK_CASES = dict(ddp=dict(parallel="ddp"), fsdp=dict(parallel="fsdp"))
+RANK_CASES = ("ddp", "fsdp")
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
     """Random weights, no draws, and targets that are missing here and there, more on one rank than on the other."""
     init_weights, batch_of, forward = train_gpt.init_weights, train_gpt.get_batch, GPT.forward
 
-    def init_and_scramble(model, *args):
+    def init_and_add_noise(model, *args):
         init_weights(model, *args)
-        scramble(model)
+        add_noise(model)
 
     def some_targets(*args):
         batch = batch_of(*args)
@@ -146,39 +137,30 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
         return batch
 
     without_draws(patch)
-    patch.setattr(train_gpt, "init_weights", init_and_scramble)
+    patch.setattr(train_gpt, "init_weights", init_and_add_noise)
     patch.setattr(train_gpt, "get_batch", some_targets)
     patch.setattr(GPT, "forward", lambda self, idx, *rest, **named: forward(self, idx.clamp(min=0), *rest, **named))
 
 
 def worker(folder: Path) -> None:
     """What each rank does: the runs, of which it leaves its weights beside the folder."""
-    patch = pytest.MonkeyPatch()
-    shorten_samples(patch)
-    prepare_for_ranks(patch)
-    for case, flags in RANK_CASES.items():
-        model = run(folder / case, folder / "data", **RANKS | flags)
-        torch.save([to_full(p.detach()) for p in model.parameters()], f"{folder / case}{dist.get_rank()}.pt")
+    prepare_for_ranks(pytest.MonkeyPatch())
+    for parallel in RANK_CASES:
+        model = run(folder / parallel, folder / "data", **RANKS, parallel=parallel)
+        torch.save([to_full(p.detach()) for p in model.parameters()], f"{folder / parallel}{dist.get_rank()}.pt")
     exit_process(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def launched(request, data, tmp_path_factory):
-    with torchrun_beside(request, __file__, data, tmp_path_factory.mktemp("ranks")) as launched:
-        yield launched
-
-
-@pytest.fixture
-def two_ranks(launched) -> Path:
+@pytest.fixture(scope="module")
+def two_ranks(data, tmp_path_factory) -> Path:
     """The folder of what the two ranks left behind."""
-    process, folder = launched
-    try:
-        process.wait(120)
-    except subprocess.TimeoutExpired:
-        pytest.fail(
-            "two ranks wait for each other: they went different ways, as by `if` on random numbers or on this rank's "
-            "tokens; draw what all ranks must share from a generator seeded with GPT.step_seed"
-        )
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "data").symlink_to(data)
+    codes = run_ranks(folder, __file__, folder, timeout=120).codes
+    assert -9 not in codes or max(codes) > 0, (  # killed, though none failed
+        "two ranks wait for each other: they went different ways, as by `if` on random numbers or on this rank's "
+        "tokens; draw what all ranks must share from a generator seeded with GPT.step_seed"
+    )
     return folder
 
 
@@ -216,7 +198,7 @@ def test_causal(doc_mask):
 
 def test_initial_values():
     def drawn(**flags) -> dict[str, Tensor]:
-        """Up to a scale, which may depend on the depth; without a row, a parameter is as its module made it."""
+        """What rows of PARAM_TABLE draw, up to a scale, which may depend on the depth."""
         named = built(**FLAGS | flags).raw_model.named_parameters()
         named = {name: p for name, p in named if spec_of(name, p).init and p.numel() > 1 and p.std() > 0}
         return {name: (p - p.mean()) / p.std() for name, p in named.items()}
@@ -224,8 +206,8 @@ def test_initial_values():
     ours, deeper, other = drawn(), drawn(n_layer=4), drawn(seed=1)
     moved = [name for name, p in ours.items() if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4]
     assert not moved, (
-        f"{moved[0]} starts at other values if there are more layers: the init of its row of PARAM_TABLE must draw "
-        "from the generator that it gets, which is seeded by (seed, name), and nothing else"
+        f"{moved[0]} starts at other values if there are more layers: init, in its row of PARAM_TABLE, must draw from "
+        "the generator that it gets, which is seeded by (seed, name), and nothing else"
     )
     fixed = [name for name, p in ours.items() if relative(p, other[name]) < 0.1]
     assert not fixed, f"{fixed[0]} starts at the same values with every --seed: draw from the generator that init gets"
@@ -411,26 +393,20 @@ def whole(data, tmp_path_factory) -> tuple[Path, GPT]:
 
 def record(folder: Path, *keys: str, parts=("model", "optimizer", "extra")) -> dict[str, Tensor]:
     """What a run logged (under these keys), and parts of its newest checkpoint, by name."""
-    keys = keys or ("train_loss", "grad_norm", "tokens", "val_loss")
-
-    def leaves(value, name: str) -> dict[str, Tensor]:
-        if not isinstance(value, (dict, list)):
-            return {name: value if isinstance(value, Tensor) else torch.tensor(hash(value))}
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {path: leaf for key, item in items for path, leaf in leaves(item, f"{name}[{key!r}]").items()}
-
-    logged = {key: [math.nan if value is None else value for value in rows(folder, key)] for key in keys}
-    found = {key: torch.tensor(values, dtype=torch.float64) for key, values in logged.items()}
-    return found | leaves({part: final(folder)[part] for part in parts}, "checkpoint")
+    found = {}
+    for key in keys or ("train_loss", "grad_norm", "tokens", "val_loss"):
+        values = [math.nan if value is None else value for value in rows(folder, key)]
+        found[key] = torch.tensor(values, dtype=torch.float64)
+    saved = final(folder)
+    for path, leaf in tree_flatten_with_path({part: saved[part] for part in parts})[0]:
+        found[f"checkpoint{keystr(path)}"] = leaf if isinstance(leaf, Tensor) else torch.tensor(hash(leaf))
+    return found
 
 
 def test_resuming_is_exact(data, whole, tmp_path):
     theirs, ours = whole[0], tmp_path / "run"
-    ours.mkdir()
-    (ours / "ckpt_10.pt").write_bytes((theirs / "ckpt_10.pt").read_bytes())
-    (ours / ".tmp-ckpt_20.pt").write_bytes(b"torn")
-    lines = (theirs / "metrics.jsonl").read_text().splitlines()
-    (ours / "metrics.jsonl").write_text("\n".join(lines[:15]) + '\n{"step": 16, "tra')  # killed in a write
+    shutil.copytree(theirs, ours)
+    (ours / "ckpt_20.pt").unlink()
     run(ours, data, remember, save_every=10, keep=0, resume="newest")
     assert not (found := difference(record(ours), record(theirs), rtol=0)), (
         f"after a kill and --resume, {found}: keep what later steps need in parameters, persistent buffers, tensors of "
@@ -473,24 +449,25 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("case", RANK_CASES)
-def test_two_ranks_train_as_one_process(case, two_ranks, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("parallel", RANK_CASES)
+def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, monkeypatch):
     prepare_for_ranks(monkeypatch)
     run(tmp_path / "one", data, **RANKS)
-    output, weights = (two_ranks / "output.txt").read_text(), [two_ranks / f"{case}{rank}.pt" for rank in range(2)]
-    error = output[output.find("Traceback") :][:3000]
+    errors = "".join(path.read_text() for path in two_ranks.glob("stderr*"))
+    weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     assert all(path.exists() for path in weights), (
-        f"two ranks fail with --parallel {case}; where a rank may skip a layer or an expert, pass "
-        f"find_unused_parameters=True to apply_ddp in runtime/wrap.py; else see\n{error}"
+        f"two ranks fail with --parallel {parallel}; where a rank may skip a layer or an expert, pass "
+        "find_unused_parameters=True to apply_ddp in runtime/wrap.py; else see\n"
+        f"{errors[errors.find('Traceback') :][:3000]}"
     )
     assert all(map(torch.equal, *map(torch.load, weights))), (
-        f"with --parallel {case}, two ranks end with different weights: what changes weights or gradients must be the "
-        "same on all ranks; average it by sum_over_ranks, or draw it from a generator seeded with GPT.step_seed"
+        f"with --parallel {parallel}, two ranks end with different weights: what changes weights or gradients must be "
+        "the same on all ranks; average it by sum_over_ranks, or draw it from a generator seeded with GPT.step_seed"
     )
-    found = difference(record(two_ranks / case, parts=()), record(tmp_path / "one", parts=()))
+    found = difference(record(two_ranks / parallel, parts=()), record(tmp_path / "one", parts=()))
     assert not found, (
-        f"with two ranks and --parallel {case}, {found} from one process: the mean of the ranks' losses must be the "
-        "mean over all targets; what forward writes or train_step counts is of this rank's tokens, if not averaged"
+        f"with two ranks and --parallel {parallel}, {found} from one process: the mean of the ranks' losses must be "
+        "the mean over all targets; what forward writes or train_step counts is of this rank's tokens, if not averaged"
     )
 
 

@@ -1,6 +1,6 @@
 """The trainer as it is: a plain loop gives its numbers, and no systems flag, layout or number of ranks changes them.
 
-What an edit may break is in test_train.py. torchrun starts this file once, for all cases of two ranks.
+What an edit may break is in test_train.py. Two ranks start this file once, for all of their cases.
 """
 
 import math
@@ -14,18 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import model
-from conftest import (
-    TINY,
-    assert_same_run,
-    compiler_works,
-    final,
-    flags_of,
-    rows,
-    run_python,
-    shorten_samples,
-    tiny_run,
-    torchrun_beside,
-)
+import sample
+from conftest import TINY, assert_same_run, compiler_works, final, flags_of, rows, run_python, run_ranks, tiny_run
 from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
@@ -38,16 +28,11 @@ from train_gpt import make_config, train
 # One process
 
 
-def noisy_gpt(noisy) -> GPT:
-    checkpoint = read_checkpoint(noisy)
-    gpt = GPT(GPTConfig(**checkpoint["model_config"]))
-    gpt.load_state_dict(checkpoint["model"])
-    return gpt
-
-
 def plain_loop(data, noisy, steps):
     """Losses and gradient norms of a loop without the trainer's step: no micro-batches."""
-    gpt, stream = noisy_gpt(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
+    checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
+    gpt = GPT(GPTConfig(**checkpoint["model_config"]))
+    gpt.load_state_dict(checkpoint["model"])
     optimizer, losses, norms = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], []
     for step in range(steps):
         batch = torch.from_numpy(stream.batch(step))
@@ -69,9 +54,7 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
     np.testing.assert_allclose(rows(plain, "grad_norm"), norms, rtol=1e-5)
 
 
-SAME = {
-    "checkpointing full": dict(checkpointing="full"),
-    "checkpointing selective": dict(checkpointing="selective"),
+SAME = {  # micro-batches, chunks and recomputation: in test_train.py
     "attention math": dict(attn="math"),
     "attention flash": dict(attn="flash"),
     "attention blocked": dict(attn="blocked"),
@@ -81,9 +64,6 @@ SAME = {
     "offload optimizer": dict(offload="optimizer"),
     "profile": dict(profile=2),
     "alloc_conf": dict(alloc_conf="expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]"),
-    "micro_batch 1": dict(micro_batch=1),
-    "micro_batch 4, chunked": dict(micro_batch=4, loss_chunk=50),
-    "chunk of everything": dict(micro_batch=16, loss_chunk=10**6),
     "fsdp": dict(parallel="fsdp"),
 }
 
@@ -110,7 +90,8 @@ def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
 
 
 def test_evaluation_is_the_mean_over_whole_windows(data, noisy, tmp_path):
-    tokens, gpt = np.fromfile(data / "a_val_0.bin", dtype="<u2", offset=1024).astype(np.int64), noisy_gpt(noisy)
+    tokens = np.fromfile(data / "a_val_0.bin", dtype="<u2", offset=1024).astype(np.int64)
+    gpt = sample.load(noisy, "cpu", "fp32")[0]
     for eval_tokens, n_rows in ((0, 135), (1000, 31)):
         starts = np.arange(n_rows) * 135 // n_rows * 32  # spread over the whole split
         x, y = (torch.from_numpy(np.stack([tokens[start + i : start + i + 32] for start in starts])) for i in (0, 1))
@@ -134,10 +115,8 @@ def test_fresh_processes_give_the_same_bits(data, tmp_path):
 # Two ranks: every case runs inside one launch, and the tests look at what it left behind
 
 AS_PLAIN = {
-    "ddp": dict(micro_batch=8),
     "ddp_accum": dict(micro_batch=2, loss_chunk=0),
     "ddp_bucket": dict(bucket_cap_mb=1, micro_batch=4),
-    "ddp_selective": dict(checkpointing="selective"),
     "ddp_half": dict(save_every=10, keep=0),
     "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
     "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
@@ -180,35 +159,26 @@ def refuse_what_nccl_refuses() -> None:
 
 
 def worker(folder: Path, cases: dict) -> None:
-    """What each rank does under torchrun: all cases, of which it leaves its weights beside the run's folder."""
+    """What each rank does: all cases, of which it leaves its weights beside the run's folder."""
     refuse_what_nccl_refuses()
-    patch = pytest.MonkeyPatch()
-    shorten_samples(patch)
-    patch.setattr(model, "MAX_STACK_NUMEL", 4096)  # one matrix of the MLP a rank, so that Muon takes several goes
+    model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
     for case, flags in cases.items():
         flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags
-        flags |= {
-            name: str(folder / flags[name]) for name in ("init_from", "data", "out_dir", "resume") if flags.get(name)
-        }
+        paths = [name for name in ("init_from", "data", "out_dir", "resume") if flags.get(name)]
+        flags |= {name: str(folder / flags[name]) for name in paths}
         trained = train(make_config(**TINY | flags), return_model=True)[1]
         torch.save([to_full(p.detach()) for p in trained.parameters()], f"{folder / case}{dist.get_rank()}.pt")
     exit_process(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def launched(request, data, noisy, tmp_path_factory):
-    """The launch of two ranks: its process and folder. It runs beside the other tests, and its own come last."""
+@pytest.fixture(scope="module")
+def two_ranks(data, noisy, tmp_path_factory) -> Path:
+    """The folder of what the two ranks left behind."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "noisy.pt").symlink_to(noisy)
-    with torchrun_beside(request, __file__, data, folder, *["compiled"] * compiler_works()) as launched:
-        yield launched
-
-
-@pytest.fixture(scope="module")
-def two_ranks(launched) -> Path:
-    """The folder of what the two ranks left behind."""
-    process, folder = launched
-    assert process.wait(600) == 0, (folder / "output.txt").read_text()
+    (folder / "data").symlink_to(data)
+    done = run_ranks(folder, __file__, folder, *["compiled"] * compiler_works(), timeout=600)
+    assert done.codes == [0, 0], done.stderr
     return folder
 
 
@@ -239,7 +209,7 @@ def test_ranks_agree_to_the_bit(two_ranks):
     for case in (*AS_PLAIN, *AS_ONE_PROCESS, *RESUMED):
         ours, theirs = (torch.load(f"{two_ranks / case}{rank}.pt") for rank in range(2))
         assert all(map(torch.equal, ours, theirs)), case
-    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
+    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp_half" / "log.txt").read_text()
 
 
 def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
