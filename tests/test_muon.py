@@ -27,9 +27,8 @@ def test_newton_schulz_against_svd(shape):
     inside = u.mT @ newton_schulz(x).double() @ vt.mT  # diagonal, if the singular vectors are kept
     values = inside.diagonal(dim1=1, dim2=2)
     assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
-    assert (
-        values.min() > (0.1 if shape[0] == shape[1] else 0.71) and values.max() < 1.29
-    )  # square ones have tiny values
+    least = 0.1 if shape[0] == shape[1] else 0.71  # square ones have tiny values
+    assert least < values.min() and values.max() < 1.29
     torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
     assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
 
@@ -85,9 +84,8 @@ def test_adam_against_torch():
 
 def test_schedules():
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
-    scales = [get_lr_multiplier(step / 100, cfg) for step in range(100)]
-    assert scales[0] == pytest.approx(0.1) and scales[9:51] == pytest.approx([1.0] * 42) and min(scales) > 0
-    assert scales[75] == pytest.approx(0.5) and scales[-1] == pytest.approx(0.02)
+    scales = [get_lr_multiplier(step / 100, cfg) for step in (0, 4, 9, 50, 75, 99)]
+    assert scales == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0.02])
     assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
     rising = [get_momentum(step) for step in (0, 150, 299, 300, 10**6)]
     assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95])
@@ -103,8 +101,8 @@ def test_schedules():
 # Muon's work, by shapes and among ranks
 
 ROWS = [
-    ParamSpec(r"blocks\.\d+\.mlp\.proj\.weight", model.zeros, lr_mul=2.0),
-    ParamSpec(r"blocks\.\d+\.attn\.proj\.weight", model.zeros, lr_mul=0.5),
+    ParamSpec(r"blocks\.\d+\.mlp\.proj\.weight", lr_mul=2.0),
+    ParamSpec(r"blocks\.0\.attn\.proj\.weight", lr_mul=0.5),
 ]
 CASES = {  # rows before those of PARAM_TABLE, the shape of the model, and what is stacked in weights
     "as it is": ([], {}, {}),
