@@ -5,7 +5,6 @@ import functools
 import json
 import multiprocessing
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -85,7 +84,7 @@ def add_noise(model: GPT) -> GPT:
     """To every weight: fresh ones hide most gradients behind matrices of zeros."""
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
-        p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+        p.add_(torch.randn(p.shape, generator=generator).to(p.device) * 0.1)
     return model
 
 
@@ -278,13 +277,3 @@ def pytest_cmdline_main(config) -> None:
     apart = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
     if whole and apart and config.option.numprocesses is None and config.option.dist == "no":
         config.option.numprocesses, config.option.dist = 2, "worksteal"
-
-
-STARTS_PROCESSES = re.compile("rank|kill|dies|signal|sigterm|torchrun|restart|scaling|parent")
-
-
-def pytest_collection_modifyitems(items) -> None:
-    """Mark what starts ranks, kills processes or sends signals, so that systems without them can leave it out."""
-    for item in items:
-        if "two_ranks" in item.fixturenames or STARTS_PROCESSES.search(item.originalname):
-            item.add_marker("ranks")

@@ -116,18 +116,13 @@ class DroppedEverywhere(Plain):
         return x * self.mask(idx, x.size(-1)) / 0.9 if self.training else x
 
     def mask(self, idx: Tensor, width: int) -> Tensor:
-        """By a loop over numbers, in Python's integers."""
-
-        def kept(token: int, place: int, channel: int) -> bool:
-            code = token * width + channel
-            for mixed in (place * 0x85EBCA6B % 2**31, self.seed % 2**31):
-                code = (code ^ mixed) * 0x9E3779B1 % 2**31
-                code = (code ^ code >> 15) * 0x85EBCA6B % 2**31
-                code ^= code >> 13
-            return code % 2**24 / 2**24 >= 0.1
-
-        rows = [[[kept(t, p, c) for c in range(width)] for p, t in enumerate(row)] for row in idx.tolist()]
-        return torch.tensor(rows).float()
+        """Zeros and ones, fp32 (B, T, width): MurmurHash's mixing of token and channel, then position, then seed."""
+        code = idx[..., None] * width + torch.arange(width)
+        for mixed in (torch.arange(idx.size(1))[:, None] * 0x85EBCA6B % 2**31, self.seed % 2**31):
+            code = (code ^ mixed) * 0x9E3779B1 % 2**31
+            code = (code ^ code >> 15) * 0x85EBCA6B % 2**31
+            code = code ^ code >> 13
+        return (code % 2**24 / 2**24 >= 0.1).float()
 
 
 class DropPath(Plain):

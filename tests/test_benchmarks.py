@@ -28,10 +28,6 @@ def numbers_are_finite(rows: list[dict]) -> None:
                 assert row[f"{key}_min"] <= value <= row[f"{key}_max"], (key, row)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cases and their processes
-
-
 def test_cases_are_interleaved():
     a, b = harness.measure([(bench_cases.counting_case, 0), (bench_cases.counting_case, 10)], 3)
     assert [value for value, _ in a["values"]] == [1, 2, 3] and [value for value, _ in b["values"]] == [11, 12, 13]
@@ -57,10 +53,6 @@ def test_a_table_has_what_its_rows_have():
 def test_bench_refuses(capsys):
     for argv in ("frain", "--n_layers 2", "train --compile", "profile --minutes 5", "loss --json no/x.json", "plot"):
         assert bench.main(argv.split()) == 2 and capsys.readouterr().err.startswith("error: "), argv
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The ladder
 
 
 def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
@@ -91,10 +83,6 @@ def test_steps_of_the_ladder_compute_the_same(tmp_path, monkeypatch):
         assert row["tokens/s"] * row["ms/step"] / 1000 == pytest.approx(512) and row["peak MiB"] > 50
         assert 0 < row["MFU (measured matmul peak)"] < 1
     assert [row["micro_batch"] for row in rows[:3]] == [2, 2, 2] and rows[3]["micro_batch"] == 8
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
 
 
 def run(*losses: float, seconds: float = 1.0) -> dict:
@@ -149,10 +137,6 @@ def test_loss_of_the_trainer(data, tmp_path):
     ours, still = json.loads((tmp_path / "out.json").read_text())["loss"]
     assert (ours["side"], still["side"]) == ("defaults", "--muon_lr 1e-9 --adam_lr 1e-9")
     assert still["final val_loss"] == pytest.approx(math.log(320)) and ours["final val_loss"] < math.log(320) - 0.5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory, data, profile, scaling, attention, generation, pictures
 
 
 def test_bench_memory(tmp_path):

@@ -1,18 +1,14 @@
 """What flags leave open: --dtype auto is decided once, by speed; and the attention and chunks of the loss."""
 
 import dataclasses
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import sample
-from conftest import TINY, final, run_main, run_ranks
+from conftest import TINY, final, run_main
 from runtime import sizes
-from runtime.ranks import DistContext, exit_process
+from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
 AUTO = TINY | dict(dtype="auto", max_steps=2)
@@ -87,24 +83,3 @@ def test_samples_are_drawn_in_the_dtype_of_the_run(data, tmp_path, pretend):
         pretend(*speeds)
         model, _ = sample.load(sample.find_file(str(tmp_path)), "cpu", asked)
         assert model.compute_dtype == sizes.DTYPES[dtype]
-
-
-def rank_main(folder: Path) -> None:
-    """What each of two ranks does: rank 0's matmuls are faster in bf16, those of rank 1 in fp32."""
-    fast = (torch.bfloat16, torch.float32)[int(os.environ["RANK"])]
-    sizes.matmul_flops = lambda device, dtype, width: 2.0 if dtype == fast else 1.0
-    summary, model = train(make_config(**AUTO, data=str(folder / "data"), out_dir=str(folder / "run")), True)
-    (folder / os.environ["RANK"]).write_text(f"{summary['dtype']} {model.compute_dtype}")
-    dist.barrier()
-    exit_process(0)
-
-
-def test_all_ranks_take_rank_0s_dtype(data, tmp_path):
-    (tmp_path / "data").symlink_to(data)
-    done = run_ranks(tmp_path, __file__, tmp_path)
-    assert done.codes == [0, 0], done
-    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["bf16 torch.bfloat16"] * 2
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]))

@@ -4,6 +4,7 @@ What an edit may break is in test_train.py. Two ranks start this file once, for 
 """
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from conftest import TINY, assert_same_run, compiler_works, final, flags_of, row
 from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
+from runtime import sizes
 from runtime.checkpoint import read_checkpoint
 from runtime.launch import cpu_cores
 from runtime.ranks import exit_process
@@ -29,13 +31,12 @@ from train_gpt import make_config, train
 # One process
 
 
-def plain_loop(data, noisy, steps):
-    """Losses and gradient norms of a loop without the trainer's step: no micro-batches."""
+def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
     checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
     optimizer, losses, norms = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], []
-    for step in range(steps):
+    for step in range(20):
         batch = torch.from_numpy(stream.batch(step))
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -46,11 +47,6 @@ def plain_loop(data, noisy, steps):
             group["momentum"] = 0.85 + 0.1 * step / 300
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms
-
-
-def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
-    losses, norms = plain_loop(data, noisy, steps=20)
     np.testing.assert_allclose(rows(plain, "train_loss"), losses, rtol=1e-5)
     np.testing.assert_allclose(rows(plain, "grad_norm"), norms, rtol=1e-5)
 
@@ -158,6 +154,8 @@ def refuse_what_nccl_refuses() -> None:
 def worker(folder: Path) -> None:
     """What each rank does: all cases, of which it leaves its weights beside the run's folder."""
     refuse_what_nccl_refuses()
+    if os.environ["RANK"] == "1":
+        sizes.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
     model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
     cases = AS_PLAIN | AS_ONE_PROCESS | RESUMED | (COMPILED_CASES if compiler_works() else {})
     for case, flags in cases.items():
