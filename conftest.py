@@ -265,10 +265,6 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
     return report
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# pytest
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
 def pytest_cmdline_main(config) -> None:
     """The whole suite runs in two processes: a test has one thread."""

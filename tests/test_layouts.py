@@ -27,9 +27,6 @@ from runtime.launch import cpu_cores
 from runtime.ranks import exit_process
 from train_gpt import make_config, train
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One process
-
 
 def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
     checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)

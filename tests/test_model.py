@@ -215,10 +215,6 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
         assert (got.double() - exact).norm() < most * exact.norm(), (got.double() - exact).norm() / exact.norm()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# n-grams
-
-
 @torch.no_grad()
 def test_ngrams_end_at_documents_and_after_n_tokens():
     gpt, idx = random_gpt(ngram=3, ngram_rows=1 << 20), torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])

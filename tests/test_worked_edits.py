@@ -31,10 +31,6 @@ def worked_edits() -> dict[str, str]:
     return dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```", text, re.M | re.S))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What else holds of an edit, after a run
-
-
 def rate_stays_above_half(run) -> bool:
     return np.allclose(rows(run.folder, "lr"), [0.02, 0.02, 0.02 / 1.2, 0.01])
 
@@ -157,10 +153,6 @@ CASES = {
     "A figure of your own": Case(holds=figure_is_logged),
 }
 RANKS = ("Layers left out", "A buffer", "Mixture of experts", "Tied embeddings", "An average of the weights")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Copies and runs
 
 
 def noise(model, seed_of) -> None:
