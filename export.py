@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.bpe import VOCABULARY_FILE
 from data.shards import atomic_write
+from data.tokenizers import VOCABULARY_FILE
 from generation import some_tokens
 from int8 import quantize
 from model import GPT, GPTConfig, NgramEmbedding

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from generation import LayerCache, next_logits, shift_right
-from ops import cpu
 from ops.attention import attention, attention_mask, cached_attention
 from ops.linear import is_matvec, matvec
 from ops.loss import SoftcapCrossEntropy, chunked_loss, softcap_fwd_bwd
@@ -63,15 +62,11 @@ class GPTConfig:
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension of x (..., D), without a gain."""
-    if cpu.is_eager(x):
-        return cpu.EagerRMSNorm.apply(x)  # the same, in fewer memory passes
     return F.rms_norm(x, (x.size(-1),))
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """ReLU squared (So et al. 2021)."""
-    if cpu.is_eager(x):
-        return cpu.EagerReLUSquared.apply(x)
     return F.relu(x).square()
 
 

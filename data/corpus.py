@@ -3,7 +3,6 @@
 All text is UTF-8. Documents are pieces, (split, whether a document starts here, bytes): of a file, or of a row of one.
 """
 
-import codecs
 import csv
 import fnmatch
 import glob
@@ -24,13 +23,11 @@ from runtime.errors import UserError
 ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
+CONTINUATION = bytes(range(0x80, 0xC0))  # the second to fourth bytes of characters
 PIECE = 1 << 18  # bytes read at once; from pieces of 10^6 bytes on, tiktoken fails on long runs of whitespace
 # GPT-2 never merges whitespace with a visible character before it. Surely visible: ASCII, and UTF-8 but the whitespace
 # U+0085, U+00A0, U+1680, U+2000 to U+205F, U+3000.
 SAFE_CUT = re.compile(rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])")
-
-
-# ---- Which files, in which order: lists of (name, path) -------------------------------------------------------------
 
 
 def _hash(name):
@@ -73,12 +70,12 @@ def given_files(arguments, include, say):
     for argument in map(os.path.abspath, arguments):
         matches = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
         if not matches:
-            raise UserError(f"{argument} is not a file or folder, and not a glob that matches any: check the path")
+            raise UserError(f"{argument} is not a file or folder, nor a glob that matches any: check the path")
         for match in map(Path, matches):
             paths = [match]
             if match.is_dir():
                 paths = _files_under(match, lambda name: name.startswith("."))
-                paths = [p for p in paths if not include or any(fnmatch.fnmatchcase(p.name, like) for like in include)]
+                paths = [p for p in paths if any(fnmatch.fnmatchcase(p.name, like) for like in include or ["*"])]
             for path in paths:
                 if str(path) == argument or _begins_as_text(path):
                     names.setdefault(path, path.relative_to(match.parent).as_posix())
@@ -94,13 +91,10 @@ def given_files(arguments, include, say):
 def _begins_as_text(path):
     try:
         with open_file(path) as stream:
-            codecs.getincrementaldecoder("utf-8")().decode(stream.read(PIECE))
+            io.TextIOWrapper(stream, "utf-8").read(PIECE)
     except (UnicodeDecodeError, *DAMAGED):
         return False
     return True
-
-
-# ---- Documents of files ---------------------------------------------------------------------------------------------
 
 
 def open_file(path):
@@ -108,34 +102,28 @@ def open_file(path):
     return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
 
 
-def pieces_of(stream, size):
-    """Cuts `size` bytes of a binary stream so that the GPT-2 tokens of the pieces, joined, are those of the whole."""
-    rest = b""
-    while block := stream.read(min(size, PIECE)):
+def document(split, stream, path, size=sys.maxsize):
+    """The next `size` bytes of a binary stream, in pieces whose GPT-2 tokens, joined, are those of the whole.
+
+    Raises UserError, which says the place in the file, where they are not UTF-8.
+    """
+    rest, block, begin = b"", True, stream.tell()
+    first = begin
+    while block:
+        block = stream.read(min(size, PIECE))
         size -= len(block)
         rest += block
         safe = SAFE_CUT.match(rest)
-        cut = safe.end() if safe else 0
-        if not safe and len(rest) >= 3 * PIECE:  # no safe place: between any two characters, to bound the memory
-            cut = max((i for i in range(len(rest) - 4, len(rest)) if rest[i] & 0xC0 != 0x80), default=len(rest))
-        if cut:
-            yield rest[:cut]
-            rest = rest[cut:]
-    if rest:
-        yield rest
-
-
-def document(split, stream, size, path):
-    """The pieces of a document. Raises UserError, which says the place in the file, where they are not UTF-8."""
-    begin = first = stream.tell()
-    for piece in pieces_of(stream, size):
+        cut = len(rest) if not block else safe.end() if safe else 0
+        if not cut and len(rest) >= 3 * PIECE:  # no safe place: before the last character, to bound the memory
+            cut = max(0, len(rest.rstrip(CONTINUATION)) - 1)
         try:
-            if not piece.isascii():
-                piece.decode()
+            rest[:cut].decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text at byte {begin + error.start:,}: convert or remove it") from None
-        yield split, begin == first, piece
-        begin += len(piece)
+        if cut:
+            yield split, begin == first, rest[:cut]
+        rest, begin = rest[cut:], begin + cut
 
 
 def read_files(files, val_fraction, keys):
@@ -146,53 +134,38 @@ def read_files(files, val_fraction, keys):
     for name, path in files:
         try:
             with open_file(path) as stream:
-                if kind := ROWS.search(path.name.lower()):
-                    for number, text in READERS[kind[1]](stream, path, keys):
-                        raw = text.encode("utf-8", errors="replace")
-                        split = split_of(f"{name}:{number}", val_fraction)
-                        yield from document(split, io.BytesIO(raw), len(raw), path)
+                if path.name.lower().removesuffix(".gz").endswith((".jsonl", ".csv")):
+                    for number, text in _texts_of_rows(stream, path, keys):
+                        raw = io.BytesIO(text.encode("utf-8", errors="replace"))
+                        yield from document(split_of(f"{name}:{number}", val_fraction), raw, path)
                 elif len(files) > 1:
-                    yield from document(split_of(name, val_fraction), stream, sys.maxsize, path)
+                    yield from document(split_of(name, val_fraction), stream, path)
                 else:
                     cut = stream.seek(int(stream.seek(0, os.SEEK_END) * (1 - val_fraction)))
                     after = stream.read(3)
-                    cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))  # to the start of a character
+                    cut += len(after) - len(after.lstrip(CONTINUATION))
                     stream.seek(0)
-                    yield from document("train", stream, cut, path)
-                    yield from document("val", stream, sys.maxsize, path)
+                    yield from document("train", stream, path, cut)
+                    yield from document("val", stream, path)
         except DAMAGED as error:
             raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
 
 
-def _jsonl_texts(stream, path, keys):
-    """(line number, text) of each line that is not blank."""
-    for number, line in enumerate(stream, start=1):
-        if line.strip():
-            try:
-                values = json.loads(line)
-                yield number, "\n".join([values[key] for key in keys])
-            except (ValueError, KeyError, TypeError, RecursionError):
-                expected = ", ".join(f'"{key}": TEXT' for key in keys)
-                raise UserError(f"line {number} of {path} is not {{{expected}}}: correct it, or --text_key") from None
-
-
-def _csv_texts(stream, path, keys):
-    """(number, text) of each row below the first, which names the columns."""
-    csv.field_size_limit(1 << 26)
-    rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), strict=True)
+def _texts_of_rows(stream, path, keys):
+    """(number, text) of the lines of a .jsonl file, "" of blank ones, or of the rows of a .csv file below the first."""
+    rows = (json.loads(line) if line.strip() else None for line in stream)
+    if path.name.lower().endswith((".csv", ".csv.gz")):
+        csv.field_size_limit(1 << 26)
+        text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+        rows = csv.DictReader(text, restkey=keys[0], strict=True)  # more cells than columns: a list instead of a text
+    texts, number = ("" if row is None else "\n".join([row[key] for key in keys]) for row in rows), 0
     try:
-        header = next(rows, [])
-        columns = [header.index(key) for key in keys]
-        for number, row in enumerate(filter(None, rows), start=1):
-            if len(row) != len(header):
-                raise csv.Error(f"{len(row)} fields under {len(header)} columns")
-            yield number, "\n".join([row[column] for column in columns])
-    except (ValueError, csv.Error) as error:  # ValueError: no such column, or not UTF-8
-        raise UserError(f"line {rows.line_num} of {path}: {error}; correct it, or give --text_key COLUMN") from None
-
-
-ROWS = re.compile(r"\.(jsonl|csv)(\.gz)?$")
-READERS = {"jsonl": _jsonl_texts, "csv": _csv_texts}
+        for number, text in enumerate(texts, start=1):
+            yield number, text
+    except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
+        expected = ", ".join(f'"{key}": TEXT' for key in keys)
+        found = f"{path}, after row {number}: expected {{{expected}}} ({type(error).__name__}: {error})"
+        raise UserError(f"{found}; correct it, or give --text_key") from None
 
 
 def read_wikitext(archive):
@@ -200,12 +173,11 @@ def read_wikitext(archive):
     with zipfile.ZipFile(archive) as members:
         for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
             (name,) = [name for name in members.namelist() if name.endswith(member)]
-            article, after_blank = bytearray(), True
+            article = bytearray()
             for line in members.open(name):
                 heading = line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")
-                if heading and after_blank and article.strip():
-                    yield from document(split, io.BytesIO(article), len(article), archive)
+                if heading and article.strip() and not article.rsplit(b"\n", 2)[-2].strip():  # after a blank line
+                    yield from document(split, io.BytesIO(article), archive)
                     article = bytearray()
                 article += line
-                after_blank = not line.strip()
-            yield from document(split, io.BytesIO(article), len(article), archive)
+            yield from document(split, io.BytesIO(article), archive)

@@ -1,21 +1,19 @@
 """Prepares token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
 
-data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A folder that is
-complete is left as it is; after a run that was stopped, the same command resumes its downloads (data/download.py).
+data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A complete folder is
+left as it is; after a run that was stopped, the same command resumes its downloads.
 """
 
 import argparse
 import contextlib
 import importlib.util
-import itertools
 import json
 import os
 import platform
 import shlex
 import shutil
 import sys
-from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -25,42 +23,35 @@ if __name__ == "__main__":  # a script's first import path is its own folder, wh
     sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE))]
 
 from data import corpus
-from data.bpe import MAX_SIZE, MIN_SIZE, VOCABULARY_FILE, read_vocabulary, train_vocabulary, vocabulary_hash
-from data.choices import prepare_hellaswag
-from data.corpus import pieces_of as pieces_of
-from data.download import DOWNLOADS, FINEWEB_SHARDS, Progress, download, prepare_fineweb
-from data.shards import DATA_DIR, HEADER_BYTES, PYTHON_VOCABULARY, atomic_write, complete_shard, load_meta
-from data.tokenizers import get_tokenizer
+from data.download import DOWNLOADS, Progress, download, prepare_fineweb
+from data.shards import DATA_DIR, PYTHON_VOCABULARY, atomic_write, load_meta, write_shard
+from data.stream import map_ahead
+from data.tokenizers import VOCABULARY_FILE, get_tokenizer, read_vocabulary, train_vocabulary, vocabulary_hash
 from runtime.errors import UserError
-
-# ---- Documents to shards --------------------------------------------------------------------------------------------
 
 BATCH = 1 << 20  # bytes given to a thread at once
 BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
 
 
 def _batches(documents):
-    """Lists of about BATCH bytes of pieces."""
-    batch, size = [], 0
-    for piece in documents:
-        batch.append(piece)
-        size += len(piece[2])
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
+    """(split, about BATCH bytes of its pieces), each piece with whether a document starts there."""
+    batches, sizes = {"train": [], "val": []}, Counter()
+    for split, starts, piece in documents:
+        batches[split].append((starts, piece))
+        sizes[split] += len(piece)
+        if sizes[split] >= BATCH:
+            yield split, batches[split]
+            batches[split], sizes[split] = [], 0
+    yield from batches.items()
 
 
-def _encode(tokenizer, batch):
-    """Pieces -> [(split, 1-D uint16 tokens, how many tokens, bytes and documents they are, as in meta.json)]."""
-    end_of_text, encoded = np.array([tokenizer.eot], dtype=np.uint16), []
-    for split in ("train", "val"):
-        pieces = [(starts, piece) for where, starts, piece in batch if where == split]
-        parts = [part for starts, piece in pieces for part in [end_of_text] * starts + [tokenizer.encode_raw(piece)]]
-        tokens = np.concatenate([end_of_text[:0], *parts], dtype=np.uint16)
-        n_bytes, n_documents = sum(len(piece) for _, piece in pieces), sum(starts for starts, _ in pieces)
-        encoded.append((split, tokens, dict(tokens=tokens.size, bytes=n_bytes, documents=n_documents)))
-    return encoded
+def _encode(tokenizer, split, pieces):
+    """The split, and of its pieces 1-D uint16 tokens, and how many tokens, bytes and documents they are."""
+    end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
+    parts = [part for starts, piece in pieces for part in [end_of_text] * starts + [tokenizer.encode_raw(piece)]]
+    tokens = np.concatenate([end_of_text[:0], *parts], dtype=np.uint16)
+    n_bytes, n_documents = sum(len(piece) for _, piece in pieces), sum(starts for starts, _ in pieces)
+    return split, tokens, dict(tokens=tokens.size, bytes=n_bytes, documents=n_documents)
 
 
 def encode_file(path, tokenizer):
@@ -69,68 +60,45 @@ def encode_file(path, tokenizer):
     Raises UserError where it is not UTF-8.
     """
     with open(path, "rb") as file:
-        _, tokens, counts = _encode(tokenizer, list(corpus.document("train", file, sys.maxsize, path)))[0]
+        pieces = [piece for _, *piece in corpus.document("train", file, path)]
+    _, tokens, counts = _encode(tokenizer, "train", pieces)
     return tokens[1:], counts["bytes"]  # without the end-of-text before it
-
-
-def _append(tokens, position, folder, split, shard_tokens):
-    """Appends a 1-D uint16 array to the shards of a split that has `position` tokens so far."""
-    for part in np.split(tokens, range(shard_tokens - position % shard_tokens, tokens.size, shard_tokens)):
-        with open(folder / f"{split}_{position // shard_tokens:06d}.bin", "ab") as file:
-            file.write(bytes(HEADER_BYTES) if position % shard_tokens == 0 else b"")
-            file.write(part.data)
-        position += part.size
 
 
 def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
     """Encodes on all cores and writes in order. Returns "splits" and "files" of meta.json."""
     splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
-    waiting, threads = deque(), min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
+    shards, files = {split: np.empty(shard_tokens, dtype=np.uint16) for split in splits}, {}
+
+    def write(split, n_tokens):
+        name = f"{split}_{sum(name.startswith(split) for name in files):06d}.bin"
+        files[name] = write_shard(folder / name, shards[split][:n_tokens])
+
     for path in folder.glob("*.bin"):  # of a run that was killed
         path.unlink()
-    with ThreadPoolExecutor(threads) as pool:
-        for batch in itertools.chain(_batches(documents), [None] * 2 * threads):
-            if batch:
-                waiting.append(pool.submit(_encode, tokenizer, batch))
-            if waiting and (not batch or len(waiting) > 2 * threads):
-                for split, tokens, counts in waiting.popleft().result():
-                    if tokens.size:
-                        _append(tokens, splits[split]["tokens"], folder, split, shard_tokens)
-                    splits[split].update(counts)  # adds them
-                    progress.add(counts["bytes"])
-        for split, counts in splits.items():
-            if not counts["tokens"]:
-                raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
-        files = dict(pool.map(complete_shard, sorted(folder.glob("*.bin"))))
-    progress.add(0, finished=True)
-    return splits, files
+    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
+    batches = map_ahead(lambda batch: _encode(tokenizer, *batch), _batches(documents), 2 * threads, threads)
+    for split, tokens, counts in batches:
+        filled = splits[split]["tokens"] % shard_tokens
+        splits[split].update(counts)  # adds them
+        progress.add(counts["bytes"])
+        for part in np.split(tokens, range(shard_tokens - filled, tokens.size, shard_tokens)):
+            shards[split][filled : filled + part.size] = part
+            filled += part.size
+            if filled == shard_tokens:
+                write(split, filled)
+                filled = 0
+    for split, counts in splits.items():
+        if not counts["tokens"]:
+            raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
+        if counts["tokens"] % shard_tokens:
+            write(split, counts["tokens"] % shard_tokens)
+    return splits, dict(sorted(files.items()))
 
 
-def _train(documents, vocab_size, say):
-    """Trains a vocabulary on the training split, or on its first BPE_SAMPLE bytes, in hash order."""
-    progress = Progress("training byte pairs", 0, say)
-
-    def texts():
-        for piece in (piece for split, _, piece in documents if split == "train"):
-            progress.add(len(piece))
-            yield piece
-            if progress.done >= BPE_SAMPLE:
-                return
-
-    vocabulary = train_vocabulary(texts(), vocab_size)
-    progress.add(0, finished=True)
-    return vocabulary
-
-
-# ---- The whole job --------------------------------------------------------------------------------------------------
-
-SOURCES = {  # source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
-    "python": str(PYTHON_VOCABULARY),
-    "shakespeare": "bytes",
-    "wikitext2": "gpt2",
-    "wikitext103": "gpt2",
-    "files": None,
-}
+# Source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
+SOURCES = {"python": str(PYTHON_VOCABULARY), "files": None, "shakespeare": "bytes"}
+SOURCES |= {"wikitext2": "gpt2", "wikitext103": "gpt2"}
 DEFAULT_SIZE = 1024  # tokens of a custom vocabulary
 SMALL = 10**6  # bytes of text, below which a small model does better on bytes than on byte pairs (docs/data.md)
 
@@ -142,7 +110,7 @@ def prepare(
     out=None,  # the folder (None: beside this file)
     val_fraction=0.1,  # for validation: of documents, or of a single text's bytes
     shard_tokens=10**8,  # the most that one shard holds
-    text_key="text",  # key of .jsonl and column of .csv with the text; a list: their texts are joined by newlines
+    text_key=("text",),  # keys of .jsonl and columns of .csv, whose texts are joined by newlines
     include=(),  # name patterns; files inside folders must match one of them
     vocab_size=None,  # of bpe, end-of-text included (None: DEFAULT_SIZE)
     say=print,  # gets each line of output
@@ -156,14 +124,13 @@ def prepare(
     tokenizer = tokenizer or (own if vocab_size is None else "bpe")
     kind = tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
-    if vocab_size is not None and (tokenizer != "bpe" or not MIN_SIZE <= vocab_size <= MAX_SIZE):
-        raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe, and must be {MIN_SIZE} to {MAX_SIZE}")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe")
     if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
         raise UserError(f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and a count")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
-        made = f"of {meta['source']}, tokenizer {meta['tokenizer']} of {meta['vocab_size']:,} tokens"
-        say(f"already there: {folder} ({made}); for other data remove it, or choose another --out")
+        say(f"already there: {folder} (of {meta['source']}); for other data remove it, or choose another --out")
         return folder
     if folder.exists() and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
@@ -171,8 +138,40 @@ def prepare(
     work = folder.with_name(f".tmp-{folder.name}{unique}")
     work.mkdir(parents=True, exist_ok=True)
     try:
-        meta = _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, include, vocab_size, say)
-        meta["command"] = command or f"python data/prepare.py {source}"
+        if source in DOWNLOADS:
+            origin, sha256 = DOWNLOADS[source]
+            files = [(source, work / origin.rpartition("/")[2])]
+            download(origin, files[0][1], sha256, say)
+        elif source == "python":
+            origin, files = f"standard library of Python {platform.python_version()}", corpus.python_files()
+        else:
+            origin, files = f"files {' '.join(map(os.fspath, paths))}", corpus.given_files(paths, include, say)
+        n_bytes = sum(path.stat().st_size for _, path in files)
+        if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
+            tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
+            say(f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)")
+
+        def documents():
+            if source.startswith("wikitext"):
+                return corpus.read_wikitext(files[0][1])
+            return corpus.read_files(files, val_fraction, text_key)
+
+        vocabulary = None
+        if tokenizer == "bpe":
+            say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE) / 1e6:.1f} MB")
+            vocabulary = train_vocabulary(_sample(documents()), vocab_size or DEFAULT_SIZE)
+        elif tokenizer not in ("gpt2", "bytes"):
+            vocabulary = read_vocabulary(tokenizer)
+        encoder = get_tokenizer("bpe" if vocabulary else tokenizer, vocabulary, tokenizer)
+        meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
+        if vocabulary:
+            (work / VOCABULARY_FILE).write_bytes(vocabulary.encode())
+            meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
+        if len(files) > 1:
+            meta["order"] = corpus.ORDER
+        progress = Progress(f"preparing {source}", n_bytes, say)
+        meta["splits"], shards = _write_documents(documents(), encoder, work, shard_tokens, progress)
+        meta |= {"source": origin, "files": shards, "command": command or f"python data/prepare.py {source}"}
         with atomic_write(work / "meta.json") as file:
             file.write(json.dumps(meta, indent=1).encode())
         with contextlib.suppress(OSError):  # another process was first
@@ -187,41 +186,15 @@ def prepare(
     return folder
 
 
-def _make(work, source, paths, tokenizer, val_fraction, shard_tokens, text_key, include, vocab_size, say):
-    """Makes the shards in the folder `work`. Returns what meta.json says of them."""
-    if source in DOWNLOADS:
-        origin, sha256 = DOWNLOADS[source]
-        files = [(source, work / origin.rpartition("/")[2])]
-        download(origin, files[0][1], sha256, say)
-    elif source == "python":
-        origin, files = f"standard library of Python {platform.python_version()}", corpus.python_files()
-    else:
-        origin, files = f"files {' '.join(map(os.fspath, paths))}", corpus.given_files(paths, include, say)
-    n_bytes = sum(path.stat().st_size for _, path in files)
-    if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
-        tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
-        say(f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)")
-
-    def documents():
-        if source.startswith("wikitext"):
-            return corpus.read_wikitext(files[0][1])
-        return corpus.read_files(files, val_fraction, [text_key] if isinstance(text_key, str) else text_key)
-
-    if tokenizer in ("gpt2", "bytes"):
-        vocabulary, encoder = None, get_tokenizer(tokenizer)
-    else:
-        train = tokenizer == "bpe"
-        vocabulary = _train(documents(), vocab_size or DEFAULT_SIZE, say) if train else read_vocabulary(tokenizer)
-        encoder = get_tokenizer("bpe", vocabulary, tokenizer)
-    meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
-    if vocabulary:
-        (work / VOCABULARY_FILE).write_bytes(vocabulary.encode())
-        meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
-    if len(files) > 1:
-        meta["order"] = corpus.ORDER
-    progress = Progress(f"preparing {source}", n_bytes, say)
-    splits, made = _write_documents(documents(), encoder, work, shard_tokens, progress)
-    return meta | {"splits": splits, "source": origin, "files": made}
+def _sample(documents):
+    """The first BPE_SAMPLE bytes of the training split."""
+    size = 0
+    for split, _, piece in documents:
+        if split == "train":
+            yield piece
+            size += len(piece)
+            if size >= BPE_SAMPLE:
+                return
 
 
 OPTIONS = ("tokenizer", "vocab_size", "val_fraction", "shard_tokens")
@@ -230,31 +203,32 @@ TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths"
 
 def main(argv=None):
     """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add, several = parser.add_argument, dict(nargs="+", action="extend")
     add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
     add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")
     add("--tokenizer", metavar="NAME|PATH", help="gpt2, bytes, bpe (trained on it), or a folder with a vocabulary")
     add("--vocab_size", type=int, metavar="N", help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE})")
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
-    add("--val_fraction", type=float, default=0.1, help="fraction for validation (default: 0.1)")
-    add("--shard_tokens", type=int, default=10**8, help="max tokens per shard (default: 100000000)")
-    add("--shards", type=int, default=FINEWEB_SHARDS, help="fineweb10B: training shards, 200 MB each (default: 103)")
+    add("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
+    add("--shard_tokens", type=int, help="max tokens per shard (default: 100000000)")
+    add("--shards", type=int, help="fineweb10B: training shards, 200 MB each (default: 103, which is all)")
     add("--text_key", **several, metavar="KEY", help="files: .jsonl keys or .csv columns to join (default: text)")
     add("--include", **several, metavar="PATTERN", help="files: names to read inside folders, such as '*.md' '*.txt'")
     try:
         given = vars(parser.parse_intermixed_args(argv))
-        source, out = given.pop("source"), given.pop("out")
-        command = shlex.join(["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)])
-        given = {name: value for name, value in given.items() if value not in (None, [], parser.get_default(name))}
-        if unused := given.keys() - TAKES.get(source, OPTIONS):
+        source, command = given.pop("source"), ["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)]
+        if unused := given.keys() - {"out", *TAKES.get(source, OPTIONS)}:
             raise UserError(f"{source} does not take {min(unused)}: remove it")
-        if source == "hellaswag":
-            prepare_hellaswag(out or DATA_DIR / source)
+        if source in SOURCES:
+            prepare(source, **given, command=shlex.join(command))
         elif source == "fineweb10B":
-            prepare_fineweb(out or DATA_DIR / source, given.get("shards", FINEWEB_SHARDS), command)
+            prepare_fineweb(**given, command=shlex.join(command))
         else:
-            prepare(source, out=out, **given, command=command)
+            path = Path(given.get("out", DATA_DIR / source), "hellaswag_val.jsonl")
+            download(DOWNLOADS[source][0], path, DOWNLOADS[source][1])
+            print(f"next: python sample.py --run RUN --choices {path}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

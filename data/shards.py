@@ -22,9 +22,6 @@ PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"  # of 3.11.7, as --tokeni
 TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> vocab_size, end-of-text token
 
 
-# ---- Files ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A binary file, written under a name that starts with `.tmp`, then flushed to disk and renamed to `path`.
@@ -53,34 +50,20 @@ def sha256_of_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---- Shards ---------------------------------------------------------------------------------------------------------
-
 HEADER_BYTES = 1024
-MAX_SHARD_TOKENS = 2**31 - 1  # the header's count is an int32
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, dtype of the tokens
 
 
-def shard_header(dtype: np.dtype | type, count: int) -> bytes:
-    """The first HEADER_BYTES of a shard of `count` tokens of this dtype, uint16 or uint32."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = next((magic, version, count) for magic, (version, kind) in FORMATS.items() if kind == dtype)
-    return header.tobytes()
-
-
-def write_shard(path: str | Path, tokens: np.ndarray) -> None:
-    """Writes a 1-D uint16 or uint32 array as one shard, atomically. Raises ValueError for other arrays."""
-    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1 or not 0 < tokens.size <= MAX_SHARD_TOKENS:
+def write_shard(path: str | Path, tokens: np.ndarray) -> dict:
+    """Writes a 1-D uint16 or uint32 array as a shard; returns its entry in meta.json. Raises ValueError for others."""
+    formats = [(magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == tokens.dtype]
+    if not formats or tokens.ndim != 1 or not 0 < tokens.size < 2**31:  # the count is an int32
         raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
-    with atomic_write(Path(path)) as file:
-        file.writelines((shard_header(tokens.dtype, tokens.size), np.ascontiguousarray(tokens)))
-
-
-def complete_shard(path: Path) -> tuple[str, dict]:
-    """Writes the header of a file of HEADER_BYTES and uint16 tokens. Returns its name and entry in meta.json."""
-    count = (path.stat().st_size - HEADER_BYTES) // 2
-    with open(path, "rb+") as file:
-        file.write(shard_header(np.uint16, count))
-    return path.name, {"tokens": count, "sha256": sha256_of_file(path)}
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = *formats[0], tokens.size
+    with open(path, "wb") as file:
+        file.writelines((header, np.ascontiguousarray(tokens)))
+    return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 
 def read_shard(path: str | Path) -> np.memmap:
@@ -99,9 +82,6 @@ def read_shard(path: str | Path) -> np.memmap:
     raise UserError(f"{path} {wrong}: delete it, and prepare or download it again")
 
 
-# ---- A prepared folder ----------------------------------------------------------------------------------------------
-
-
 def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none."""
     shards = sorted(path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith("."))
@@ -115,16 +95,15 @@ def load_meta(folder: str | Path) -> dict:
     """meta.json of a prepared folder; where there is none, GPT-2's tokenizer, marked by "assumed": True.
 
     Keys: tokenizer, vocab_size, eot, splits ({"train" and "val": {tokens, bytes, documents}}, None where not known),
-    source, files ({shard: {tokens, sha256}}), and for the tokenizer "bpe" vocabulary ({sha256}). Raises UserError when
-    they are missing or of another type. "command", which makes the folder again, and "order", of documents that come
-    from several files, may be missing.
+    source, files ({shard: {tokens, sha256}}), for the tokenizer "bpe" vocabulary ({sha256}), and perhaps "command" and
+    "order" of the documents. Raises UserError when they are missing or of another type.
     """
     path = Path(folder) / "meta.json"
     if not path.exists():
         find_shards(folder, "train")
         vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-        assumed = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "assumed": True}
-        return assumed | {"splits": {}, "source": "unknown", "files": {}}
+        sizes = dict(vocab_size=vocab_size, eot=eot)
+        return dict(tokenizer="gpt2", **sizes, splits={}, source="unknown", files={}, assumed=True)
     try:
         meta = json.loads(path.read_bytes())
         sizes, splits = (meta["vocab_size"], meta["eot"]), [meta["splits"][split] for split in ("train", "val")]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.bpe import read_vocabulary, vocabulary_hash
 from data.shards import HEADER_BYTES, find_shards, load_meta, read_shard, recorded_hashes, sha256_of_file
+from data.tokenizers import read_vocabulary
 from runtime.errors import UserError
 
 
@@ -30,20 +30,22 @@ class TokenShards:
 
     CHECKED = 1 << 28  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str] | None = None):
-        """sha256: the hashes of shards by name, where they are known. Raises UserError for shards that are wrong."""
-        self.paths, self.vocab_size = find_shards(folder, split), vocab_size
-        shards = map(read_shard, self.paths)  # one after the other: each that is mapped takes a file handle
-        self.lengths, self.dtypes = zip(*((len(shard), shard.dtype) for shard in shards))
-        self.ends = np.cumsum(self.lengths)
-        self.n_tokens = int(self.ends[-1])
-        for path, length, end in zip(self.paths, self.lengths, self.ends.tolist()):
-            unchecked = self.CHECKED - (end - length)
+    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str | None]):
+        """sha256: of the shards, by name, where it is known. Raises UserError for shards that are wrong."""
+        self.paths, self.vocab_size, self.lengths, self.dtypes = find_shards(folder, split), vocab_size, [], []
+        unchecked = self.CHECKED
+        for path in self.paths:  # none stays mapped: that takes a file handle
+            tokens = read_shard(path)
+            self.lengths.append(len(tokens))
+            self.dtypes.append(tokens.dtype)
             if unchecked > 0:
-                self.check_vocab(read_shard(path)[:unchecked], path)
-            expected = (sha256 or {}).get(path.name) if length <= unchecked else None
+                self.check_vocab(tokens[:unchecked], path)
+            expected = sha256.get(path.name) if len(tokens) <= unchecked else None
             if expected and sha256_of_file(path) != expected:
                 raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
+            unchecked -= len(tokens)
+        self.ends = np.cumsum(self.lengths)
+        self.n_tokens = int(self.ends[-1])
 
     def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
@@ -53,14 +55,19 @@ class TokenShards:
             raw = file.read(count * size)
         if len(raw) < count * size:
             raise UserError(f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume")
-        return np.frombuffer(raw, self.dtypes[i])
+        tokens = np.frombuffer(raw, self.dtypes[i])
+        self.check_vocab(tokens, self.paths[i])
+        return tokens
 
-    def sample_hash(self, i: int) -> str:
-        """SHA-256 over 16 chunks of 2,048 tokens of shard i, evenly spread: all of a small shard."""
-        digest, count = hashlib.sha256(str(self.lengths[i]).encode()), min(2048, self.lengths[i])
-        for k in range(16):
-            digest.update(self.read_tokens(i, (self.lengths[i] - count) * k // 15, count))
-        return digest.hexdigest()
+    def samples(self) -> dict[str, str]:
+        """By the shards' names: their tokens, and a hash of 16 chunks of 2,048, evenly spread: all of a small shard."""
+        samples = {}
+        for i, (path, length) in enumerate(zip(self.paths, self.lengths)):
+            digest, count = hashlib.sha256(), min(2048, length)
+            for k in range(16):
+                digest.update(self.read_tokens(i, (length - count) * k // 15, count))
+            samples[path.name] = f"{length} tokens, {digest.hexdigest()[:12]}"
+        return samples
 
     def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
         if (worst := int(tokens.max())) >= self.vocab_size:
@@ -76,9 +83,6 @@ class TokenShards:
                 part = self.read_tokens(i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled)
                 row[filled : filled + len(part)] = part
                 filled, i = filled + len(part), i + 1
-        if len(starts) and out.max() >= self.vocab_size:
-            first = starts[out.max(axis=1).argmax()]
-            self.check_vocab(out, self.paths[np.searchsorted(self.ends, first, side="right")])
         return out
 
 
@@ -105,7 +109,7 @@ def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 
 def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
     """Starts of sequences that begin a document and do not overlap, int64 (n,); the rests of documents are dropped."""
-    firsts = [end - length for end, length in zip(shards.ends.tolist(), shards.lengths)]
+    firsts = shards.ends - shards.lengths
     starts = [np.flatnonzero(read_shard(path) == eot) + first for path, first in zip(shards.paths, firsts)]
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
@@ -114,37 +118,6 @@ def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarra
         chosen.append(i)
         i = following[i]
     return starts[chosen].astype(np.int64)
-
-
-def sequences_per_epoch(n_tokens: int, seq_len: int, aligned: np.ndarray | None = None) -> int:
-    return max(1, (n_tokens - seq_len) // seq_len) if aligned is None else len(aligned)
-
-
-def sequence_starts(index: np.ndarray, n_tokens: int, seq_len: int, seed: int, aligned=None) -> np.ndarray:
-    """Where the training sequences with these numbers start, int64 (len(index),).
-
-    Each epoch cuts the stream into sequences of stride seq_len from its own offset and visits them in its own order;
-    with `aligned`, the sequences are those of document_sequences.
-    """
-    per_epoch = sequences_per_epoch(n_tokens, seq_len, aligned)
-    offsets = min(seq_len, n_tokens - per_epoch * seq_len)
-    starts = np.empty(len(index), dtype=np.int64)
-    epochs = index // per_epoch
-    for epoch in np.unique(epochs):
-        here = epochs == epoch
-        key = derive_seed(seed, epoch)
-        order = feistel_permute(index[here] % per_epoch, per_epoch, key)
-        starts[here] = key % offsets + seq_len * order.astype(np.int64) if aligned is None else aligned[order]
-    return starts
-
-
-def eval_part_of(meta: dict) -> str:
-    """Which part of the validation split is evaluated: "spread" over it, or the "first" tokens, as in races.
-
-    Races are on FineWeb, and on shards of llm.c and the speedruns, which have no meta.json.
-    """
-    fineweb = meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
-    return "first" if fineweb or meta.get("assumed") else "spread"
 
 
 class TokenStream:
@@ -173,37 +146,48 @@ class TokenStream:
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
         vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
         self.train, self.val = (TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val"))
-        self.check_shards()
-        self.aligned = None
-        if doc_align:
-            self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
-            if not len(self.aligned):
-                wanted = f"document in {folder} with {seq_len} tokens after its start (token {self.meta['eot']})"
-                raise UserError(f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it")
-        self.per_epoch = sequences_per_epoch(self.train.n_tokens, seq_len, self.aligned)
-        self.eval_part = eval_part_of(self.meta)
-
-    def check_shards(self) -> None:
-        """Raises UserError when the shards are not those of meta.json, or too small."""
         found = {path.name: n for split in (self.train, self.val) for path, n in zip(split.paths, split.lengths)}
         named = {name: shard["tokens"] for name, shard in self.meta["files"].items()} or found
-        for name in found | named:
-            if found.get(name) != named.get(name):
-                counts = [f"{n} tokens" if n else "no such shard" for n in (found.get(name), named.get(name))]
-                found = f"{self.folder / name}: {counts[0]}, where meta.json says {counts[1]}"
-                raise UserError(f"{found}; prepare the data again")
+        for name in sorted(name for name, _ in found.items() ^ named.items()):
+            said = f"{found.get(name, 'no')} tokens, where meta.json says {named.get(name, 'nothing')}"
+            raise UserError(f"{self.folder / name} has {said}; prepare the data again")
         for name, split in (("train", self.train), ("val", self.val)):
             if split.n_tokens <= self.seq_len:
                 found = f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence"
                 advice = "use a smaller --seq_len or more data"
                 raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
+        self.aligned, self.per_epoch = None, max(1, self.train.n_tokens // seq_len - 1)
+        if doc_align:
+            self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
+            self.per_epoch = len(self.aligned)
+            if not self.per_epoch:
+                wanted = f"document in {folder} with {seq_len} tokens after its start (token {self.meta['eot']})"
+                raise UserError(f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it")
+        # Races evaluate the first tokens: those on FineWeb, and on llm.c's and the speedruns' shards without meta.json
+        race = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/") or self.meta.get("assumed")
+        self.eval_part = "first" if race else "spread"
+
+    def sequence_starts(self, index: np.ndarray) -> np.ndarray:
+        """Where the training sequences with these numbers start, int64 (len(index),).
+
+        Each epoch cuts the stream into sequences of stride seq_len from its own offset, or takes document_sequences,
+        and visits them in its own order.
+        """
+        offsets = min(self.seq_len, self.train.n_tokens - self.per_epoch * self.seq_len)
+        starts = np.empty(len(index), dtype=np.int64)
+        epochs = index // self.per_epoch
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            key = derive_seed(self.seed, epoch)
+            order = feistel_permute(index[here] % self.per_epoch, self.per_epoch, key).astype(np.int64)
+            starts[here] = key % offsets + self.seq_len * order if self.aligned is None else self.aligned[order]
+        return starts
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """This rank's part of step's global batch: inputs and one more target, int64 (sequences, seq_len + 1)."""
         per_rank = self.seqs_per_batch // world_size
         mine = step * self.seqs_per_batch + rank * per_rank + np.arange(per_rank, dtype=np.int64)
-        starts = sequence_starts(mine, self.train.n_tokens, self.seq_len, self.seed, self.aligned)
-        return self.train.read_sequences(starts, self.seq_len + 1)
+        return self.train.read_sequences(self.sequence_starts(mine), self.seq_len + 1)
 
     def num_eval_seqs(self, eval_tokens: int) -> int:
         """Validation sequences in one evaluation: whole ones, at least one; eval_tokens 0 is all."""
@@ -227,16 +211,15 @@ class TokenStream:
 
         Yields equally often on every rank; padding has targets of -1, so that there is one static shape to compile.
         """
-        all_starts = self.eval_starts(eval_tokens)
-        n_seqs = len(all_starts)
-        per_rank = -(-n_seqs // world_size)
-        mine = np.arange(rank * per_rank, min(n_seqs, (rank + 1) * per_rank))
+        starts = self.eval_starts(eval_tokens)
+        per_rank = -(-len(starts) // world_size)
+        mine = starts[rank * per_rank : (rank + 1) * per_rank]
         for i in range(0, per_rank, micro_batch):
-            starts = all_starts[mine[i : i + micro_batch]]
+            part = mine[i : i + micro_batch]
             sequences = np.zeros((micro_batch, self.seq_len + 1), dtype=np.int64)
-            sequences[: len(starts)] = self.val.read_sequences(starts, self.seq_len + 1)
+            sequences[: len(part)] = self.val.read_sequences(part, self.seq_len + 1)
             targets = sequences[:, 1:].copy()
-            targets[len(starts) :] = -1
+            targets[len(part) :] = -1
             yield sequences[:, :-1], targets
 
     def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
@@ -250,33 +233,36 @@ class TokenStream:
         return dict(seed=self.seed, seq_len=self.seq_len, windows=self.per_epoch, epoch=epoch, window=window)
 
     @functools.cached_property
-    def shard_samples(self) -> list[list[tuple[str, int, str]]]:
-        """Name, tokens and hash of a sample of each shard, of the training and of the validation split."""
-        splits = (self.train, self.val)
-        return [
-            [(p.name, split.lengths[i], split.sample_hash(i)) for i, p in enumerate(split.paths)] for split in splits
-        ]
+    def samples(self) -> dict[str, str]:
+        return self.train.samples() | self.val.samples()
 
     def facts(self) -> dict[str, str]:
-        """What fingerprint sums up, and the tokenizer: a hash of each shard and what meta.json says, by name."""
-        facts = {str(self.folder / name): f"{n} tokens, {h[:12]}" for name, n, h in sum(self.shard_samples, [])}
+        """What names the data, by name, for ranks to compare: a sample of each shard, and what meta.json says."""
+        facts = {str(self.folder / name): sample for name, sample in self.samples.items()}
         facts |= {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
-        facts |= {f"meta.json's {key}": self.meta[key] for key in ("tokenizer", "vocab_size", "eot")}
-        return facts | ({"the vocabulary's hash": vocabulary_hash(self.vocabulary)} if self.vocabulary else {})
+        return facts | {
+            f"meta.json's {key}": str(self.meta.get(key)) for key in ("tokenizer", "vocabulary", "vocab_size", "eot")
+        }
 
     def fingerprint(self) -> str:
-        """Names the data: its shards and the hashes that meta.json records. A checkpoint keeps it."""
-        return hashlib.sha256(json.dumps([self.shard_samples, self.meta["files"]], sort_keys=True).encode()).hexdigest()
+        """Names the data in checkpoints: a hash of the samples of its shards and of those that meta.json records."""
+        return hashlib.sha256(json.dumps([self.samples, self.meta["files"]], sort_keys=True).encode()).hexdigest()
 
 
-def prefetch(load, first: int, depth: int):
-    """load(first), load(first + 1), ... without end, each prepared up to `depth` calls ahead by a background thread."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+def map_ahead(function, items, depth: int, threads: int) -> Iterator:
+    """function(item) of each item, in their order, computed up to `depth` items ahead by background threads."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
         ahead = deque()
-        for following in itertools.count(first):
-            ahead.append(pool.submit(load, following))
+        for item in items:
+            ahead.append(pool.submit(function, item))
             if len(ahead) > depth:
                 yield ahead.popleft().result()
+        yield from (future.result() for future in ahead)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def prefetch(load, first: int, depth: int) -> Iterator:
+    """load(first), load(first + 1), ... without end, each prepared up to `depth` calls ahead by a background thread."""
+    return map_ahead(load, itertools.count(first), depth, threads=1)

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.bpe import VOCABULARY_FILE
 from data.shards import atomic_write, recorded_hashes
+from data.tokenizers import VOCABULARY_FILE
 from runtime.errors import RunError, UserError, catch_signals, explain
 from runtime.launch import SOURCE_FILES, device_summary, peak_flops, peak_memory_mb
 from runtime.ranks import DistContext, check_stop, dist_means, printed_by, run_on_rank0

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.bpe import vocabulary_hash
+from data.tokenizers import vocabulary_hash
 from runtime.checkpoint import (
     BEST,
     CorruptCheckpointError,

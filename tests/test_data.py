@@ -24,18 +24,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import ROOT, TINY, flags_of, make_data, quiet, run_main
+from conftest import ROOT, make_data, quiet, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
-from data.stream import TokenShards, TokenStream, feistel_permute, prefetch, sequence_starts
+from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from runtime.errors import UserError
-
-TEXT = "First Citizen: déjà vu, naïve 漢字かな 🙂\n\nno\u00a0break <|endoftext|> don't  stop\t\n end"
-
-
-def in_val(name: str, fraction: float) -> bool:
-    """Whether the document of this name belongs to the validation split."""
-    return int(hashlib.sha256(name.encode()).hexdigest(), 16) < fraction * 2**256
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -117,7 +110,8 @@ def expected_documents(texts, fraction):
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         rows = texts[name]
         for document, text in [(name, rows)] if type(rows) is str else [(f"{name}:{n}", row) for n, row in rows]:
-            made["val" if in_val(document, fraction) else "train"] += [text.encode()] * bool(text)
+            in_val = int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
+            made["val" if in_val else "train"] += [text.encode()] * bool(text)
     assert all(len(documents) > 3 for documents in made.values())
     return made
 
@@ -129,10 +123,6 @@ def prepared(folder, *paths, tokenizer="bytes", fraction=0.3, say=quiet, **optio
 def tree(folder):
     """Every path under a folder, with the content of files."""
     return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Shards and folders
 
 
 @pytest.mark.parametrize("dtype, top", [(np.uint16, 65535), (np.uint32, 2**32 - 1)])
@@ -151,19 +141,17 @@ def test_shard_is_what_the_format_describes(tmp_path, dtype, top):
 @pytest.mark.parametrize(
     "header, n_bytes, says",
     [
-        ([], 0, "is not a token shard"),
         ((20240519, 1, 2), 4, "is not a token shard (magic 20240519"),
-        ((20240520, 7, 2), 4, "version 7"),
         ((20240801, 1, 2), 8, "version 1"),
-        ((20240520, 1, 0), 0, "0 tokens"),
         ((20240520, 1, -1), 4, "-1 tokens"),
         ((20240520, 1, 3), 4, "truncated, 1028 bytes instead of 1030"),
         ((20240520, 1, 1), 4, "too long, 1028 bytes instead of 1026"),
+        ((), -1000, "is not a token shard"),
     ],
 )
 def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
-    content = struct.pack("<256i", *header, *[0] * 253) if header else b"short"
-    (tmp_path / "bad_train.bin").write_bytes(content + bytes(n_bytes))
+    content = struct.pack("<3i", *header or (20240520, 1, 2)) + bytes(1012 + n_bytes)
+    (tmp_path / "bad_train.bin").write_bytes(content)
     with pytest.raises(UserError, match="bad_train.bin " + ".*" + re.escape(says)):
         read_shard(tmp_path / "bad_train.bin")
 
@@ -171,43 +159,23 @@ def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
 def test_find_shards_and_meta_json(tmp_path):
     with pytest.raises(UserError, match="there is no folder .*none: expected a folder that `python data/prepare"):
         load_meta(tmp_path / "none")
+    for name in ("b_train_1.bin", "a_train_0.bin", ".tmp-train_9.bin", "train.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_shards(str(tmp_path), "train")] == ["a_train_0.bin", "b_train_1.bin"]
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
-    for name in ("b_train_1.bin", "a_train_0.bin", "x_val.bin", ".tmp-train_9.bin", "train.txt"):
-        (tmp_path / name).touch()
-    assert [path.name for path in find_shards(tmp_path, "train")] == ["a_train_0.bin", "b_train_1.bin"]
-    assert [path.name for path in find_shards(str(tmp_path), "val")] == ["x_val.bin"]
     assumed = load_meta(tmp_path)
-    assert assumed["assumed"] is True and assumed["tokenizer"] == "gpt2" and assumed["splits"] == {}
-    assert (assumed["vocab_size"], assumed["eot"]) == (50257, 50256)
+    assert assumed["assumed"] and [assumed[k] for k in ("tokenizer", "vocab_size", "eot")] == ["gpt2", 50257, 50256]
     split = {"tokens": 2, "bytes": None, "documents": None}
     good = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "splits": {"train": split, "val": split}}
-    good |= {"source": "x", "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}}}
-
-    def load(meta):
-        (tmp_path / "meta.json").write_text(meta if isinstance(meta, str) else json.dumps(meta))
-        return load_meta(tmp_path)
-
-    assert load(good) == good and load(good | {"command": "python x"})["command"] == "python x"
-    for bad in (
-        "{",
-        "[]",
-        good | {"vocab_size": "257"},
-        good | {"eot": True},
-        good | {"vocab_size": 300},
-        good | {"eot": -1, "tokenizer": "x"},
-        good | {"splits": {"train": split}},
-        good | {"splits": {"train": split | {"bytes": 1.5}, "val": split}},
-        good | {"files": {"train_0.bin": {}}},
-        good | {"tokenizer": "bpe"},
-        {k: good[k] for k in good if k != "files"},
-    ):
+    good |= {"source": "x", "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}}, "command": "python x"}
+    wrong = ({"vocab_size": "257"}, {"vocab_size": 300}, {"splits": {"train": split}}, {"files": {"train_0.bin": {}}})
+    for bad in (None, *wrong, {"tokenizer": "bpe"}):
+        (tmp_path / "meta.json").write_text(json.dumps(good))
+        assert load_meta(tmp_path) == good
+        (tmp_path / "meta.json").write_text(json.dumps(good | bad) if bad else "{")
         with pytest.raises(UserError, match="meta.json is damaged"):
-            load(bad)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources: documents, their order, their split
+            load_meta(tmp_path)
 
 
 def test_python_source_is_the_standard_library(tmp_path):
@@ -228,14 +196,6 @@ def test_python_source_is_the_standard_library(tmp_path):
         assert counts["documents"] == tokens.count(256)
 
 
-def awkward_rows(count, columns, seed=5):
-    """Rows of random cells with all that CSV must quote, and what other splitters of lines take for an end of line."""
-    draw = random.Random(seed)
-    parts = ["a", "word", "é", "漢字", "🙂", " ", ",", '"', '""', "\n", "\r\n", "\r", "\t", ";", "'", "\\n"]
-    parts += ["\u2028", "\u0085", "\x0b", "\x1c", "\ufeff"]
-    return [["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in range(columns)] for _ in range(count)]
-
-
 def write_rows(path, rows, keys, mark="", **dialect):
     """A .csv or .jsonl file, also .gz; in .jsonl every third line is blank."""
     written = io.StringIO(newline="")
@@ -247,7 +207,7 @@ def write_rows(path, rows, keys, mark="", **dialect):
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
 
 
-@pytest.mark.parametrize("keys", [["text"], ["answer", "text"], ["text", 'a "b",\nc']])
+@pytest.mark.parametrize("keys", [["text"], ["answer", 'a "b",\nc']])
 def test_files_of_all_kinds(tmp_path, keys):
     """Texts and rows, packed or not, in folders, by glob and by name: in the order of the hashes of their names."""
     texts, folder, columns = {}, tmp_path / "corpus", ["id", "text", 'a "b",\nc', "answer"]
@@ -259,24 +219,22 @@ def test_files_of_all_kinds(tmp_path, keys):
         (folder / "deep" / f"{i}.txt").write_text(texts.setdefault(f"corpus/deep/{i}.txt", f"é{i} " * 50))
         (tmp_path / f"glob{i}.md").write_text(texts.setdefault(f"glob{i}.md", f"glob {i}"))
     (folder / "packed.txt.gz").write_bytes(gzip.compress(texts.setdefault("corpus/packed.txt.gz", "packed").encode()))
+    # all that CSV must quote, and what other splitters of lines take for an end of line
+    parts = ["a", "word", "é", "漢字", "🙂", " ", ",", '"', '""', "\n", "\r\n", "\r", "\t", ";", "'", "\\n"]
+    parts += ["\u2028", "\u0085", "\x0b", "\x1c", "\ufeff"]
     quoted = dict(quoting=csv.QUOTE_ALL)  # where Python's writer leaves a lone \r without
-    for name, more in {
-        "a.jsonl": {},
-        "b.jsonl.gz": {},
-        "c.csv": {},
-        "d.csv.gz": {},
-        "E.CSV": quoted | dict(mark="\ufeff", lineterminator="\n"),
-        "f.csv": quoted | dict(lineterminator="\r"),
-        "g.csv": quoted | dict(lineterminator="\n\n"),
-    }.items():
-        rows = awkward_rows(30, 4, seed=name)
+    dialects = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "d.csv.gz"), {})
+    dialects |= {"E.CSV": quoted | dict(mark="\ufeff", lineterminator="\n")}
+    dialects |= {"f.csv": quoted | dict(lineterminator="\r"), "g.csv": quoted | dict(lineterminator="\n\n")}
+    for name, more in dialects.items():
+        draw = random.Random(name)
+        rows = [["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in columns] for _ in range(30)]
         write_rows(folder / name, rows, columns, **more)
         numbers = [1 + i + i // 2 for i in range(30)] if "jsonl" in name else range(1, 31)
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
         texts[f"corpus/{name}"] = list(zip(numbers, joined))
     said, arguments = [], [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"]  # what is named twice is taken once
-    given = keys if len(keys) > 1 else keys[0]
-    out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=given, say=said.append)
+    out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=keys, say=said.append)
     assert documents_of(out) == expected_documents(texts, 0.3)
     assert said[0] == "skipped 1 files that are not text in UTF-8: image.png"
     meta = load_meta(out)
@@ -287,7 +245,7 @@ def test_files_of_all_kinds(tmp_path, keys):
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.bin")
     }
     moved = shutil.copytree(folder, tmp_path / "else" / "corpus", ignore=shutil.ignore_patterns("out"))
-    again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, shard_tokens=100, text_key=given)
+    again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, shard_tokens=100, text_key=keys)
     assert load_meta(again)["files"] == meta["files"]  # wherever the folder lies, in any order of the arguments
 
 
@@ -318,45 +276,25 @@ def test_single_text_is_split_by_position(tmp_path):
         assert "order" not in load_meta(folder)
 
 
-def test_gpt2_tokens_of_a_prepared_text(tmp_path, gpt2, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 1000)
-    monkeypatch.setattr(prepare, "BATCH", 3000)
-    text = " ".join(random.Random(2).choices(TEXT.split(" ") + ["\n", "  x"], k=20000))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    folder = prepared(tmp_path / "out", tmp_path / "a.txt", tokenizer="gpt2")
-    meta = load_meta(folder)
-    assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("gpt2", 50257, 50256)
-    size = meta["splits"]["train"]["bytes"]
-    for split, part in (("train", text.encode()[:size]), ("val", text.encode()[size:])):
-        tokens = [50256, *gpt2.tiktoken.encode_ordinary(part.decode())]
-        assert independent_split(folder, split) == tokens
-        assert meta["splits"][split] == {"tokens": len(tokens), "bytes": len(part), "documents": 1}
-
-
 def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE", 48)
     draw = random.Random(1)
     words = ["word", "é", "漢字", "。", "don't", "'", "12", "...", "🙂", " ", "  ", "\n", "\n\n", "\t", "\r\n"]
     words += ["\u00a0", "\u2003", "\u3000", "\u0085", "\x1c", "\u0300", "\u1680", "ж", "かな", "µ", "²"]
     for raw in [" ".join(draw.choices(words, k=3000)).encode(), "".join(draw.choices(words, k=3000)).encode()]:
-        pieces = list(corpus.pieces_of(io.BytesIO(raw), len(raw)))
+        splits, starts, pieces = zip(*corpus.document("val", io.BytesIO(raw), "x"))
         assert b"".join(pieces) == raw and len(pieces) > 100
+        assert set(splits) == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
         joined = [token for piece in pieces for token in gpt2.encode_raw(piece).tolist()]
         assert joined == gpt2.tiktoken.encode_ordinary(raw.decode())
     raw = "漢字🙂".encode() * 500  # no place to cut: they stay small, and no character is cut
-    pieces = list(corpus.pieces_of(io.BytesIO(raw), len(raw)))
+    pieces = [piece for _, _, piece in corpus.document("val", io.BytesIO(raw), "x")]
     assert "".join(piece.decode() for piece in pieces).encode() == raw and max(map(len, pieces)) <= 4 * 48
 
 
-SHARDS = {  # SHA-256 of train and val of the next test's files: tokens, order and splits must not change
-    "bytes": (
-        "11fe72fc9a4ba0588a7b2e42b8ed7805a8a34ec4b655ae6aee35663f959ad165",
-        "cf438cb076c45d4ae7804ba016dc6e7945d121182b3ef17340562b412c2738c1",
-    ),
-    "gpt2": (
-        "23a23b083af12c300fe6ff4792cc889a32782b9d8aa8d8cac81f5a273406dbd9",
-        "bf15d90f89e0fbc363d2bdbfe404f397c8b602ecb78104abf5807a464ff22756",
-    ),
+SHARDS = {  # the first digits of SHA-256 of train and val of the next test's files: they must not change
+    "bytes": ["11fe72fc9a4ba058", "cf438cb076c45d4a"],
+    "gpt2": ["23a23b083af12c30", "bf15d90f89e0fbc3"],
 }
 
 
@@ -371,7 +309,7 @@ def test_order_splits_and_shards_stay_what_they_were(tokenizer, gpt2, tmp_path):
     lines = (" ".join(words[(j * j + i) % len(words)] for j in range(20 + i)) for i in range(50))
     (folder / "lines.jsonl").write_text("".join(json.dumps({"id": 1, "text": line}) + "\n" for line in lines))
     files = load_meta(prepared(tmp_path / "out", folder, tokenizer=tokenizer, fraction=0.2))["files"]
-    assert tuple(files[f"{split}_000000.bin"]["sha256"] for split in ("train", "val")) == SHARDS[tokenizer]
+    assert [files[f"{split}_000000.bin"]["sha256"][:16] for split in ("train", "val")] == SHARDS[tokenizer]
 
 
 def test_rows_are_read_in_little_memory(tmp_path):
@@ -386,19 +324,12 @@ def test_rows_are_read_in_little_memory(tmp_path):
     assert size == 2000 * (len(row) - 6) > 10_000_000 and peak < 1 << 20, peak
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running again, stopping, several at once
-
-
 def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
     before, said = tree(folder), []
     assert prepared(folder, tmp_path / "a.txt", fraction=0.5, say=said.append) == folder and tree(folder) == before
-    assert said == [
-        f"already there: {folder} (of files {tmp_path}/a.txt, tokenizer bytes of 257 tokens); for other data remove "
-        "it, or choose another --out"
-    ]
+    assert f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or" in said[0]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for out in (tmp_path / "mine", tmp_path / "a.txt"):
@@ -417,21 +348,20 @@ def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
     script = f"""
 import os, resource, signal, sys
 from data import prepare
-complete, how = prepare.complete_shard, {how!r}
-def stop(path):
-    assert list({str(tmp_path)!r} in str(path) and path.parent.iterdir())
+write, how = prepare.write_shard, {how!r}
+def stop(path, tokens):
+    write(path, tokens)
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
-    return complete(path)
 if how == "disk full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 if how in ("Ctrl-C", "kill"):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    prepare.complete_shard = stop
+    prepare.write_shard = stop
 sys.exit(prepare.main({command!r}))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", script)
     code, says = {
-        "bad line": (2, "line 9001 of .*bad.jsonl is not"),
+        "bad line": (2, "bad.jsonl, after row 9000: expected"),
         "too little": (2, "no text is in the"),
         "disk full": (1, "File too large"),
         "Ctrl-C": (1, "stopped: by Ctrl-C; run the same command again"),
@@ -453,9 +383,6 @@ def test_two_processes_at_once(tmp_path):
     assert len(independent_split(tmp_path / "out", "train")) == 1_800_001
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Downloads
 
 BODY = random.Random(3).randbytes(1_000_000)
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -500,7 +427,7 @@ def test_downloads_say_what_to_do_offline(server, tmp_path):
     assert len(server.requests) == 1 and len(said) == 3 and os.listdir(tmp_path) == []  # a 404 is final
     endpoint = dict(os.environ, HF_ENDPOINT="https://mirror.example/")
     code = "from data.download import FINEWEB; print(FINEWEB)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=endpoint, capture_output=True, text=True)
+    done = run_python("-c", code, env=endpoint)
     assert done.stdout == "https://mirror.example/datasets/kjj0/fineweb10B-gpt2/resolve/main/\n"
 
 
@@ -549,6 +476,14 @@ def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch)
     assert sorted(os.listdir(folder)) == ["meta.json", "train_000000.bin", "val_000000.bin", "w.zip"]
 
 
+def test_hellaswag_is_verified(server, tmp_path, monkeypatch, capsys):
+    server.files["/h"] = b"{}\n"
+    for sha256, code in (("0" * 64, 2), (hashlib.sha256(b"{}\n").hexdigest(), 0)):
+        monkeypatch.setitem(download.DOWNLOADS, "hellaswag", (server.address + "/h", sha256))
+        assert prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == code
+    assert tree(tmp_path) == {"h": False, "h/hellaswag_val.jsonl": b"{}\n"}
+
+
 def test_shakespeare_resumes(server, tmp_path, monkeypatch):
     text = b"First Citizen:\n" * 1000
     entry = (server.address + "/main/input.txt", hashlib.sha256(text).hexdigest())
@@ -562,23 +497,15 @@ def test_shakespeare_resumes(server, tmp_path, monkeypatch):
     assert documents_of(folder) == dict(train=[text[:13500]], val=[text[13500:]])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-
 FILES = {
     "a.txt": b"text",
     "long.txt": "é".encode() * 200_000 + b"\xff",
     "bad.jsonl": b'{"text": "good"}\n{"text": \n',
     "number.jsonl": b'{"text": 5}\n',
     "keys.jsonl": b'\n{"a": "1"}\n',
-    "latin.jsonl": b'{"text": "\xff"}\n',
     "cut.jsonl.gz": gzip.compress(b'{"text": "good"}\n' * 9)[:-9],
-    "cut.txt.gz": gzip.compress(b"good " * 9)[:-9],
-    "one.jsonl": b'{"text": "good"}\n',
-    "empty.csv": b"",
-    "keys.csv": b"id;text\n1;a\n",
     "wide.csv": b"id,text\n1,a\n2,b, c\n",
+    "narrow.csv": b"id,text\n1,a\n2\n",
     "quotes.csv": b'text\nfine\n"open\n',
     "latin.csv": b"text,id\n" + b"fine,1\n" * 9 + b"b,\xff\n",
 }
@@ -590,34 +517,29 @@ FILES = {
         ("fineweb10B --tokenizer bytes", "fineweb10B does not take tokenizer: remove it"),
         ("python --shards 2", "python does not take shards"),
         ("python a.txt", "python does not take paths"),
-        ("hellaswag --val_fraction 0.2", "hellaswag does not take val_fraction"),
         ("python --tokenizer gpt5", "there is no vocabulary gpt5"),
         ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400: it is for --tokenizer bpe"),
-        ("python --vocab_size 257", "--vocab_size 257: .* must be 258 to 65536"),
+        ("python --vocab_size 257", "--vocab_size 257: it must be 258 to 65536"),
         ("files", r"there is no text in \[\]: give PATHs of files, folders or globs"),
-        ("files a.txt none*.txt", "none.*txt is not a file or folder, and not a glob that matches any"),
-        ("files empty", "there is no text in .*empty"),
+        ("files a.txt none*.txt", "none.*txt is not a file or folder, nor a glob that matches any"),
         ("files long.txt", r"long.txt is not UTF-8 text at byte 400,000: convert or remove it"),
-        ("files bad.jsonl", r'line 2 of .*bad.jsonl is not {"text": TEXT}: correct it, or --text_key'),
-        ("files number.jsonl", "line 1 of .*number.jsonl is not"),
-        ("files keys.jsonl --text_key a b", r'line 2 of .*keys.jsonl is not {"a": TEXT, "b": TEXT}'),
-        ("files latin.jsonl", "line 1 of .*latin.jsonl is not"),
+        ("files a.txt --val_fraction 0", "--val_fraction 0.0 .*: expected a fraction"),
+        ("files keys.jsonl --text_key a", "no text is in the .* split"),
+        ("files bad.jsonl", r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key'),
+        ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
+        ("files keys.jsonl --text_key a b", r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'"""),
         ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
-        ("files cut.txt.gz", "cut.txt.gz is a damaged gzip file"),
-        ("files one.jsonl", "no text is in the .* split"),
-        ("files empty.csv", "line 0 of .*empty.csv: 'text' is not in list; correct it, or give --text_key COLUMN"),
-        ("files keys.csv", "line 1 of .*keys.csv: 'text' is not in list"),
-        ("files wide.csv", "line 3 of .*wide.csv: 3 fields under 2 columns"),
-        ("files quotes.csv", "line 3 of .*quotes.csv: unexpected end of data"),
-        ("files latin.csv", "of .*latin.csv: 'utf-8' codec can't decode"),
+        ("files narrow.csv", "narrow.csv, after row 1: expected .* NoneType found"),
+        ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
+        ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
+        ("files latin.csv", "latin.csv, after row .* 'utf-8' codec can't decode"),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
-    (tmp_path / "empty").mkdir()
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     before, words = tree(tmp_path), arguments.split()
-    words = [str(tmp_path / word) if word in FILES or word in ("empty", "none*.txt") else word for word in words]
+    words = [str(tmp_path / word) if word in FILES or "*" in word else word for word in words]
     words += ["--tokenizer=bytes"] * (words[0] == "files")
     assert prepare.main([*words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
@@ -625,53 +547,37 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     assert tree(tmp_path) == before
 
 
-def run_prepare(*arguments, **environment) -> subprocess.CompletedProcess:
-    command, env = [sys.executable, "data/prepare.py", *map(str, arguments)], os.environ | environment
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-
-
 def test_command_line(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("text " * 100)
-    # flags may stand between the paths
     flags = ["--tokenizer", "bytes", tmp_path / "b.txt", "--val_fraction", "0.5", "--out", tmp_path / "out"]
-    done = run_prepare("files", tmp_path / "a.txt", *flags)
+    words = ["data/prepare.py", "files", tmp_path / "a.txt", *flags]  # flags may stand between the paths
+    done = run_python(*words)
     assert done.returncode == 0 and len(independent_split(tmp_path / "out", "val")) == 501, done.stderr
-    words = ["python data/prepare.py files", tmp_path / "a.txt", *flags]
-    assert load_meta(tmp_path / "out")["command"] == " ".join(map(str, words))
+    assert load_meta(tmp_path / "out")["command"] == " ".join(map(str, ["python", *words]))
     for wrong in (["pythn"], ["python", "--tok", "bytes"], []):
-        done = run_prepare(*wrong)
+        done = run_python("data/prepare.py", *wrong)
         assert done.returncode == 2 and "prepare.py: error: " in done.stderr and not done.stdout
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data that a trainer refuses, and data that change while it reads them
+def test_shards_that_meta_json_does_not_name_are_refused(tmp_path):
+    data = make_data(tmp_path / "data")
+    shard = data / "a_train_1.bin"
+    content, more = shard.read_bytes(), data / "more_train.bin"
+    for path, wrong, says in (
+        (shard, content[:2000] + b"\xff\xff" + content[2002:], "holds token 65535, but the vocabulary ends at 256"),
+        (shard, content[:8] + struct.pack("<i", 50) + content[12:1124], "has 50 tokens, where meta.json says 17889"),
+        (shard, None, "has no tokens, where meta.json says 17889"),
+        (more, content, "has 17889 tokens, where meta.json says nothing"),
+    ):
+        path.write_bytes(wrong) if wrong else path.unlink()
+        with pytest.raises(UserError, match=f"{path}.*{says}"):
+            TokenStream(data, 32, 64)
+        more.unlink(missing_ok=True)
+        shard.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "how, sentence",
-    [
-        (lambda raw: b"\0\0\0\0" + raw[4:], "magic 0"),
-        (lambda raw: raw[:4] + b"\x09" + raw[5:], "version 9"),
-        (lambda raw: raw[:-100], "truncated"),
-        (lambda raw: raw[:2000] + b"\xff\xff" + raw[2002:], "holds token 65535"),
-        (
-            lambda raw: struct.pack("<256i", 20240520, 1, 50, *[0] * 253) + bytes(100),
-            "50 tokens, where meta.json says 17889",
-        ),
-        (lambda raw: b"", "is not a token shard"),
-        (None, "no such shard, where meta.json says 17889 tokens"),
-    ],
-    ids=["magic", "version", "truncated", "vocabulary", "count", "empty", "missing"],
-)
-def test_wrong_shards_are_refused_by_name(how, sentence, tmp_path, capsys):
-    shard = make_data(tmp_path / "data") / "a_train_1.bin"
-    shard.write_bytes(how(shard.read_bytes())) if how else shard.unlink()
-    code, err = run_main(flags_of(TINY | dict(data=shard.parent, out_dir=tmp_path / "run")), capsys)
-    assert code == 2 and re.search(f"a_train_1.bin.*{sentence}", err) and err.count("\n") == 1, err
-
-
-def test_shards_that_meta_json_does_not_hold_are_refused(tmp_path):
+def test_shards_of_another_content_are_refused(tmp_path):
     data = make_data(tmp_path / "data")
     shard, meta = data / "a_train_1.bin", json.loads((data / "meta.json").read_text())
     content = shard.read_bytes()
@@ -686,10 +592,6 @@ def test_shards_that_meta_json_does_not_hold_are_refused(tmp_path):
     shard.write_bytes(content)
     (data / "meta.json").write_text(json.dumps(meta))
     assert TokenStream(data, 32, 64).fingerprint() == whole
-    shutil.copy(shard, data / "more_train.bin")
-    with pytest.raises(UserError, match="more_train.bin: 17889 tokens, where meta.json says no such shard"):
-        TokenStream(data, 32, 64)
-    (data / "more_train.bin").unlink()
     for options, says in (
         (dict(seq_len=5000), "the val split of .* has 4333 tokens, too few"),
         (dict(seq_len=32, vocab_size=100), "--vocab_size 100 is less than the 257"),
@@ -700,14 +602,14 @@ def test_shards_that_meta_json_does_not_hold_are_refused(tmp_path):
 
 def test_tokens_beyond_the_vocabulary_are_caught_wherever_they_are(data, monkeypatch):
     monkeypatch.setattr(TokenShards, "CHECKED", 0)  # as in a corpus too large to scan on opening
-    shards = TokenShards(data, "train", 100)
+    shards = TokenShards(data, "train", 100, {})
     with pytest.raises(UserError, match="a_train_0.bin holds token .* ends at 99"):
         shards.read_sequences(np.array([0]), 33)
 
 
 def test_a_shard_that_shrinks_or_goes_while_it_is_read(tmp_path):
     data = make_data(tmp_path / "data")
-    shards = TokenShards(data, "train", 257)
+    shards = TokenShards(data, "train", 257, {})
     whole = shards.read_sequences(np.array([0, 11100, 28900]), 33)
     assert whole.tolist() == [sum(map(independent_read, shards.paths), [])[at : at + 33] for at in (0, 11100, 28900)]
     os.truncate(data / "a_train_1.bin", 20_000)
@@ -716,14 +618,6 @@ def test_a_shard_that_shrinks_or_goes_while_it_is_read(tmp_path):
     (data / "a_train_1.bin").unlink()
     with pytest.raises(FileNotFoundError, match="a_train_1.bin"):
         shards.read_sequences(np.array([0, 11100, 28900]), 33)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The stream
-
-
-def every_token(data: Path) -> np.ndarray:
-    return np.concatenate([np.fromfile(path, dtype="<u2", offset=1024) for path in sorted(data.glob("*train*"))])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000, 4097])
@@ -736,23 +630,27 @@ def test_permutation_visits_everything_once(n):
 
 
 @pytest.mark.parametrize("n_tokens", [33, 63, 64, 65, 1000])
-def test_windows_of_an_epoch(n_tokens):
-    per_epoch, offsets = max(1, (n_tokens - 32) // 32), set()
+def test_windows_of_an_epoch(n_tokens, tmp_path):
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"{split}.bin", np.arange(n_tokens, dtype=np.uint16))
+    stream, offsets = TokenStream(tmp_path, seq_len=32, batch_tokens=32, seed=3), set()
     for epoch in range(40):
-        starts = sequence_starts(epoch * per_epoch + np.arange(per_epoch), n_tokens, 32, seed=3)
+        starts = stream.sequence_starts(epoch * stream.per_epoch + np.arange(stream.per_epoch))
         offsets.add(int(starts.min()))
-        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(per_epoch))  # every sequence once
+        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(stream.per_epoch))  # every sequence once
         assert starts.min() >= 0 and starts.max() + 33 <= n_tokens
-    assert len(offsets) > 10 or n_tokens < 64
+    assert stream.per_epoch == max(1, n_tokens // 32 - 1) and (len(offsets) > 10 or n_tokens < 64)
 
 
 def test_batches_hold_the_tokens_of_their_windows(data):
-    everything, starts = every_token(data), np.array([11100, 11110, 11111, 0])  # over the end of a shard
-    read = TokenShards(data, "train", 257).read_sequences(starts, 33)
+    everything = np.concatenate([read_shard(path) for path in find_shards(data, "train")])
+    starts = np.array([11100, 11110, 11111, 0])  # over the end of a shard
+    read = TokenShards(data, "train", 257, {}).read_sequences(starts, 33)
     assert np.array_equal(read, np.stack([everything[s : s + 33] for s in starts]))
-    starts = sequence_starts(77 * 16 + np.arange(16), len(everything), 32, seed=0)
-    batch = TokenStream(data, seq_len=32, batch_tokens=512).batch(77)
-    assert np.array_equal(batch, np.stack([everything[s : s + 33] for s in starts]))
+    stream = TokenStream(data, seq_len=32, batch_tokens=512)
+    starts = stream.sequence_starts(77 * 16 + np.arange(16))
+    assert np.array_equal(stream.batch(77), np.stack([everything[s : s + 33] for s in starts]))
+    assert np.array_equal(stream.batch(77)[8:], stream.batch(77, rank=1, world_size=2))
 
 
 def test_windows_start_at_documents(data):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 
 import pytest
 import torch
@@ -134,13 +133,7 @@ def test_choices_on_the_command_line(noisy, tmp_path, capsys, monkeypatch):
         assert sample.main(["--run", str(noisy), *map(str, flags)]) == 2 and says in capsys.readouterr().err
 
 
-def test_hellaswag_is_verified_and_read_as_it_is(tmp_path, monkeypatch, capsys):
+def test_hellaswag_is_read_as_it_is(tmp_path):
     row = dict(ctx="A man [header] scrapes. then he", endings=["stops.", "goes on."], label=1, activity_label="Ice")
-    monkeypatch.setattr(data.choices, "download", lambda url, path, say: path.write_text(json.dumps(row) + "\n"))
-    assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 2  # of another content than HellaSwag's
-    assert "is not HellaSwag's validation file" in capsys.readouterr().err
-    path = tmp_path / "h" / "hellaswag_val.jsonl"
-    git = subprocess.run(["git", "hash-object", "--stdin"], input=path.read_bytes(), capture_output=True, check=True)
-    monkeypatch.setattr(data.choices, "HELLASWAG_BLOB", git.stdout.decode().strip())
-    assert data.prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == 0
+    path = write(tmp_path / "hellaswag_val.jsonl", [row])
     assert data.choices.read_questions(path) == [(row["ctx"], [" stops.", " goes on."], 1)]
