@@ -1,12 +1,10 @@
 """What the tests share: the tiny model, its data, runs to compare with, and ways to start a run."""
 
-import contextlib
 import dataclasses
 import functools
 import json
 import multiprocessing
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -30,28 +28,16 @@ from model import GPT, GPTConfig
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.launch import launch
 from runtime.sizes import settle_flags
-from train_gpt import main, make_config, sample_text, train
+from train_gpt import main, make_config, train
 
 ROOT = Path(__file__).resolve().parent
 
-TINY = dict(
-    n_layer=2,
-    n_head=2,
-    n_embd=32,
-    seq_len=32,
-    batch_tokens=512,
-    micro_batch=8,
-    max_steps=20,
-    device="cpu",
-    dtype="fp32",
-    ngram=0,
-    loss_chunk=100,
-    eval_every=0,
-    eval_tokens=2048,
-    log_every=1,
-    muon_lr=0.02,
-    adam_lr=0.004,
-)
+TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=8, max_steps=20, log_every=1)
+TINY |= dict(eval_every=0, eval_tokens=2048, muon_lr=0.02, adam_lr=0.004, device="cpu", dtype="fp32", ngram=0)
+TINY |= dict(loss_chunk=100)
+
+# Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context
+train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Data and models
@@ -68,15 +54,9 @@ def make_data(folder: Path, eot: bool = True) -> Path:
     parts = {"a_train_0.bin": tokens[:11111], "a_train_1.bin": tokens[11111:29000], "a_val_0.bin": tokens[29000:33333]}
     for name, part in parts.items():
         write_shard(folder / name, part)
+    files = {name: dict(tokens=len(part), sha256="") for name, part in parts.items()}
     splits = {"train": dict(tokens=29000, bytes=28999, documents=1), "val": dict(tokens=4333, bytes=4333, documents=1)}
-    meta = dict(
-        tokenizer="bytes",
-        vocab_size=257,
-        eot=256,
-        splits=splits,
-        source="test",
-        files={name: dict(tokens=len(part), sha256="") for name, part in parts.items()},
-    )
+    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, splits=splits, source="test", files=files)
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -100,30 +80,17 @@ def built(**flags):
 
 
 @torch.no_grad()
-def scramble(model: torch.nn.Module) -> torch.nn.Module:
-    """Add noise to every weight: fresh ones hide most gradients behind matrices of zeros."""
+def add_noise(model: GPT) -> GPT:
+    """To every weight: fresh ones hide most gradients behind matrices of zeros."""
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():
-        p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+        p.add_(torch.randn(p.shape, generator=generator).to(p.device) * 0.1)
     return model
 
 
 def some_batch(n=16, seed=0) -> torch.Tensor:
     """Tokens, int64 (n, 33)."""
     return torch.randint(0, 257, (n, 33), generator=torch.Generator().manual_seed(seed))
-
-
-@contextlib.contextmanager
-def saved_for_backward():
-    """Yields the storages (address: bytes) that autograd keeps for backward, and a function that adds a tensor."""
-    storages = {}
-
-    def note(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield storages, note
 
 
 @functools.cache
@@ -163,31 +130,6 @@ def python_process(*argv, env=os.environ) -> dict:
 
 def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProcess:
     return subprocess.run(**python_process(*argv, env=env), capture_output=True, timeout=timeout)
-
-
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
-
-
-def run_torchrun(script, *argv) -> subprocess.CompletedProcess:
-    """`script ARGV` as two ranks under torchrun."""
-    return run_python(*TORCHRUN, script, *argv, timeout=600)
-
-
-@contextlib.contextmanager
-def torchrun_beside(request, script, data: Path, folder: Path, *argv):
-    """`script FOLDER ARGV` as two ranks, beside the module's tests, if any of them asks for `two_ranks`.
-
-    Yields the process, and the folder, which has the data and gets output.txt. Those tests come last in the module.
-    """
-    if not any("two_ranks" in item.fixturenames and item.module is request.module for item in request.session.items):
-        yield
-        return
-    (folder / "data").symlink_to(data)
-    with open(folder / "output.txt", "w") as output:
-        process = subprocess.Popen(**python_process(*TORCHRUN, script, folder, *argv), stdout=output, stderr=output)
-    yield process, folder
-    process.terminate()
-    process.wait()
 
 
 def in_a_fork(env: dict, script, argv: tuple, cwd, outputs: tuple) -> None:
@@ -248,39 +190,23 @@ def final(folder) -> dict:
 
 
 def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
-    """Same losses, gradient norms, weights and optimizer state: to the bit, or to rounding."""
+    """Same losses, gradient norms, weights and optimizer state: to the bit, or to rounding (but for the optimizer)."""
     for key in ("train_loss", "grad_norm", "val_loss"):
         x, y = rows(a, key), rows(b, key)
         assert len(x) == len(y) > 0
         np.testing.assert_allclose(x, y, rtol=0 if exact else rtol, err_msg=key)
-    if exact:
-        assert final(a)["step"] == final(b)["step"]
-        return assert_weights_equal(a, b)
     ours, theirs = final(a), final(b)
     assert ours["step"] == theirs["step"]
-    for name, w in ours["model"].items():
-        torch.testing.assert_close(w, theirs["model"][name], rtol=1e-3, atol=2e-5)
+    if exact:
+        return assert_weights_equal(a, b)
+    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-3, atol=2e-5)
 
 
 def assert_weights_equal(a, b) -> None:
     """Weights and optimizer state of the newest checkpoints are the same, to the bit."""
     ours, theirs = final(a), final(b)
-    for name, w in ours["model"].items():
-        assert torch.equal(w, theirs["model"][name]), name
-        for slot, value in ours["optimizer"][name].items():
-            assert torch.equal(value, theirs["optimizer"][name][slot]), (name, slot)
-
-
-def shorten_samples(patch) -> None:
-    """Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context."""
-    patch.setattr(train_gpt, "sample_text", lambda *inputs: sample_text(*inputs, 40))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def short_samples():
-    with pytest.MonkeyPatch.context() as patch:
-        shorten_samples(patch)
-        yield
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
 
 
 @pytest.fixture(autouse=True)
@@ -300,12 +226,9 @@ def data(tmp_path_factory) -> Path:
 def noisy(data, tmp_path_factory) -> Path:
     """A checkpoint whose every weight is random: fresh weights hide most gradients behind matrices of zeros."""
     folder = tmp_path_factory.mktemp("noisy")
-    tiny_run(folder / "run", data=data, max_steps=1)
-    checkpoint = final(folder / "run")
-    generator = torch.Generator().manual_seed(1)
-    for w in checkpoint["model"].values():
-        w.add_(torch.randn(w.shape, generator=generator) * 0.1)
-    torch.save(checkpoint, folder / "noisy.pt")
+    cfg = make_config(**TINY | dict(data=str(data), out_dir=str(folder / "run"), max_steps=1))
+    model = train(cfg, return_model=True)[1]
+    torch.save(final(folder / "run") | dict(model={**add_noise(model).state_dict()}), folder / "noisy.pt")
     return folder / "noisy.pt"
 
 
@@ -316,9 +239,6 @@ def plain(data, noisy, tmp_path_factory) -> Path:
     tiny_run(folder, data=data, init_from=noisy, micro_batch=16, loss_chunk=0)
     return folder
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# data/prepare.py
 
 VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "tiktoken_cache")
 
@@ -335,22 +255,14 @@ def gpt2(monkeypatch):
     return get_tokenizer("gpt2")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# bench.py
-
-
-def measured(folder, name: str, flags: str) -> dict:
+def measured(folder, name: str, flags: str, code: int = 0) -> dict:
     """The JSON of a benchmark run in a tiny form."""
     import bench
 
-    assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == 0
+    assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == code
     report = json.loads((folder / "out.json").read_text())
     assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] == name and name in report["command"]
     return report
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# pytest
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
@@ -361,13 +273,3 @@ def pytest_cmdline_main(config) -> None:
     apart = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
     if whole and apart and config.option.numprocesses is None and config.option.dist == "no":
         config.option.numprocesses, config.option.dist = 2, "worksteal"
-
-
-STARTS_PROCESSES = re.compile("rank|kill|dies|signal|sigterm|torchrun|restart|scaling|parent")
-
-
-def pytest_collection_modifyitems(items) -> None:
-    """Mark what starts ranks, kills processes or sends signals, so that systems without them can leave it out."""
-    for item in items:
-        if "two_ranks" in item.fixturenames or STARTS_PROCESSES.search(item.originalname):
-            item.add_marker("ranks")

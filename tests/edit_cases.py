@@ -1,4 +1,4 @@
-"""The model and its loss written a second time, in plain PyTorch, and what each worked edit makes of them."""
+"""The model and its loss written a second time, in plain PyTorch of any dtype, and what worked edits make of them."""
 
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ OURS = ("train_gpt", "model", "ops", "generation", "evaluation", "sample", "expo
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
+    return x * (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt()
 
 
 def before(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Plain:
 
     def __init__(self, w: dict[str, Tensor], cfg, training: bool = True, seed: int = 0):
         self.w, self.cfg, self.training, self.seed = w, cfg, training, seed
-        self.lr, self.head_dim, self.layers = 1.0, cfg.n_embd // cfg.n_head, range(cfg.n_layer)
+        self.head_dim = cfg.n_embd // cfg.n_head
 
     def embed(self, x: Tensor) -> Tensor:
         out = self.w["wte.weight"][x]
@@ -53,9 +53,8 @@ class Plain:
 
     def heads(self, x: Tensor, i: int) -> list[Tensor]:
         """Queries, keys and values (B, T, heads, head_dim)."""
-        return [
-            t.unflatten(-1, (-1, self.head_dim)) for t in (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)
-        ]
+        parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)
+        return [t.unflatten(-1, (-1, self.head_dim)) for t in parts]
 
     def attn(self, x: Tensor, i: int) -> Tensor:
         length, (q, k, v) = x.size(1), self.heads(x, i)
@@ -63,7 +62,8 @@ class Plain:
         k = torch.cat((k[..., :half], before(k[..., half:])), -1)
         q, k, v = (t.transpose(1, 2) for t in (self.rotate(q), self.rotate(k), v))
         scores = q @ k.mT / self.head_dim**0.5 + self.bias(length)
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        distance, window = torch.arange(length)[:, None] - torch.arange(length), self.cfg.layer_windows()[i]
+        seen = (distance >= 0) & (distance < (window or length))
         y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         return y.transpose(1, 2).flatten(2) @ self.w[f"blocks.{i}.attn.proj.weight"].T
 
@@ -79,12 +79,13 @@ class Plain:
 
     def hidden(self, idx: Tensor) -> Tensor:
         x = self.first(idx)
-        for i in self.layers:
+        for i in range(self.cfg.n_layer):
             x = self.block(x, i)
         return rms_norm(x)
 
     def capped(self, x: Tensor, head: str = "head.weight") -> Tensor:
-        return 15 * torch.tanh(x @ self.w[head].T / 15)
+        logits, cap = x @ self.w[head].T, self.cfg.softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def logits(self, idx: Tensor) -> Tensor:
         return self.capped(self.hidden(idx))
@@ -115,18 +116,13 @@ class DroppedEverywhere(Plain):
         return x * self.mask(idx, x.size(-1)) / 0.9 if self.training else x
 
     def mask(self, idx: Tensor, width: int) -> Tensor:
-        """By a loop over numbers, in Python's integers."""
-
-        def kept(token: int, place: int, channel: int) -> bool:
-            code = token * width + channel
-            for mixed in (place * 0x85EBCA6B % 2**31, self.seed % 2**31):
-                code = (code ^ mixed) * 0x9E3779B1 % 2**31
-                code = (code ^ code >> 15) * 0x85EBCA6B % 2**31
-                code ^= code >> 13
-            return code % 2**24 / 2**24 >= 0.1
-
-        rows = [[[kept(t, p, c) for c in range(width)] for p, t in enumerate(row)] for row in idx.tolist()]
-        return torch.tensor(rows).float()
+        """Zeros and ones, fp32 (B, T, width): MurmurHash's mixing of token and channel, then position, then seed."""
+        code = idx[..., None] * width + torch.arange(width)
+        for mixed in (torch.arange(idx.size(1))[:, None] * 0x85EBCA6B % 2**31, self.seed % 2**31):
+            code = (code ^ mixed) * 0x9E3779B1 % 2**31
+            code = (code ^ code >> 15) * 0x85EBCA6B % 2**31
+            code = code ^ code >> 13
+        return (code % 2**24 / 2**24 >= 0.1).float()
 
 
 class DropPath(Plain):

@@ -11,7 +11,7 @@ import torch
 
 import bench
 from benchmarks import attention, harness, infer, ladder, loss, plot
-from conftest import ROOT, run_torchrun, tiny_run
+from conftest import ROOT, measured, run_python, tiny_run
 from ops.attention import attention as attention_op
 from ops.attention import attention_mask
 from records.check import t_test
@@ -20,22 +20,12 @@ SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
 
-def measured(folder, name: str, flags: str = SMALL, code: int = 0) -> dict:
-    """The JSON of a benchmark run in a tiny form."""
-    assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == code
-    return json.loads((folder / "out.json").read_text())
-
-
 def numbers_are_finite(rows: list[dict]) -> None:
     for row in rows:
         for key, value in row.items():
             assert not isinstance(value, float) or math.isfinite(value), (key, row)
             if f"{key}_min" in row:
                 assert row[f"{key}_min"] <= value <= row[f"{key}_max"], (key, row)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Cases and their processes
 
 
 def test_cases_are_interleaved():
@@ -55,22 +45,14 @@ def test_what_ends_a_case_is_its_note():
 
 def test_a_table_has_what_its_rows_have():
     rows = [dict(a="x|y", note="last", ms=1234.5, ms_min=1.0, ms_max=2000.0), dict(a="z", ms=0.12345, hidden=[1])]
-    head, _, first, second = harness.table("Title", rows).splitlines()[2:6]
-    assert (
-        head == "| a | ms | note |" and first == "| x\\|y | 1,234 (1-2,000) | last |" and second == "| z | 0.1235 |  |"
-    )
+    lines = harness.table("Title", rows).splitlines()[2:6]
+    assert lines[0] == "| a | ms | note |" and lines[3] == "| z | 0.1235 |  |"
+    assert lines[2] == "| x\\|y | 1,234 (1-2,000) | last |"
 
 
-@pytest.mark.parametrize(
-    "argv", ["frain", "--n_layers 2", "train --compile", "profile --minutes 5", "loss --json no/x.json", "plot"]
-)
-def test_bench_refuses(argv, capsys):
-    assert bench.main(argv.split()) == 2
-    assert capsys.readouterr().err.startswith("error: ")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The ladder
+def test_bench_refuses(capsys):
+    for argv in ("frain", "--n_layers 2", "train --compile", "profile --minutes 5", "loss --json no/x.json", "plot"):
+        assert bench.main(argv.split()) == 2 and capsys.readouterr().err.startswith("error: "), argv
 
 
 def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
@@ -84,12 +66,10 @@ def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
     assert compiled["cumulative speedup"] == pytest.approx(2 / 1.5) and rows["+ compile"]["tokens/s"] == 512 / 0.015
     assert rows["+ fp8"]["note"] == "FAILED: RuntimeError: no such kernel" and not rows["+ fp8"]["ms/step"]
     stack = report["stack"]
-    assert stack["dtype"] == "bf16" and stack["attn"] == "blocked" and stack["compile"] == "off" and not stack["fp8"]
-    without = {row["Config"]: row["slowdown"] for row in report["without"]}
-    assert without["without all of them"] == 2 and without["without fused attention"] == 2
-    assert without["without bf16"] == 1 and "without compile" not in without
-    text = capsys.readouterr().out
-    assert "| Config | ms/step |" in text and "MFU (measured matmul peak)" in text
+    assert (stack["dtype"], stack["attn"], stack["compile"], stack["fp8"]) == ("bf16", "blocked", "off", False)
+    without = {row["Config"].removeprefix("without "): row["slowdown"] for row in report["without"]}
+    assert without["all of them"] == without["fused attention"] == 2 and without["bf16"] == 1
+    assert "compile" not in without and "MFU (measured matmul peak)" in capsys.readouterr().out
 
 
 def test_steps_of_the_ladder_compute_the_same(tmp_path, monkeypatch):
@@ -105,10 +85,6 @@ def test_steps_of_the_ladder_compute_the_same(tmp_path, monkeypatch):
     assert [row["micro_batch"] for row in rows[:3]] == [2, 2, 2] and rows[3]["micro_batch"] == 8
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loss
-
-
 def run(*losses: float, seconds: float = 1.0) -> dict:
     """A run that is evaluated every ten steps, each of which takes so many seconds."""
     rows = [dict(step=10 * i, train_time_s=seconds * i, val_loss=x) for i, x in enumerate(losses, 1)]
@@ -116,10 +92,9 @@ def run(*losses: float, seconds: float = 1.0) -> dict:
 
 
 def test_time_to_a_loss():
-    found = run(4.0, 3.0, 2.0, 2.5)
-    assert loss.time_to(found, 2.25, "train_time_s") == pytest.approx(2.75)
-    assert loss.time_to(found, 2.25, "step") == pytest.approx(27.5)
-    assert loss.time_to(found, 4.5, "step") == 10 and loss.time_to(found, 1.0, "step") is None
+    found, cases = run(4.0, 3.0, 2.0, 2.5), ((2.25, "train_time_s", 2.75), (2.25, "step", 27.5), (4.5, "step", 10))
+    assert all(loss.time_to(found, target, key) == pytest.approx(want) for target, key, want in cases)
+    assert loss.time_to(found, 1.0, "step") is None
 
 
 def test_sides_are_judged_seed_by_seed():
@@ -156,27 +131,22 @@ def test_loss_interleaves_sides_of_checkouts(tmp_path, capsys):
 
 
 def test_loss_of_the_trainer(data, tmp_path):
-    flags = f"{SIZES} --repeats 1 --seq_len 64 --batch_tokens 512 --max_steps 20 --eval_tokens 2048 --data {data}"
-    argv = ["loss", *flags.split(), "--flags=--muon_lr 1e-9 --adam_lr 1e-9", "--json", str(tmp_path / "out.json")]
-    assert bench.main(argv) == 0
+    flags = f"{SMALL} --repeats 1 --max_steps 20 --eval_tokens 2048 --data {data}"
+    argv = [*flags.split(), "--flags=--muon_lr 1e-9 --adam_lr 1e-9", "--json", str(tmp_path / "out.json")]
+    assert bench.main(["loss", *argv]) == 0
     ours, still = json.loads((tmp_path / "out.json").read_text())["loss"]
     assert (ours["side"], still["side"]) == ("defaults", "--muon_lr 1e-9 --adam_lr 1e-9")
     assert still["final val_loss"] == pytest.approx(math.log(320)) and ours["final val_loss"] < math.log(320) - 0.5
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory, data, profile, scaling, attention, generation, pictures
 
 
 def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 0 --vocab_size 1024 --quick"
     rows = measured(tmp_path, "memory", sizes)["memory"]
     numbers_are_finite(rows)
-    weights = 4 * (3 * 12 * 64**2 + 2 * 1024 * 64) / 2**20
+    adam, muon = 4 * 2 * 1024 * 64 / 2**20, 4 * 3 * 12 * 64**2 / 2**20
     for row in rows:
-        assert row["weights"] == row["gradients"] == pytest.approx(weights)
-        adam, muon = 2 * 4 * 2 * 1024 * 64 / 2**20, 4 * 3 * 12 * 64**2 / 2**20
-        assert row["optimizer"] == pytest.approx(adam + muon, rel=1e-3) and row["transient"] > 0
+        assert row["weights"] == row["gradients"] == pytest.approx(adam + muon)
+        assert row["optimizer"] == pytest.approx(2 * adam + muon, rel=1e-3) and row["transient"] > 0
         parts = ("weights", "gradients", "optimizer", "activations", "transient")
         assert row["total at peak"] == pytest.approx(sum(row[part] for part in parts))
     kept = {row["checkpointing"]: row["activations"] for row in rows}
@@ -207,7 +177,8 @@ def test_bench_profile(tmp_path, monkeypatch):
 
 
 def test_bench_scaling_of_torchruns_ranks(tmp_path):
-    done = run_torchrun("bench.py", "scaling", *SMALL.split(), "--json", tmp_path / "out.json")
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
+    done = run_python(*torchrun, "bench.py", "scaling", *SMALL.split(), "--json", tmp_path / "out.json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["scaling"]
     assert (row["Config"], row["ranks"], row["tokens/step"]) == ("as given", 2, 512)
@@ -229,7 +200,7 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.scaling.run_python", fake)
     monkeypatch.setattr("benchmarks.scaling.cpu_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    one, strong, weak = measured(tmp_path, "scaling")["scaling"]
+    one, strong, weak = measured(tmp_path, "scaling", SMALL)["scaling"]
     assert started == [(1, 512, "4", "2"), (2, 512, "4", "2"), (2, 1024, "4", "2")]
     assert one["efficiency, %"] == 100 and strong["efficiency, %"] == pytest.approx(90) and weak["note"] == "no room"
 

@@ -1,9 +1,10 @@
 """The trainer as it is: a plain loop gives its numbers, and no systems flag, layout or number of ranks changes them.
 
-What an edit may break is in test_train.py. torchrun starts this file once, for all cases of two ranks.
+What an edit may break is in test_train.py. Two ranks start this file once, for all of their cases.
 """
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -12,44 +13,27 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import model
-from conftest import (
-    TINY,
-    assert_same_run,
-    compiler_works,
-    final,
-    flags_of,
-    rows,
-    run_python,
-    shorten_samples,
-    tiny_run,
-    torchrun_beside,
-)
+import sample
+from conftest import TINY, assert_same_run, compiler_works, final, flags_of, rows, run_python, run_ranks, tiny_run
 from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
+from runtime import sizes
 from runtime.checkpoint import read_checkpoint
 from runtime.launch import cpu_cores
 from runtime.ranks import exit_process
 from train_gpt import make_config, train
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One process
 
-
-def noisy_gpt(noisy) -> GPT:
-    checkpoint = read_checkpoint(noisy)
+def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
+    checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
-    return gpt
-
-
-def plain_loop(data, noisy, steps):
-    """Losses and gradient norms of a loop without the trainer's step: no micro-batches."""
-    gpt, stream = noisy_gpt(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
     optimizer, losses, norms = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], []
-    for step in range(steps):
+    for step in range(20):
         batch = torch.from_numpy(stream.batch(step))
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -60,18 +44,11 @@ def plain_loop(data, noisy, steps):
             group["momentum"] = 0.85 + 0.1 * step / 300
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms
-
-
-def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
-    losses, norms = plain_loop(data, noisy, steps=20)
     np.testing.assert_allclose(rows(plain, "train_loss"), losses, rtol=1e-5)
     np.testing.assert_allclose(rows(plain, "grad_norm"), norms, rtol=1e-5)
 
 
-SAME = {
-    "checkpointing full": dict(checkpointing="full"),
-    "checkpointing selective": dict(checkpointing="selective"),
+SAME = {  # micro-batches, chunks and recomputation: in test_train.py
     "attention math": dict(attn="math"),
     "attention flash": dict(attn="flash"),
     "attention blocked": dict(attn="blocked"),
@@ -80,18 +57,12 @@ SAME = {
     "offload activations": dict(offload="activations"),
     "offload optimizer": dict(offload="optimizer"),
     "profile": dict(profile=2),
-    "alloc_conf": dict(alloc_conf="expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]"),
-    "micro_batch 1": dict(micro_batch=1),
-    "micro_batch 4, chunked": dict(micro_batch=4, loss_chunk=50),
-    "chunk of everything": dict(micro_batch=16, loss_chunk=10**6),
     "fsdp": dict(parallel="fsdp"),
 }
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_flags_do_not_change_the_run(case, data, noisy, plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+def test_flags_do_not_change_the_run(case, data, noisy, plain, tmp_path):
     tiny_run(tmp_path / "run", data=data, init_from=noisy, **SAME[case])
     assert_same_run(tmp_path / "run", plain)
 
@@ -110,7 +81,8 @@ def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
 
 
 def test_evaluation_is_the_mean_over_whole_windows(data, noisy, tmp_path):
-    tokens, gpt = np.fromfile(data / "a_val_0.bin", dtype="<u2", offset=1024).astype(np.int64), noisy_gpt(noisy)
+    tokens = np.fromfile(data / "a_val_0.bin", dtype="<u2", offset=1024).astype(np.int64)
+    gpt = sample.load(noisy, "cpu", "fp32")[0]
     for eval_tokens, n_rows in ((0, 135), (1000, 31)):
         starts = np.arange(n_rows) * 135 // n_rows * 32  # spread over the whole split
         x, y = (torch.from_numpy(np.stack([tokens[start + i : start + i + 32] for start in starts])) for i in (0, 1))
@@ -134,10 +106,8 @@ def test_fresh_processes_give_the_same_bits(data, tmp_path):
 # Two ranks: every case runs inside one launch, and the tests look at what it left behind
 
 AS_PLAIN = {
-    "ddp": dict(micro_batch=8),
     "ddp_accum": dict(micro_batch=2, loss_chunk=0),
     "ddp_bucket": dict(bucket_cap_mb=1, micro_batch=4),
-    "ddp_selective": dict(checkpointing="selective"),
     "ddp_half": dict(save_every=10, keep=0),
     "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
     "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
@@ -168,8 +138,7 @@ def refuse_what_nccl_refuses() -> None:
 
     def checked(function):
         def call(*args, **kwargs):
-            tensors = [t for arg in args for t in (arg if isinstance(arg, list) else [arg]) if torch.is_tensor(t)]
-            assert all(t.is_contiguous() for t in tensors), "NCCL takes contiguous tensors only"
+            assert all(t.is_contiguous() for t in tree_leaves(args) if torch.is_tensor(t)), "NCCL refuses this"
             return function(*args, **kwargs)
 
         return call
@@ -179,67 +148,52 @@ def refuse_what_nccl_refuses() -> None:
             setattr(dist, name, checked(getattr(dist, name)))
 
 
-def worker(folder: Path, cases: dict) -> None:
-    """What each rank does under torchrun: all cases, of which it leaves its weights beside the run's folder."""
+def worker(folder: Path) -> None:
+    """What each rank does: all cases, of which it leaves its weights beside the run's folder."""
     refuse_what_nccl_refuses()
-    patch = pytest.MonkeyPatch()
-    shorten_samples(patch)
-    patch.setattr(model, "MAX_STACK_NUMEL", 4096)  # one matrix of the MLP a rank, so that Muon takes several goes
+    if os.environ["RANK"] == "1":
+        sizes.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
+    model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
+    cases = AS_PLAIN | AS_ONE_PROCESS | RESUMED | (COMPILED_CASES if compiler_works() else {})
     for case, flags in cases.items():
         flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags
-        flags |= {
-            name: str(folder / flags[name]) for name in ("init_from", "data", "out_dir", "resume") if flags.get(name)
-        }
+        paths = [name for name in ("init_from", "data", "out_dir", "resume") if flags.get(name)]
+        flags |= {name: str(folder / flags[name]) for name in paths}
         trained = train(make_config(**TINY | flags), return_model=True)[1]
         torch.save([to_full(p.detach()) for p in trained.parameters()], f"{folder / case}{dist.get_rank()}.pt")
     exit_process(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def launched(request, data, noisy, tmp_path_factory):
-    """The launch of two ranks: its process and folder. It runs beside the other tests, and its own come last."""
+@pytest.fixture(scope="module")
+def two_ranks(data, noisy, tmp_path_factory) -> Path:
+    """The folder of what the two ranks left behind."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "noisy.pt").symlink_to(noisy)
-    with torchrun_beside(request, __file__, data, folder, *["compiled"] * compiler_works()) as launched:
-        yield launched
-
-
-@pytest.fixture(scope="module")
-def two_ranks(launched) -> Path:
-    """The folder of what the two ranks left behind."""
-    process, folder = launched
-    assert process.wait(600) == 0, (folder / "output.txt").read_text()
+    (folder / "data").symlink_to(data)
+    done = run_ranks(folder, __file__, folder, timeout=600)
+    assert done.codes == [0, 0], done.stderr
     return folder
 
 
-@pytest.mark.parametrize("case", AS_PLAIN)
-def test_two_ranks_train_as_one(case, two_ranks, plain):
-    assert_same_run(two_ranks / case, plain)
-
-
-@pytest.mark.parametrize("case", AS_ONE_PROCESS)
-def test_two_ranks_with_other_flags(case, two_ranks, data, noisy, tmp_path):
-    one = AS_ONE_PROCESS[case] | dict(parallel="auto", offload="none")
-    tiny_run(tmp_path / "one", **dict(data=data, init_from=noisy) | one)
-    if "16" not in case:
-        return assert_same_run(two_ranks / case, tmp_path / "one")
-    for key, rtol in (("train_loss", 2e-3), ("grad_norm", 2e-2)):
-        np.testing.assert_allclose(rows(two_ranks / case, key), rows(tmp_path / "one", key), rtol=rtol)
-
-
-@pytest.mark.parametrize("case", COMPILED_CASES)
-def test_two_compiled_ranks_train_as_one(case, two_ranks, data, noisy, tmp_path):
-    if not (two_ranks / case).exists():
+@pytest.mark.parametrize("case", AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES)
+def test_two_ranks_train_as_one(case, two_ranks, data, noisy, plain, tmp_path):
+    if case in COMPILED_CASES and not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
-    tiny_run(tmp_path / "one", data=data, init_from=noisy, max_steps=6)
-    assert_same_run(two_ranks / case, tmp_path / "one")
+    if case not in AS_PLAIN:
+        plain = tmp_path / "one"
+        flags = dict(init_from=noisy) | (AS_ONE_PROCESS | COMPILED_CASES)[case]
+        tiny_run(plain, **flags | dict(data=data, parallel="auto", offload="none", compile="off", checkpointing="none"))
+    if case != "ddp_fp16":
+        return assert_same_run(two_ranks / case, plain)
+    for key, rtol in (("train_loss", 2e-3), ("grad_norm", 2e-2)):
+        np.testing.assert_allclose(rows(two_ranks / case, key), rows(plain, key), rtol=rtol)
 
 
 def test_ranks_agree_to_the_bit(two_ranks):
     for case in (*AS_PLAIN, *AS_ONE_PROCESS, *RESUMED):
         ours, theirs = (torch.load(f"{two_ranks / case}{rank}.pt") for rank in range(2))
         assert all(map(torch.equal, ours, theirs)), case
-    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
+    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp_half" / "log.txt").read_text()
 
 
 def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
@@ -251,5 +205,4 @@ def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
 
 
 if __name__ == "__main__":
-    compiled = COMPILED_CASES if "compiled" in sys.argv else {}
-    worker(Path(sys.argv[1]), AS_PLAIN | AS_ONE_PROCESS | RESUMED | compiled)
+    worker(Path(sys.argv[1]))

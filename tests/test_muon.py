@@ -1,23 +1,16 @@
-"""The optimizer: against SVD, PyTorch's Muon and AdamW, and a plain loop; and its work divided among ranks."""
+"""The optimizer: against SVD, PyTorch's Muon and AdamW, and a plain loop. (Ranks: test_layouts.py.)"""
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import model
 import train_gpt
-from conftest import built, random_gpt, run_ranks, some_batch
+from conftest import built, random_gpt, some_batch
 from model import PARAM_TABLE, Optimizer, ParamSpec, newton_schulz, optimizer_groups
-from runtime.ranks import exit_process
 from train_gpt import get_lr_multiplier, get_momentum, make_config
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Newton-Schulz
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (64, 16), (16, 64)])
@@ -27,9 +20,8 @@ def test_newton_schulz_against_svd(shape):
     inside = u.mT @ newton_schulz(x).double() @ vt.mT  # diagonal, if the singular vectors are kept
     values = inside.diagonal(dim1=1, dim2=2)
     assert (inside - torch.diag_embed(values)).abs().max() < 2e-3
-    assert (
-        values.min() > (0.1 if shape[0] == shape[1] else 0.71) and values.max() < 1.29
-    )  # square ones have tiny values
+    least = 0.1 if shape[0] == shape[1] else 0.71  # square ones have tiny values
+    assert least < values.min() and values.max() < 1.29
     torch.testing.assert_close(newton_schulz(1e-5 * x), newton_schulz(1e5 * x), rtol=0, atol=1e-3)
     assert newton_schulz(torch.zeros(2, 3, 4)).abs().max() == 0
 
@@ -42,10 +34,6 @@ def test_newton_schulz_on_the_gram_matrix(small):
     values[0] = 1.0
     x = u @ (values * vt)
     torch.testing.assert_close(newton_schulz(x.float()).double(), newton_schulz(x), rtol=0, atol=1e-4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The step
 
 
 def random_steps(optimizer, params, steps=6):
@@ -85,9 +73,8 @@ def test_adam_against_torch():
 
 def test_schedules():
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
-    scales = [get_lr_multiplier(step / 100, cfg) for step in range(100)]
-    assert scales[0] == pytest.approx(0.1) and scales[9:51] == pytest.approx([1.0] * 42) and min(scales) > 0
-    assert scales[75] == pytest.approx(0.5) and scales[-1] == pytest.approx(0.02)
+    scales = [get_lr_multiplier(step / 100, cfg) for step in (0, 4, 9, 50, 75, 99)]
+    assert scales == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0.02])
     assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
     rising = [get_momentum(step) for step in (0, 150, 299, 300, 10**6)]
     assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95])
@@ -97,43 +84,6 @@ def test_schedules():
     for group in state.optimizer.param_groups:
         assert group["lr"] == pytest.approx(group["initial_lr"] * (0.2 + 1 / 20) / 0.5)
         assert group.get("momentum") == (rising[1] if group["kind"] == "muon" else None)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Muon's work, by shapes and among ranks
-
-ROWS = [
-    ParamSpec(r"blocks\.\d+\.mlp\.proj\.weight", model.zeros, lr_mul=2.0),
-    ParamSpec(r"blocks\.\d+\.attn\.proj\.weight", model.zeros, lr_mul=0.5),
-]
-CASES = {  # rows before those of PARAM_TABLE, the shape of the model, and what is stacked in weights
-    "as it is": ([], {}, {}),
-    "other rows and splits": (ROWS, {}, {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}),
-    "more ranks than matrices": ([], dict(n_layer=1), {"attn.qkv": (96,)}),
-}
-
-
-def stepped(case: str, plain: bool = False) -> dict[str, torch.Tensor]:
-    """Muon's matrices after four steps."""
-    table_rows, shape, splits = CASES[case]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "PARAM_TABLE", table_rows + PARAM_TABLE)
-        gpt, generator = random_gpt(**shape), torch.Generator().manual_seed(0)
-        for (place, split), block in itertools.product(splits.items(), gpt.blocks):
-            block.get_submodule(place).split = split
-        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
-    muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
-    momenta = {p: torch.zeros_like(p) for group in muon for p in group["params"]}
-    for step in range(4):
-        for p in gpt.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
-        for group in muon:
-            group["momentum"] = 0.95 - 0.1 / (step + 1)
-        if plain:
-            plain_muon(muon, momenta)
-        else:
-            optimizer.step()
-    return {name: p.detach() for name, p in gpt.named_parameters() if p in momenta}
 
 
 @torch.no_grad()
@@ -148,35 +98,29 @@ def plain_muon(groups: list[dict], momenta: dict) -> None:
                 w -= group["lr"] * (even * math.sqrt(max(1, len(w) / w.size(1))) + group["weight_decay"] * w)
 
 
+ROWS = [ParamSpec(r".*\.mlp\.proj\.weight", lr_mul=2.0), ParamSpec(r".*\.attn\.proj\.weight", lr_mul=0.5)]
+SPLITS = {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}
+
+
 @pytest.mark.parametrize("at_once", [model.MAX_STACK_NUMEL, 1])
-@pytest.mark.parametrize("case", CASES)
-def test_muon_is_a_plain_loop_over_matrices(case, at_once, monkeypatch):
+@pytest.mark.parametrize("table_rows, splits", [([], {}), (ROWS, SPLITS)], ids=["as it is", "other rows and splits"])
+def test_muon_is_a_plain_loop_over_matrices(table_rows, splits, at_once, monkeypatch):
     monkeypatch.setattr(model, "MAX_STACK_NUMEL", at_once)
-    ours, plain = stepped(case), stepped(case, plain=True)
-    assert len(ours) == 4 * CASES[case][1].get("n_layer", 3)
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
-
-
-def rank_main(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    weights = {}
-    for at_once in (model.MAX_STACK_NUMEL, 1):
-        model.MAX_STACK_NUMEL = at_once
-        weights |= {(case, at_once): stepped(case) for case in CASES}
-    torch.save(weights, folder / f"{dist.get_rank()}.pt")
-    dist.barrier()
-    exit_process(0)
-
-
-def test_two_ranks_are_one(tmp_path):
-    done = run_ranks(tmp_path, __file__, tmp_path)
-    assert done.codes == [0, 0], done.stderr
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert len(first) == 2 * len(CASES)
-    for (case, at_once), weights in first.items():
-        torch.testing.assert_close(weights, second[case, at_once], rtol=0, atol=0)
-        torch.testing.assert_close(weights, stepped(case), rtol=1e-5, atol=1e-5)
-
-
-if __name__ == "__main__":
-    rank_main(Path(sys.argv[1]))
+    monkeypatch.setattr(model, "PARAM_TABLE", table_rows + PARAM_TABLE)
+    found = []
+    for plain in (False, True):
+        gpt, generator = random_gpt(), torch.Generator().manual_seed(0)
+        for (place, split), block in itertools.product(splits.items(), gpt.blocks):
+            block.get_submodule(place).split = split
+        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
+        muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
+        momenta = {p: torch.zeros_like(p) for group in muon for p in group["params"]}
+        for step in range(4):
+            for p in gpt.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            for group in muon:
+                group["momentum"] = 0.95 - 0.1 / (step + 1)
+            plain_muon(muon, momenta) if plain else optimizer.step()
+        found.append([p.detach() for p in momenta])
+    assert len(found[0]) == 4 * 3
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

@@ -29,7 +29,6 @@ from conftest import (
     rows,
     run_main,
     run_ranks,
-    shorten_samples,
     tiny_run,
 )
 from data.shards import write_shard
@@ -87,7 +86,6 @@ def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, o
 def run_cases(folder: Path) -> None:
     """What each rank does under torchrun: all cases; report.json says of each whether all ranks' weights are equal."""
     report = {}
-    shorten_samples(pytest.MonkeyPatch())
     for name, case in CASES.items():
         flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
         flags |= dict(resume=str(folder / case["resume"])) if "resume" in case else {}
