@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,67 +14,46 @@ from data.prepare import encode_file
 from model import GPT
 from runtime.errors import UserError
 
-
-def say_every(seconds: float):
-    """A function that prints a text to stderr, at most once every `seconds` seconds."""
-    said = time.perf_counter()
-
-    def say(text: str) -> None:
-        nonlocal said
-        if time.perf_counter() > said + seconds:
-            said = time.perf_counter()
-            print(text, file=sys.stderr)
-
-    return say
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Perplexity
 
 
-def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int, report=lambda done, loss: None) -> float:
+@torch.no_grad()
+def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
     """Summed loss of the tokens in nats; each is predicted once, the first from an `eot` before it.
 
     Windows of the model's context length advance by `stride` tokens; all but the first score only their last `stride`.
     """
-    seq_len, device = model.cfg.seq_len, model.device
+    seq_len, device, n, total = model.cfg.seq_len, model.device, len(tokens), 0.0
     stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
-    ends = [min(seq_len, len(tokens))]
-    while ends[-1] < len(tokens):
-        ends.append(min(ends[-1] + stride, len(tokens)))
-    total, rows = 0.0, max(1, 8192 // seq_len)
-    for first in range(0, len(ends), rows):
-        part = ends[first : first + rows]
+    ends = [*range(min(seq_len, n), n, stride), n]
+    windows, rows = list(zip([0, *ends], ends)), max(1, 8192 // seq_len)
+    for first in range(0, len(windows), rows):
+        part = windows[first : first + rows]
         x, y = torch.zeros(len(part), seq_len, dtype=torch.int64), torch.full((len(part), seq_len), -1)
-        for i, end in enumerate(part):
-            start, counted = max(0, end - seq_len), ends[first + i - 1] if first + i else 0
+        for i, (counted, end) in enumerate(part):
+            start = max(0, end - seq_len)
             x[i, : end - start], y[i, counted - start : end - start] = stream[start:end], stream[counted + 1 : end + 1]
-        with torch.no_grad():
-            total += model(x.to(device), y.to(device)).item() * int((y >= 0).sum())
-        report(part[-1], total)
+        total += model(x.to(device), y.to(device)).item() * int((y >= 0).sum())
+        print(f"\r{end:,} of {n:,} tokens, {total / end:.4f} nats per token", end="", file=sys.stderr)
+    print(file=sys.stderr)
     return total
 
 
 def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     """Print a file's perplexity per token, byte and word of the text that data/prepare.py would tokenize."""
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; --perplexity needs a text file")
-    if path.suffix in (".csv", ".jsonl", ".gz"):
-        raise UserError(f"{path} is not plain text, as --perplexity needs; write its texts into one file")
+    if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz"):
+        raise UserError(f"{path} is not a file of plain text, as --perplexity needs; write its texts into one")
     if stride > model.cfg.seq_len:
         raise UserError(f"--stride is {stride}; expected at most the model's context of {model.cfg.seq_len}")
     tokens, n_bytes = encode_file(path, tokenizer)
     if not len(tokens):
         raise UserError(f"{path} is empty; --perplexity needs some text")
-    say = say_every(5)
-
-    def report(done: int, loss: float) -> None:
-        say(f"{done:,} of {len(tokens):,} tokens, perplexity {math.exp(min(loss / done, 700)):.4f}")
-
-    loss = summed_loss(model, tokens, tokenizer.eot, stride, report)
+    loss = summed_loss(model, tokens, tokenizer.eot, stride)
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
-    windows = f"windows of {model.cfg.seq_len} tokens, stride {stride}"
-    print(f"{path}: {windows}; each token is predicted once, the first from an end-of-text token")
+    print(
+        f"{path}: windows of {model.cfg.seq_len} tokens, stride {stride}; the first token follows an end-of-text token"
+    )
     print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
     for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
         if n:
@@ -106,12 +84,10 @@ def score_endings(model: GPT, contexts: list[Tensor], endings: list[Tensor]) -> 
         for row, i in enumerate(part):
             end = len(texts[i]) - 1
             x[row, :end], y[row, end - len(endings[i]) : end] = texts[i][:-1], endings[i]
-        y = y.to(device)
-        logits = model(x.to(device))[y >= 0]
-        losses = F.cross_entropy(logits, y[y >= 0], reduction="none").cpu().double()
-        ending = torch.tensor(part)[(y >= 0).nonzero()[:, 0].cpu()]
-        scores.index_add_(0, ending, -losses)
-        greedy[ending[(logits.argmax(-1) != y[y >= 0]).cpu()]] = False
+        logits, y = model(x.to(device)), y.to(device)
+        losses = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none").view(y.shape)
+        scores[part] = -losses.cpu().double().sum(1)
+        greedy[part] = ((logits.argmax(-1) == y) | (y < 0)).all(1).cpu()
     return scores, greedy
 
 
@@ -127,8 +103,7 @@ def tokens_of(question: Question, tokenizer, seq_len: int, place: str) -> list[t
     pairs = [(context, torch.tensor(tokenizer.encode(blanks + text).tolist())) for text in question.endings]
     longest = max(len(ending) for _, ending in pairs)
     if longest > seq_len:
-        found = f"{place} has an ending of {longest} tokens, and the model's context is {seq_len}"
-        raise UserError(f"{found}; shorten it, or take a model with a longer context")
+        raise UserError(f"{place} has an ending of {longest} tokens; expected at most the model's context, {seq_len}")
     return pairs
 
 
@@ -153,16 +128,14 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
     """
     if not path.is_file():
         raise UserError(f"there is no file {path}; --choices needs lines of JSON (`python data/prepare.py hellaswag`)")
-    questions = read_questions(path)
-    alone = len(questions[0].endings) == 1
+    questions, seq_len = read_questions(path), model.cfg.seq_len
+    n, alone, results, nats = len(questions), len(questions[0].endings) == 1, [], 0.0
     if any((len(question.endings) == 1) != alone for question in questions):
         raise UserError(f"{path} holds questions with one ending and with more; put them into two files")
-    places = [f"{path}, question {number}" for number in range(1, len(questions) + 1)]
-    pairs = [tokens_of(q, tokenizer, model.cfg.seq_len, place) for q, place in zip(questions, places)]
-    say, results, nats = say_every(5), [], 0.0
-    for start in range(0, len(questions), 64):  # sorted by length within, so that little is padded
+    pairs = [tokens_of(q, tokenizer, seq_len, f"{path}, question {i}") for i, q in enumerate(questions, 1)]
+    for start in range(0, n, 64):  # sorted by length within, so that little is padded
         part, inputs = questions[start : start + 64], pairs[start : start + 64]
-        scores, greedy = score_endings(model, *zip(*[pair for each in inputs for pair in each]))
+        scores, greedy = score_endings(model, *zip(*sum(inputs, [])))
         if not scores.isfinite().all():
             raise UserError("the model gives likelihoods that are not finite; try --dtype fp32, or another checkpoint")
         nats -= scores.sum().item()
@@ -170,10 +143,9 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
             results += [{"drawn greedily": drawn} for drawn in greedy.tolist()]
         else:
             results += map(is_chosen, part, scores.split([len(each) for each in inputs]), inputs)
-        right = sum(next(iter(result.values())) for result in results)
-        say(f"{len(results):,} of {len(questions):,} questions, {right / len(results):.4f} right")
-    n = len(questions)
-    print(f"{path}: {n:,} questions, contexts of {model.cfg.seq_len} tokens at most")
+        print(f"\r{len(results):,} of {n:,} questions", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    print(f"{path}: {n:,} questions, contexts of {seq_len} tokens at most")
     print(f"{'':38}{'accuracy':>10}{'std error':>12}")
     for name in results[0]:
         accuracy = sum(result[name] for result in results) / n

@@ -1,7 +1,6 @@
 """Autoregressive generation: the KV cache, and sampling one token at a time."""
 
 import re
-import weakref
 
 import torch
 import torch.nn.functional as F
@@ -43,21 +42,23 @@ class LayerCache:
         self.before[name].copy_(last)
         return before
 
+    def positions(self) -> Tensor:
+        """The position of the token in each slot, int64 (B, size); negative if the slot is empty."""
+        newest = self.length[:, None] - 1
+        return newest - (newest - torch.arange(self.size, device=newest.device)) % self.size
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v (B, heads, T, head_dim) of the tokens being read; returns the keys and values they attend to.
 
         Beyond the context, slots are no longer ordered by position; GPT.attention_bias is given the positions.
         """
-        if self.k is None:
-            self.k, self.v = (t.new_zeros((*t.shape[:2], self.size, t.size(3))) for t in (k, v))
-        newest = self.length[:, None] - 1
         if k.size(2) > 1:  # a prompt, which attends to itself
-            slot = torch.arange(self.size, device=k.device)
-            place = (newest - (newest - slot) % self.size).clamp(min=0)[:, None, :, None]
-            self.k.copy_(k.gather(2, place.expand(self.k.shape)))
-            self.v.copy_(v.gather(2, place.expand(self.v.shape)))
+            place = self.positions().clamp(min=0)[:, None, :, None]
+            self.k, self.v = (t.gather(2, place.expand(*t.shape[:2], -1, t.size(3))) for t in (k, v))
             return k, v
-        row, slot = torch.arange(len(k), device=k.device), newest[:, 0] % self.size
+        if self.k is None:
+            self.k, self.v = (t.new_zeros(*t.shape[:2], self.size, t.size(3)) for t in (k, v))
+        row, slot = torch.arange(len(k), device=k.device), (self.length - 1) % self.size
         self.k[row, :, slot], self.v[row, :, slot] = k[:, :, 0], v[:, :, 0]
         return self.k, self.v
 
@@ -74,28 +75,23 @@ class KVCache:
 
         Only prompts are read T > 1 tokens at a time; shorter prompts are right-padded with any token.
         """
-        cfg, batch, device = model.cfg, len(lengths), lengths.device
+        cfg, shape = model.cfg, (len(lengths), max(0, model.cfg.ngram - 1))
         self.lengths, self.length, self.doc_start = lengths, torch.zeros_like(lengths), torch.zeros_like(lengths)
-        self.recent = torch.full((batch, max(0, cfg.ngram - 1)), -1, device=device)  # tokens that n-grams reach back to
-        self.sizes = {w: min(w or cfg.seq_len, capacity or cfg.seq_len) for w in model.windows}
-        self.layers = [LayerCache(self.sizes[window], self.length) for window in model.windows]
+        self.recent = torch.full(shape, -1, device=lengths.device)  # tokens that n-grams reach back to
+        sizes = [min(window or cfg.seq_len, capacity or cfg.seq_len) for window in model.windows]
+        self.layers = [LayerCache(size, self.length) for size in sizes]
+        self.compiled_for = None  # the sampling options that a compiled step has read it with
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that reading a token changes."""
+        """Every tensor that reading a token changes, once a prompt is read."""
         own = [self.length, self.doc_start, self.recent]
-        return own + [t for layer in self.layers for t in (layer.k, layer.v, *layer.before.values()) if t is not None]
+        return own + [t for layer in self.layers for t in (layer.k, layer.v, *layer.before.values())]
 
     def read(self, idx: Tensor, eot: int | None) -> Tensor:
-        """Register tokens idx (B, T) that are about to be read; returns them after those that n-grams reach back to.
-
-        Raises ValueError for a prompt if the cache already holds tokens.
-        """
-        prompt = idx.size(1) > 1
-        if prompt and self.length.any():
-            raise ValueError("a KV cache that holds tokens takes one token at a time; make a new one for a new prompt")
+        """Register tokens idx (B, T) that are about to be read; returns them after those that n-grams reach back to."""
         tokens, place = torch.cat((self.recent, idx), dim=1), torch.arange(idx.size(1), device=idx.device)
         place = place + self.length[:, None]
-        read = self.lengths if prompt else torch.ones_like(self.length)
+        read = self.lengths if idx.size(1) > 1 else torch.ones_like(self.length)
         self.length += read
         if eot is not None:
             starts = (idx == eot) & (place < self.length[:, None])
@@ -104,34 +100,26 @@ class KVCache:
         self.recent.copy_(tokens.gather(1, newest))
         return tokens
 
-    def positions(self, window: int) -> Tensor:
-        """Positions of the tokens in the slots of a layer with this window, int64 (B, size); negative if empty."""
-        size, newest = self.sizes[window], self.length[:, None] - 1
-        return newest - (newest - torch.arange(size, device=newest.device)) % size
-
-    def mask(self, window: int) -> Tensor:
-        """Which slots of a layer with this window the newest token sees, bool (B, 1, 1, size)."""
-        return (self.positions(window) >= self.doc_start[:, None])[:, None, None]
-
 
 def next_logits(model: nn.Module, idx: Tensor, cache: KVCache | None = None) -> Tensor:
     """Logits of the token that follows each row of idx (B, T), fp32 (B, 1, vocab_size), with the blocks of training.
 
     With a cache, idx is the prompts if the cache is empty, else (B, 1): the tokens after those that it holds.
     """
-    tokens = idx if cache is None else cache.read(idx, model.doc_eot)
-    if cache is not None and idx.size(1) == 1:
-        position = cache.length[:, None] - 1
-        biases = {w: model.attention_bias(position, cache.positions(w)) for w in set(model.windows)}
-        masks = {w: add_bias(cache.mask(w), bias) for w, bias in biases.items()}
-        backend = "sdpa"
-    else:
-        position = torch.arange(idx.size(1), device=idx.device)
-        backend = model.attn_backend if cache is None else "sdpa"
-        masks = model.attention_masks(backend, idx)
-    x = model.hidden(tokens, position, masks, backend, cache and cache.layers)
-    last = x[:, -1:] if cache is None or idx.size(1) == 1 else take_positions(x, cache.lengths - 1)
-    return model.logits(last)
+    position = torch.arange(idx.size(1), device=idx.device)
+    if cache is None:
+        masks = model.attention_masks(model.attn_backend, idx)
+        return model.logits(model.hidden(idx, position, masks, model.attn_backend)[:, -1:])
+    tokens = cache.read(idx, model.doc_eot)
+    if idx.size(1) > 1:
+        x = model.hidden(tokens, position, model.attention_masks("sdpa", idx), "sdpa", cache.layers)
+        return model.logits(take_positions(x, cache.length - 1))
+    position, masks = cache.length[:, None] - 1, {}
+    for window, layer in dict(zip(model.windows, cache.layers)).items():
+        slots = layer.positions()
+        seen = (slots >= cache.doc_start[:, None])[:, None, None]
+        masks[window] = add_bias(seen, model.attention_bias(position, slots))
+    return model.logits(model.hidden(tokens, position, masks, "sdpa", cache.layers))
 
 
 def some_tokens(model: nn.Module, n: int, length: int) -> Tensor:
@@ -143,23 +131,21 @@ def some_tokens(model: nn.Module, n: int, length: int) -> Tensor:
 @torch.no_grad()
 def check_causal(model: nn.Module) -> None:
     """Raises UserError for a model whose logits depend on later tokens: it would learn to copy, not to predict."""
-    n = min(model.cfg.seq_len, 32)
-    if n < 2:
+    half = min(model.cfg.seq_len, 32) // 2
+    if not half:
         return
-    idx = some_tokens(model, 2, n)
-    other = torch.cat((idx[:, : n // 2], (idx[:, n // 2 :] + 1) % model.cfg.vocab_size), dim=1)
+    idx = some_tokens(model, 2, 2 * half)
+    other = torch.cat((idx[:, :half], (idx[:, half:] + 1) % model.cfg.vocab_size), dim=1)
     backend, model.attn_backend = model.attn_backend, "sdpa"  # others need more tokens, or a compiler
     model.eval()
     logits = []
     for tokens in (idx, other):
         torch.manual_seed(0)  # what an edit draws in eval mode too is no leak
-        logits.append(model(tokens)[:, : n // 2])
-    before, after = logits
+        logits.append(model(tokens)[:, :half])
     model.train()
     model.attn_backend = backend
-    if not (after - before).abs().max() <= 0.02 * before.std():
-        found = "the model's logits change with later tokens, so it would see the tokens that it is to predict"
-        raise UserError(f"{found}; let each position depend on itself and earlier ones only")
+    if not (logits[0] - logits[1]).abs().max() <= 0.02 * logits[0].std():
+        raise UserError("the model's logits change with later tokens; let each depend on itself and earlier ones only")
 
 
 @torch.no_grad()
@@ -171,34 +157,25 @@ def check_cache(model: nn.Module) -> None:
     n = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     if n < 3:
         return
-    idx, apart = some_tokens(model, 2, n), 0.0
-    rounded = model.compute_dtype != torch.float32 or any(name.endswith("_int8") for name, _ in model.named_buffers())
-    whole = model(idx)
-    for lengths in ([n - 2, max(1, n // 2 - 1)], [1, 1]):  # of the prompts
-        lengths = torch.tensor(lengths, device=idx.device)
-        cache = KVCache(model, lengths)
-        for place in (lengths - 1, lengths, lengths + 1):  # of the newest tokens: the prompt's end, two steps
-            read = take_positions(idx, place) if cache.length.any() else idx[:, : lengths.max()]
-            apart = max(apart, (model.next_logits(read, cache) - take_positions(whole, place)).abs().max().item())
+    idx = some_tokens(model, 2, n)
+    lengths = torch.tensor([n - 2, max(1, n // 2 - 1)], device=idx.device)  # of the prompts; then two tokens are read
+    whole, cache = model(idx), KVCache(model, lengths)
+    cached = [model.next_logits(idx[:, : n - 2], cache)]
+    cached += [model.next_logits(take_positions(idx, lengths + i), cache) for i in range(2)]
+    plain = [take_positions(whole, lengths - 1 + i) for i in range(3)]
+    apart = (torch.cat(cached, 1) - torch.cat(plain, 1)).abs().max().item()
     reshard(model)
+    rounded = model.compute_dtype != torch.float32 or any(t.dtype == torch.int8 for t in model.buffers())
     if not apart <= (0.5 if rounded else 1e-2) * whole.std().item() + 1e-6:
-        advice = "what looks at other tokens or at positions must pass through the cache, as previous(), "
-        advice += "GPT.attention_bias and GPT.embed's position do; sample.py --no_cache samples without it"
-        raise UserError(f"logits with a KV cache differ by {apart:.2g} from those without: {advice}")
+        raise UserError(
+            f"logits with a KV cache differ by {apart:.2g} from those without: what looks at other tokens or positions "
+            "must pass through the cache, as previous() and GPT.attention_bias do; sample.py --no_cache does without it"
+        )
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
-    prompts: list[Tensor],
-    n_tokens: int,
-    vocab_size: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seeds: list[int] | None = None,
-    step=None,
-    use_cache: bool = True,
+    model, prompts, n_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, seeds=None, step=None, use_cache=True
 ):
     """Continue prompts, integer (T >= 1,) each: yields the next token of each, int64 (B,) on device, n_tokens times.
 
@@ -210,41 +187,29 @@ def generate(
     """
     device, context = model.device, model.cfg.seq_len
     prompts = [prompt[-context:] for prompt in prompts]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    idx = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    read = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
+    cache, n_read = None, read.size(1) + n_tokens
+    if use_cache and (model.extrapolates or n_read <= context):
+        capacity = max(128, 1 << (n_read - 1).bit_length())  # few distinct sizes: each one compiles
+        cache = KVCache(model, lengths, min(context, capacity))
+    elif (lengths != lengths[0]).any():
+        raise UserError("without a KV cache, prompts must be equally long; give one at a time")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
-    drawn, options = uniform(generators, device, n_tokens), (vocab_size, temperature, top_k, top_p)
-    if not model.extrapolates and idx.size(1) + n_tokens > context:
-        use_cache = False
-    if not use_cache:
-        if len(set(lengths.tolist())) > 1:
-            raise UserError("without a KV cache, prompts must be equally long; give one at a time")
-        for draws in drawn:
-            logits = model.next_logits(idx[:, -context:])[:, -1, :vocab_size]
-            token = sample_token(logits, draws, temperature, top_k, top_p)
-            yield token[:, 0]
-            idx = torch.cat((idx, token), dim=1)
-        return
-    capacity = max(128, 1 << (idx.size(1) + n_tokens - 1).bit_length())  # few distinct sizes: each one compiles
-    cache, token = KVCache(model, lengths.to(device), min(context, capacity)), idx
-    for i, draws in enumerate(drawn):
-        token = (step if step and i else decode_step)(model, token, cache, draws, *options)
+    draws = torch.stack([torch.rand(n_tokens, 1, generator=g) for g in generators], dim=1).to(device)
+    for i in range(n_tokens):
+        decode = step if step and cache and i else decode_step
+        token = decode(model, read, cache, draws[i], vocab_size, temperature, top_k, top_p)
         yield token[:, 0]
+        read = token if cache else torch.cat((read, token), dim=1)[:, -context:]
 
 
-def uniform(generators: list[torch.Generator], device: torch.device, n: int):
-    """Yields, n times, a uniform number in [0, 1) from each generator, (B, 1) on the device; copied there in blocks."""
-    for start in range(0, n, 1024):
-        block = torch.stack([torch.rand(1024, generator=generator) for generator in generators]).to(device)
-        yield from block[:, : n - start].split(1, dim=1)
-
-
-def decode_step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, vocab_size: int, *options) -> Tensor:
+def decode_step(model: nn.Module, idx: Tensor, cache, draws: Tensor, vocab_size: int, *sampling) -> Tensor:
     """The token that follows idx (B, T) in each row, int64 (B, 1); written to compile as a single graph.
 
-    options: of sample_token.
+    cache: a KVCache or None. draws, sampling: as sample_token's draws, and temperature, top_k, top_p.
     """
-    return sample_token(model.next_logits(idx, cache)[:, -1, :vocab_size], draws, *options)
+    return sample_token(model.next_logits(idx, cache)[:, -1, :vocab_size], draws, *sampling)
 
 
 def compile_decode_step(device: torch.device):
@@ -253,17 +218,17 @@ def compile_decode_step(device: torch.device):
     Guards are checked once per cache and set of sampling options; a cache belongs to one model.
     """
     how = dict(mode="reduce-overhead") if device.type == "cuda" else dict(options={"cpp_wrapper": True})
-    compiled, seen = torch.compile(decode_step, fullgraph=True, dynamic=False, **how), weakref.WeakKeyDictionary()
+    compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **how)
 
-    def step(model: nn.Module, idx: Tensor, cache: KVCache, *args) -> Tensor:
-        checked = seen.get(cache) == args[1:]
+    def step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, *options) -> Tensor:
+        checked = cache.compiled_for == options
         if not checked:
             for tensor in cache.tensors():  # CUDA graphs write them where they are
                 torch._dynamo.mark_static_address(tensor)
         torch.compiler.cudagraph_mark_step_begin()
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=checked):
-            token = compiled(model, idx, cache, *args).clone()
-        seen[cache] = args[1:]
+            token = compiled(model, idx, cache, draws, *options).clone()
+        cache.compiled_for = options
         return token
 
     return step
@@ -287,23 +252,17 @@ def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, 
 
 def on_host(tokens):
     """What generate yields, as lists of ints; on a GPU, each is handed out while the next is being computed."""
-    pending = []
+    host, copied = None, None
     for token in tokens:
+        if host is not None:
+            copied.synchronize()
+            yield host.tolist()
         if token.is_cuda:
-            host = torch.empty(token.shape, dtype=token.dtype, pin_memory=True).copy_(token, non_blocking=True)
-            pending.append((host, torch.cuda.current_stream().record_event()))
+            host, copied = token.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
         else:
-            pending.append((token, None))
-        while len(pending) > token.is_cuda:
-            yield read_when_there(*pending.pop(0))
-    for item in pending:
-        yield read_when_there(*item)
-
-
-def read_when_there(host: Tensor, event) -> list[int]:
-    if event is not None:
-        event.synchronize()
-    return host.tolist()
+            yield token.tolist()
+    if host is not None:
+        yield token.tolist()
 
 
 def printable(text: str) -> str:

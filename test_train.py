@@ -253,7 +253,7 @@ def test_evaluated_loss():
 @torch.no_grad()
 def test_int8_weights():
     model, idx = scrambled().eval(), some_batch(4)[:, :-1]
-    assert not (found := difference(quantize(copy.deepcopy(model), check=False)(idx), model(idx), "the logits", 0.1)), (
+    assert not (found := difference(quantize(copy.deepcopy(model))(idx), model(idx), "the logits", 0.1)), (
         f"with weights in int8, {found}: int8.quantize replaces Linear and Embedding layers; give one that does more "
         "than multiply a class of its own, which it leaves alone, or do without int8"
     )

@@ -19,7 +19,7 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
     state, stream, _ = build_state(flags)
     model, device, vocab_size = state.raw_model, state.dist_ctx.device, stream.meta["vocab_size"]
     if "int8" in mode:
-        quantize(model, check=False)
+        quantize(model)
     model.freeze()  # as sample.py holds it
     step = compile_decode_step(device) if "compiled" in mode else None
     idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from records import source
 from runtime.errors import UserError
 from runtime.flags import parse_flags
@@ -22,11 +24,11 @@ SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
     "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",
     "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
 }
-TARGETS = {f"shakespeare-{loss}": loss for loss in (1.8857, 1.4697)}
+LAPTOP = dict(targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697}, device="1 x cpu")
 FINEWEB = dict(targets={"fineweb-3.28": 3.28}, device="", files=None, val_tokens=10485760)
 # folder of records/ -> targets by name, where it runs, its data (None: no hash is known yet, and none is accepted)
 TRACKS = {
-    "laptop": dict(targets=TARGETS, device="1 x cpu", files=SHAKESPEARE, val_tokens=111540),
+    "laptop": LAPTOP | dict(files=SHAKESPEARE, val_tokens=111540),
     "single-gpu": FINEWEB | dict(device="1 x cuda"),
     "8-gpus": FINEWEB | dict(device="8 x cuda"),
     "steps": FINEWEB | dict(fixed=dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)),
@@ -197,29 +199,18 @@ def t_test(values: list[float], target: float) -> float:
         return 0.0 if gap > 0 else 1.0
     t, df = gap / deviation * math.sqrt(n), n - 1
     # P(T > t) = P(0 < angle of the tail), with T = sqrt(df) tan(angle): an integral of cos^(df - 1) over a finite range
-    begin, steps = math.atan(t / math.sqrt(df)), 2000
-    width = (math.pi / 2 - begin) / steps
-    heights = [math.cos(begin + i * width) ** (df - 1) for i in range(steps + 1)]
-    area = width / 3 * (heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2]))  # Simpson
+    angles = torch.linspace(math.atan(t / math.sqrt(df)), math.pi / 2, 100_001, dtype=torch.float64)
+    area = torch.trapezoid(angles.cos() ** (df - 1), angles).item()
     return area * math.gamma((df + 1) / 2) / (math.gamma(df / 2) * math.sqrt(math.pi))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The verdict
 
-COLUMNS = {  # of the row that check_record returns: key -> heading, format
-    "record": ("record", ""),
-    "target": ("target", ""),
-    "mean": ("mean val_loss", ".4f"),
-    "deviation": ("sd", ".4f"),
-    "p": ("p", ".1e"),
-    "runs": ("runs", "d"),
-    "step": ("steps", ",d"),
-    "train_time_s": ("train_time, s", ".1f"),
-    "wall_time_s": ("wall time, s", ".1f"),
-    "machine": ("machine", ""),
-    "verdict": ("", ""),
-}
+# Of the row that check_record returns: key -> heading, format
+COLUMNS = dict(record=("record", ""), target=("target", ""), mean=("mean val_loss", ".4f"), deviation=("sd", ".4f"))
+COLUMNS |= dict(p=("p", ".1e"), runs=("runs", "d"), steps=("steps", ",d"), train_time_s=("train_time, s", ".1f"))
+COLUMNS |= dict(wall_time_s=("wall time, s", ".1f"), machine=("machine", ""), verdict=("", ""))
 
 
 def check_record(path: str) -> tuple[dict, list[str]]:
@@ -234,25 +225,20 @@ def check_record(path: str) -> tuple[dict, list[str]]:
     p = t_test(losses, target)
     if p >= 0.01:
         reasons.append(f"the mean is not below {target} with p < 0.01 (p = {p:.4f})")
-    row = dict(track=record.folder.parent.name, record=record.folder.name, runs=len(record.runs), target=target, p=p)
+    row = dict(track=record.folder.parent.name, record=record.folder.name, runs=len(losses), target=target, p=p)
     row |= dict(mean=statistics.mean(losses), deviation=statistics.stdev(losses) if len(losses) > 1 else None)
-    row |= {key: summaries[0][key] for key in ("step", "machine")}
     for key in ("train_time_s", "wall_time_s"):
         seconds = [summary[key] for summary in summaries]
         row |= {key: statistics.median(seconds), f"{key}_min": min(seconds), f"{key}_max": max(seconds)}
+    row |= dict(steps=summaries[0]["step"], machine=summaries[0]["machine"])
     row |= dict(verdict="FAIL" if reasons else "PASS", broken=reasons)
-    return row, for_a_person(record)
-
-
-def for_a_person(record: Record) -> list[str]:
-    """What the rules cannot judge."""
-    notes = []
+    notes = []  # what the rules cannot judge
     if any(re.search(r"git \S+-dirty", run["lines"]) for run in record.runs):
         notes.append("A person must ask what was changed: the runs were made from files that were not committed.")
     if record.changed:
         names, where = ", ".join(record.changed), f"commit {record.commit[:12]} with source.patch"
         notes.append(f"A person must read the source, {where}; these files are not this repository's: {names}.")
-    return notes
+    return row, notes
 
 
 def pack(path: str, commit: str) -> None:

@@ -54,10 +54,8 @@ def read_source(record: Path, names: Iterable[str]) -> tuple[str, dict[str, str 
     first, _, difference = (patch.read_bytes() if patch.is_file() else b"").partition(b"\n")
     found = re.fullmatch(rb"commit ([0-9a-f]{40})\s*", first)
     if not found:
-        raise UserError(
-            f"{patch} is missing or does not begin with `commit` and 40 hexadecimal digits; make it by "
-            f"`python bench.py record {record} --pack HEAD`"
-        )
+        again = f"make it by `python bench.py record {record} --pack HEAD`"
+        raise UserError(f"{patch} is missing or does not begin with `commit` and 40 hexadecimal digits; {again}")
     commit = found[1].decode()
     with tempfile.TemporaryDirectory() as work:
         write_commit(commit, Path(work))

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import data.choices
-import data.prepare
-import evaluation
 import sample
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
-from evaluation import is_chosen, print_choices, score_endings
+from evaluation import print_choices, score_endings
 from runtime.errors import UserError
 
 BYTES = get_tokenizer("bytes")
@@ -46,18 +44,15 @@ def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
     print_choices(model, BYTES, write(tmp_path / "q.jsonl", QUESTIONS))
     shown, n = printed(capsys), len(QUESTIONS)
-    for name, length_of in (
-        ("summed", lambda ending: 1),
-        ("per token (llm.c)", lambda ending: len(ending.encode())),
-        ("per character (lm-evaluation-harness)", lambda ending: len(ending.strip())),
-    ):
+    measures = {"summed": lambda ending: 1, "per token (llm.c)": lambda ending: len(ending.encode())}
+    measures["per character (lm-evaluation-harness)"] = lambda ending: len(ending.strip())
+    assert shown.keys() == measures.keys()
+    for name, length_of in measures.items():
         right = 0
         for row in QUESTIONS:
             scores = [log_likelihood(model, row["context"].rstrip(), end)[0] / length_of(end) for end in row["endings"]]
             right += scores.index(max(scores)) == row["label"]
-        p = right / n
-        assert shown[name] == pytest.approx([p, math.sqrt(p * (1 - p) / (n - 1))], abs=1e-4)
-    assert len(shown) == 3
+        assert shown[name] == pytest.approx([right / n, math.sqrt(right * (n - right) / n**2 / (n - 1))], abs=1e-4)
 
 
 def test_scores_do_not_depend_on_what_they_are_batched_with():
@@ -70,13 +65,6 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
     assert greedy.tolist() == [drawn for _, drawn in expected]
 
 
-def test_of_equal_scores_the_first_is_chosen():
-    question = data.choices.Question("", ["ab", "ab", "c"], 1)
-    pairs = [(torch.tensor([256]), torch.tensor([1] * n)) for n in (2, 2, 1)]
-    assert not any(is_chosen(question, torch.tensor([-2.0, -2.0, -3.0]), pairs).values())
-    assert all(is_chosen(question._replace(label=0), torch.tensor([-2.0, -2.0, -3.0]), pairs).values())
-
-
 def test_last_words(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
     text = "A man walks"
@@ -86,54 +74,39 @@ def test_last_words(tmp_path, capsys):
     shown = printed(capsys)
     found = [log_likelihood(model, text, row["endings"][0]) for row in rows]
     assert shown["drawn greedily"][0] == pytest.approx(sum(drawn for _, drawn in found) / len(rows), abs=1e-4)
-    assert shown["perplexity of an ending"] == [
-        pytest.approx(math.exp(-sum(x for x, _ in found) / len(rows)), rel=1e-2)
-    ]
-    both = write(tmp_path / "both.jsonl", rows + QUESTIONS)
+    perplexity = math.exp(-sum(score for score, _ in found) / len(rows))
+    assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
     with pytest.raises(UserError, match="two files"):
-        print_choices(model, BYTES, both)
+        print_choices(model, BYTES, write(tmp_path / "both.jsonl", rows + QUESTIONS))
 
 
-@pytest.mark.parametrize(
-    "line, says",
-    [
-        ("{", 'line 2 is not a question; expected lines of {"context": TEXT'),
-        ("[1]", "line 2 is not a question"),
-        ('{"context": "a", "label": 0}', "line 2 is not a question"),
-        ('{"context": "a", "endings": ["b", ""], "label": 0}', "line 2 is not a question"),
-        ('{"context": "a", "endings": [], "label": 0}', "line 2 is not a question"),
-        ('{"context": "a", "endings": "bc", "label": 0}', "line 2 is not a question"),
-        ('{"context": "a", "endings": ["b"], "label": 1}', "line 2 is not a question"),
-        ('{"context": "a", "endings": ["b"], "label": "0"}', "line 2 is not a question"),
-        ('{"context": "a", "endings": ["b"], "label": true}', "line 2 is not a question"),
-        (json.dumps({"context": "a", "endings": ["b" * 65, "c"], "label": 0}), "question 2 has an ending of 65 tokens"),
-        ("\udce4", "line 2 is not a question"),
-    ],
-)
-def test_wrong_lines_are_named(line, says, tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_bytes((json.dumps(QUESTIONS[0]) + "\n" + line + "\n").encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=says):
-        print_choices(random_gpt(vocab_size=257, seq_len=64), BYTES, path)
-
-
-def test_choices_on_the_command_line(noisy, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluation, "say_every", lambda seconds: print)
-    path = write(tmp_path / "q.jsonl", [row | {"context": "x"} for row in QUESTIONS] * 30)
-    assert sample.main(["--run", str(noisy), "--choices", str(path), "--dtype", "fp32"]) == 0
-    out = capsys.readouterr().out
-    assert "64 of 120 questions" in out and "120 questions, contexts of 32" in out
-    (tmp_path / "empty").write_text("\n")
-    for flags, says in (
-        (["--choices", path, "--perplexity", path], "one by one"),
-        (["--choices", path, "--top_k", "5"], "--top_k does nothing for --choices"),
-        (["--choices", tmp_path / "none"], "there is no file"),
-        (["--choices", tmp_path / "empty"], "holds no questions"),
+def test_wrong_lines_are_named(tmp_path):
+    model, path = random_gpt(vocab_size=257, seq_len=64), tmp_path / "q.jsonl"
+    for line in (
+        '{"context": "a", "label": 0}',
+        '{"context": "a", "endings": ["b", ""], "label": 0}',
+        '{"context": "a", "endings": "bc", "label": 0}',
+        '{"context": "a", "endings": ["b"], "label": 1}',
+        '{"context": "a", "endings": ["b"], "label": true}',
+        "\udce4",
     ):
-        assert sample.main(["--run", str(noisy), *map(str, flags)]) == 2 and says in capsys.readouterr().err
+        path.write_bytes(f"{json.dumps(QUESTIONS[0])}\n{line}\n".encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match="line 2 is not a question; expected lines of"):
+            print_choices(model, BYTES, path)
 
 
-def test_hellaswag_is_read_as_it_is(tmp_path):
+def test_choices_on_the_command_line(noisy, tmp_path, capsys):
+    questions = [row | {"context": "x"} for row in QUESTIONS] * 30
+    argv = ["--run", str(noisy), "--dtype", "fp32", "--choices", str(tmp_path / "q.jsonl")]
+    write(tmp_path / "q.jsonl", questions)
+    assert sample.main(argv) == 0
+    shown = capsys.readouterr()
+    assert "64 of 120 questions" in shown.err and "120 questions, contexts of 32" in shown.out
+    write(tmp_path / "q.jsonl", [*questions, {"context": "a", "endings": ["b" * 33, "c"], "label": 0}])
+    assert sample.main(argv) == 2 and "question 121 has an ending of 33 tokens" in capsys.readouterr().err
+
+
+def test_hellaswags_own_rows_are_read_as_they_are(tmp_path):
     row = dict(ctx="A man [header] scrapes. then he", endings=["stops.", "goes on."], label=1, activity_label="Ice")
-    path = write(tmp_path / "hellaswag_val.jsonl", [row])
-    assert data.choices.read_questions(path) == [(row["ctx"], [" stops.", " goes on."], 1)]
+    questions = data.choices.read_questions(write(tmp_path / "q.jsonl", [row]))
+    assert questions == [(row["ctx"], [" stops.", " goes on."], 1)]

@@ -1,6 +1,5 @@
 """Trials and records: whole runs with seeds, the rules that a record keeps, and pictures of their losses."""
 
-import hashlib
 import json
 import math
 import re
@@ -16,7 +15,6 @@ from data import prepare
 from records import check, source
 from runtime.errors import UserError
 from runtime.launch import SOURCE_FILES
-from runtime.log import read_rows
 from train_gpt import make_config, train
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
@@ -47,22 +45,10 @@ def repository(tmp_path_factory) -> Path:
     for name, path in SOURCE_FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(path, folder / name)
-    run_git(folder, "init", "-q")
-    run_git(folder, "add", "-f", ".")
-    commit_all(folder)
+    author = "-c user.name=test -c user.email=test@localhost -c commit.gpgsign=false"
+    for command in ("init -q", "add -f .", f"{author} commit -q -m test"):
+        source.git(*command.split(), folder=folder, advice="mend it")
     return folder
-
-
-def run_git(folder: Path, *arguments: str) -> None:
-    source.git("-c", "user.name=test", "-c", "user.email=test@localhost", *arguments, folder=folder, advice="mend it")
-
-
-def commit_all(folder: Path) -> None:
-    run_git(folder, "-c", "commit.gpgsign=false", "commit", "-q", "-a", "--allow-empty", "-m", "A test")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Trials
 
 
 def test_trials_are_runs_with_seeds(shakespeare_like, tmp_path):
@@ -86,103 +72,62 @@ def test_trials_resume_where_one_was_torn(shakespeare_like, tmp_path, capsys):
     assert_same_run(done / "seed_2", shakespeare_like / NAME / "seed_2", exact=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Records
-
-
-def edit_json(path: Path, **values) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def edit_log(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-
-
-def edit_rows(folder: Path, change) -> None:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    change(lines)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def resumed(record: Path) -> None:
-    path = record / "seed_1" / "log.txt"
-    text = path.read_text()
-    path.write_text(text + "=" * 40 + " run\n{}\n")
-
-
-def edit_source(record: Path) -> None:
-    """A line more in front of model.py, by the difference."""
-    first = (ROOT / "model.py").read_text().splitlines()[0]
-    with open(record / "source.patch", "a", newline="") as file:
-        file.write(f"--- a/model.py\n+++ b/model.py\n@@ -1 +1,2 @@\n+# edited\n {first}\n")
+def edit(path: Path, pattern: str, new: str) -> None:
+    text, n = re.subn(pattern, lambda _: new, path.read_bytes().decode(), flags=re.DOTALL)
+    assert n
+    path.write_bytes(text.encode())
 
 
 def edit_copy(run: Path, name: str, text: str) -> None:
     """Put text behind a run's copy of a source, or into a new one, with the hash in log.txt that fits."""
-    path = run / "source" / name
-    before = path.read_bytes() if path.exists() else b""
-    path.write_bytes(before + text.encode())
-    logged = f"{name} sha256 {hashlib.sha256(before).hexdigest()}"
-    hashed = f"{name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
-    edit_log(run / "log.txt", *((logged, hashed) if before else ("sources: ", f"sources: {hashed}, ")))
+    with open(run / "source" / name, "ab") as file:
+        file.write(text.encode())
+    hashed = f"{name} sha256 {source.sha256(run / 'source' / name)}, "
+    edit(run / "log.txt", rf"{name} sha256 \w+, |(?<=\nsources: )", hashed)
 
 
-def remove_hashes(record: Path) -> None:
-    for run in record.glob("seed_*"):
-        edit_log(run / "log.txt", ", model.py sha256 ", "\nno source ")
-
-
-def edit_hash(run: Path) -> None:
-    logged = hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest()
-    edit_log(run / "log.txt", f"train_gpt.py sha256 {logged}", f"train_gpt.py sha256 {'0' * 64}")
-
-
-CHEATS = {  # what was done -> what is said of it
-    "early stop": (lambda r: edit_json(r / "seed_1" / "summary.json", stopped_by="target_val_loss"), "stopped by"),
-    "fewer steps": (lambda r: edit_json(r / "seed_1" / "summary.json", step=10), "stopped by"),
-    "seed hunting": (lambda r: edit_log(r / "seed_2" / "log.txt", '"seed": 2', '"seed": 7'), "not 0, 1, 2"),
-    "one seed twice": (lambda r: edit_log(r / "seed_2" / "log.txt", '"seed": 2', '"seed": 1'), "not 0, 1, 2"),
-    "two runs": (lambda r: (r / "seed_2").rename(r.parent.parent / "hidden"), "at least 3"),
-    "other data": (lambda r: edit_json(r / "seed_0" / "summary.json", files={"val_000000.bin": "0"}), "other data"),
-    "fewer tokens": (lambda r: edit_json(r / "seed_0" / "summary.json", val_tokens=64), "validated on 64"),
-    "other flags": (lambda r: edit_log(r / "seed_1" / "log.txt", '"n_layer": 2', '"n_layer": 3'), "other flags"),
-    "other source": (lambda r: edit_hash(r / "seed_1"), "another source"),
-    "other hash": (lambda r: edit_hash(r / "seed_2"), "seed_2: log.txt does not hold the hash of train_gpt.py"),
-    "hashes removed": (remove_hashes, "seed_1: log.txt does not hold the hash of model.py"),
-    "edited source": (edit_source, "seed_0: log.txt does not hold the hash of model.py as source.patch gives it"),
-    "resumed": (resumed, "resumed"),
-    "other machine": (lambda r: edit_json(r / "seed_1" / "summary.json", machine="1 x cpu (fast)"), "another machine"),
-    "no command": (lambda r: (r / "command.sh").unlink(), "command.sh"),
-    "other command": (lambda r: edit_log(r / "command.sh", "--n_embd", "--seed"), "other flags than seed_0"),
-    "other console": (lambda r: edit_log(r / "seed_1" / "log.txt", " | train_time", " | no time"), "log.txt disagree"),
-    "rows removed": (lambda r: edit_rows(r / "seed_2", lambda rows: rows.pop(0)), "missing"),
-    "better loss": (lambda r: edit_json(r / "seed_1" / "summary.json", val_loss=0.1), "disagree"),
-    "slow clock": (lambda r: edit_rows(r / "seed_0", lambda rows: rows[0].update(train_time_s=1e6)), "clock"),
-    "quick clock": (lambda r: edit_rows(r / "seed_0", lambda rows: rows[1].update(tokens_per_s=1e9)), "fit together"),
-}
+FIRST = (ROOT / "model.py").read_text().partition("\n")[0]
+ONE_LINE_MORE = f"--- a/model.py\n+++ b/model.py\n@@ -1 +1,2 @@\n+# edited\n {FIRST}\n"
+CHEATS = [  # file, what is replaced in it, and by what -> what is said
+    ("seed_1/summary.json", '"max_steps"', '"target_val_loss"', "stopped by target_val_loss"),
+    ("seed_1/summary.json", '"step": 20', '"step": 10', "stopped by max_steps at step 10"),
+    ("seed_1/summary.json", "1 x cpu", "1 x cpu, fast", "another machine"),
+    ("seed_1/summary.json", r'"val_loss": [\d.]+', '"val_loss": 0.1', "disagree"),
+    ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "other data"),
+    ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
+    ("seed_2/log.txt", '"seed": 2', '"seed": 7', "not 0, 1, 2"),
+    ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "other flags"),
+    ("seed_1/log.txt", r"train_gpt.py sha256 \w", "train_gpt.py sha256 ", "another source"),
+    ("seed_2/log.txt", "model.py sha256 ", "\nno ", "seed_2: log.txt does not hold the hash of model.py"),
+    (
+        "source.patch",
+        r"\Z",
+        ONE_LINE_MORE,
+        "seed_0: log.txt does not hold the hash of model.py as source.patch gives it",
+    ),
+    ("seed_1/log.txt", r"\Z", "=" * 40 + " run\n{}\n", "resumed"),
+    ("seed_1/log.txt", r" \| train_time", " | no time", "log.txt disagree"),
+    ("command.sh", "train_gpt.py", "train.py", "command.sh does not say"),
+    ("command.sh", "--n_embd", "--seed", "other flags than seed_0"),
+    ("seed_2/metrics.jsonl", r"\A.*?\n", "", "missing"),
+    ("seed_0/metrics.jsonl", r'"train_time_s": [\d.]+', '"train_time_s": 1e6', "clock"),
+    ("seed_0/metrics.jsonl", r'"tokens_per_s": [\d.]+', '"tokens_per_s": 1e9', "fit together"),
+]
 
 
 @pytest.fixture
 def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
-    """A copy of the record as the runs left it, beside a repository that holds their sources."""
+    """A copy of the record as the runs left it; a repository has their sources, the track their data, and a target."""
     monkeypatch.setattr(source, "REPOSITORY", repository)
-    return Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
+    record = Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
+    summary = json.loads((record / "seed_0" / "summary.json").read_text())
+    reached = {key: summary[key] for key in ("files", "val_tokens")} | dict(targets={"shakespeare-1.8857": 5.0})
+    monkeypatch.setitem(check.TRACKS, "laptop", check.TRACKS["laptop"] | reached)
+    return record
 
 
 @pytest.fixture
-def track(shakespeare_like, monkeypatch) -> None:
-    """The track has the record's data and a target that it reaches."""
-    meta = json.loads((shakespeare_like / "data" / "meta.json").read_text())
-    files = {name: shard["sha256"] for name, shard in meta["files"].items()}
-    tokens = json.loads((shakespeare_like / NAME / "seed_0" / "summary.json").read_text())["val_tokens"]
-    reached = check.TRACKS["laptop"] | dict(files=files, val_tokens=tokens, targets={"shakespeare-1.8857": 5.0})
-    monkeypatch.setitem(check.TRACKS, "laptop", reached)
-
-
-@pytest.fixture
-def record(unpacked, track) -> Path:
+def record(unpacked) -> Path:
     """A copy of the record as it is kept."""
     check.pack(str(unpacked), "HEAD")
     return unpacked
@@ -195,24 +140,21 @@ def assert_verdict(record: Path, said: str = "") -> None:
     assert any(said in reason for reason in row["broken"]) or not said
 
 
-@pytest.mark.parametrize("cheat", ["none", *CHEATS])
-def test_records_that_cheat_are_rejected(cheat, record):
-    if cheat != "none":
-        CHEATS[cheat][0](record)
-    assert_verdict(record, CHEATS[cheat][1] if cheat != "none" else "")
+@pytest.mark.parametrize("name, pattern, new, said", CHEATS, ids=[cheat[-1] for cheat in CHEATS])
+def test_records_that_cheat_are_rejected(name, pattern, new, said, record):
+    edit(record / name, pattern, new)
+    assert_verdict(record, said)
 
 
 def test_a_record_may_leave_open_what_its_log_has_settled(record):
     """The command's dtype, attention and learning rates by rule, but no value that the rule does not give."""
     for name, left_open in (("dtype=fp32", "dtype=auto"), ("muon_lr=0.02", "muon_lr=0")):
-        edit_log(record / "command.sh", name, left_open)
+        edit(record / "command.sh", name, left_open)
+    assert_verdict(record, "seed_0 was run with: muon_lr")
     muon_lr = train_gpt.learning_rates(make_config(**TINY | dict(muon_lr=0.0)))[0]
     for run in record.glob("seed_*"):
-        edit_log(run / "log.txt", '"muon_lr": 0.02', f'"muon_lr": {muon_lr}')
+        edit(run / "log.txt", '"muon_lr": 0.02', f'"muon_lr": {muon_lr}')
     assert_verdict(record)
-    for run in record.glob("seed_*"):
-        edit_log(run / "log.txt", f'"muon_lr": {muon_lr}', '"muon_lr": 0.02')
-    assert_verdict(record, "seed_0 was run with: muon_lr")
 
 
 def test_records_of_this_repository_keep_the_rules():
@@ -226,31 +168,26 @@ def test_records_of_this_repository_keep_the_rules():
         assert row["verdict"] == "PASS" and f"{path.name}) | {row['mean']:.4f} +- " in table, row
 
 
-def test_records_need_significance_and_finished_runs(unpacked):
-    check.pack(str(unpacked), "HEAD")
-    assert_verdict(unpacked, "not below 1.8857 with p < 0.01")
-    assert_verdict(unpacked, "other data")
-    edit_json(unpacked / "seed_1" / "summary.json", val_loss=None)
+def test_records_need_significance_and_three_finished_runs(record):
+    check.TRACKS["laptop"]["targets"][NAME.name.partition("_")[2]] = 1.8857
+    assert_verdict(record, "not below 1.8857 with p < 0.01")
+    shutil.rmtree(record / "seed_2")
+    assert_verdict(record, "at least 3")
+    edit(record / "seed_1" / "summary.json", r'"val_loss": [\d.]+', '"val_loss": null')
     with pytest.raises(UserError, match="is not a finished run"):
-        check.check_record(str(unpacked))
-    (unpacked / "seed_1" / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="is not a finished run"):
-        check.check_record(str(unpacked))
+        check.check_record(str(record))
     with pytest.raises(UserError, match="is not a folder of a track; expected one of records/laptop/DATE_shakesp"):
-        check.check_record(str(unpacked.parent))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sources of records: a commit and a difference
+        check.check_record(str(record.parent))
 
 
 def test_packed_records_need_no_copies(record):
     commit = source.git("rev-parse", "HEAD").decode()
     assert (record / "source.patch").read_text() == f"commit {commit}" and not list(record.glob("*/source"))
-    assert not any("must read the source" in note for note in check.check_record(str(record))[1])
+    row, notes = check.check_record(str(record))
+    assert row["verdict"] == "PASS" and not any("must read the source" in note for note in notes)
 
 
-def test_packed_records_keep_the_difference(unpacked, track):
+def test_packed_records_keep_the_difference(unpacked):
     for run in unpacked.glob("seed_*"):
         edit_copy(run, "model.py", "# no newline at the end")
         edit_copy(run, "data/more.py", "more = 1\r\n")
@@ -272,39 +209,41 @@ def test_pack_keeps_what_it_cannot_pack(unpacked):
         check.pack(str(unpacked), "HEAD")
 
 
-@pytest.mark.parametrize(
-    "content, said",
-    [
+def test_sources_that_cannot_be_rebuilt_are_told(record, monkeypatch):
+    for text, said in (
         ("HEAD\n", "source.patch is missing or does not begin with `commit`"),
-        (f"commit {'0' * 40}\n", "git archive failed"),
-        ("commit {head}\n--- a/model.py\n+++ b/model.py\n@@ -1 +1 @@\n-other\n+text\n", "git apply failed"),
-    ],
-)
-def test_sources_that_cannot_be_rebuilt_are_told(content, said, record):
-    head = source.git("rev-parse", "HEAD").decode().strip()
-    (record / "source.patch").write_text(content.replace("{head}", head))
-    with pytest.raises(UserError, match=re.escape(said)):
-        check.check_record(str(record))
+        (f"commit {'0' * 40}\n", "or `git fetch --unshallow` in a shallow clone"),
+        ((record / "source.patch").read_text() + ONE_LINE_MORE.replace(FIRST, "other"), "git apply failed"),
+        ((record / "source.patch").read_text(), "cannot be started"),
+    ):
+        (record / "source.patch").write_text(text)
+        if said == "cannot be started":
+            monkeypatch.setenv("PATH", "")
+        with pytest.raises(UserError, match=re.escape(said)) as caught:
+            check.check_record(str(record))
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "df, t, p", [(2, 6.965, 0.01), (4, 3.747, 0.01), (9, 2.821, 0.01), (1, 1.0, 0.25), (30, 1.697, 0.05)]
-)
-def test_p_values_against_tables(df, t, p):
-    values = torch.linspace(-1, 1, df + 1, dtype=torch.float64)
-    values = values - t * values.std() / math.sqrt(df + 1)  # so that this is their t for a mean below 0
-    assert check.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
-    assert check.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)
+def test_p_values_against_tables():
+    for df, t, p in ((1, 1.0, 0.25), (2, 6.965, 0.01), (9, 2.821, 0.01), (30, 1.697, 0.05)):
+        values = torch.linspace(-1, 1, df + 1, dtype=torch.float64)
+        values = values - t * values.std() / math.sqrt(df + 1)  # so that this is their t for a mean below 0
+        assert check.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
+        assert check.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pictures
 
 ZEN4 = ROOT / "records" / "laptop" / "2026-11-21-zen4_shakespeare-1.4697"
 
 
-def test_rows_of_a_run_that_is_still_writing():
-    assert read_rows('7\n[1]\n{"step": 1}\n{"st') == [dict(step=1)] and read_rows("") == []
+def test_nanogpt_logs_have_the_trainers_clock():
+    from benchmarks.plot import read_curves
+
+    curves = read_curves([str(ZEN4)])
+    (name,) = [name for name in curves if "nanoGPT" in name]
+    (row,) = [row for row in curves[name][0] if row.get("val_loss") and row["step"]]
+    assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
+    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)  # what the log's first line says
+    assert 82 < row["wall_time_s"] < 86.3
 
 
 def test_plot_of_runs_and_a_record(tmp_path, capsys):
@@ -315,8 +254,8 @@ def test_plot_of_runs_and_a_record(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 30, "val')
     for name in ("a.svg", "b.png"):
-        argv = f"plot {tmp_path / 'run'} {ZEN4} --x step --target 1.3 --out {tmp_path / name}".split()
-        assert bench.main(argv) == 0 and name in capsys.readouterr().out
+        command = f"plot {tmp_path}/run {ZEN4} --x step --target 1.3 --out {tmp_path}/{name}"
+        assert bench.main(command.split()) == 0 and name in capsys.readouterr().out
     assert "<svg" in (tmp_path / "a.svg").read_text() and (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     for argv in (["plot", str(tmp_path)], ["plot", str(ZEN4), "--out", str(tmp_path / "a.pdf")]):
         assert bench.main(argv) == 2

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import evaluation
 import sample
 from conftest import random_gpt
-from data.tokenizers import get_tokenizer
 from runtime.checkpoint import read_checkpoint
 
 
@@ -35,51 +34,29 @@ def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
     monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte]) for byte in raw))
     assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
-    assert get_tokenizer("bytes").decode_bytes([104, 105, 256]) == b"hi<|endoftext|>"
 
 
 def printed_perplexity(capsys) -> tuple[int, int, float, float]:
     """Tokens, bytes, nats per token and bits per byte, as printed."""
-    rows = {line.split()[1]: line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("per ")}
-    tokens, n_bytes = (int(rows[unit][2].replace(",", "")) for unit in ("token", "byte"))
-    return tokens, n_bytes, float(rows["token"][4]), float(rows["byte"][5])
+    shown = capsys.readouterr().out.replace(",", "")
+    rows = [line.split() for line in shown.splitlines() if line.startswith("per ")]
+    return int(rows[0][2]), int(rows[1][2]), float(rows[0][4]), float(rows[1][5])
 
 
-def loss_by_windows(gpt, raw: bytes, stride: int) -> float:
-    """Nats per byte: each window counts what no earlier one has."""
-    stream, losses, end = torch.tensor([256, *raw]), [], 0
-    while end < len(raw):
-        counted, end = end, min(len(raw), end + (stride if end else 32))
+@pytest.mark.parametrize("stride", [0, 7])
+def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
+    raw = ("hällo wörld " * 30).encode()
+    (tmp_path / "text").write_bytes(raw)
+    argv = ["--run", noisy, "--perplexity", tmp_path / "text", "--dtype", "fp32", "--stride", stride]
+    assert sample.main(list(map(str, argv))) == 0
+    gpt, stream, losses, end = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *raw]), [], 0
+    while end < len(raw):  # each window counts what no earlier one has
+        counted, end = end, min(len(raw), end + (stride if stride and end else 32))
         window = stream[max(0, end - 32) : end + 1]
         losses += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")[counted - end :].tolist()
-    assert len(losses) == len(raw)
-    return sum(losses) / len(raw)
-
-
-TEXT = "hällo wörld " * 30
-FILES = {  # name: bytes of the file, what is read, and the stride
-    "plain": (TEXT.encode(), TEXT.encode(), 32),
-    "stride": (TEXT.encode(), TEXT.encode(), 7),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_perplexity_against_a_plain_loop(name, noisy, tmp_path, capsys):
-    raw, read, stride = FILES[name]
-    (tmp_path / "text").write_bytes(raw)
-    argv = ["--run", str(noisy), "--perplexity", str(tmp_path / "text"), "--dtype", "fp32"]
-    assert sample.main(argv + ["--stride", str(stride)] * (stride < 32)) == 0
     n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
-    loss = loss_by_windows(sample.load(noisy, "cpu", "fp32")[0], read, stride)
-    assert n_tokens == n_bytes == len(read)
-    assert nats == pytest.approx(loss, abs=1e-4) and bits == pytest.approx(loss / math.log(2), abs=1e-4)
-
-
-def test_what_has_no_perplexity_is_told(noisy, tmp_path, capsys):
-    for raw, says in ((TEXT.encode() + b"\xff", "is not UTF-8 text at byte"), (b"", "is empty")):
-        (tmp_path / "text").write_bytes(raw)
-        assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / "text")]) == 2
-        assert says in capsys.readouterr().err
+    assert n_tokens == n_bytes == len(raw) == len(losses)
+    assert [nats, bits * math.log(2)] == pytest.approx([sum(losses) / len(raw)] * 2, abs=1e-4)
 
 
 def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, capsys):
@@ -87,12 +64,10 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     (tmp_path / "raw").write_text(text)
     model = random_gpt(vocab_size=50304)
     evaluation.print_perplexity(model, gpt2, tmp_path / "raw", 24)
-    n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
     tokens = gpt2.tiktoken.encode_ordinary(text)
-    assert (n_tokens, n_bytes) == (len(tokens), len(text.encode()))
-    loss = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24) / len(tokens)
-    assert nats == pytest.approx(loss, abs=1e-4)
-    assert bits == pytest.approx(loss * len(tokens) / n_bytes / math.log(2), abs=1e-4)
+    loss, n_bytes = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24), len(text.encode())
+    expected = len(tokens), n_bytes, loss / len(tokens), loss / n_bytes / math.log(2)
+    assert printed_perplexity(capsys) == pytest.approx(expected, abs=1e-4)
 
 
 def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
@@ -103,42 +78,40 @@ def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
     assert shown.err.count("5 tokens, ") == 2
 
 
-@pytest.mark.parametrize(
-    "flags, says",
-    [
+def test_flags_of_sample_that_cannot_be(noisy, tmp_path, capsys):
+    for name, content in dict(text=b"text", latin=b"caf\xe9 " * 9, empty=b"").items():
+        (tmp_path / name).write_bytes(content)
+    for flags, says in (
         ("--stride 8", "--stride is for --perplexity"),
-        ("--perplexity F --compile", "--compile does nothing"),
-        ("--no_cache --compile", "remove one of them"),
-        ("--perplexity F --top_k 9", "--top_k does nothing"),
+        ("--perplexity text --compile", "--compile does nothing for --perplexity"),
+        ("--perplexity text --choices text", "--choices does nothing for --perplexity"),
+        ("--choices text --top_k 9", "--top_k does nothing for --choices"),
+        ("--no_cache --compile", "--compile does nothing for --no_cache"),
+        ("--interactive --prompt a", "--prompt does nothing for --interactive"),
         ("--max_new_tokens 0", "expected at least 1"),
-        ("--perplexity F --interactive", "does nothing"),
-        ("--perplexity F --stride 33", "at most the model"),
-        ("--interactive --prompt a", "remove --prompt"),
-        ("--stride -1 --perplexity F", "expected at least 0"),
-    ],
-)
-def test_flags_of_sample_that_cannot_be(flags, says, noisy, tmp_path, capsys):
-    (tmp_path / "F").write_text("text")
-    argv = ["--run", str(noisy), *(str(tmp_path / flag) if flag == "F" else flag for flag in flags.split())]
-    assert sample.main(argv) == 2 and says in capsys.readouterr().err
+        ("--top_p 1.1", "at most 1"),
+        ("--no_cache --prompt a bc", "equally long"),
+        ("--perplexity text --stride 33", "at most the model"),
+        ("--perplexity none", "is not a file of plain text"),
+        ("--perplexity latin", "is not UTF-8 text at byte"),
+        ("--perplexity empty", "is empty"),
+        ("--choices none", "there is no file"),
+        ("--choices empty", "holds no questions"),
+        ("--best", "holds no ckpt_best.pt"),
+    ):
+        there = [str(tmp_path / flag) if flag in ("text", "latin", "empty", "none") else flag for flag in flags.split()]
+        assert sample.main(["--run", str(noisy), *there]) == 2 and says in capsys.readouterr().err, flags
 
 
-@pytest.mark.parametrize(
-    "key, value, says",
-    [
-        ("vocab_size", 200, "a vocabulary of 200, and its tokenizer has 257"),
-        ("head", math.nan, "not finite"),
-        ("tokenizer", "llama", "unknown tokenizer 'llama'"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_sampled_is_said(key, value, says, noisy, tmp_path, capsys):
+@pytest.mark.parametrize("says", ["a vocabulary of 200, and its tokenizer has 257", "not finite", "unknown tokenizer"])
+def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, capsys):
     checkpoint = read_checkpoint(noisy)
-    if key == "tokenizer":
-        checkpoint[key] = value
-    elif key == "head":
-        checkpoint["model"]["head.weight"][0, 0] = value
+    if says == "unknown tokenizer":
+        checkpoint["tokenizer"] = "llama"
+    elif says == "not finite":
+        checkpoint["model"]["head.weight"][0, 0] = math.nan
     else:
-        checkpoint["model_config"][key] = value
+        checkpoint["model_config"]["vocab_size"] = 200
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
     assert sample.main(["--run", str(tmp_path), "--max_new_tokens", "5"]) == 2
     shown = capsys.readouterr()
