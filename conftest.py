@@ -39,9 +39,6 @@ TINY |= dict(loss_chunk=100)
 # Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context
 train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data and models
-
 
 def make_data(folder: Path, eot: bool = True) -> Path:
     """Two training shards and a validation shard of learnable bytes, with sequences that cross from shard to shard."""

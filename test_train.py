@@ -116,7 +116,6 @@ def no_draws(monkeypatch):
 # Two ranks
 
 RANKS = dict(micro_batch=8, max_steps=5, eval_every=2)  # every layout has micro-batches of the same sequences
-RANK_CASES = ("ddp", "fsdp")
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +141,7 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
 def worker(folder: Path) -> None:
     """What each rank does: the runs, of which it leaves its weights beside the folder."""
     prepare_for_ranks(pytest.MonkeyPatch())
-    for parallel in RANK_CASES:
+    for parallel in ("ddp", "fsdp"):
         model = run(folder / parallel, folder / "data", **RANKS, parallel=parallel)
         torch.save([to_full(p.detach()) for p in model.parameters()], f"{folder / parallel}{dist.get_rank()}.pt")
     exit_process(0)
@@ -432,7 +431,7 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("parallel", RANK_CASES)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, monkeypatch):
     prepare_for_ranks(monkeypatch)
     run(tmp_path / "one", data, **RANKS)

@@ -358,10 +358,9 @@ def saved_for_backward():
         yield storages
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(dropout, monkeypatch):
+def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     forward = model.MLP.forward
-    monkeypatch.setattr(model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), dropout, self.training))
+    monkeypatch.setattr(model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.3, self.training))
     gpt, idx, kept, grads, flops = random_gpt(n_layer=6), tokens(8), {}, {}, {}
     names, weights = list(gpt.state_dict()), {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     for mode in ("none", "selective", "full", "none"):
@@ -375,8 +374,7 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(dropout, monkey
         with FlopCounterMode(display=False) as counter:
             loss.backward()
         flops[mode], got = counter.get_total_flops(), [p.grad for p in gpt.parameters()]
-        for ours, plain in zip(got, grads.setdefault("none", got)):
-            torch.testing.assert_close(ours, plain)
+        torch.testing.assert_close(got, grads.setdefault("none", got))
         assert list(gpt.state_dict()) == names and type(gpt.blocks[0]).__name__ == "Block"
         torch.testing.assert_close(copy.deepcopy(gpt).eval()(idx), gpt.eval()(idx))
         gpt.train()
@@ -408,8 +406,7 @@ def test_blocks_and_the_loss_share_a_compilation_and_evaluation_has_its_own(monk
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, **options | counted))
     apply_compile(gpt, "default", 1.0, torch.device("cpu"))
     loss = gpt(idx, idx)
-    for got, plain in zip(torch.autograd.grad(loss, list(gpt.parameters())), grads):
-        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, list(gpt.parameters())), grads, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == 2  # a block, and the loss
     gpt.eval()
     for _ in range(2):
