@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent
 
 TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=8, max_steps=20, log_every=1)
 TINY |= dict(eval_every=0, eval_tokens=2048, muon_lr=0.02, adam_lr=0.004, device="cpu", dtype="fp32", ngram=0)
-TINY |= dict(loss_chunk=100)
+TINY |= dict(loss_chunk=100, short_frac=0.0)
 
 # Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context
 train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)

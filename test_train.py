@@ -33,7 +33,7 @@ from runtime.errors import UserError
 from runtime.ranks import DistContext, exit_process
 from train_gpt import get_batch, make_config, train
 
-FLAGS = TINY | dict(ngram=3, ngram_rows=512, ngram_dropout=0.25)
+FLAGS = TINY | dict(ngram=3, ngram_rows=512, ngram_dropout=0.25, short_frac=0.5)
 EOT = 256
 
 

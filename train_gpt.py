@@ -48,7 +48,7 @@ SMALL = dict(ngram=-1, eval_tokens=262144)
 LAPTOP = dict(n_layer=2, n_head=1, n_embd=128, ngram_rows=131072, batch_tokens=8192, max_steps=260, eval_every=130)
 MINI = dict(n_layer=6, n_head=8, n_embd=512, seq_len=512, ngram_rows=65536, batch_tokens=16384, max_steps=1000)
 PRESETS = {
-    "laptop": SMALL | LAPTOP,
+    "laptop": SMALL | LAPTOP | dict(short_frac=0.55),
     "mini": SMALL | MINI,
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
@@ -95,6 +95,7 @@ class Config:
     minutes: float = flag(0.0, "end the whole run after N minutes: schedules follow the clock, not steps; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, wherever the schedule is; 0 = never")
     target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
+    short_frac: float = flag(0.0, "fraction of steps, at first, on sequences of a quarter of seq_len, which are faster")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
     # systems
@@ -257,6 +258,12 @@ def get_momentum(step: int) -> float:
     return 0.95 - 0.1 * max(0.0, 1 - step / 300)
 
 
+def get_seq_len(progress: float, cfg: Config) -> int:
+    """The context in training at this fraction of the run: shorter at first, when a model learns what is near."""
+    shorter = progress < cfg.short_frac and cfg.seq_len % 4 == 0 and not cfg.doc_align
+    return cfg.seq_len // 4 if shorter else cfg.seq_len
+
+
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
     """This rank's part of step's global batch, int64 (sequences, seq_len + 1) on the CPU; pinned for a GPU."""
     batch = torch.from_numpy(stream.batch(step, dist_ctx.rank, dist_ctx.world_size))
@@ -280,7 +287,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     batch = batch.to(dist_ctx.device, non_blocking=True)
     xs, ys = batch[:, :-1], batch[:, 1:].clone()  # an edit may set targets to -1, not to be trained on, and leave xs
     n_targets = sum_over_ranks((ys >= 0).sum()).clamp(min=1) / dist_ctx.world_size  # DDP and FSDP average gradients
-    micro_batches = list(zip(xs.split(state.micro_batch), ys.split(state.micro_batch)))
+    seq_len = get_seq_len(progress, cfg)
+    micro_batch = state.micro_batch * cfg.seq_len // seq_len
+    micro_batches = list(zip(*(part.reshape(-1, seq_len).split(micro_batch) for part in (xs, ys))))
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(micro_batches):
         with maybe_no_sync(state.model, last=i == len(micro_batches) - 1):
@@ -311,8 +320,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None:
     """Mean loss over --eval_tokens validation tokens, in nats; independent of ranks and micro-batch.
 
-    Every rank runs the same number of batches; padding in the last ones is not counted. None if a rank has caught a
-    signal: there may be little time left to save.
+    All ranks run as many batches; padding is not counted. None if a rank has caught a signal, as time may be short.
     """
     cfg, dist_ctx, device = state.cfg, state.dist_ctx, state.dist_ctx.device
     sums = torch.zeros(2, dtype=torch.float64)

@@ -47,7 +47,7 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
         raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
     if given.get("init_from") and not given.keys() & {"preset", "params"}:
         saved = saved_flags(Path(given["init_from"]))
-        saved = {name: saved[name] for name in SHAPE if name in saved}
+        saved = {name: saved[name] for name in SHAPE if name in saved} | dict(short_frac=0.0)  # it knows what is near
     elif resume and given.get("trials", 1) == 1:
         if resume == "newest" and not out_dir:
             newest = max(Path("runs").glob("*/ckpt_*.pt"), key=lambda path: path.stat().st_mtime, default=None)

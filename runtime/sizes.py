@@ -48,6 +48,7 @@ def sizes(params: float, given: dict, tokens: float = 0) -> dict:
         batch_tokens=batch_tokens,
         max_steps=max(1, round(tokens / batch_tokens)),
         eval_every=250,
+        short_frac=0.55 if n_embd <= 256 else 0.0,  # measured for 128
         eval_tokens=min(10485760, max(262144, 16 * batch_tokens)),
         ngram=-1 if has_ngrams else 0,
         ngram_rows=(131072 if n_embd <= 256 else 65536) if has_ngrams else 16384,

@@ -182,6 +182,7 @@ NO_EFFECT_CASES = (
     ("cpu", dict(ngram=1), "--ngram 1 has no effect"),
     ("cpu", dict(window="SL:1024"), "--window SL:1024 has no effect"),
     ("cpu", dict(ngram_rows=99, ngram=0), "--ngram_rows 99 has no effect"),
+    ("cpu", dict(short_frac=0.3, doc_align=True), "--short_frac has no effect"),
     ("cpu", dict(optimizer="adamw", muon_lr=0.5), "--muon_lr 0.5 has no effect"),
     ("cpu", dict(preset="gpt2-small"), "python data/prepare.py fineweb10B"),
     ("t4", {}, "--dtype auto is fp32 on a GPU without bf16"),

@@ -10,7 +10,7 @@ import model
 import train_gpt
 from conftest import built, random_gpt, some_batch
 from model import PARAM_TABLE, Optimizer, ParamSpec, newton_schulz, optimizer_groups
-from train_gpt import get_lr_multiplier, get_momentum, make_config
+from train_gpt import get_lr_multiplier, get_momentum, get_seq_len, make_config
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (64, 16), (16, 64)])
@@ -76,6 +76,9 @@ def test_schedules():
     scales = [get_lr_multiplier(step / 100, cfg) for step in (0, 4, 9, 50, 75, 99)]
     assert scales == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0.02])
     assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
+    cfg = make_config(short_frac=0.5, seq_len=64, batch_tokens=64)
+    assert [get_seq_len(progress, cfg) for progress in (0.0, 0.49, 0.5, 1.0)] == [16, 16, 64, 64]
+    assert get_seq_len(0.0, make_config(short_frac=0.5, doc_align=True)) == 1024
     rising = [get_momentum(step) for step in (0, 150, 299, 300, 10**6)]
     assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95])
     state = built(warmup_frac=0.5, cooldown_frac=0.5)

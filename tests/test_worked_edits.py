@@ -95,10 +95,6 @@ def average_is_what_is_evaluated(run) -> bool:
     return all(torch.allclose(w, average[name], atol=1e-6) for name, w in run.sampled.named_parameters())
 
 
-def fewer_tokens_are_counted(run) -> bool:
-    return rows(run.folder, "tokens")[:4] == [256, 512, 1024, 1536]
-
-
 def embedding_stays(run) -> bool:
     kept = torch.equal(run.checkpoint["model"]["wte.weight"], run.weights["wte.weight"])
     return kept and not run.checkpoint["optimizer"].get("wte.weight") and "head.weight" in run.checkpoint["optimizer"]
@@ -146,7 +142,6 @@ CASES = {
     "Another optimizer": Case(holds=lion_is_lion),
     "A learning rate by layer": Case(holds=layers_have_their_rates),
     "An average of the weights": Case(holds=average_is_what_is_evaluated),
-    "Shorter sequences first": Case(holds=fewer_tokens_are_counted),
     "Frozen parameters": Case(holds=embedding_stays),
     "A part of a checkpoint": Case(flags=dict(n_layer=3, init_from="base.pt"), holds=what_fits_is_loaded),
     "Fine-tuning by LoRA": Case(plain.LowRank, flags=dict(init_from="base.pt"), holds=base_stays),
