@@ -45,7 +45,7 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autot
 # 1. Config: every flag, declared once. The command line, help, checks, log and checkpoint follow from here.
 
 SMALL = dict(ngram=-1, eval_tokens=262144)
-LAPTOP = dict(n_layer=2, n_head=1, n_embd=128, ngram_rows=131072, batch_tokens=8192, max_steps=260, eval_every=130)
+LAPTOP = dict(n_layer=2, n_head=1, n_embd=128, ngram_rows=131072, batch_tokens=8192, max_steps=300, eval_every=150)
 MINI = dict(n_layer=6, n_head=8, n_embd=512, seq_len=512, ngram_rows=65536, batch_tokens=16384, max_steps=1000)
 PRESETS = {
     "laptop": SMALL | LAPTOP | dict(short_frac=0.55),
