@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from ops.attention import attention
 from runtime.ranks import DistContext, run_on_rank0
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -106,6 +107,16 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: flo
     return 8 * rows * width**2 / best
 
 
+def attention_s(backend: str, shape: tuple[int, int, int, int]) -> float:
+    """Seconds of causal attention in bf16 on a CPU, forward and backward, of this shape (B, H, T, D); best of three."""
+    q, best = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True), math.inf
+    for _ in range(3):
+        t0 = time.perf_counter()
+        attention(q, q, q, None, backend).sum().backward()
+        best = min(best, time.perf_counter() - t0)
+    return best
+
+
 def hardware_dtype(dtype: str, device: torch.device) -> str:
     """`dtype`; for auto bf16 on CUDA devices that have it and fp32 on other GPUs, but still auto on a CPU."""
     if dtype != "auto" or device.type == "cpu":
@@ -164,10 +175,16 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
         if now["loss_chunk"] == -1:
             chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
         if now["attn"] == "auto" and device.type == "cpu":  # `blocked` is faster, while it takes little memory
-            longest = 1024 if now["compile"] != "off" else 0
-            if not longest and dtype == "bf16" and now["checkpointing"] in ("auto", "none"):
-                longest = 1024 if now["n_layer"] * now["n_head"] <= 8 else 512  # each head's scores are kept
-            chosen["attn"] = "blocked" if now["seq_len"] <= longest else "sdpa"
+            eager, longest = now["compile"] == "off", 1024
+            if eager and (dtype != "bf16" or now["checkpointing"] not in ("auto", "none")):
+                longest = 0
+            elif eager and now["n_layer"] * now["n_head"] > 8:  # each head's scores are kept
+                longest = 512
+            blocked = now["seq_len"] <= longest
+            if blocked and eager and not flags["deterministic"]:
+                shape = (2, now["n_head"], now["seq_len"], now["n_embd"] // now["n_head"])
+                blocked = attention_s("blocked", shape) < attention_s("sdpa", shape)
+            chosen["attn"] = "blocked" if blocked else "sdpa"
         return chosen
 
     return run_on_rank0(dist_ctx, choose)

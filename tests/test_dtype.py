@@ -56,8 +56,13 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
         (dict(dtype="bf16", attn="math", loss_chunk=0), "math"),
     ],
 )
-def test_attention_and_chunks_suit_a_cpu(flags, attn):
+def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     cfg = dataclasses.asdict(make_config(**flags))
+    assert 0 < sizes.attention_s("blocked", (1, 1, 32, 8)) < 10
+    monkeypatch.setattr(sizes, "attention_s", lambda backend, shape: len(backend))  # SDPA's is faster
+    slower = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get("attn", attn)
+    assert slower == ("sdpa" if cfg["dtype"] == "bf16" and cfg["attn"] == "auto" else attn)
+    monkeypatch.setattr(sizes, "attention_s", lambda backend, shape: -len(backend))
     ours = cfg | sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu")))
     assert (ours["attn"], ours["loss_chunk"]) == (attn, flags.get("loss_chunk", 2048))
     on_gpu = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cuda")))
