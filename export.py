@@ -6,7 +6,9 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -64,14 +66,20 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
 
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
     """A program that torch.export.load reads without this repository."""
+    content = io.BytesIO()  # in memory first: PyTorch's own writer aborts when a write fails
+    torch.export.save(traced(model), content)
     with atomic_write(out) as file:
-        torch.export.save(traced(model), file)
+        file.write(content.getbuffer())
 
 
 def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
     """A graph with input "idx" and output "logits", of any batch and length; weights of 2 GB and more lie beside it."""
     names = dict(input_names=["idx"], output_names=["logits"])
-    torch.onnx.export(traced(model), **names, dynamo=True, verbose=False).save(out)
+    program = torch.onnx.export(traced(model), **names, dynamo=True, verbose=False)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
+        program.save(Path(folder) / out.name)
+        for path in sorted(Path(folder).iterdir(), reverse=True):  # the weights, if they are apart, and then the graph
+            os.replace(path, out.with_name(path.name))
 
 
 FORMATS = {"safetensors": to_safetensors, "int8": to_int8, "torch-export": to_torch_export, "onnx": to_onnx}
@@ -90,9 +98,11 @@ def main(argv: list[str]) -> int:
             if importlib.util.find_spec(package) is None:
                 raise UserError(f"--to {args.to} needs {package}, which is not installed; pip install {package}")
         path, out = find_file(args.run, args.best), Path(args.out)
-        beside = dict(safetensors=["config.json"], onnx=[f"{out.name}.data"]).get(args.to, [])
+        beside = dict(safetensors=["config.json", VOCABULARY_FILE], onnx=[f"{out.name}.data"]).get(args.to, [])
         if there := [str(path) for path in (out, *(out.parent / name for name in beside)) if path.exists()]:
             raise UserError(f"{there[0]} is there already; give another --out, or delete it")
+        if out.name in beside:
+            raise UserError(f"--out is {out.name}, which is written beside the weights; give them another name")
         if args.to == "torch-export" and out.suffix != ".pt2":
             raise UserError(f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending")
         checkpoint = as_evaluated(read_checkpoint(path))

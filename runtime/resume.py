@@ -45,9 +45,11 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
     resume, out_dir, path = given.get("resume", ""), given.get("out_dir", ""), None
     if given.get("minutes") and "max_steps" in given:
         raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
+    if given.get("init_from"):
+        given = dict(short_frac=0.0) | given  # such a model knows what is near
     if given.get("init_from") and not given.keys() & {"preset", "params"}:
         saved = saved_flags(Path(given["init_from"]))
-        saved = {name: saved[name] for name in SHAPE if name in saved} | dict(short_frac=0.0)  # it knows what is near
+        saved = {name: saved[name] for name in SHAPE if name in saved}
     elif resume and given.get("trials", 1) == 1:
         if resume == "newest" and not out_dir:
             newest = max(Path("runs").glob("*/ckpt_*.pt"), key=lambda path: path.stat().st_mtime, default=None)
@@ -64,6 +66,7 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
                 given["resume"] = "newest"
         source = path or Path(out_dir)
         saved = saved_flags(source) if path or out_dir else {}
+        saved = dict(short_frac=0.0) | saved if saved else {}  # of a run from before that flag
         for name in ("params", "optimizer"):
             if saved and given.get(name, saved.get(name)) != saved.get(name):
                 raise UserError(f"--{name} {given[name]} is for new runs; {source} has {saved.get(name)}: remove it")

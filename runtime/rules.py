@@ -154,7 +154,7 @@ def check_device(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[s
         notes.append(f"--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens")
     if f.ngram_rows != preset.ngram_rows and f.ngram in (0, 1):
         notes.append(f"--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds")
-    if f.short_frac != preset.short_frac and (f.seq_len % 4 or f.doc_align):
+    if f.short_frac and (f.seq_len % 4 or f.doc_align):
         notes.append("--short_frac has no effect with --doc_align, or a --seq_len that 4 does not divide")
     if f.optimizer == "adamw" and f.muon_lr != preset.muon_lr:
         notes.append(f"--muon_lr {f.muon_lr:g} has no effect with --optimizer adamw")

@@ -55,7 +55,7 @@ def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx
         wrapped = apply_ddp(model, f.bucket_cap_mb, DTYPES[f.grad_comm])
     if compiled or on_gpu or world_size > 1:  # compiles, loads kernels, allocates, connects: step 1 is like any other
         cudagraphs = uses_cudagraphs(f.compile)
-        for parts in (1, 4) if f.short_frac and f.seq_len % 4 == 0 else (1,):
+        for parts in (1, 4) if f.short_frac and f.seq_len % 4 == 0 and not f.doc_align else (1,):
             dummy_step(wrapped, make_optimizer(), micro_batch * parts, f.seq_len // parts, keep_gradients=cudagraphs)
         if on_gpu and not cudagraphs:  # these allocated theirs at recording
             torch.cuda.reset_peak_memory_stats()
