@@ -152,10 +152,9 @@ def settle(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict)
     text_tokens, preset = stream.train.n_tokens, Config(**PRESETS[cfg.preset])
     flags = map(dataclasses.asdict, (cfg, preset))
     settled = dataclasses.replace(cfg, **settle_flags(*flags, text_tokens, stream.meta["vocab_size"], dist_ctx))
-    muon_lr, adam_lr = learning_rates(settled)
+    rates = dict(zip(("muon_lr", "adam_lr"), learning_rates(settled)))
     planned_epochs = settled.max_steps * settled.batch_tokens / (stream.per_epoch * settled.seq_len)
-    dropout = get_ngram_dropout(settled, planned_epochs)
-    settled = dataclasses.replace(settled, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=dropout)
+    settled = dataclasses.replace(settled, **rates, ngram_dropout=get_ngram_dropout(settled, planned_epochs))
     # torchrun restarts a job with the flags it was started with: what these leave open is as the checkpoint has it
     was_open = [name for name, value in dataclasses.asdict(settled).items() if value != getattr(cfg, name)]
     return dataclasses.replace(settled, **{name: saved[name] for name in was_open if name in saved})
@@ -363,6 +362,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         start = find_start(logger, cfg.resume, cfg.init_from, stream)
         saved = start.checkpoint if start.resumes else None
         cfg = settle(cfg, dist_ctx, stream, saved["config"] if saved else {})
+        stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len  # --minutes may have chosen another batch
         with agree(dist_ctx):
             check_flags(cfg)
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"], start)

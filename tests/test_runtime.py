@@ -206,6 +206,17 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     assert rates[:12] == [0.02] * 12 and 0 < rates[-1] < 0.002 and max(np.diff(rates)) < 0.001 > min(np.diff(rates))
 
 
+def test_a_size_chosen_by_minutes_is_trained_and_resumed(data, tmp_path):
+    flags = dict(data=str(data), out_dir=str(tmp_path / "run"), device="cpu", dtype="fp32", seq_len=32, ngram=0)
+    summary = train(make_config(**flags, minutes=0.1))
+    config = final(tmp_path / "run")["config"]
+    assert config["params"] > 0 and summary["tokens"] == summary["step"] * config["batch_tokens"]
+    again = train(make_config(out_dir=flags["out_dir"], resume="newest"))
+    assert (
+        again["step"] >= summary["step"] and config["batch_tokens"] == final(tmp_path / "run")["config"]["batch_tokens"]
+    )
+
+
 def test_max_minutes_leave_the_schedule_alone(clock, data, tmp_path):
     tiny_run(tmp_path / "whole", data=data)
     assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1)["step"] == 6
