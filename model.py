@@ -349,7 +349,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of x (B, T, n_embd) against targets (B, T), fp32 (), `loss_chunk` tokens at a time."""
-        flat, params = (x.flatten(0, 1), targets.flatten()), [*self.parameters()]  # those that the loss depends on
+        flat, params = (x.flatten(0, 1), targets.flatten()), [*self.parameters()]  # of which the loss uses a few
         return chunked_loss(lambda x, y: self.cross_entropy(self.head(x), y), params, *flat, self.loss_chunk)
 
     def freeze(self) -> "GPT":

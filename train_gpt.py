@@ -149,15 +149,16 @@ def make_config(**flags) -> Config:
 
 def settle(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict) -> Config:
     """The flags with all that they leave open, once and for all; `saved`: those of a run that is resumed, or {}."""
-    text_tokens, preset = stream.train.n_tokens, Config(**PRESETS[cfg.preset])
-    flags = map(dataclasses.asdict, (cfg, preset))
-    settled = dataclasses.replace(cfg, **settle_flags(*flags, text_tokens, stream.meta["vocab_size"], dist_ctx))
-    rates = dict(zip(("muon_lr", "adam_lr"), learning_rates(settled)))
-    planned_epochs = settled.max_steps * settled.batch_tokens / (stream.per_epoch * settled.seq_len)
-    settled = dataclasses.replace(settled, **rates, ngram_dropout=get_ngram_dropout(settled, planned_epochs))
+    both = map(dataclasses.asdict, (cfg, Config(**PRESETS[cfg.preset])))
+    final = dataclasses.replace(cfg, **settle_flags(*both, stream.train.n_tokens, stream.meta["vocab_size"], dist_ctx))
+    rates = dict(zip(("muon_lr", "adam_lr"), learning_rates(final)))
+    planned_epochs = final.max_steps * final.batch_tokens / (stream.per_epoch * final.seq_len)
+    final = dataclasses.replace(final, **rates, ngram_dropout=get_ngram_dropout(final, planned_epochs))
     # torchrun restarts a job with the flags it was started with: what these leave open is as the checkpoint has it
-    was_open = [name for name, value in dataclasses.asdict(settled).items() if value != getattr(cfg, name)]
-    return dataclasses.replace(settled, **{name: saved[name] for name in was_open if name in saved})
+    was_open = [name for name, value in dataclasses.asdict(final).items() if value != getattr(cfg, name)]
+    final = dataclasses.replace(final, **{name: saved[name] for name in was_open if name in saved})
+    stream.seqs_per_batch = final.batch_tokens // final.seq_len  # --minutes may have chosen another batch
+    return final
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -228,8 +229,8 @@ def build(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None =
     if start and start.path:
         start.load_weights(raw_model)
     # Steps on dummy data, with optimizers of their own, find what fits and compile; weights stay as they are
-    flags = dataclasses.asdict(cfg)
-    model, micro_batch = wrap_model(raw_model, lambda: make_optimizer(cfg, raw_model), flags, dist_ctx)
+    flags, lengths = dataclasses.asdict(cfg), {get_seq_len(progress, cfg) for progress in (0.0, 1.0)}
+    model, micro_batch = wrap_model(raw_model, lambda: make_optimizer(cfg, raw_model), flags, dist_ctx, lengths)
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
     return TrainState(cfg, dist_ctx, raw_model, model, micro_batch, make_optimizer(cfg, raw_model), scaler)
 
@@ -362,7 +363,6 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         start = find_start(logger, cfg.resume, cfg.init_from, stream)
         saved = start.checkpoint if start.resumes else None
         cfg = settle(cfg, dist_ctx, stream, saved["config"] if saved else {})
-        stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len  # --minutes may have chosen another batch
         with agree(dist_ctx):
             check_flags(cfg)
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"], start)

@@ -102,7 +102,7 @@ def run_python(*argv, env: dict | None = None) -> None:
 
 def build_state(flags: dict) -> tuple[TrainState, TokenStream, Tensor]:
     """What the trainer builds of these flags: the state, its data and the first batch. Raises UserError."""
-    cfg = make_config(**flags)
+    cfg = make_config(**dict(short_frac=0.0) | flags)  # steps on whole sequences, which are most of the work
     dist_ctx = launch(dataclasses.asdict(cfg))
     check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
     shape = {name: getattr(cfg, name) for name in ("seq_len", "batch_tokens", "seed", "vocab_size", "doc_align")}

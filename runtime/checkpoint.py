@@ -20,7 +20,7 @@ from runtime.errors import RunError, UserError
 from runtime.log import RunLogger
 from runtime.ranks import run_on_rank0
 
-# What every checkpoint holds, and "vocabulary", a text or None; also what edits have put into state.extra
+# What every checkpoint holds, besides "vocabulary", a text or None
 DICTS = ("clock", "config", "model_config", "position", "scaler", "extra", "model", "optimizer")
 CHECKPOINT_SCHEMA = dict(step=int, tokens=int, optimizer_groups=list) | dict.fromkeys(DICTS, dict)
 CHECKPOINT_SCHEMA |= dict.fromkeys(("tokenizer", "data", "eval_part", "optimizer_type"), str)

@@ -148,7 +148,10 @@ class RunLogger:
         """Print a line, and keep it in log.txt."""
         if self.is_rank0:
             print(text, flush=True)
-            self.write(self.log, text) if self.log else self.early.append(text)
+            if self.log:
+                self.write(self.log, text)
+            else:
+                self.early.append(text)
 
     def log_metrics(self, values: dict) -> None:
         """One line of metrics.jsonl; non-finite values are written as null."""

@@ -66,7 +66,8 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
                 given["resume"] = "newest"
         source = path or Path(out_dir)
         saved = saved_flags(source) if path or out_dir else {}
-        saved = dict(short_frac=0.0) | saved if saved else {}  # of a run from before that flag
+        if saved:  # what is newer than the run has its default, not the preset's value of today
+            saved = {name: field.default for name, field in known.items()} | saved
         for name in ("params", "optimizer"):
             if saved and given.get(name, saved.get(name)) != saved.get(name):
                 raise UserError(f"--{name} {given[name]} is for new runs; {source} has {saved.get(name)}: remove it")

@@ -85,10 +85,9 @@ def check_flags(f) -> None:
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
     if f.init_from and not os.path.exists(f.init_from):
         if f.init_from.startswith("gpt2"):
-            why = (
-                "as this model has no learned positions, biases or LayerNorm; give a run or checkpoint of this trainer"
-            )
-            raise UserError(f"--init_from {f.init_from}: GPT-2's weights do not fit, {why}")
+            why = "as this model has no learned positions, biases or LayerNorm"
+            advice = "give a run or checkpoint of this trainer"
+            raise UserError(f"--init_from {f.init_from}: GPT-2's weights do not fit, {why}; {advice}")
         if f.init_from in ("scratch", "resume"):
             ours = "a run starts from scratch by itself, and --resume continues one"
             raise UserError(f"--init_from {f.init_from} is nanoGPT's; {ours}")

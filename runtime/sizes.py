@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -95,26 +96,27 @@ def fraction_done(step: int, max_steps: int, minutes: float, epochs: float, wall
 # The speed of matmuls
 
 
+def fastest_s(function: Callable, least: int = 1) -> float:
+    """Seconds of the fastest of the calls that 0.1 s allows, and of at least so many."""
+    seconds, end = [], time.perf_counter() + 0.1
+    while len(seconds) < least or time.perf_counter() < end:
+        t0 = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - t0)
+    return min(seconds)
+
+
 def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: float = 3e8) -> float:
     """FLOP/s of matmuls of this width, of about `flop` each: the fastest of those that 0.1 s allows, at least one."""
     rows = max(64, round(flop / (8 * width**2)))
     x, w = torch.ones(rows, width, dtype=dtype, device=device), torch.ones(width, 4 * width, dtype=dtype, device=device)
-    best, end = math.inf, time.perf_counter() + 0.1
-    while best == math.inf or time.perf_counter() < end:
-        t0 = time.perf_counter()
-        (x @ w)[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - t0)
-    return 8 * rows * width**2 / best
+    return 8 * rows * width**2 / fastest_s(lambda: (x @ w)[0, 0].item())  # which waits for the device
 
 
 def attention_s(backend: str, shape: tuple[int, int, int, int]) -> float:
-    """Seconds of causal attention in bf16 on a CPU, forward and backward, of this shape (B, H, T, D); best of three."""
-    q, best = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True), math.inf
-    for _ in range(3):
-        t0 = time.perf_counter()
-        attention(q, q, q, None, backend).sum().backward()
-        best = min(best, time.perf_counter() - t0)
-    return best
+    """Seconds of causal attention in bf16 on a CPU, forward and backward, of this shape (B, H, T, D)."""
+    q = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+    return fastest_s(lambda: attention(q, q, q, None, backend).sum().backward(), least=3)
 
 
 def hardware_dtype(dtype: str, device: torch.device) -> str:

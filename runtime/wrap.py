@@ -18,11 +18,14 @@ from runtime.sizes import DTYPES, largest_divisor
 ENOUGH_TOKENS, MOST_TOKENS = 4096, 65536  # per micro-step: fewer leave a GPU idle, and more are no faster
 
 
-def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx: DistContext) -> tuple[nn.Module, int]:
+def wrap_model(
+    model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx: DistContext, seq_lens: set[int]
+) -> tuple[nn.Module, int]:
     """A GPT as it is trained, and the sequences of a micro-step: systems flags are put around it, in this order.
 
-    make_optimizer() makes an optimizer for the model as it then is; flags: all, by name. Weights and buffers keep their
-    values and names. Raises UserError when the ranks cannot share the batch, or nothing fits into memory.
+    make_optimizer() makes an optimizer for the model as it then is; flags: all, by name; seq_lens: that the run will
+    train in. Weights and buffers keep their values and names. Raises UserError when the ranks cannot share the batch,
+    or nothing fits into memory.
     """
     f, device, world_size, wrapped = SimpleNamespace(**flags), dist_ctx.device, dist_ctx.world_size, model
     compiled, sharded, on_gpu = f.compile != "off", is_sharded(f.parallel), device.type == "cuda"
@@ -55,8 +58,9 @@ def wrap_model(model: nn.Module, make_optimizer: Callable, flags: dict, dist_ctx
         wrapped = apply_ddp(model, f.bucket_cap_mb, DTYPES[f.grad_comm])
     if compiled or on_gpu or world_size > 1:  # compiles, loads kernels, allocates, connects: step 1 is like any other
         cudagraphs = uses_cudagraphs(f.compile)
-        for parts in (1, 4) if f.short_frac and f.seq_len % 4 == 0 and not f.doc_align else (1,):
-            dummy_step(wrapped, make_optimizer(), micro_batch * parts, f.seq_len // parts, keep_gradients=cudagraphs)
+        for seq_len in sorted(seq_lens, reverse=True):
+            same_tokens = micro_batch * f.seq_len // seq_len
+            dummy_step(wrapped, make_optimizer(), same_tokens, seq_len, keep_gradients=cudagraphs)
         if on_gpu and not cudagraphs:  # these allocated theirs at recording
             torch.cuda.reset_peak_memory_stats()
     return wrapped, micro_batch
