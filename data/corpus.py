@@ -18,6 +18,8 @@ import zipfile
 import zlib
 from pathlib import Path
 
+import numpy as np
+
 from runtime.errors import UserError
 
 ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
@@ -77,7 +79,7 @@ def given_files(arguments, include, say):
                 paths = _files_under(match, lambda name: name.startswith("."))
                 paths = [p for p in paths if any(fnmatch.fnmatchcase(p.name, like) for like in include or ["*"])]
             for path in paths:
-                if str(path) == argument or _begins_as_text(path):
+                if str(path) == argument or is_parquet(path) or _begins_as_text(path):
                     names.setdefault(path, path.relative_to(match.parent).as_posix())
                 else:
                     skipped.add(path.name)
@@ -86,6 +88,10 @@ def given_files(arguments, include, say):
     if not names:
         raise UserError(f"there is no text in {[*map(str, arguments)]}: give PATHs of files, folders or globs")
     return by_hash((name, path) for path, name in names.items())
+
+
+def is_parquet(path):
+    return path.name.lower().endswith(".parquet")
 
 
 def _begins_as_text(path):
@@ -129,12 +135,17 @@ def document(split, stream, path, size=sys.maxsize):
 def read_files(files, val_fraction, keys):
     """The documents of files: one per row, named `<name>:<number>`; else one per file, but of a single file two.
 
+    val_fraction: 0 or 1 puts all into one split.
+
     keys: of the texts of a row, joined by newlines. Raises UserError, which says the place, for what cannot be read.
     """
     for name, path in files:
         try:
             with open_file(path) as stream:
-                if path.name.lower().removesuffix(".gz").endswith((".jsonl", ".csv")):
+                if path.suffix == ".npy":
+                    at = None if len(files) == 1 else split_of(name, val_fraction) == "train"
+                    yield from _integers(path, 1 - val_fraction if at is None else at)
+                elif is_parquet(path) or path.name.lower().removesuffix(".gz").endswith((".jsonl", ".csv")):
                     for number, text in _texts_of_rows(stream, path, keys):
                         raw = io.BytesIO(text.encode("utf-8", errors="replace"))
                         yield from document(split_of(f"{name}:{number}", val_fraction), raw, path)
@@ -151,13 +162,39 @@ def read_files(files, val_fraction, keys):
             raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
 
 
+def _integers(path, train_fraction):
+    """The integers of a .npy file, cut in two documents; their pieces are arrays."""
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
+    except ValueError as error:
+        raise UserError(f"{path}: expected a .npy file of integers, 1-D ({error}); save it with numpy.save") from None
+    cut = int(train_fraction * len(tokens))
+    for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
+        for begin in range(0, len(part), PIECE):
+            yield split, not begin, part[begin : begin + PIECE]
+
+
+def _rows_of_parquet(stream, path, keys):
+    """The rows of a Parquet file, with these columns only, a few in memory at a time; nothing in a cell is ""."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"{path} needs the package pyarrow: run `pip install pyarrow`") from None
+    for batch in ParquetFile(stream).iter_batches(batch_size=256, columns=[*keys]):
+        yield from ({key: "" if cell is None else cell for key, cell in row.items()} for row in batch.to_pylist())
+
+
 def _texts_of_rows(stream, path, keys):
-    """(number, text) of the lines of a .jsonl file, "" of blank ones, or of the rows of a .csv file below the first."""
+    """(number, text) of the lines of a .jsonl file, "" of blank ones, or of the rows of a .csv or Parquet file."""
     rows = (json.loads(line) if line.strip() else None for line in stream)
     if path.name.lower().endswith((".csv", ".csv.gz")):
         csv.field_size_limit(1 << 26)
         text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         rows = csv.DictReader(text, restkey=keys[0], strict=True)  # more cells than columns: a list instead of a text
+    if is_parquet(path):
+        rows = _rows_of_parquet(stream, path, keys)
     texts, number = ("" if row is None else "\n".join([row[key] for key in keys]) for row in rows), 0
     try:
         for number, text in enumerate(texts, start=1):

@@ -7,6 +7,7 @@ left as it is; after a run that was stopped, the same command resumes its downlo
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -110,9 +111,10 @@ def prepare(
     out=None,  # the folder (None: beside this file)
     val_fraction=0.1,  # for validation: of documents, or of a single text's bytes
     shard_tokens=10**8,  # the most that one shard holds
-    text_key=("text",),  # keys of .jsonl and columns of .csv, whose texts are joined by newlines
+    text_key=("text",),  # keys of .jsonl, columns of .csv and .parquet, whose texts are joined by newlines
     include=(),  # name patterns; files inside folders must match one of them
-    vocab_size=None,  # of bpe, end-of-text included (None: DEFAULT_SIZE)
+    vocab_size=None,  # of bpe, end-of-text included (None: DEFAULT_SIZE), or of the integers in .npy files
+    val=(),  # like paths, for validation: instead of val_fraction
     say=print,  # gets each line of output
     command=None,  # recorded in meta.json
 ):
@@ -120,9 +122,13 @@ def prepare(
 
     It is made under another name and renamed, so that several processes may run this at once. Raises UserError.
     """
-    own = SOURCES[source]
+    own, integers = SOURCES[source], any(os.fspath(path).endswith(".npy") for path in paths)
+    if integers:
+        if tokenizer or vocab_size is None:
+            raise UserError("a .npy file holds tokens: give --vocab_size N, how many different ones, no --tokenizer")
+        tokenizer, vocab_size = f"integers:{vocab_size}", None
     tokenizer = tokenizer or (own if vocab_size is None else "bpe")
-    kind = tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
+    kind = "integers" if integers else tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
     folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe")
@@ -146,7 +152,10 @@ def prepare(
             origin, files = f"standard library of Python {platform.python_version()}", corpus.python_files()
         else:
             origin, files = f"files {' '.join(map(os.fspath, paths))}", corpus.given_files(paths, include, say)
-        n_bytes = sum(path.stat().st_size for _, path in files)
+        val_files = corpus.given_files(val, include, say) if val else []
+        if twice := sorted({str(path) for _, path in files} & {str(path) for _, path in val_files}):
+            raise UserError(f"{twice[0]} is given for training and as --val; a text must be in one of them only")
+        n_bytes = sum(path.stat().st_size for _, path in files + val_files)
         if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
             tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
             say(f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)")
@@ -154,13 +163,14 @@ def prepare(
         def documents():
             if source.startswith("wikitext"):
                 return corpus.read_wikitext(files[0][1])
-            return corpus.read_files(files, val_fraction, text_key)
+            parts = ((files, 0), (val_files, 1)) if val_files else ((files, val_fraction),)
+            return itertools.chain.from_iterable(corpus.read_files(*part, text_key) for part in parts)
 
         vocabulary = None
         if tokenizer == "bpe":
             say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE) / 1e6:.1f} MB")
             vocabulary = train_vocabulary(_sample(documents()), vocab_size or DEFAULT_SIZE)
-        elif tokenizer not in ("gpt2", "bytes"):
+        elif tokenizer not in ("gpt2", "bytes") and not integers:
             vocabulary = read_vocabulary(tokenizer)
         encoder = get_tokenizer("bpe" if vocabulary else tokenizer, vocabulary, tokenizer)
         meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
@@ -171,6 +181,9 @@ def prepare(
             meta["order"] = corpus.ORDER
         progress = Progress(f"preparing {source}", n_bytes, say)
         meta["splits"], shards = _write_documents(documents(), encoder, work, shard_tokens, progress)
+        if integers:
+            for counts in meta["splits"].values():
+                counts["bytes"] = None
         meta |= {"source": origin, "files": shards, "command": command or f"python data/prepare.py {source}"}
         with atomic_write(work / "meta.json") as file:
             file.write(json.dumps(meta, indent=1).encode())
@@ -181,8 +194,8 @@ def prepare(
         if source not in DOWNLOADS:
             shutil.rmtree(work, ignore_errors=True)
     for split, counts in meta["splits"].items():
-        size = counts["bytes"] / counts["tokens"]
-        say(f"{folder}: {counts['tokens']:,} tokens ({meta['tokenizer']}, {size:.2f} bytes each) in {split}")
+        size = "" if integers else f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
+        say(f"{folder}: {counts['tokens']:,} tokens ({meta['tokenizer']}{size}) in {split}")
     return folder
 
 
@@ -198,7 +211,7 @@ def _sample(documents):
 
 
 OPTIONS = ("tokenizer", "vocab_size", "val_fraction", "shard_tokens")
-TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths", "text_key", "include")}
+TAKES = {"hellaswag": (), "fineweb10B": ("shards",), "files": (*OPTIONS, "paths", "val", "text_key", "include")}
 
 
 def main(argv=None):
@@ -207,20 +220,23 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add, several = parser.add_argument, dict(nargs="+", action="extend")
     add("source", choices=[*SOURCES, "fineweb10B", "hellaswag"], help="hellaswag: questions for sample.py --choices")
-    add("paths", nargs="*", metavar="PATH", help="files: text, .jsonl and .csv files, also .gz; folders, globs")
+    add("paths", nargs="*", metavar="PATH", help="files: text; .jsonl, .csv, .parquet; .npy; folders, globs")
     add("--tokenizer", metavar="NAME|PATH", help="gpt2, bytes, bpe (trained on it), or a folder with a vocabulary")
-    add("--vocab_size", type=int, metavar="N", help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE})")
+    add("--vocab_size", type=int, metavar="N", help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE}), or in .npy")
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
+    add("--val", **several, metavar="PATH", help="files: texts for validation, instead of a fraction of PATHs")
     add("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
     add("--shard_tokens", type=int, help="max tokens per shard (default: 100000000)")
     add("--shards", type=int, help="fineweb10B: training shards, 200 MB each (default: 103, which is all)")
-    add("--text_key", **several, metavar="KEY", help="files: .jsonl keys or .csv columns to join (default: text)")
+    add("--text_key", **several, metavar="KEY", help="files: .jsonl keys, .csv and .parquet columns to join (text)")
     add("--include", **several, metavar="PATTERN", help="files: names to read inside folders, such as '*.md' '*.txt'")
     try:
         given = vars(parser.parse_intermixed_args(argv))
         source, command = given.pop("source"), ["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)]
         if unused := given.keys() - {"out", *TAKES.get(source, OPTIONS)}:
             raise UserError(f"{source} does not take {min(unused)}: remove it")
+        if {"val", "val_fraction"} <= given.keys():
+            raise UserError("--val and --val_fraction contradict each other; give one of them")
         if source in SOURCES:
             prepare(source, **given, command=shlex.join(command))
         elif source == "fineweb10B":

@@ -1,10 +1,11 @@
-"""Text to tokens and back: GPT-2's byte pairs, plain bytes, and vocabularies of byte pairs of one's own.
+"""Text to tokens and back: GPT-2's byte pairs, plain bytes, vocabularies of byte pairs of one's own, and integers.
 
 The package `tokenizers` trains a vocabulary, which is kept as a plain file, and tiktoken uses it.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -56,17 +57,42 @@ class ByteTokenizer(Tokenizer):
         return b"".join(b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens)
 
 
+class IntegerTokenizer(Tokenizer):
+    """For data that are no text: tokens 0..size - 1 are written as numbers between blanks, `size` is end-of-text."""
+
+    def __init__(self, size: int):
+        if not 0 < size < MAX_SIZE:
+            raise UserError(f"--vocab_size {size}: for integers it must be 1 to {MAX_SIZE - 1}")
+        self.name, self.vocab_size, self.eot = f"integers:{size}", size + 1, size
+
+    def encode_raw(self, raw: bytes | np.ndarray) -> np.ndarray:
+        """Raises UserError for other numbers."""
+        try:
+            tokens = np.array(raw if isinstance(raw, np.ndarray) else raw.split(), dtype=np.int64)
+        except (ValueError, OverflowError):
+            raise UserError(f"{raw[:40]!r} is not text of integers between blanks, as this data needs") from None
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
+            found = f"integers from {tokens.min()} to {tokens.max()}"
+            raise UserError(f"there are {found}, and --vocab_size {self.eot} allows 0 to {self.eot - 1}; raise it")
+        return tokens.astype(np.uint16)
+
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
+        return b"".join(b" <|endoftext|>" if token == self.eot else b" %d" % token for token in map(int, tokens))
+
+
 def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vocabulary") -> Tokenizer:
-    """The tokenizer called "gpt2", "bytes" or, with the content of its file, "bpe".
+    """The tokenizer called "gpt2", "bytes", "integers:N" or, with the content of its file, "bpe".
 
     Raises UserError for other names and for a vocabulary out of reach or damaged; `where` names its file.
     """
     if name == "bytes":
         return ByteTokenizer()
+    if size := re.fullmatch(r"integers:(\d{1,9})", name):
+        return IntegerTokenizer(int(size[1]))
     if name == "bpe" and vocabulary:
         pattern, ranks = parse_vocabulary(vocabulary, where)
     elif name != "gpt2":
-        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2 or bytes, or bpe with its vocabulary")
+        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2, bytes, integers:N, or bpe with its vocabulary")
     try:
         import tiktoken
 

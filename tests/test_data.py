@@ -28,6 +28,7 @@ from conftest import ROOT, make_data, quiet, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
+from data.tokenizers import get_tokenizer
 from runtime.errors import UserError
 
 
@@ -259,6 +260,81 @@ def test_include(tmp_path):
         assert prepare.main([*map(str, command), "--out", str(tmp_path / str(number)), *flags]) == 0
         found = b"".join(sum(documents_of(tmp_path / str(number)).values(), []))
         assert set(re.findall(rb"<(.*?)>", found)) == {b"a.md", b"b.txt", b"deep/d.md", b"own"}
+
+
+def test_a_row_of_parquet_is_a_document(tmp_path):
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = [f"row {i} \U0001f642\n" * (i % 5) or None for i in range(3000)]
+    (tmp_path / "in").mkdir()
+    table = pa.table({"id": list(range(3000)), "content": rows, "more": ["x"] * 3000})
+    pq.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=700)
+    for number, path in enumerate((tmp_path / "in", tmp_path / "in" / "*.parquet", tmp_path / "in" / "a.parquet")):
+        out = prepared(tmp_path / str(number), path, text_key=["content"])
+        name = "in/a.parquet" if number == 0 else "a.parquet"
+        texts = {name: [(n, row or "") for n, row in enumerate(rows, 1)]}
+        assert documents_of(out) == expected_documents(texts, 0.3)
+    both = prepared(tmp_path / "both", tmp_path / "in", text_key=["more", "content"])
+    assert documents_of(both)["train"][0].startswith(b"x\n")
+    with pytest.raises(UserError, match=r'after row 0: expected {"text": TEXT} .*KeyError'):
+        prepared(tmp_path / "wrong", tmp_path / "in")
+
+
+def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match="a.parquet needs the package pyarrow: run `pip install pyarrow`"):
+        prepared(tmp_path / "out", tmp_path / "a.parquet")
+
+
+def test_parquet_is_read_in_little_memory(tmp_path):
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("text", pa.string())])) as writer:
+        for part in range(10):
+            texts = [random.Random(part * 1000 + i).randbytes(1000).hex() for i in range(1000)]
+            writer.write_table(pa.table({"text": texts}))
+    size = (tmp_path / "a.parquet").stat().st_size
+    pool, peak = pa.default_memory_pool(), pa.default_memory_pool().max_memory()
+    n_bytes = sum(len(piece) for *_, piece in corpus.read_files([("a", tmp_path / "a.parquet")], 0.1, ["text"]))
+    assert n_bytes == 10 * 1000 * 2000 and size > 10e6
+    assert max(pool.max_memory(), peak) < peak + size / 4
+
+
+def test_own_validation_files(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9)))
+    for name in ("train.txt", "valid.txt", "more.txt"):
+        (tmp_path / name).write_text(f"the text of {name} " * 20)
+    train = [tmp_path / "train.txt"], [tmp_path / "train.txt", tmp_path / "rows.jsonl"]
+    val = [tmp_path / "valid.txt"], [tmp_path / "more.txt", tmp_path / "valid.txt"]
+    for number, (ours, theirs) in enumerate(itertools.product(train, val)):
+        out = prepared(tmp_path / str(number), *ours, val=theirs)
+        found = documents_of(out)
+        texts = [(tmp_path / "train.txt").read_bytes(), *(b"row %d" % i for i in range(9))]
+        assert sorted(found["train"]) == sorted(texts if len(ours) > 1 else texts[:1])
+        assert sorted(found["val"]) == sorted(path.read_bytes() for path in theirs)
+    with pytest.raises(UserError, match="valid.txt is given for training and as --val"):
+        prepared(tmp_path / "both", tmp_path / "*.txt", val=[tmp_path / "valid.txt"])
+
+
+def test_integers_are_tokens(tmp_path, capsys):
+    draw = np.random.default_rng(0)
+    tokens, other = draw.integers(0, 300, 5000), draw.integers(0, 300, 700).astype(np.uint16)
+    np.save(tmp_path / "a.npy", tokens)
+    np.save(tmp_path / "b.npy", other)
+    one = ["files", str(tmp_path / "a.npy"), "--vocab_size", "300"]
+    for name, flags in dict(fraction=["--val_fraction", "0.2"], own=["--val", str(tmp_path / "b.npy")]).items():
+        assert prepare.main([*one, "--out", str(tmp_path / name), *flags]) == 0
+        cut = 4000 if name == "fraction" else 5000
+        assert independent_split(tmp_path / name, "train") == [300, *tokens[:cut].tolist()]
+        expected = tokens[cut:] if name == "fraction" else other
+        assert independent_split(tmp_path / name, "val") == [300, *expected.tolist()]
+        meta = load_meta(tmp_path / name)
+        assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("integers:300", 301, 300)
+        assert meta["splits"]["val"]["bytes"] is None
+    tokenizer = get_tokenizer("integers:300")
+    assert tokenizer.encode(" 3 299\n0 ").tolist() == [3, 299, 0] and tokenizer.decode_bytes([3, 299]) == b" 3 299"
+    for text, says in {"3 300": "integers from 3 to 300, .* allows 0 to 299", "three": "not text of integers"}.items():
+        with pytest.raises(UserError, match=says):
+            tokenizer.encode(text)
 
 
 def test_single_text_is_split_by_position(tmp_path):
@@ -497,6 +573,12 @@ def test_shakespeare_resumes(server, tmp_path, monkeypatch):
     assert documents_of(folder) == dict(train=[text[:13500]], val=[text[13500:]])
 
 
+def npy(array):
+    content = io.BytesIO()
+    np.save(content, array)
+    return content.getvalue()
+
+
 FILES = {
     "a.txt": b"text",
     "long.txt": "é".encode() * 200_000 + b"\xff",
@@ -507,6 +589,10 @@ FILES = {
     "wide.csv": b"id,text\n1,a\n2,b, c\n",
     "narrow.csv": b"id,text\n1,a\n2\n",
     "quotes.csv": b'text\nfine\n"open\n',
+    "two.npy": npy(np.zeros((2, 9), dtype=int)),
+    "half.npy": npy(np.full(9, 0.5)),
+    "big.npy": npy(np.full(99, 70)),
+    "bad.parquet": b"PAR1 no PAR1",
     "latin.csv": b"text,id\n" + b"fine,1\n" * 9 + b"b,\xff\n",
 }
 
@@ -532,6 +618,14 @@ FILES = {
         ("files narrow.csv", "narrow.csv, after row 1: expected .* NoneType found"),
         ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
         ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
+        ("files two.npy --vocab_size 9", r"two.npy: expected a .npy file of integers, 1-D \(int64 of shape \(2, 9\)\)"),
+        ("files half.npy --vocab_size 9", "half.npy: expected a .npy file of integers"),
+        ("files big.npy --vocab_size 70", "integers from 70 to 70, and --vocab_size 70 allows 0 to 69; raise it"),
+        ("files big.npy --vocab_size 70000", "--vocab_size 70000: for integers it must be 1 to 65535"),
+        ("files big.npy", "a .npy file holds tokens: give --vocab_size N"),
+        ("files big.npy --vocab_size 71 --tokenizer bytes", "give --vocab_size N, .*, no --tokenizer"),
+        ("files a.txt --val a.txt --val_fraction 0.1", "--val and --val_fraction contradict each other"),
+        ("files bad.parquet", "bad.parquet, after row 0: .*Arrow"),
         ("files latin.csv", "latin.csv, after row .* 'utf-8' codec can't decode"),
     ],
 )
@@ -540,7 +634,7 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
         (tmp_path / name).write_bytes(content)
     before, words = tree(tmp_path), arguments.split()
     words = [str(tmp_path / word) if word in FILES or "*" in word else word for word in words]
-    words += ["--tokenizer=bytes"] * (words[0] == "files")
+    words += ["--tokenizer=bytes"] * (words[0] == "files" and "npy" not in arguments)
     assert prepare.main([*words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
