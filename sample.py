@@ -27,7 +27,7 @@ from runtime.launch import peak_memory_mb, select_device
 from runtime.rules import check_compiler
 from runtime.sizes import DTYPES, sampling_dtype
 
-SAMPLING = "prompt interactive num_samples max_new_tokens temperature top_k top_p seed no_cache compile"
+SAMPLING = "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache compile"
 # mode -> flags that do nothing in it
 NO_EFFECT = dict(perplexity=f"choices {SAMPLING}", choices=SAMPLING, interactive="prompt", no_cache="compile")
 
@@ -78,6 +78,7 @@ def main(argv: list[str]) -> int:
     add("--choices", metavar="FILE", help="print the accuracy on these questions, as of data/prepare.py hellaswag")
     add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
     add("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
+    add("--stop", default="", metavar="TEXT", help="end each sample before this text")
     add("--temperature", type=float, default=0.8, help="0 = greedy decoding")
     add("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
     add("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
@@ -149,9 +150,10 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
         sampling = args.temperature, args.top_k, args.top_p, seeds, step, not args.no_cache
         drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, *sampling)
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
+        begins, held = [len(text) for text in texts], max(0, len(args.stop) - 1)  # what may yet become a stop
+        done, count, speed, printed = set(), 0, "", begins[0]
         if alone:
             print(texts[0], end="", flush=True)
-        done, count, speed = set(), 0, ""
         for number, row in enumerate(on_host(drawn), 1):
             for i, token in enumerate(row):
                 if token == tokenizer.eot:
@@ -159,10 +161,15 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
                 if i in done:
                     continue
                 count += 1
-                piece = decoders[i].decode(tokenizer.decode_bytes([token]))
-                texts[i] += piece
-                if alone:
-                    print(shown(piece), end="", flush=True)
+                texts[i] += decoders[i].decode(tokenizer.decode_bytes([token]))
+                end = texts[i].find(args.stop, begins[i]) if args.stop else -1
+                if end >= 0:
+                    texts[i] = texts[i][:end]
+                    decoders[i].reset()
+                    done.add(i)
+                elif alone and len(texts[0]) - held > printed:
+                    print(shown(texts[0][printed : len(texts[0]) - held]), end="", flush=True)
+                    printed = len(texts[0]) - held
             if number == 4:  # the first step reads the prompts, the second may compile, the next two record CUDA graphs
                 start, skipped = time.perf_counter(), count
             if number > 4:
@@ -170,8 +177,8 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
             if len(done) == len(texts):
                 break
         for i, (text, decoder) in enumerate(zip(texts, decoders), first + 1):
-            rest = decoder.decode(b"", final=True)
-            print(rest if alone else f"--- sample {i}\n{shown(text + rest)}")
+            text += decoder.decode(b"", final=True)
+            print(shown(text[printed:]) if alone else f"--- sample {i}\n{shown(text)}")
         print(f"({count:,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)", file=sys.stderr)
 
 

@@ -36,11 +36,44 @@ def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
 
 
+@pytest.mark.parametrize("stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", "aé€😀z€\ufffd"), (">", None)])
+def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, monkeypatch):
+    raw = "aé€😀z€".encode() + b"\xe2"
+    monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte] * len(args[1])) for byte in raw))
+    kept = "aé€😀z€\ufffd" if kept is None else kept  # a stop in the prompt is none
+    assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
+    assert capsys.readouterr().out == f"> {kept}\n"
+    assert sample.main(["--run", str(noisy), "--prompt", "> ", "", "--stop", stop]) == 0
+    assert capsys.readouterr().out == f"--- sample 1\n> {kept}\n--- sample 2\n{kept}\n"
+
+
+def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch):
+    shown = []
+    monkeypatch.setattr("builtins.print", lambda text="", **options: options.get("file") or shown.append(text))
+    monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte]) for byte in b"one\nYou: two"))
+    assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", "\nYou:"]) == 0
+    assert "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"] or shown == ["> ", "one"], shown
+
+
 def printed_perplexity(capsys) -> tuple[int, int, float, float]:
     """Tokens, bytes, nats per token and bits per byte, as printed."""
     shown = capsys.readouterr().out.replace(",", "")
     rows = [line.split() for line in shown.splitlines() if line.startswith("per ")]
     return int(rows[0][2]), int(rows[1][2]), float(rows[0][4]), float(rows[1][5])
+
+
+def test_perplexity_by_word_on_text_like_wikitext(noisy, tmp_path, capsys):
+    text = " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n" * 32  # whole contexts
+    (tmp_path / "text").write_text(text)
+    assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / "text"), "--dtype", "fp32"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("per word")]
+    gpt, stream, loss = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *text.encode()]), 0.0
+    for start in range(0, len(text), 32):
+        window = stream[start : start + 33]
+        loss += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="sum").item()
+    words = [word for line in text.split("\n") for word in line.split(" ") if word]
+    assert int(rows[0][2]) == len(words) == 32 * 18
+    assert float(rows[0][4]) == pytest.approx(loss / len(words), abs=1e-3)
 
 
 @pytest.mark.parametrize("stride", [0, 7])
