@@ -1,4 +1,4 @@
-"""Export a run's model: `python export.py RUN --to safetensors|int8|torch-export|onnx --out FILE`."""
+"""Export a run's model: `python export.py RUN --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
 
 import argparse
 import contextlib
@@ -21,14 +21,15 @@ import torch
 import torch.nn.functional as F
 
 from data.shards import atomic_write
-from data.tokenizers import VOCABULARY_FILE
+from data.tokenizers import VOCABULARY_FILE, Tokenizer, bytes_of_letters, get_tokenizer
+from generation import some_tokens
 from int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import as_evaluated, load_weights, model_config, read_checkpoint
 from runtime.errors import UserError, report_error
 from sample import find_file
 
-PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"]}
+PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"], "hf": ["transformers"]}
 
 
 def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
@@ -82,7 +83,59 @@ def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
             os.replace(path, out.with_name(path.name))
 
 
+@torch.no_grad()
+def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
+    """A folder for transformers: its Auto classes load model and tokenizer, with trust_remote_code=True.
+
+    Raises UserError where modeling_gpt.py does not give the model's logits, as after an edit of model.py alone.
+    """
+    from modeling_gpt import TrainGPTConfig, TrainGPTForCausalLM
+
+    own, shape = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")), dict(checkpoint["model_config"])
+    model.doc_eot = own.eot if checkpoint["config"].get("doc_mask") else None
+    shape |= dict(vocab_size=own.vocab_size, doc_eot=model.doc_eot, use_cache=False)  # without the head's padding
+    special = dict(bos_token_id=own.eot, eos_token_id=own.eot, pad_token_id=own.eot)
+    theirs = TrainGPTForCausalLM(TrainGPTConfig(**shape, **special)).eval()
+    cut = {name: t[: own.vocab_size] for name, t in model.state_dict().items() if name in ("wte.weight", "head.weight")}
+    idx = some_tokens(model, 2, model.cfg.seq_len) % own.vocab_size
+    try:
+        theirs.load_state_dict(model.state_dict() | cut)
+        torch.testing.assert_close(theirs(idx).logits, model(idx)[..., : own.vocab_size], rtol=0, atol=1e-3)
+    except (RuntimeError, AssertionError) as error:
+        wrong = str(error).strip().partition("\n")[0]
+        raise UserError(f"modeling_gpt.py does not compute what model.py does ({wrong}); edit it alike") from None
+    TrainGPTConfig.register_for_auto_class()
+    TrainGPTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
+        theirs.save_pretrained(made := Path(folder, out.name))
+        if not own.name.startswith("integers"):
+            hf_tokenizer(own, model.cfg.seq_len).save_pretrained(made)
+        os.rename(made, out)
+
+
+def hf_tokenizer(own: Tokenizer, seq_len: int):
+    """A tokenizer of transformers that makes the same tokens; the text "<|endoftext|>" becomes that token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {byte: letter for letter, byte in bytes_of_letters().items()}
+    ranks, split = {bytes([byte]): byte for byte in range(256)}, []
+    if own.name != "bytes":
+        ranks, split = own.tiktoken._mergeable_ranks, [pre_tokenizers.Split(Regex(own.tiktoken._pat_str), "isolated")]
+    vocab, merges = {raw: "".join(letters[byte] for byte in raw) for raw in ranks}, []
+    for raw in sorted(ranks, key=ranks.get):  # every way to make a token, in the order of tokens, which is tiktoken's
+        pairs = [(raw[:i], raw[i:]) for i in range(1, len(raw)) if raw[:i] in ranks and raw[i:] in ranks]
+        merges += [(vocab[a], vocab[b]) for a, b in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
+    bpe = Tokenizer(models.BPE({vocab[raw]: rank for raw, rank in ranks.items()}, merges))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([*split, byte_level]), decoders.ByteLevel()
+    end = "<|endoftext|>"
+    special = dict(bos_token=end, eos_token=end, pad_token=end, model_max_length=seq_len)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **special)
+
+
 FORMATS = {"safetensors": to_safetensors, "int8": to_int8, "torch-export": to_torch_export, "onnx": to_onnx}
+FORMATS["hf"] = to_hf
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +143,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint file")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format; graphs are in fp32")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; must not exist yet")
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="the file (hf: folder) to write; must not exist yet"
+    )
     parser.add_argument("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     args = parser.parse_args(argv)
     try:
@@ -116,7 +171,8 @@ def main(argv: list[str]) -> int:
             FORMATS[args.to](model.freeze(), checkpoint, out)
     except Exception as error:
         return report_error(error)
-    print(f"{path} -> {out}: {args.to}, {out.stat().st_size:,} bytes ({count:,} parameters)")
+    size = sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out]))
+    print(f"{path} -> {out}: {args.to}, {size:,} bytes ({count:,} parameters)")
     return 0
 
 

@@ -1,13 +1,19 @@
 """export.py: the same logits from other formats."""
 
 import json
+import os
+import random
 
 import pytest
 import torch
 
 import export
+import model as model_module
 import sample
 from conftest import flags_of, run_main, run_python, tiny_run
+from data.shards import PYTHON_VOCABULARY
+from data.tokenizers import get_tokenizer
+from generation import generate
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,90 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
     for idx, logits in expected:
         (got,) = session.run(None, {"idx": idx.numpy()})
         torch.testing.assert_close(torch.from_numpy(got), logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    flags = dict(window="SL:5", ngram=3, ngram_rows=50, max_steps=3, eval_tokens=512, doc_mask=masked)
+    tiny_run(tmp_path / "run", data=data, **flags)
+    path = sample.find_file(tmp_path / "run")
+    assert export.main([str(path), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
+    model, tokenizer = sample.load(path, "cpu", "fp32")
+    model.doc_eot = 256 if masked else None
+    idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
+    idx[:, ::9] = 256
+    texts, prompt = ["abc d", "", "é\n\n  x12345 don't<"], torch.tensor([256, *b"ab"])
+    drawn = [int(token) for token in generate(model, [prompt], 50, 257, temperature=0)]  # beyond the context of 32
+    expected = [idx, model(idx)[..., :257], texts, [tokenizer.encode(text).tolist() for text in texts], prompt, drawn]
+    torch.save(expected, tmp_path / "expected.pt")
+    code = """if True:
+        import sys, torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        trusted = dict(pretrained_model_name_or_path=sys.argv[1], trust_remote_code=True)
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(**trusted), AutoTokenizer.from_pretrained(**trusted)
+        idx, logits, texts, tokens, prompt, drawn = torch.load(sys.argv[2])
+        close = dict(rtol=0, atol=1e-4)
+        torch.testing.assert_close(model(idx).logits, logits, **close)
+        assert [tokenizer(text).input_ids for text in texts] == tokens
+        assert [tokenizer.decode(ids) for ids in tokens] == texts
+        more = dict(max_new_tokens=50, do_sample=False)
+        new = model.generate(prompt[None], **more)[0, 3:].tolist()
+        assert new == (drawn[: drawn.index(256) + 1] if 256 in drawn else drawn), (new, drawn)
+        alone = [model(row[None, :n]).logits for row, n in zip(idx, (32, 20, 9))]
+        for side in ("left", "right"):
+            rows, seen = torch.full((3, 32), 256), torch.zeros(3, 32, dtype=torch.int64)
+            for i, n in enumerate((32, 20, 9)):
+                part = slice(32 - n, 32) if side == "left" else slice(n)
+                rows[i, part], seen[i, part] = idx[i, :n], 1
+            padded = model(rows, attention_mask=seen).logits
+            for row, mask, one in zip(padded, seen, alone):
+                torch.testing.assert_close(row[mask > 0], one[0], **close)
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
+        torch.testing.assert_close(model(idx[:1], labels=idx[:1]).loss, loss, **close)
+        assert not {"model", "ops", "train_gpt"} & {name.split(".")[0] for name in sys.modules}
+    """
+    env = os.environ | dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    done = run_python("-c", code, tmp_path / "hf", tmp_path / "expected.pt", env=env)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bpe"])
+def test_transformers_has_the_same_tokens(kind, gpt2):
+    pytest.importorskip("transformers")
+    own = gpt2 if kind == "gpt2" else get_tokenizer("bpe", PYTHON_VOCABULARY.read_text())
+    draw, theirs = random.Random(0), export.hf_tokenizer(own, 32)
+    parts = [
+        "def",
+        " the",
+        "é",
+        "漢字",
+        "🙂",
+        " ",
+        "  ",
+        "\n",
+        "\t",
+        "\r\n",
+        "'ll",
+        "1234",
+        "__",
+        "...",
+        "\u00a0",
+        "import",
+    ]
+    for _ in range(300):
+        text = "".join(draw.choices(parts, k=20))
+        assert theirs(text).input_ids == own.encode(text).tolist(), text
+        assert theirs.decode(own.encode(text).tolist()) == text
+    assert theirs.eos_token_id == own.eot and len(theirs) == own.vocab_size
+
+
+def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(windowed, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(model_module, "relu_squared", torch.relu)
+    assert export.main([str(windowed), "--to", "hf", "--out", str(tmp_path / "hf")]) == 2
+    assert "modeling_gpt.py does not compute what model.py does" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_exported_is_said(windowed, tmp_path, capsys, monkeypatch):
