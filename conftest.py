@@ -40,10 +40,10 @@ TINY |= dict(loss_chunk=100, short_frac=0.0)
 train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)
 
 
-def make_data(folder: Path, eot: bool = True) -> Path:
+def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
     """Two training shards and a validation shard of learnable bytes, with sequences that cross from shard to shard."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     words = [bytes(rng.integers(97, 123, n, dtype=np.uint8)) + b" " for n in rng.integers(2, 7, 50)]
     text = b"".join(words[i] for i in rng.integers(0, 50, 9000))
     tokens = np.concatenate(([256], np.frombuffer(text, dtype=np.uint8))).astype(np.uint16)
