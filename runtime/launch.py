@@ -227,5 +227,6 @@ def software_versions(device: torch.device, repository: Path) -> str:
         command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=40"]
         parts.append("git " + (subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"))
     if device.type == "cuda":
-        parts += [f"cuda {torch.version.cuda}", f"cudnn {torch.backends.cudnn.version()}", torch.cuda.get_device_name()]
+        build = f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
+        parts += [build, f"cudnn {torch.backends.cudnn.version()}", torch.cuda.get_device_name()]
     return ", ".join(parts)

@@ -29,6 +29,7 @@ try:
 except ImportError:
     fcntl = None
 
+COMPILE_PAYS_S = 120  # of training: on two cores --compile takes 25 s, the first time, and saves a quarter of the rest
 SECTION = "=" * 40  # begins a section of log.txt: each start of a run
 
 
@@ -329,6 +330,7 @@ class Reporter:
         if stopped_by in ("max_steps", "minutes", "target_val_loss"):
             hint = f"next: python sample.py --run {name} | longer: {again} --max_steps {2 * step} | "
             hint += "on your own text: python data/prepare.py files PATH | larger: --params 10M"
+            hint += " | faster: --compile" if trained_s > COMPILE_PAYS_S and flags["compile"] == "off" else ""
         stall = f"data stall {self.data_wait_s / max(trained_s, 1e-9):.2%}"
         times = f"train_time {timer.train_time:.1f} s ({stall}), wall time {timer.wall_time:.1f} s"
         self.logger.info(f"stopped by {stopped_by} at step {step}: {times}; everything is in {name}\n{hint}")

@@ -102,6 +102,8 @@ def check_device(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[s
     kind, alone = dist_ctx.device.type, dist_ctx.world_size == 1
     cuda, sharded, cudagraphs = kind == "cuda", is_sharded(f.parallel), uses_cudagraphs(f.compile)
     capability = torch.cuda.get_device_capability(dist_ctx.device) if cuda else (0, 0)
+    if cuda and torch.version.hip:  # AMD's numbers mean something else: nothing is refused by them
+        capability = (99, 0)
     dtype = hardware_dtype(f.dtype, dist_ctx.device)
     windowed = any(0 < window < f.seq_len for window in windows)
     masked = windowed or f.doc_mask
@@ -133,6 +135,8 @@ def check_device(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[s
         check_compiler(dist_ctx.device)
 
     notes = []
+    if kind == "cpu" and f.device == "auto" and torch.backends.mps.is_available():
+        notes.append("an Apple GPU is here and idle: --device mps trains on it, which has never been tried")
     if f.alloc_conf and not cuda:
         notes.append(f"--alloc_conf has no effect on {kind}: it is about CUDA memory")
     if f.alloc_conf and cuda and os.environ.get(ALLOC_CONF_VARIABLES[0]) != f.alloc_conf:

@@ -187,19 +187,25 @@ NO_EFFECT_CASES = (
     ("cpu", dict(preset="gpt2-small"), "python data/prepare.py fineweb10B"),
     ("t4", {}, "--dtype auto is fp32 on a GPU without bf16"),
     ("t4", dict(dtype="bf16"), "--dtype bf16 is emulated"),
+    ("apple", {}, "an Apple GPU is here and idle: --device mps"),
     ("cuda", dict(doc_mask=True), "keeps SDPA from its flash kernel"),
 )
 
 
 def check_device(device: str, **flags) -> list[str]:
     cfg, preset = make_config(**flags), make_config(preset=flags.get("preset", "laptop"))
-    windows = train_gpt.gpt_config(cfg, 257).layer_windows()
+    windows, kind = (
+        train_gpt.gpt_config(cfg, 257).layer_windows(),
+        dict(t4="cuda", amd="cuda", apple="cpu").get(device, device),
+    )
     with pytest.MonkeyPatch.context() as patch:  # devices that are good enough for everything, but for an older GPU
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5) if device == "t4" else (9, 0))
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5) if device in ("t4", "amd") else (9, 0))
+        patch.setattr(torch.version, "hip", "7.0" if device == "amd" else None)
+        patch.setattr(torch.backends.mps, "is_available", lambda: device == "apple")
         patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: device != "t4")
         patch.setattr(rules, "check_compiler", lambda device: None)
         patch.setenv("PYTORCH_ALLOC_CONF", "")
-        return rules.check_device(cfg, preset, DistContext(torch.device(device.replace("t4", "cuda"))), windows)
+        return rules.check_device(cfg, preset, DistContext(torch.device(kind)), windows)
 
 
 @pytest.mark.parametrize("case, sentence", FLAG_CASES)
@@ -227,6 +233,7 @@ def test_every_sentence_of_the_rules_has_a_case(data, tmp_path, capsys):
     assert said[0].count("raise UserError") == len(FLAG_CASES) and said[1].count("notes.append") == len(NO_EFFECT_CASES)
     assert all(check_device(device) == [] for device in ("cpu", "cuda", "mps"))
     assert check_device("cuda", deterministic=True, micro_batch=4) == []
+    assert check_device("amd", attn="flash", dtype="bf16") == []
     tiny_run(tmp_path / "run", data=data, max_steps=1, offload="activations", bucket_cap_mb=5)
     for place in (capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()):
         assert "--offload activations has no effect on cpu" in place and "--bucket_cap_mb 5 has no effect" in place

@@ -523,6 +523,15 @@ def test_what_is_a_lack_of_memory():
     no_matmul = RuntimeError("could not create a primitive descriptor for a matmul")
     for error in (no_matmul, UserError("--data 'out of memory'"), ValueError("out of memory")):
         assert not is_out_of_memory(error) and not explain(error).startswith("memory ran out"), error
+    old = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
+    assert "whl/cu126`, for a newer one the newest PyTorch" in explain(old)
+
+
+@pytest.mark.parametrize("trained, said", [(0.0, True), (1e9, False)])
+def test_a_long_run_is_told_of_compile(trained, said, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "COMPILE_PAYS_S", trained)
+    tiny_run(tmp_path / "run", data=data, max_steps=2)
+    assert read_log(tmp_path / "run").rstrip().endswith(" | faster: --compile") == said
 
 
 # ---------------------------------------------------------------------------------------------------------------------
