@@ -75,7 +75,9 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
     assert tokenizer.decode_bytes(tokenizer.encode_raw(raw)) == kept
 
 
-@pytest.mark.parametrize("name, says", [("gpt3", "gpt2 or bytes"), ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes")])
+@pytest.mark.parametrize(
+    "name, says", [("gpt3", "gpt2, bytes, integers:N, or bpe"), ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes")]
+)
 def test_tokenizers_that_cannot_be_loaded(name, says, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)
     with pytest.raises(UserError, match=says):
