@@ -93,10 +93,12 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
 
     own, shape = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")), dict(checkpoint["model_config"])
     model.doc_eot = own.eot if checkpoint["config"].get("doc_mask") else None
-    shape |= dict(vocab_size=own.vocab_size, doc_eot=model.doc_eot, use_cache=False)  # without the head's padding
+    shape |= dict(vocab_size=own.vocab_size, doc_eot=model.doc_eot)  # without the head's padding
+    del shape["version"]
     special = dict(bos_token_id=own.eot, eos_token_id=own.eot, pad_token_id=own.eot)
     theirs = TrainGPTForCausalLM(TrainGPTConfig(**shape, **special)).eval()
-    cut = {name: t[: own.vocab_size] for name, t in model.state_dict().items() if name in ("wte.weight", "head.weight")}
+    padded = ("wte.weight", "value_embed.weight", "head.weight")
+    cut = {name: model.state_dict()[name][: own.vocab_size] for name in padded}
     idx = some_tokens(model, 2, model.cfg.seq_len) % own.vocab_size
     try:
         theirs.load_state_dict(model.state_dict() | cut)
@@ -115,7 +117,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
 
 def hf_tokenizer(own: Tokenizer, seq_len: int):
     """A tokenizer of transformers that makes the same tokens; the text "<|endoftext|>" becomes that token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     letters = {byte: letter for letter, byte in bytes_of_letters().items()}
@@ -129,13 +131,19 @@ def hf_tokenizer(own: Tokenizer, seq_len: int):
     bpe = Tokenizer(models.BPE({vocab[raw]: rank for raw, rank in ranks.items()}, merges))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([*split, byte_level]), decoders.ByteLevel()
-    end = "<|endoftext|>"
-    special = dict(bos_token=end, eos_token=end, pad_token=end, model_max_length=seq_len)
+    end = "<|endoftext|>"  # begins every text, as in sample.py
+    bpe.post_processor = processors.TemplateProcessing(single=[end, "$A"], special_tokens=[(end, own.eot)])
+    special = dict(bos_token=end, eos_token=end, pad_token=end, padding_side="left", model_max_length=seq_len)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **special)
 
 
-FORMATS = {"safetensors": to_safetensors, "int8": to_int8, "torch-export": to_torch_export, "onnx": to_onnx}
-FORMATS["hf"] = to_hf
+FORMATS = {
+    "safetensors": to_safetensors,
+    "int8": to_int8,
+    "torch-export": to_torch_export,
+    "onnx": to_onnx,
+    "hf": to_hf,
+}
 
 
 def main(argv: list[str]) -> int:

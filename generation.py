@@ -272,7 +272,7 @@ def printable(text: str) -> str:
 
 @torch.no_grad()
 def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int, temperature: float = 0.8) -> str:
-    """A prompt, integer (T,), ">>>" and the continuation by a model in eval mode; or why there is none."""
+    """The end of a prompt, integer (T,), ">>>" and the continuation by a model in eval mode; or why there is none."""
     try:
         with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for each length
             check_cache(model)
@@ -280,6 +280,6 @@ def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: i
             tokens = [token for (token,) in on_host(drawn)]
     except Exception as error:  # of an edit that cannot be cached, which training does not need
         return f"(no sample: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error})"
-    known = prompt[prompt < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
+    known = prompt[-64:][prompt[-64:] < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
     return printable(">>>".join(texts))

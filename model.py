@@ -38,7 +38,7 @@ class GPTConfig:
     ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
     softcap: float = 15.0  # tanh soft-capping of logits to (-softcap, softcap); 0 disables
     rope_theta: float = 10000.0
-    version: int = 2  # of the computation below; checkpoints of another version are refused
+    version: int = 3  # of the computation below; checkpoints of another version are refused
 
     @property
     def head_dim(self) -> int:
@@ -53,7 +53,8 @@ class GPTConfig:
         """Keys that each query sees in each layer, its own included (0 = the whole context)."""
         pattern, _, size = self.window.partition(":")
         size = int(size or max(1, self.seq_len // 4))
-        return [size if pattern[i % len(pattern)] == "S" else 0 for i in range(self.n_layer)]
+        sliding = [pattern[i % len(pattern)] == "S" and size < self.seq_len for i in range(self.n_layer)]
+        return [size if slides else 0 for slides in sliding]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class AttnContext(NamedTuple):
     starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
     mask: object  # attention_mask's result for this layer's window
     backend: str  # of attention
+    values: Tensor  # of the tokens, (B, T, n_embd)
     past: LayerCache | None = None  # this layer's KV cache, during generation only
 
 
@@ -166,17 +168,19 @@ def shift_keys(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal attention with normalized queries and keys (QK-norm: Henry et al. 2020)."""
+    """Multi-head causal attention with QK-norm (Henry et al. 2020) and gated value embeddings (NanoGPT speedrun)."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.n_head, self.head_dim, self.rotary_dim = cfg.n_head, cfg.head_dim, cfg.rotary_dim
         self.qkv = Linear(cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd)
+        self.gate = Linear(cfg.n_embd, cfg.n_head)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         batch, length, n_embd = x.shape
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
+        v = v + 2 * self.gate(x).sigmoid()[..., None] * ctx.values.view(v.shape)
         q, k = norm(qk).split(self.n_head, 2)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)
         k = apply_rotary_emb(shift_keys(k, self.rotary_dim, ctx), ctx.cos, ctx.sin)
@@ -262,6 +266,7 @@ class GPT(nn.Module):
         self.doc_eot, self.ngram_dropout, self.step_seed = doc_eot, ngram_dropout, 0
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
+        self.value_embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
@@ -314,12 +319,11 @@ class GPT(nn.Module):
         tokens, position: as in embed. masks: attention masks of this backend by window. layers: the KV caches.
         """
         cos, sin = self.rotary_tables(position)
-        starts = None
-        if self.doc_eot is not None:
-            starts = (tokens[:, -position.size(-1) :] == self.doc_eot)[..., None, None]
+        starts = None if self.doc_eot is None else (tokens[:, -position.size(-1) :] == self.doc_eot)[..., None, None]
+        values = self.value_embed(tokens[:, -position.size(-1) :]).to(self.compute_dtype)
         x = norm(self.embed(tokens, position).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
-            x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], backend, layers and layers[i]))
+            x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], backend, values, layers and layers[i]))
         return norm(x)
 
     next_logits = next_logits  # a method, so that FSDP gathers the weights for it
@@ -367,7 +371,7 @@ class GPT(nn.Module):
         t = self.cfg.seq_len
         attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
         places = self.named_parameters(remove_duplicate=False)
-        weights = sum(p.numel() for name, p in places if name not in ("wte.weight", "ngrams.weight"))
+        weights = sum(p.numel() for name, p in places if not name.startswith(("wte", "value_embed", "ngrams")))
         return 6 * weights + 12 * self.cfg.n_embd * attended
 
 
@@ -406,9 +410,10 @@ PARAM_TABLE = [
     ParamSpec(r"wte\.weight", normal(1.0, by_fan_in=False), lr_mul=75.0),
     ParamSpec(r"ngrams\.weight", zeros, lr_mul=12.0),
     ParamSpec(r"head\.weight", zeros),
-    ParamSpec(r"blocks\.\d+\.attn\.qkv\.weight", normal(0.33**0.5)),
-    ParamSpec(r"blocks\.\d+\.mlp\.fc\.weight", normal(0.33**0.5)),
+    ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", normal(0.33**0.5)),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros),
+    ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", zeros, "adam"),
+    ParamSpec(r"value_embed\.weight", zeros, lr_mul=5.0),
 ]
 
 

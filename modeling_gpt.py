@@ -32,13 +32,8 @@ class TrainGPTConfig(PretrainedConfig):
         doc_eot: int | None = None,  # the token that starts a document, which sees no other; None: documents see others
         **kwargs,
     ):
-        self.vocab_size, self.seq_len, self.n_layer, self.n_head, self.n_embd = (
-            vocab_size,
-            seq_len,
-            n_layer,
-            n_head,
-            n_embd,
-        )
+        self.vocab_size, self.seq_len, self.n_layer = vocab_size, seq_len, n_layer
+        self.n_head, self.n_embd = n_head, n_embd
         self.window, self.ngram, self.ngram_rows, self.softcap = window, ngram, ngram_rows, softcap
         self.rope_theta, self.doc_eot = rope_theta, doc_eot
         self.hidden_size, self.num_hidden_layers, self.num_attention_heads = n_embd, n_layer, n_head  # their names
@@ -60,14 +55,13 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.n_head, self.rotary_dim = cfg.n_head, cfg.n_embd // cfg.n_head // 4 * 2
-        self.qkv, self.proj = (
-            nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False),
-            nn.Linear(cfg.n_embd, cfg.n_embd, bias=False),
-        )
+        self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
+        self.gate = nn.Linear(cfg.n_embd, cfg.n_head, bias=False)
+        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor, mask: Tensor, values: Tensor) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3 * self.n_head, -1).split(self.n_head, 2)
-        q, k = norm(q), norm(k)
+        q, k, v = norm(q), norm(k), v + 2 * self.gate(x).sigmoid()[..., None] * values.view(v.shape)
         before = F.pad(k[:, :-1, :, self.rotary_dim :], (0, 0, 0, 0, 1, 0)).masked_fill(starts[..., None, None], 0)
         k = torch.cat((k[..., : self.rotary_dim], before), dim=-1)
         q, k, v = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2)
@@ -96,10 +90,12 @@ class Block(nn.Module):
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TrainGPTConfig
+    accepts_loss_kwargs = False  # else Trainer takes the loss for a sum
 
     def __init__(self, config: TrainGPTConfig):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.value_embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd) if config.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -131,12 +127,14 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         half = cfg.n_embd // cfg.n_head // 4
         frequency = cfg.rope_theta ** -(torch.arange(half, device=place.device, dtype=torch.float64) / half)
         angle = (place[:, None] * frequency.float())[:, None]
-        x = norm(self.embed(input_ids, documents))
+        x, values = norm(self.embed(input_ids, documents)), self.value_embed(input_ids)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         pattern, _, width = cfg.window.partition(":")
         for i, block in enumerate(self.blocks):  # beyond seq_len, attention is a sliding window in every layer
             window = int(width or max(1, cfg.seq_len // 4)) if pattern[i % len(pattern)] == "S" else cfg.seq_len
-            x = block(x, cos, sin, starts, same & (place > place[:, None] - window))
+            window = min(window, cfg.seq_len)
+            mask = same & (place > place[:, None] - window)
+            x = block(x, cos, sin, starts, mask, values)
         logits = self.head(norm(x)).float()
         logits = cfg.softcap * torch.tanh(logits / cfg.softcap) if cfg.softcap else logits
         loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

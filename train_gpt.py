@@ -48,7 +48,7 @@ SMALL = dict(ngram=-1, eval_tokens=262144)
 LAPTOP = dict(n_layer=2, n_head=1, n_embd=128, ngram_rows=131072, batch_tokens=8192, max_steps=300, eval_every=150)
 MINI = dict(n_layer=6, n_head=8, n_embd=512, seq_len=512, ngram_rows=65536, batch_tokens=16384, max_steps=1000)
 PRESETS = {
-    "laptop": SMALL | LAPTOP | dict(short_frac=0.55),
+    "laptop": SMALL | LAPTOP | dict(seq_len=2048, window="SL:512", short_frac=0.7),
     "mini": SMALL | MINI,
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
@@ -95,7 +95,7 @@ class Config:
     minutes: float = flag(0.0, "end the whole run after N minutes: schedules follow the clock, not steps; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, wherever the schedule is; 0 = never")
     target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
-    short_frac: float = flag(0.0, "fraction of steps, at first, on sequences of a quarter of seq_len, which are faster")
+    short_frac: float = flag(0.0, "fraction of steps, at first, on sequences of an eighth of seq_len, which are faster")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
     # systems
@@ -260,8 +260,8 @@ def get_momentum(step: int) -> float:
 
 def get_seq_len(progress: float, cfg: Config) -> int:
     """The context in training at this fraction of the run: shorter at first, when a model learns what is near."""
-    shorter = progress < cfg.short_frac and cfg.seq_len % 4 == 0 and not cfg.doc_align
-    return cfg.seq_len // 4 if shorter else cfg.seq_len
+    shorter = progress < cfg.short_frac and cfg.seq_len % 8 == 0 and not cfg.doc_align
+    return cfg.seq_len // 8 if shorter else cfg.seq_len
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -336,8 +336,8 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
-    """The end of the evaluated text, ">>>", and the model's continuation; always the same for the same weights."""
-    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 64))[0]
+    """The end of the evaluated text, ">>>", and the model's continuation; the same for the same weights."""
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]
     with state.as_evaluated() as model:
         return complete(model, prompt, stream.tokenizer, n_tokens, state.cfg.seed)
 

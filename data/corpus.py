@@ -79,7 +79,7 @@ def given_files(arguments, include, say):
                 paths = _files_under(match, lambda name: name.startswith("."))
                 paths = [p for p in paths if any(fnmatch.fnmatchcase(p.name, like) for like in include or ["*"])]
             for path in paths:
-                if str(path) == argument or is_parquet(path) or _begins_as_text(path):
+                if str(path) == argument or is_parquet(path) or argument.endswith(".npy") or _begins_as_text(path):
                     names.setdefault(path, path.relative_to(match.parent).as_posix())
                 else:
                     skipped.add(path.name)
@@ -182,7 +182,11 @@ def _rows_of_parquet(stream, path, keys):
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f"{path} needs the package pyarrow: run `pip install pyarrow`") from None
-    for batch in ParquetFile(stream).iter_batches(batch_size=256, columns=[*keys]):
+    file = ParquetFile(stream)
+    for key in keys:
+        if key not in file.schema_arrow.names:
+            raise KeyError(f"{key}; its columns are {', '.join(file.schema_arrow.names)}")
+    for batch in file.iter_batches(batch_size=256, columns=[*keys]):
         yield from ({key: "" if cell is None else cell for key, cell in row.items()} for row in batch.to_pylist())
 
 

@@ -51,7 +51,7 @@ def _encode(tokenizer, split, pieces):
     end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
     parts = [part for starts, piece in pieces for part in [end_of_text] * starts + [tokenizer.encode_raw(piece)]]
     tokens = np.concatenate([end_of_text[:0], *parts], dtype=np.uint16)
-    n_bytes, n_documents = sum(len(piece) for _, piece in pieces), sum(starts for starts, _ in pieces)
+    n_bytes, n_documents = sum(memoryview(piece).nbytes for _, piece in pieces), sum(starts for starts, _ in pieces)
     return split, tokens, dict(tokens=tokens.size, bytes=n_bytes, documents=n_documents)
 
 
@@ -91,7 +91,9 @@ def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
                 filled = 0
     for split, counts in splits.items():
         if not counts["tokens"]:
-            raise UserError(f"no text is in the {split} split: give more, another --val_fraction, or a single text")
+            raise UserError(
+                f"no text is in the {split} split: give more, a single text, --val PATH or another --val_fraction"
+            )
         if counts["tokens"] % shard_tokens:
             write(split, counts["tokens"] % shard_tokens)
     return splits, dict(sorted(files.items()))
@@ -122,7 +124,7 @@ def prepare(
 
     It is made under another name and renamed, so that several processes may run this at once. Raises UserError.
     """
-    own, integers = SOURCES[source], any(os.fspath(path).endswith(".npy") for path in paths)
+    own, integers = SOURCES[source], any(os.fspath(path).endswith(".npy") for path in (*paths, *val))
     if integers:
         if tokenizer or vocab_size is None:
             raise UserError("a .npy file holds tokens: give --vocab_size N, how many different ones, no --tokenizer")
@@ -155,7 +157,9 @@ def prepare(
         val_files = corpus.given_files(val, include, say) if val else []
         if twice := sorted({str(path) for _, path in files} & {str(path) for _, path in val_files}):
             raise UserError(f"{twice[0]} is given for training and as --val; a text must be in one of them only")
-        n_bytes = sum(path.stat().st_size for _, path in files + val_files)
+            origin += f" --val {' '.join(map(os.fspath, val))}" if val else ""
+        packed = {path: 3 if corpus.is_parquet(path) else 1 for _, path in files + val_files}  # about
+        n_bytes = sum(times * path.stat().st_size for path, times in packed.items())
         if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
             tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
             say(f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)")

@@ -151,11 +151,11 @@ class TokenStream:
         for name in sorted(name for name, _ in found.items() ^ named.items()):
             said = f"{found.get(name, 'no')} tokens, where meta.json says {named.get(name, 'nothing')}"
             raise UserError(f"{self.folder / name} has {said}; prepare the data again")
-        for name, split in (("train", self.train), ("val", self.val)):
-            if split.n_tokens <= self.seq_len:
-                found = f"the {name} split of {self.folder} has {split.n_tokens} tokens, too few for one sequence"
-                advice = "use a smaller --seq_len or more data"
-                raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
+        least, name = min((self.train.n_tokens, "train"), (self.val.n_tokens, "val"))
+        if least <= self.seq_len:
+            found = f"the {name} split of {self.folder} has {least} tokens, too few for one sequence"
+            advice = f"use more data, or --seq_len {1 << max(0, (least - 1).bit_length() - 1)}"
+            raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
         self.aligned, self.per_epoch = None, max(1, self.train.n_tokens // seq_len - 1)
         if doc_align:
             self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)

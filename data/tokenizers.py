@@ -72,8 +72,8 @@ class IntegerTokenizer(Tokenizer):
         except (ValueError, OverflowError):
             raise UserError(f"{raw[:40]!r} is not text of integers between blanks, as this data needs") from None
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
-            found = f"integers from {tokens.min()} to {tokens.max()}"
-            raise UserError(f"there are {found}, and --vocab_size {self.eot} allows 0 to {self.eot - 1}; raise it")
+            found = f"found integers from {tokens.min()} to {tokens.max()}, where tokens are 0 to {self.eot - 1}"
+            raise UserError(f"{found}; correct them, or prepare the data with a larger --vocab_size")
         return tokens.astype(np.uint16)
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:

@@ -30,6 +30,13 @@ class Varlen(NamedTuple):
     window: tuple[int, int]
 
 
+class Windowed(NamedTuple):
+    """What blocked_attention takes of a window: the mask, and the keys that each query sees, its own included."""
+
+    mask: Tensor
+    window: int
+
+
 TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")  # backends that can add a bias to the scores
 
 
@@ -55,7 +62,8 @@ def attention_mask(
     tokens: integer (B, T). window: keys seen, the query's own included; 0 = all. eot: the token that starts a document,
     which attends to no other document; None = ignore documents. bias: added to the scores, (H, T, T), for TAKES_BIAS
     only.
-    Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or a float one if there is a bias; else a BlockMask or Varlen.
+    Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or a float one if there is a bias; or what the
+    backend takes instead: BlockMask, Varlen, Windowed.
     Raises UserError for a bias that the backend does not take.
     """
     batch, length = tokens.shape
@@ -80,7 +88,8 @@ def attention_mask(
     query = key[:, None]
     mask = (key <= query) & (key > query - window) if window else key <= query
     mask = mask if doc_ids is None else mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
-    return add_bias(mask, bias)
+    mask = add_bias(mask, bias)
+    return Windowed(mask, window) if window and backend == "blocked" else mask
 
 
 def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
@@ -170,33 +179,34 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Varlen) -> Tensor:
     return out.view(q.size(0), q.size(2), q.size(1), q.size(3)).transpose(1, 2)
 
 
-def query_blocks(length: int) -> list[tuple[int, int]]:
-    """Start and end of each query block of blocked_attention, four at most; a block sees the keys before its end."""
-    size = max(128, -(-length // 4))
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
+def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
+    """Start and end of each query block of blocked_attention, four at most where they compile; and its first key."""
+    size = 256 if window and not torch.compiler.is_compiling() else max(256, -(-length // 4))
+    blocks = [(start, min(start + size, length)) for start in range(0, length, size)]
+    return [(start, end, max(0, start - window + 1) if window else 0) for start, end in blocks]
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Matmuls and a softmax, one block of queries at a time, on the keys up to its end; as many queries as keys.
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Windowed | None) -> Tensor:
+    """Matmuls and a softmax, one block of queries at a time, on the keys that it sees; as many queries as keys.
 
     On a CPU it beats SDPA's kernel: compiled in all dtypes, eager in bf16. With SDPA's kernel, steps of `laptop` with
     bytes and `--seq_len 256` take 26 % longer compiled and 19 % longer eager. It keeps the probabilities for backward,
     and uses few blocks, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
     """
-    (batch, n_head, length, head_dim), out = q.shape, []
+    (batch, n_head, length, head_dim), out, window = q.shape, [], 0
+    if isinstance(mask, Windowed):
+        mask, window = mask
     if mask is None:
         position = torch.arange(length, device=q.device)
         mask = position <= position[:, None]
-    if mask.is_floating_point():
-        bias = mask.to(q.dtype)
-    else:
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
-    bias = bias.expand(batch, n_head, length, length)
     q, k, v = (t.flatten(0, 1).contiguous() for t in (q / math.sqrt(head_dim), k, v))
-    for start, end in query_blocks(length):
-        hidden = bias[:, :, start:end, :end].flatten(0, 1)
-        scores = torch.baddbmm(hidden, q[:, start:end], k[:, :end].mT)
-        out.append(scores.softmax(-1) @ v[:, :end])
+    for start, end, first in query_blocks(length, window):
+        bias = mask[..., start:end, first:end]
+        if not bias.is_floating_point():
+            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, -math.inf)
+        bias = bias.to(q.dtype).expand(batch, n_head, end - start, end - first).flatten(0, 1)
+        scores = torch.baddbmm(bias, q[:, start:end], k[:, first:end].mT)
+        out.append(scores.softmax(-1) @ v[:, first:end])
     return torch.cat(out, dim=1).view(batch, n_head, length, v.size(-1))
 
 

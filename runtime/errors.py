@@ -76,7 +76,7 @@ def explain(error: Exception) -> str:
         advice = "try a smaller --micro_batch, then --checkpointing full, --offload optimizer, a smaller model"
         return f"memory ran out ({text}); {advice} (sampling: --num_samples); --resume continues from what was saved"
     if "no kernel image is available" in str(error):
-        old = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+        old = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
         advice = f"for Maxwell, Pascal and Volta `{old}`, for a newer one the newest PyTorch"
         return f"this build of PyTorch has no kernels for this GPU; {advice}, or use --device cpu"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):

@@ -330,7 +330,8 @@ class Reporter:
         if stopped_by in ("max_steps", "minutes", "target_val_loss"):
             hint = f"next: python sample.py --run {name} | longer: {again} --max_steps {2 * step} | "
             hint += "on your own text: python data/prepare.py files PATH | larger: --params 10M"
-            hint += " | faster: --compile" if trained_s > COMPILE_PAYS_S and flags["compile"] == "off" else ""
+            slow = flags["compile"] == "off" and self.dist_ctx.device.type != "mps"
+            hint += " | faster: --compile" if trained_s > COMPILE_PAYS_S and slow else ""
         stall = f"data stall {self.data_wait_s / max(trained_s, 1e-9):.2%}"
         times = f"train_time {timer.train_time:.1f} s ({stall}), wall time {timer.wall_time:.1f} s"
         self.logger.info(f"stopped by {stopped_by} at step {step}: {times}; everything is in {name}\n{hint}")

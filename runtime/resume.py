@@ -24,7 +24,7 @@ from runtime.log import RunLogger
 from runtime.ranks import agree, dist_max, run_on_rank0
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # not taken from a checkpoint
-SHAPE = ("n_layer", "n_head", "n_embd", "ngram", "ngram_rows", "window", "softcap")  # taken with --init_from
+SHAPE = ("seq_len", "n_layer", "n_head", "n_embd", "ngram", "ngram_rows", "window", "softcap")  # taken with --init_from
 
 
 def saved_flags(path: Path) -> dict:

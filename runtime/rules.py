@@ -153,12 +153,12 @@ def check_device(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[s
         notes.append("--grad_comm bf16 has no effect on one process, which exchanges no gradients")
     if f.ngram == 1:
         notes.append("--ngram 1 has no effect: every token has its own embedding already; n-grams start at 2")
-    if "S" in f.window and not windowed:
-        notes.append(f"--window {f.window} has no effect: it is as long as the context of {f.seq_len} tokens")
+    if "S" in f.window and not windowed and f.window != preset.window:
+        notes.append(f"--window {f.window} has no effect: it is no shorter than the context of {f.seq_len} tokens")
     if f.ngram_rows != preset.ngram_rows and f.ngram in (0, 1):
         notes.append(f"--ngram_rows {f.ngram_rows} has no effect without n-grams, as --ngram 4 adds")
-    if f.short_frac and (f.seq_len % 4 or f.doc_align):
-        notes.append("--short_frac has no effect with --doc_align, or a --seq_len that 4 does not divide")
+    if f.short_frac and (f.seq_len % 8 or f.doc_align):
+        notes.append("--short_frac has no effect with --doc_align, or a --seq_len that 8 does not divide")
     if f.optimizer == "adamw" and f.muon_lr != preset.muon_lr:
         notes.append(f"--muon_lr {f.muon_lr:g} has no effect with --optimizer adamw")
     if f.preset.startswith("gpt2") and not f.data:

@@ -40,9 +40,9 @@ def sizes(params: float, given: dict, tokens: float = 0) -> dict:
     head = next((size for size in (128, 64) if n_embd % size == 0), n_embd)
     weights = 12 * n_layer * n_embd**2
     tokens = tokens or 20 * weights
-    batch_tokens = 1024 * 2 ** max(0, round(math.log2(8 * (tokens / 8e6) ** 0.5)))
+    batch_tokens = 1024 * 2 ** max(1, round(math.log2(8 * (tokens / 8e6) ** 0.5)))
     batch_tokens = max(1, given.get("batch_tokens", batch_tokens))
-    has_ngrams = weights < 5e7
+    has_ngrams, small = weights < 5e7, n_embd <= 256  # measured for 128
     return dict(
         n_layer=n_layer,
         n_embd=n_embd,
@@ -50,10 +50,12 @@ def sizes(params: float, given: dict, tokens: float = 0) -> dict:
         batch_tokens=batch_tokens,
         max_steps=max(1, round(tokens / batch_tokens)),
         eval_every=250,
-        short_frac=0.55 if n_embd <= 256 else 0.0,  # measured for 128
+        seq_len=2048 if small else 1024,
+        window="SL:512" if small else "L",
+        short_frac=0.7 if small else 0.0,
         eval_tokens=min(10485760, max(262144, 16 * batch_tokens)),
         ngram=-1 if has_ngrams else 0,
-        ngram_rows=(131072 if n_embd <= 256 else 65536) if has_ngrams else 16384,
+        ngram_rows=(131072 if small else 65536) if has_ngrams else 16384,
     )
 
 
@@ -165,6 +167,7 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
             flop_s = matmul_flops(device, DTYPES[dtype], width, flop) * dist_ctx.world_size
         if flags["params"] == -1:
             given = {name: flags[name] for name in SIZED if flags[name] != preset[name]}
+            given["seq_len"] = flags["seq_len"]  # the stream is open
             chosen.update(sizes_within(minutes, given, flags["seq_len"], vocab_size, text_tokens, flop_s) | given)
             step = flags["seq_len"] * dist_ctx.world_size * (flags["micro_batch"] or 1)  # which all ranks can share
             chosen["batch_tokens"] = max(1, round(chosen["batch_tokens"] / step)) * step
@@ -177,13 +180,16 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
         if now["loss_chunk"] == -1:
             chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
         if now["attn"] == "auto" and device.type == "cpu":  # `blocked` is faster, while it takes little memory
-            eager, longest = now["compile"] == "off", 1024
-            if eager and (dtype != "bf16" or now["checkpointing"] not in ("auto", "none")):
+            eager, longest = now["compile"] == "off", 2048
+            pattern, _, width = now["window"].partition(":")
+            slides = "S" in pattern and int(width or 1) < now["seq_len"]
+            in_doubt = eager and not slides  # blocks leave out what a window hides
+            if eager and now["checkpointing"] not in ("auto", "none") or in_doubt and dtype != "bf16":
                 longest = 0
-            elif eager and now["n_layer"] * now["n_head"] > 8:  # each head's scores are kept
-                longest = 512
+            elif now["n_layer"] * now["n_head"] > 8:  # each head's scores are kept
+                longest = 512 if eager else 1024
             blocked = now["seq_len"] <= longest
-            if blocked and eager and not flags["deterministic"]:
+            if blocked and in_doubt and not flags["deterministic"]:
                 shape = (2, now["n_head"], now["seq_len"], now["n_embd"] // now["n_head"])
                 blocked = attention_s("blocked", shape) < attention_s("sdpa", shape)
             chosen["attn"] = "blocked" if blocked else "sdpa"

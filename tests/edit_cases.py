@@ -54,7 +54,12 @@ class Plain:
     def heads(self, x: Tensor, i: int) -> list[Tensor]:
         """Queries, keys and values (B, T, heads, head_dim)."""
         parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)
-        return [t.unflatten(-1, (-1, self.head_dim)) for t in parts]
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in parts)
+        return [q, k, self.with_values(v, x, i)]
+
+    def with_values(self, v: Tensor, x: Tensor, i: int) -> Tensor:
+        gate = torch.sigmoid(x @ self.w[f"blocks.{i}.attn.gate.weight"].T)[..., None]
+        return v + 2 * gate * self.w["value_embed.weight"][self.idx][..., : v.flatten(2).size(2)].view(v.shape)
 
     def attn(self, x: Tensor, i: int) -> Tensor:
         length, (q, k, v) = x.size(1), self.heads(x, i)
@@ -78,7 +83,7 @@ class Plain:
         return rms_norm(self.embed(idx))
 
     def hidden(self, idx: Tensor) -> Tensor:
-        x = self.first(idx)
+        self.idx, x = idx, self.first(idx)
         for i in range(self.cfg.n_layer):
             x = self.block(x, i)
         return rms_norm(x)
@@ -211,7 +216,7 @@ class Grouped(Plain):
         parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).split((x.size(-1), x.size(-1) // 2, x.size(-1) // 2), -1)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in parts)
         shared = [n // 2 for n in range(self.cfg.n_head)]
-        return [q, k[:, :, shared], v[:, :, shared]]
+        return [q, k[:, :, shared], self.with_values(v, x, i)[:, :, shared]]
 
 
 class Alibi(Plain):

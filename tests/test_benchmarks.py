@@ -143,7 +143,7 @@ def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 0 --vocab_size 1024 --quick"
     rows = measured(tmp_path, "memory", sizes)["memory"]
     numbers_are_finite(rows)
-    adam, muon = 4 * 2 * 1024 * 64 / 2**20, 4 * 3 * 12 * 64**2 / 2**20
+    adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
     for row in rows:
         assert row["weights"] == row["gradients"] == pytest.approx(adam + muon)
         assert row["optimizer"] == pytest.approx(2 * adam + muon, rel=1e-3) and row["transient"] > 0

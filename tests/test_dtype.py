@@ -49,15 +49,17 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
     "flags, attn",
     [
         (dict(dtype="fp32"), "sdpa"),
+        (dict(dtype="fp32", window="SL:512"), "blocked"),
+        (dict(dtype="fp32", window="SL:512", seq_len=512), "sdpa"),
         (dict(dtype="bf16"), "blocked"),
         (dict(dtype="bf16", checkpointing="selective"), "sdpa"),
-        (dict(dtype="bf16", seq_len=2048), "sdpa"),
+        (dict(dtype="bf16", seq_len=4096), "sdpa"),
         (dict(dtype="fp32", compile="default"), "blocked"),
         (dict(dtype="bf16", attn="math", loss_chunk=0), "math"),
     ],
 )
 def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
-    cfg = dataclasses.asdict(make_config(**flags))
+    cfg = dataclasses.asdict(make_config(**dict(window="L") | flags))
     assert 0 < sizes.attention_s("blocked", (1, 1, 32, 8)) < 10
     monkeypatch.setattr(sizes, "attention_s", lambda backend, shape: len(backend))  # SDPA's is faster
     slower = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get("attn", attn)

@@ -113,10 +113,12 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
         idx, logits, texts, tokens, prompt, drawn = torch.load(sys.argv[2])
         close = dict(rtol=0, atol=1e-4)
         torch.testing.assert_close(model(idx).logits, logits, **close)
-        assert [tokenizer(text).input_ids for text in texts] == tokens
+        assert [tokenizer(text).input_ids for text in texts] == [[256, *ids] for ids in tokens]
         assert [tokenizer.decode(ids) for ids in tokens] == texts
         more = dict(max_new_tokens=50, do_sample=False)
-        new = model.generate(prompt[None], **more)[0, 3:].tolist()
+        both = tokenizer(["ab", "a longer text"], return_tensors="pt", padding=True)
+        new = model.generate(**both, **more)[0, both.input_ids.size(1) :].tolist()
+        new = new[: new.index(256) + 1] if 256 in new else new
         assert new == (drawn[: drawn.index(256) + 1] if 256 in drawn else drawn), (new, drawn)
         alone = [model(row[None, :n]).logits for row, n in zip(idx, (32, 20, 9))]
         for side in ("left", "right"):
@@ -141,27 +143,10 @@ def test_transformers_has_the_same_tokens(kind, gpt2):
     pytest.importorskip("transformers")
     own = gpt2 if kind == "gpt2" else get_tokenizer("bpe", PYTHON_VOCABULARY.read_text())
     draw, theirs = random.Random(0), export.hf_tokenizer(own, 32)
-    parts = [
-        "def",
-        " the",
-        "é",
-        "漢字",
-        "🙂",
-        " ",
-        "  ",
-        "\n",
-        "\t",
-        "\r\n",
-        "'ll",
-        "1234",
-        "__",
-        "...",
-        "\u00a0",
-        "import",
-    ]
+    parts = [*"def| the|é|漢字|🙂| |  |\n|\t|\r\n|'ll|1234|__|...|\u00a0|import".split("|")]
     for _ in range(300):
         text = "".join(draw.choices(parts, k=20))
-        assert theirs(text).input_ids == own.encode(text).tolist(), text
+        assert theirs(text).input_ids == [own.eot, *own.encode(text).tolist()], text
         assert theirs.decode(own.encode(text).tolist()) == text
     assert theirs.eos_token_id == own.eot and len(theirs) == own.vocab_size
 

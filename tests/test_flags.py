@@ -49,7 +49,10 @@ def parsed(line: str) -> dict:
         ("--alloc_conf expandable_segments:True --attn cudnn", "--attn cudnn runs on CUDA only"),
         ("--doc_align --vocab_size=300 --data NO_DOCS", "finds no document"),
         ("--vocab_size 200", "less than the 257 of"),
-        ("--seq_len=8192 --batch_tokens=8192 --micro_batch=1", "has 4333 tokens, too few .* use a smaller --seq_len"),
+        (
+            "--seq_len=8192 --batch_tokens=8192 --micro_batch=1",
+            "has 4333 tokens, too few .* use more data, or --seq_len 4096",
+        ),
         ("--data /nowhere", "/nowhere.*python data/prepare.py"),
     ],
 )
@@ -141,7 +144,7 @@ FLAG_CASES = (
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
-    (dict(batch_tokens=1000), "not a multiple of --seq_len 1024; use --batch_tokens 1024"),
+    (dict(batch_tokens=1000), "not a multiple of --seq_len 2048; use --batch_tokens 2048"),
     (dict(ngram_dropout=0.5, ngram=0), "--ngram_dropout is 0.5 with --ngram 0; expected a probability"),
     (dict(checkpointing="1.0"), "--checkpointing is '1.0'; expected auto, none, selective, full or a number"),
     (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
@@ -193,11 +196,9 @@ NO_EFFECT_CASES = (
 
 
 def check_device(device: str, **flags) -> list[str]:
-    cfg, preset = make_config(**flags), make_config(preset=flags.get("preset", "laptop"))
-    windows, kind = (
-        train_gpt.gpt_config(cfg, 257).layer_windows(),
-        dict(t4="cuda", amd="cuda", apple="cpu").get(device, device),
-    )
+    cfg = make_config(**dict(seq_len=1024, window="L") | flags)
+    preset, windows = make_config(preset=cfg.preset), train_gpt.gpt_config(cfg, 257).layer_windows()
+    kind = dict(t4="cuda", amd="cuda", apple="cpu").get(device, device)
     with pytest.MonkeyPatch.context() as patch:  # devices that are good enough for everything, but for an older GPU
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5) if device in ("t4", "amd") else (9, 0))
         patch.setattr(torch.version, "hip", "7.0" if device == "amd" else None)

@@ -294,7 +294,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
         (dict(resume=tmp_path / "ckpt_19.pt"), 'Missing key(s) in state_dict: "head.weight".); use'),
         (dict(data=other), "was trained on other data"),
         (dict(optimizer="adamw"), "--optimizer adamw is for new runs"),
-        (dict(resume=tmp_path / "ckpt_20.pt"), "holds version 1 of the model, and this is version 2"),
+        (dict(resume=tmp_path / "ckpt_20.pt"), "holds version 1 of the model, and this is version 3"),
         (dict(seed=1), elsewhere),
         (dict(batch_tokens=1024), elsewhere),
         (dict(doc_align=True), elsewhere),
