@@ -196,7 +196,10 @@ def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
     assert ours["step"] == theirs["step"]
     if exact:
         return assert_weights_equal(a, b)
-    torch.testing.assert_close(ours["model"], theirs["model"], rtol=1e-3, atol=1e-4)
+    assert ours["model"].keys() == theirs["model"].keys()
+    for name, weight in theirs["model"].items():
+        atol = 1e-4 if name == "value_embed.weight" else 2e-5  # Adam moves it far where a gradient is only rounding
+        torch.testing.assert_close(ours["model"][name], weight, rtol=1e-3, atol=atol)
 
 
 def assert_weights_equal(a, b) -> None:

@@ -98,10 +98,11 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     special = dict(bos_token_id=own.eot, eos_token_id=own.eot, pad_token_id=own.eot)
     theirs = TrainGPTForCausalLM(TrainGPTConfig(**shape, **special)).eval()
     padded = ("wte.weight", "value_embed.weight", "head.weight")
-    cut = {name: model.state_dict()[name][: own.vocab_size] for name in padded}
+    weights = model.state_dict()
+    weights |= {name: weights[name][: own.vocab_size] for name in padded}
     idx = some_tokens(model, 2, model.cfg.seq_len) % own.vocab_size
     try:
-        theirs.load_state_dict(model.state_dict() | cut)
+        theirs.load_state_dict(weights)
         torch.testing.assert_close(theirs(idx).logits, model(idx)[..., : own.vocab_size], rtol=0, atol=1e-3)
     except (RuntimeError, AssertionError) as error:
         wrong = str(error).strip().partition("\n")[0]

@@ -280,6 +280,7 @@ def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: i
             tokens = [token for (token,) in on_host(drawn)]
     except Exception as error:  # of an edit that cannot be cached, which training does not need
         return f"(no sample: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error})"
-    known = prompt[-64:][prompt[-64:] < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
+    end = prompt[-64:]
+    known = end[end < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
     texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
     return printable(">>>".join(texts))

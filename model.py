@@ -53,8 +53,8 @@ class GPTConfig:
         """Keys that each query sees in each layer, its own included (0 = the whole context)."""
         pattern, _, size = self.window.partition(":")
         size = int(size or max(1, self.seq_len // 4))
-        sliding = [pattern[i % len(pattern)] == "S" and size < self.seq_len for i in range(self.n_layer)]
-        return [size if slides else 0 for slides in sliding]
+        size = size if size < self.seq_len else 0
+        return [size if pattern[i % len(pattern)] == "S" else 0 for i in range(self.n_layer)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class AttnContext(NamedTuple):
     starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
     mask: object  # attention_mask's result for this layer's window
     backend: str  # of attention
-    values: Tensor  # of the tokens, (B, T, n_embd)
+    values: Tensor  # value embeddings of the tokens, (B, T, n_embd)
     past: LayerCache | None = None  # this layer's KV cache, during generation only
 
 
@@ -319,8 +319,9 @@ class GPT(nn.Module):
         tokens, position: as in embed. masks: attention masks of this backend by window. layers: the KV caches.
         """
         cos, sin = self.rotary_tables(position)
-        starts = None if self.doc_eot is None else (tokens[:, -position.size(-1) :] == self.doc_eot)[..., None, None]
-        values = self.value_embed(tokens[:, -position.size(-1) :]).to(self.compute_dtype)
+        newest = tokens[:, -position.size(-1) :]
+        starts = None if self.doc_eot is None else (newest == self.doc_eot)[..., None, None]
+        values = self.value_embed(newest).to(self.compute_dtype)
         x = norm(self.embed(tokens, position).to(self.compute_dtype))
         for i, block in enumerate(self.blocks):
             x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], backend, values, layers and layers[i]))

@@ -167,9 +167,9 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
                     texts[i] = texts[i][:end]
                     decoders[i].reset()
                     done.add(i)
-                elif alone and len(texts[0]) - held > printed:
-                    print(shown(texts[0][printed : len(texts[0]) - held]), end="", flush=True)
-                    printed = len(texts[0]) - held
+                elif alone and (safe := len(texts[0]) - held) > printed:
+                    print(shown(texts[0][printed:safe]), end="", flush=True)
+                    printed = safe
             if number == 4:  # the first step reads the prompts, the second may compile, the next two record CUDA graphs
                 start, skipped = time.perf_counter(), count
             if number > 4:

@@ -136,15 +136,14 @@ def read_files(files, val_fraction, keys):
     """The documents of files: one per row, named `<name>:<number>`; else one per file, but of a single file two.
 
     val_fraction: 0 or 1 puts all into one split.
-
     keys: of the texts of a row, joined by newlines. Raises UserError, which says the place, for what cannot be read.
     """
     for name, path in files:
         try:
             with open_file(path) as stream:
                 if path.suffix == ".npy":
-                    at = None if len(files) == 1 else split_of(name, val_fraction) == "train"
-                    yield from _integers(path, 1 - val_fraction if at is None else at)
+                    alone = len(files) == 1
+                    yield from _integers(path, 1 - val_fraction if alone else split_of(name, val_fraction) == "train")
                 elif is_parquet(path) or path.name.lower().removesuffix(".gz").endswith((".jsonl", ".csv")):
                     for number, text in _texts_of_rows(stream, path, keys):
                         raw = io.BytesIO(text.encode("utf-8", errors="replace"))

@@ -157,9 +157,8 @@ def prepare(
         val_files = corpus.given_files(val, include, say) if val else []
         if twice := sorted({str(path) for _, path in files} & {str(path) for _, path in val_files}):
             raise UserError(f"{twice[0]} is given for training and as --val; a text must be in one of them only")
-            origin += f" --val {' '.join(map(os.fspath, val))}" if val else ""
-        packed = {path: 3 if corpus.is_parquet(path) else 1 for _, path in files + val_files}  # about
-        n_bytes = sum(times * path.stat().st_size for path, times in packed.items())
+        origin += f" --val {' '.join(map(os.fspath, val))}" if val else ""
+        n_bytes = sum((3 if corpus.is_parquet(p) else 1) * p.stat().st_size for _, p in files + val_files)  # packed
         if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
             tokenizer = "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
             say(f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)")

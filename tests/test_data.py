@@ -311,6 +311,7 @@ def test_own_validation_files(tmp_path):
         texts = [(tmp_path / "train.txt").read_bytes(), *(b"row %d" % i for i in range(9))]
         assert sorted(found["train"]) == sorted(texts if len(ours) > 1 else texts[:1])
         assert sorted(found["val"]) == sorted(path.read_bytes() for path in theirs)
+        assert load_meta(out)["source"].endswith(" --val " + " ".join(map(str, theirs)))
     with pytest.raises(UserError, match="valid.txt is given for training and as --val"):
         prepared(tmp_path / "both", tmp_path / "*.txt", val=[tmp_path / "valid.txt"])
 
