@@ -8,6 +8,8 @@ import sys
 import unittest.mock
 from pathlib import Path
 
+from torch import Tensor, nn
+
 
 def tune_glibc_malloc() -> None:
     """Have glibc keep the memory that a step frees: returned to the system, every 4 KiB would page-fault again.
@@ -22,6 +24,23 @@ def tune_glibc_malloc() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
         if Path("/sys/kernel/mm/transparent_hugepage").exists():
             os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; PyTorch reads this at its first allocation
+
+
+def densify(p: Tensor) -> None:
+    if p.grad.is_sparse:
+        p.grad = p.grad.to_dense()
+
+
+def add_gradients_in_place(model: nn.Module) -> None:
+    """Have embeddings add the gradients of further micro-steps to the rows looked up, in the tensor of the first.
+
+    Otherwise each makes and adds one as large as the table: 8 take 48 ms instead of 6 with the n-grams of `laptop` (2
+    cores of an EPYC).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = True
+            module.weight.register_post_accumulate_grad_hook(densify)
 
 
 def skip_trial_programs() -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
+from ops.cpu import add_gradients_in_place
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.errors import UserError, is_out_of_memory
@@ -56,6 +57,8 @@ def wrap_model(
         apply_fsdp(model, device, DTYPES[f.dtype], shards, DTYPES[f.grad_comm])
     elif world_size > 1:
         wrapped = apply_ddp(model, f.bucket_cap_mb, DTYPES[f.grad_comm])
+    elif not on_gpu:
+        add_gradients_in_place(model)
     if compiled or on_gpu or world_size > 1:  # compiles, loads kernels, allocates, connects: step 1 is like any other
         cudagraphs = uses_cudagraphs(f.compile)
         for seq_len in sorted(seq_lens, reverse=True):

@@ -24,6 +24,7 @@ from model import GPT, CrossEntropy, GPTConfig
 from ops.attention import attention, attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
+from ops.cpu import add_gradients_in_place
 from ops.linear import Fp8Linear, apply_fp8
 from ops.loss import chunked_loss
 from runtime.errors import UserError
@@ -207,6 +208,20 @@ def test_ngrams_end_at_documents_and_after_n_tokens():
     masked = gpt.embed(idx, torch.arange(9))[0]
     assert torch.equal(masked[:5], whole[:5]) and torch.equal(masked[5:], gpt.embed(idx[:, 5:], torch.arange(4))[0])
     assert torch.equal(gpt.embed(idx, torch.arange(3))[0], masked[6:]) and not torch.equal(masked[6], whole[6])
+
+
+def test_embeddings_add_gradients_in_place():
+    """After three micro-steps, gradients are autograd's and dense, although they were added row by row."""
+    pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
+    add_gradients_in_place(pair[1])
+    for gpt in pair:
+        gpt.ngram_dropout = 0.3
+        gpt.ngrams.weight.register_hook(lambda grad: layouts.append(grad.layout))
+        for part in tokens(6).split(2):
+            gpt(part, part).backward()
+    assert layouts == 3 * [torch.strided] + 3 * [torch.sparse_coo]
+    for (name, want), got in zip(pair[0].named_parameters(), pair[1].parameters()):
+        torch.testing.assert_close(got.grad, want.grad, msg=name)
 
 
 def test_dropped_ngrams():
