@@ -27,7 +27,7 @@ def tune_glibc_malloc() -> None:
 
 
 def densify(p: Tensor) -> None:
-    if p.grad.is_sparse:
+    if p.grad is not None and p.grad.is_sparse:
         p.grad = p.grad.to_dense()
 
 
