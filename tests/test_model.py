@@ -222,8 +222,8 @@ def test_embeddings_add_gradients_in_place():
     assert layouts == 3 * [torch.strided] + 3 * [torch.sparse_coo]
     for (name, want), got in zip(pair[0].named_parameters(), pair[1].parameters()):
         torch.testing.assert_close(got.grad, want.grad, msg=name)
-    gpt.zero_grad()
-    gpt.loss_chunk = 8
+    gpt = random_gpt(loss_chunk=8)
+    add_gradients_in_place(gpt)
     gpt.loss(torch.randn(2, 24, 32), tokens(2)).backward()  # looks nothing up
 
 
