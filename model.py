@@ -431,6 +431,12 @@ def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
         if init := spec_of(name, param).init:
             generator = torch.Generator().manual_seed(seed_of(name))
             param.copy_(init(torch.empty(param.shape, device="cpu"), generator))
+    # The second layer starts by looking for what followed tokens like the newest, with keys that are its queries.
+    # Otherwise some runs never learn to copy (induction heads: Olsson et al. 2022; mimetic initialization: Trockman and
+    # Kolter 2023)
+    for attn in [block.attn for block in model.blocks[1:2]]:
+        q, k, _ = (w.view(-1, attn.head_dim, w.size(1)) for w in attn.qkv.weight.split(attn.qkv.split))
+        k[:, attn.rotary_dim :] = q[: len(k), attn.rotary_dim :]
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
@@ -477,21 +483,9 @@ def newton_schulz(x: Tensor) -> Tensor:
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
     gram, x = gram / scale, x / scale.sqrt()  # bounds the largest singular value more tightly than the norm of x
-    exact = x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    # Aspect ratio >= 4 in full fp32: iterate on the Gram matrix and apply the accumulated polynomial to x once
-    # (17 small-matmul equivalents instead of 27). Unstable in bf16 and TF32.
-    if exact and x.size(2) >= 4 * x.size(1):
-        product, factor = None, None
-        for a, b, c in NEWTON_SCHULZ:
-            gram = gram if product is None else factor @ gram @ factor
-            factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            factor.diagonal(dim1=1, dim2=2).add_(a)
-            product = factor if product is None else factor @ product
-        x = product @ x
-    else:
-        for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
-            gram = x @ x.mT if i else gram
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
+        gram = x @ x.mT if i else gram
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 

@@ -210,6 +210,20 @@ def test_ngrams_end_at_documents_and_after_n_tokens():
     assert torch.equal(gpt.embed(idx, torch.arange(3))[0], masked[6:]) and not torch.equal(masked[6], whole[6])
 
 
+def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
+    found, gpt = [], GPT(GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=64))
+    train_gpt.init_weights(gpt, hash)
+
+    def watch(q, k, v, *_):
+        free = slice(gpt.cfg.rotary_dim, None)  # dimensions that are not rotated
+        found.append((q[..., free] @ k[..., free].mT).argmax(-1)[0, :, 12:23] == torch.arange(1, 12))
+        return v
+
+    monkeypatch.setattr(model, "attention", watch)
+    gpt(torch.randperm(70, generator=torch.Generator().manual_seed(0))[:12].repeat(2)[None])
+    assert found[1].all() and found[0].float().mean() < 0.2 and found[2].float().mean() < 0.2
+
+
 def test_embeddings_add_gradients_in_place():
     """After three micro-steps, gradients are autograd's and dense, although they were added row by row."""
     pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
