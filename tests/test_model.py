@@ -227,7 +227,7 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
 def test_embeddings_add_gradients_in_place():
     """After three micro-steps, gradients are autograd's and dense, although they were added row by row."""
     pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
-    add_gradients_in_place(pair[1])
+    add_gradients_in_place(pair[1].ngrams)
     for gpt in pair:
         gpt.ngram_dropout = 0.3
         gpt.ngrams.weight.register_hook(lambda grad: layouts.append(grad.layout))
@@ -236,8 +236,8 @@ def test_embeddings_add_gradients_in_place():
     assert layouts == 3 * [torch.strided] + 3 * [torch.sparse_coo]
     for (name, want), got in zip(pair[0].named_parameters(), pair[1].parameters()):
         torch.testing.assert_close(got.grad, want.grad, msg=name)
-    gpt = random_gpt(loss_chunk=8)
-    add_gradients_in_place(gpt)
+    gpt = random_gpt(ngram=3, loss_chunk=8)
+    add_gradients_in_place(gpt.ngrams)
     gpt.loss(torch.randn(2, 24, 32), tokens(2)).backward()  # looks nothing up
 
 
