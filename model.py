@@ -176,6 +176,15 @@ class CausalSelfAttention(nn.Module):
         self.gate = Linear(cfg.n_embd, cfg.n_head)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
+    def start_as_induction_head(self) -> None:
+        """Give keys the queries' weights where they are the previous token's: what followed a like token is found.
+
+        Left to chance, some runs never learn to copy from their context. Induction heads: Olsson et al. 2022; starts
+        like this: mimetic initialization (Trockman and Kolter 2023).
+        """
+        q, k = (w.view(-1, self.head_dim, w.size(1)) for w in self.qkv.weight.split(self.qkv.split)[:2])
+        k[:, self.rotary_dim :] = q[:: len(q) // len(k), self.rotary_dim :]
+
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         batch, length, n_embd = x.shape
         qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
@@ -431,12 +440,9 @@ def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
         if init := spec_of(name, param).init:
             generator = torch.Generator().manual_seed(seed_of(name))
             param.copy_(init(torch.empty(param.shape, device="cpu"), generator))
-    # The second layer starts by looking for what followed tokens like the newest, with keys that are its queries.
-    # Otherwise some runs never learn to copy (induction heads: Olsson et al. 2022; mimetic initialization: Trockman and
-    # Kolter 2023)
-    for attn in [block.attn for block in model.blocks[1:2]]:
-        q, k, _ = (w.view(-1, attn.head_dim, w.size(1)) for w in attn.qkv.weight.split(attn.qkv.split))
-        k[:, attn.rotary_dim :] = q[: len(k), attn.rotary_dim :]
+    for attn in [getattr(block, "attn", None) for block in model.blocks[1:2]]:  # the second layer's
+        if hasattr(attn, "start_as_induction_head"):
+            attn.start_as_induction_head()
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:

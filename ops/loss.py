@@ -66,7 +66,7 @@ def softcap_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, scale: floa
     if torch.compiler.is_compiling():  # to be one pass with what stands around it
         grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - 1, grad)
     else:
-        grad.scatter_add_(1, target, grad.new_full((), -1.0).expand(target.shape))
+        grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
     grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 * scale, 0.0))
     return loss, grad.to(logits.dtype)
 

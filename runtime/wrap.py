@@ -57,8 +57,10 @@ def wrap_model(
         apply_fsdp(model, device, DTYPES[f.dtype], shards, DTYPES[f.grad_comm])
     elif world_size > 1:
         wrapped = apply_ddp(model, f.bucket_cap_mb, DTYPES[f.grad_comm])
-    elif not on_gpu and model.ngrams is not None:
-        add_gradients_in_place(model.ngrams)
+    elif device.type == "cpu" and micro_batch < n_seqs and isinstance(model.ngrams, nn.Embedding):
+        lookups = micro_batch * f.seq_len * (f.ngram - 1)
+        if 4 * lookups <= f.ngram_rows:  # for more, a dense gradient is faster
+            add_gradients_in_place(model.ngrams)
     if compiled or on_gpu or world_size > 1:  # compiles, loads kernels, allocates, connects: step 1 is like any other
         cudagraphs = uses_cudagraphs(f.compile)
         for seq_len in sorted(seq_lens, reverse=True):

