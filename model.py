@@ -440,9 +440,9 @@ def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
         if init := spec_of(name, param).init:
             generator = torch.Generator().manual_seed(seed_of(name))
             param.copy_(init(torch.empty(param.shape, device="cpu"), generator))
-    for attn in [getattr(block, "attn", None) for block in model.blocks[1:2]]:  # the second layer's
-        if hasattr(attn, "start_as_induction_head"):
-            attn.start_as_induction_head()
+    for module in model.blocks[1:2].modules():  # of the second layer
+        if isinstance(module, CausalSelfAttention):
+            module.start_as_induction_head()
 
 
 def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:

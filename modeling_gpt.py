@@ -130,9 +130,9 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         x, values = norm(self.embed(input_ids, documents)), self.value_embed(input_ids)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         pattern, _, width = cfg.window.partition(":")
+        width = min(int(width or max(1, cfg.seq_len // 4)), cfg.seq_len)
         for i, block in enumerate(self.blocks):  # beyond seq_len, attention is a sliding window in every layer
-            window = int(width or max(1, cfg.seq_len // 4)) if pattern[i % len(pattern)] == "S" else cfg.seq_len
-            window = min(window, cfg.seq_len)
+            window = width if pattern[i % len(pattern)] == "S" else cfg.seq_len
             mask = same & (place > place[:, None] - window)
             x = block(x, cos, sin, starts, mask, values)
         logits = self.head(norm(x)).float()

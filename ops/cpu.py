@@ -1,4 +1,4 @@
-"""For CPUs only: settings of malloc and the compiler."""
+"""For CPUs only: settings of malloc and the compiler, and gradients of large tables."""
 
 import contextlib
 import ctypes
