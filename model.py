@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 
 from generation import LayerCache, next_logits, shift_right
 from ops.attention import attention, attention_mask, cached_attention
+from ops.cpu import EagerReLUSquared, EagerRMSNorm, trains_eagerly
 from ops.linear import is_matvec, matvec
 from ops.loss import SoftcapCrossEntropy, chunked_loss, softcap_fwd_bwd
 from ops.parallel import gather_matrices, replica_part, scatter_updates, state_on_device, to_local
@@ -63,12 +64,12 @@ class GPTConfig:
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension of x (..., D), without a gain."""
-    return F.rms_norm(x, (x.size(-1),))
+    return EagerRMSNorm.apply(x) if trains_eagerly(x) else F.rms_norm(x, (x.size(-1),))
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """ReLU squared (So et al. 2021)."""
-    return F.relu(x).square()
+    return EagerReLUSquared.apply(x) if trains_eagerly(x) else F.relu(x).square()
 
 
 class Linear(nn.Linear):

@@ -24,7 +24,7 @@ from model import GPT, CrossEntropy, GPTConfig
 from ops.attention import attention, attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
-from ops.cpu import add_gradients_in_place
+from ops.cpu import EagerReLUSquared, EagerRMSNorm, add_gradients_in_place
 from ops.linear import Fp8Linear, apply_fp8
 from ops.loss import chunked_loss
 from runtime.errors import UserError
@@ -307,6 +307,24 @@ def test_without_a_cache_the_context_is_read_again(monkeypatch):
         next(generate(gpt, PROMPTS, 5, 65, use_cache=False))
     monkeypatch.setattr(GPT, "extrapolates", False)  # as with learned positions, which end
     assert likeliest(gpt, PROMPTS[:1], 40) == [text[9:].tolist()]
+
+
+@pytest.mark.parametrize("ours", [EagerRMSNorm.apply, EagerReLUSquared.apply])
+def test_eager_functions_are_pytorchs(ours):
+    def plain(x):
+        return F.relu(x).square() if ours == EagerReLUSquared.apply else F.rms_norm(x, (24,))
+
+    x = torch.randn(4, 7, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[:, :, 1:]
+    x[0, 0] = 0
+    grad = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for dtype, most in ((torch.float64, 1e-9), (torch.float32, 1e-6), (torch.bfloat16, 0.01)):
+        results = []
+        for function, kind in ((ours, dtype), (plain, torch.float64)):
+            leaf = x.to(dtype).to(kind).requires_grad_()
+            y = function(leaf)
+            results.append((y, *torch.autograd.grad(y, leaf, grad.to(dtype).to(kind))))
+        for got, want in zip(*results):
+            assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
 
 
 def test_what_is_drawn_depends_on_the_seed_alone():
