@@ -33,10 +33,7 @@ OTHER_NAMES = {  # names in nanoGPT and elsewhere -> what there is here
     "log_interval": "use --log_every",
     "epochs": "use --max_steps; the log says how many epochs that is",
     "wandb_log": "use --wandb",
-    "schedule_from": "a resumed run follows the schedule of its --max_steps",
-    "init_partial": "loading a part of a checkpoint is an edit (docs/edits.md)",
     "prefetch": "batches are always prepared in the background",
-    "max_bad_steps": "a run always ends after 10 skipped steps in a row",
 }
 
 
