@@ -118,7 +118,8 @@ def describe_run(flags: dict, model, micro_batch: int, stream: TokenStream, dist
         f"evaluation on {n_eval:,} tokens{part and part[stream.eval_part]}",
         f"model: n_layer {f.n_layer}, n_embd {f.n_embd}, n_head {f.n_head}, {n_params:,} parameters"
         f"{f' ({n_frozen:,} frozen)' * (n_frozen > 0)}, "
-        f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {f.adam_lr:.4g}{ngrams}",
+        f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {f.adam_lr:.4g}, "
+        f"weight_decay {f.weight_decay:g}{ngrams}",
         f"batch: {f.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
         f"micro_batch x {f.seq_len} seq_len; {f.max_steps:,} steps{' (about)' if f.minutes else ''}, "
         f"{f.batch_tokens * f.max_steps / (stream.per_epoch * f.seq_len):.2f} epochs",

@@ -13,9 +13,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BF16_GAIN = 1.2  # how many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of that
 
 # Tokens per weight of the blocks that gave the lowest loss in half a minute to 40 on two cores, weights per token of a
-# small text, the fraction of matmul speed that training reached on a CPU, and how often a text may be seen: with
-# n-grams, more epochs gave no lower loss on three small texts, at any size (docs/rates.md).
-TOKENS_PER_WEIGHT, WEIGHTS_PER_TOKEN, REACHED, MANY_EPOCHS = 10, 4, 0.6, 6
+# small text, the fraction of matmul speed that training reached on a CPU, how often a text may be seen, and the weight
+# decay that lets larger models see it more than MANY_EPOCHS / 2 times (docs/rates.md).
+TOKENS_PER_WEIGHT, WEIGHTS_PER_TOKEN, REACHED, MANY_EPOCHS, STRONG_DECAY = 10, 9, 0.6, 12, 0.8
 
 
 def largest_divisor(n: int, most: int) -> int:
@@ -74,9 +74,10 @@ def sizes_within(minutes: float, given: dict, seq_len: int, vocab_size: int, tex
         params = 1e5 * 1.22**exponent
         n_layer, n_embd = (sizes(params, given)[name] for name in ("n_layer", "n_embd"))
         weights = 12 * n_layer * n_embd**2
-        tokens = tokens_within(minutes, flop_s, n_layer, n_embd, seq_len, vocab_size)
-        if exponent == 0 or (tokens >= TOKENS_PER_WEIGHT * weights and weights <= WEIGHTS_PER_TOKEN * text_tokens):
-            best = params, min(tokens, MANY_EPOCHS * text_tokens)
+        tokens, most = tokens_within(minutes, flop_s, n_layer, n_embd, seq_len, vocab_size), MANY_EPOCHS * text_tokens
+        enough = tokens >= min(TOKENS_PER_WEIGHT * weights, most) and weights <= WEIGHTS_PER_TOKEN * text_tokens
+        if exponent == 0 or enough:
+            best = params, min(tokens, most)
     return sizes(best[0], given, best[1]) | dict(params=round(best[0]))
 
 
@@ -152,7 +153,7 @@ SIZED = frozenset(sizes(1, {}))  # the flags that --params chooses
 
 
 def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int, dist_ctx: DistContext) -> dict:
-    """Values for the flags that are open: dtype, attn, loss_chunk, ngram; with --minutes, max_steps and sizes.
+    """Values for the flags that are open: dtype, attn, loss_chunk, ngram; with --minutes, steps, sizes, weight decay.
 
     flags, preset: all flags, as given and as the preset has them; text_tokens: of the training split. Measured on rank
     0, and the same on every rank.
@@ -174,7 +175,10 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
         now = flags | chosen
         if minutes:
             tokens = tokens_within(minutes, flop_s, now["n_layer"], now["n_embd"], now["seq_len"], vocab_size)
-            chosen["max_steps"] = max(1, round(min(tokens, MANY_EPOCHS * text_tokens) / now["batch_tokens"]))
+            epochs = min(tokens / text_tokens, MANY_EPOCHS)
+            chosen["max_steps"] = max(1, round(epochs * text_tokens / now["batch_tokens"]))
+            if epochs > MANY_EPOCHS / 2 and flags["weight_decay"] == preset["weight_decay"]:
+                chosen["weight_decay"] = STRONG_DECAY
         if now["ngram"] == -1:
             chosen["ngram"] = 6 if vocab_size < 258 else 3  # a byte tokenizer, or longer tokens
         if now["loss_chunk"] == -1:

@@ -11,7 +11,7 @@ import torch
 import train_gpt
 from conftest import TINY, final, flags_of, make_data, run_main, run_python, tiny_run
 from data.stream import TokenStream
-from runtime import launch, rules, wrap
+from runtime import launch, rules, sizes, wrap
 from runtime.errors import UserError
 from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
 from runtime.ranks import DistContext
@@ -341,6 +341,15 @@ def test_minutes_choose_a_model_that_sees_enough_tokens():
     small = sizes_within(60, {}, 1024, 1024, 1e5, flop_s=1e12)  # a small text allows a small model, and few epochs
     assert small["max_steps"] * small["batch_tokens"] <= 1.1 * MANY_EPOCHS * 1e5
     assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
+
+
+def test_minutes_on_a_small_text_ask_for_more_weight_decay(monkeypatch):
+    monkeypatch.setattr(sizes, "matmul_flops", lambda *_: 1e12)
+    preset = dataclasses.asdict(make_config())
+    for given, text_tokens, decay in ((dict(), 1e5, 0.8), (dict(), 1e8, 0.05), (dict(weight_decay=0.1), 1e5, 0.1)):
+        flags = preset | given | dict(minutes=5.0, dtype="fp32")
+        settled = flags | sizes.settle_flags(flags, preset, text_tokens, 257, CPU)
+        assert settled["weight_decay"] == decay
 
 
 def test_micro_batch_is_what_fits(monkeypatch):
