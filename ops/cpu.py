@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 def tune_glibc_malloc() -> None:
@@ -45,8 +44,14 @@ def add_gradients_in_place(table: nn.Embedding) -> None:
 
 
 def trains_eagerly(x: Tensor) -> bool:
-    """Whether the functions below are faster than PyTorch's own."""
-    return x.requires_grad and x.is_cpu and not torch.compiler.is_compiling()
+    """Whether the functions below, which torch.func cannot transform, are faster than PyTorch's own."""
+    plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return x.requires_grad and x.is_cpu and plain
+
+
+def refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # as with create_graph=True
+        raise RuntimeError("norm and relu_squared have no second derivative: use F.rms_norm and F.relu in model.py")
 
 
 class EagerRMSNorm(torch.autograd.Function):
@@ -65,8 +70,8 @@ class EagerRMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        refuse_second_derivative()
         y, scale = ctx.saved_tensors
         return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
@@ -81,8 +86,8 @@ class EagerReLUSquared(torch.autograd.Function):
         return positive * positive
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        refuse_second_derivative()
         (positive,) = ctx.saved_tensors
         return (grad * positive).mul_(2)
 

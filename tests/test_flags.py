@@ -157,6 +157,7 @@ FLAG_CASES = (
     (dict(trials=2, target_val_loss=3.0), "remove --target_val_loss"),
     (dict(trials=2, resume="newest"), "--trials continues with --resume auto, not with 'newest'"),
     (dict(TORCHELASTIC_MAX_RESTARTS="3"), "--max-restarts needs a folder to resume from; give --out_dir"),
+    (dict(init_from="scratch"), "--init_from scratch is nanoGPT's; a run starts from scratch by itself"),
     (dict(init_from="gpt2-xl"), "--init_from gpt2-xl: GPT-2's weights do not fit"),
 )
 DEVICE_CASES = (

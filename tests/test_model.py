@@ -325,6 +325,8 @@ def test_eager_functions_are_pytorchs(ours):
             results.append((y, *torch.autograd.grad(y, leaf, grad.to(dtype).to(kind))))
         for got, want in zip(*results):
             assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(ours(leaf).sum(), leaf, create_graph=True)
 
 
 def test_what_is_drawn_depends_on_the_seed_alone():
