@@ -410,7 +410,7 @@ def loop(state: TrainState, stream: TokenStream, logger, reporter: Reporter, sig
         while True:
             # First what is due after the last update, also right after a resume; then the next update
             epochs, tail_s = state.step * stream.seqs_per_batch / stream.per_epoch, timer.tail_s(steps_per_eval)
-            progress = fraction_done(state.step, cfg.max_steps, cfg.minutes, epochs, timer.wall_time, tail_s)
+            progress = fraction_done(cfg, state.step, epochs, timer.wall_time, tail_s)
             progress, ran_s, signaled = dist_max(dist_ctx, progress, timer.wall_time - timer.wall_before, bool(signals))
             stop = ""
             if progress >= 1:

@@ -13,9 +13,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BF16_GAIN = 1.2  # how many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of that
 
 # Tokens per weight of the blocks that gave the lowest loss in half a minute to 40 on two cores, weights per token of a
-# small text, the fraction of matmul speed that training reached on a CPU, how often a text may be seen, and the weight
-# decay that lets larger models see it more than MANY_EPOCHS / 2 times (docs/rates.md).
-TOKENS_PER_WEIGHT, WEIGHTS_PER_TOKEN, REACHED, MANY_EPOCHS, STRONG_DECAY = 10, 9, 0.6, 12, 0.8
+# small text, the fraction of matmul speed that training reached on a CPU, and the weight decay with which models of at
+# least LARGE weights per token of a text may see it 12 times (docs/rates.md).
+TOKENS_PER_WEIGHT, WEIGHTS_PER_TOKEN, REACHED, STRONG_DECAY, LARGE = 10, 9, 0.6, 0.8, 2
+
+
+def most_epochs(weight_decay: float) -> int:
+    """How often --minutes has a text seen: with n-grams, more epochs gave no lower loss on three small texts."""
+    return 12 if weight_decay >= STRONG_DECAY else 6
 
 
 def largest_divisor(n: int, most: int) -> int:
@@ -74,25 +79,28 @@ def sizes_within(minutes: float, given: dict, seq_len: int, vocab_size: int, tex
         params = 1e5 * 1.22**exponent
         n_layer, n_embd = (sizes(params, given)[name] for name in ("n_layer", "n_embd"))
         weights = 12 * n_layer * n_embd**2
-        tokens, most = tokens_within(minutes, flop_s, n_layer, n_embd, seq_len, vocab_size), MANY_EPOCHS * text_tokens
-        enough = tokens >= min(TOKENS_PER_WEIGHT * weights, most) and weights <= WEIGHTS_PER_TOKEN * text_tokens
-        if exponent == 0 or enough:
-            best = params, min(tokens, most)
-    return sizes(best[0], given, best[1]) | dict(params=round(best[0]))
+        tokens = tokens_within(minutes, flop_s, n_layer, n_embd, seq_len, vocab_size)
+        is_large, epochs = weights >= LARGE * text_tokens, tokens / text_tokens
+        decay = dict(weight_decay=STRONG_DECAY) if is_large and epochs >= most_epochs(STRONG_DECAY) else {}
+        enough = tokens >= TOKENS_PER_WEIGHT * weights or decay
+        if exponent == 0 or enough and weights <= WEIGHTS_PER_TOKEN * text_tokens:
+            best = params, min(epochs, most_epochs(decay.get("weight_decay", 0))) * text_tokens, decay
+    params, tokens, decay = best
+    return sizes(params, given, tokens) | decay | dict(params=round(params))
 
 
 END_S = 4.0  # of --minutes: for imports, the last sample and checkpoint
 
 
-def fraction_done(step: int, max_steps: int, minutes: float, epochs: float, wall_s: float, tail_s: float) -> float:
+def fraction_done(f, step: int, epochs: float, wall_s: float, tail_s: float) -> float:
     """How much of a run is done, from 0 to 1 and beyond: of its steps, or under --minutes of the time for training.
 
-    epochs: how often the text has been seen; tail_s: what the last step and evaluation will take, so that the whole
-    run ends in time.
+    f: the flags as attributes; epochs: how often the text has been seen; tail_s: what the last step and evaluation will
+    take, so that the whole run ends in time.
     """
-    if not minutes:
-        return step / max_steps
-    return max(wall_s / max(1e-9, 60 * minutes - END_S - tail_s), epochs / MANY_EPOCHS)
+    if not f.minutes:
+        return step / f.max_steps
+    return max(wall_s / max(1e-9, 60 * f.minutes - END_S - tail_s), epochs / most_epochs(f.weight_decay))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.devic
 # ---------------------------------------------------------------------------------------------------------------------
 # What the flags leave open
 
-SIZED = frozenset(sizes(1, {}))  # the flags that --params chooses
+SIZED = frozenset({"weight_decay", *sizes(1, {})})  # the flags that --params -1 chooses
 
 
 def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int, dist_ctx: DistContext) -> dict:
@@ -175,10 +183,8 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
         now = flags | chosen
         if minutes:
             tokens = tokens_within(minutes, flop_s, now["n_layer"], now["n_embd"], now["seq_len"], vocab_size)
-            epochs = min(tokens / text_tokens, MANY_EPOCHS)
-            chosen["max_steps"] = max(1, round(epochs * text_tokens / now["batch_tokens"]))
-            if epochs > MANY_EPOCHS / 2 and flags["weight_decay"] == preset["weight_decay"]:
-                chosen["weight_decay"] = STRONG_DECAY
+            tokens = min(tokens, most_epochs(now["weight_decay"]) * text_tokens)
+            chosen["max_steps"] = max(1, round(tokens / now["batch_tokens"]))
         if now["ngram"] == -1:
             chosen["ngram"] = 6 if vocab_size < 258 else 3  # a byte tokenizer, or longer tokens
         if now["loss_chunk"] == -1:

@@ -15,7 +15,7 @@ from runtime import launch, rules, sizes, wrap
 from runtime.errors import UserError
 from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
 from runtime.ranks import DistContext
-from runtime.sizes import MANY_EPOCHS, largest_divisor, sizes_within, tokens_within
+from runtime.sizes import largest_divisor, most_epochs, sizes_within, tokens_within
 from train_gpt import Config, make_config, train
 
 CPU = DistContext(torch.device("cpu"))
@@ -340,17 +340,19 @@ def test_minutes_choose_a_model_that_sees_enough_tokens():
         )
         assert 10 * n <= 1.05 * tokens and 6 * n * tokens < 1e12 * 60 * minutes
     small = sizes_within(60, {}, 1024, 1024, 1e5, flop_s=1e12)  # a small text allows a small model, and few epochs
-    assert small["max_steps"] * small["batch_tokens"] <= 1.1 * MANY_EPOCHS * 1e5
+    assert small["max_steps"] * small["batch_tokens"] <= 1.1 * most_epochs(small["weight_decay"]) * 1e5
     assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
 
 
-def test_minutes_on_a_small_text_ask_for_more_weight_decay(monkeypatch):
-    monkeypatch.setattr(sizes, "matmul_flops", lambda *_: 1e12)
+def test_minutes_on_a_small_text_ask_for_more_weight_decay_of_large_models(monkeypatch):
     preset = dataclasses.asdict(make_config())
-    for given, text_tokens, decay in ((dict(), 1e5, 0.8), (dict(), 1e8, 0.05), (dict(weight_decay=0.1), 1e5, 0.1)):
-        flags = preset | given | dict(minutes=5.0, dtype="fp32")
+    cases = (dict(), 1e5, 12, 0.8), (dict(), 1e8, 6, 0.05), (dict(n_layer=1, n_embd=64), 1e5, 6, 0.05)
+    for given, text_tokens, epochs, decay in (*cases, (dict(weight_decay=0.1), 1e5, 6, 0.1)):
+        monkeypatch.setattr(sizes, "matmul_flops", lambda *_: 1e12)
+        flags = preset | given | dict(minutes=5.0, dtype="fp32", params=-1)
         settled = flags | sizes.settle_flags(flags, preset, text_tokens, 257, CPU)
         assert settled["weight_decay"] == decay
+        assert settled["max_steps"] * settled["batch_tokens"] <= 1.1 * epochs * text_tokens
 
 
 def test_micro_batch_is_what_fits(monkeypatch):

@@ -167,9 +167,11 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
 
 
 def test_progress_of_a_run():
-    assert [fraction_done(step, 8, 0, 99, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
-    assert fraction_done(3, 8, 2.0, 0, wall_s=53, tail_s=10) == pytest.approx(0.5)  # of 120 s - 10 s - 4 s
-    assert fraction_done(3, 8, 2.0, 6, 53, 10) == 1  # the text has been seen often enough
+    steps, clock = make_config(max_steps=8), make_config(minutes=2.0)
+    assert [fraction_done(steps, step, 99, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
+    assert fraction_done(clock, 3, 0, wall_s=53, tail_s=10) == pytest.approx(0.5)  # of 120 s - 10 s - 4 s
+    assert fraction_done(clock, 3, 6, 53, 10) == 1  # the text has been seen often enough
+    assert fraction_done(make_config(minutes=2.0, weight_decay=0.8), 3, 6, 53, 10) == 0.5
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     factors = [get_lr_multiplier(progress, cfg) for progress in (0, 0.04, 0.3, 0.5, 0.75, 1)]
     assert factors == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0])
