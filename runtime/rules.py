@@ -83,12 +83,14 @@ def check_flags(f) -> None:
         raise UserError(f"--trials continues with --resume auto, not with {f.resume!r}, which is about one run")
     if not f.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
-    if f.init_from in ("scratch", "resume") and not os.path.exists(f.init_from):
-        ours = "a run starts from scratch by itself, and --resume continues one"
-        raise UserError(f"--init_from {f.init_from} is nanoGPT's; {ours}")
-    if f.init_from.startswith("gpt2") and not os.path.exists(f.init_from):
-        why = "as this model has no learned positions, biases or LayerNorm"
-        raise UserError(f"--init_from {f.init_from}: GPT-2's weights do not fit, {why}; give a run of this trainer")
+    if f.init_from and not os.path.exists(f.init_from):
+        if f.init_from.startswith("gpt2"):
+            why = "as this model has no learned positions, biases or LayerNorm"
+            advice = "give a run or checkpoint of this trainer"
+            raise UserError(f"--init_from {f.init_from}: GPT-2's weights do not fit, {why}; {advice}")
+        if f.init_from in ("scratch", "resume"):
+            ours = "a run starts from scratch by itself, and --resume continues one"
+            raise UserError(f"--init_from {f.init_from} is nanoGPT's; {ours}")
 
 
 def check_device(f, preset, dist_ctx: DistContext, windows: list[int]) -> list[str]:

@@ -80,13 +80,13 @@ def sizes_within(minutes: float, given: dict, seq_len: int, vocab_size: int, tex
         n_layer, n_embd = (sizes(params, given)[name] for name in ("n_layer", "n_embd"))
         weights = 12 * n_layer * n_embd**2
         tokens = tokens_within(minutes, flop_s, n_layer, n_embd, seq_len, vocab_size)
-        is_large, epochs = weights >= LARGE * text_tokens, tokens / text_tokens
-        decay = dict(weight_decay=STRONG_DECAY) if is_large and epochs >= most_epochs(STRONG_DECAY) else {}
-        enough = tokens >= TOKENS_PER_WEIGHT * weights or decay
+        often = weights >= LARGE * text_tokens and tokens >= most_epochs(STRONG_DECAY) * text_tokens
+        enough = often or tokens >= TOKENS_PER_WEIGHT * weights
         if exponent == 0 or enough and weights <= WEIGHTS_PER_TOKEN * text_tokens:
-            best = params, min(epochs, most_epochs(decay.get("weight_decay", 0))) * text_tokens, decay
-    params, tokens, decay = best
-    return sizes(params, given, tokens) | decay | dict(params=round(params))
+            decay = dict(weight_decay=STRONG_DECAY) if often else {}
+            tokens = min(tokens, most_epochs(STRONG_DECAY if often else 0) * text_tokens)
+            best = sizes(params, given, tokens) | decay | dict(params=round(params))
+    return best
 
 
 END_S = 4.0  # of --minutes: for imports, the last sample and checkpoint

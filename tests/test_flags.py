@@ -157,8 +157,8 @@ FLAG_CASES = (
     (dict(trials=2, target_val_loss=3.0), "remove --target_val_loss"),
     (dict(trials=2, resume="newest"), "--trials continues with --resume auto, not with 'newest'"),
     (dict(TORCHELASTIC_MAX_RESTARTS="3"), "--max-restarts needs a folder to resume from; give --out_dir"),
-    (dict(init_from="scratch"), "--init_from scratch is nanoGPT's; a run starts from scratch by itself"),
     (dict(init_from="gpt2-xl"), "--init_from gpt2-xl: GPT-2's weights do not fit"),
+    (dict(init_from="scratch"), "--init_from scratch is nanoGPT's; a run starts from scratch by itself"),
 )
 DEVICE_CASES = (
     ("cpu", dict(attn="flex"), "--attn flex cannot train here"),
@@ -346,9 +346,13 @@ def test_minutes_choose_a_model_that_sees_enough_tokens():
 
 def test_minutes_on_a_small_text_ask_for_more_weight_decay_of_large_models(monkeypatch):
     preset = dataclasses.asdict(make_config())
-    cases = (dict(), 1e5, 12, 0.8), (dict(), 1e8, 6, 0.05), (dict(n_layer=1, n_embd=64), 1e5, 6, 0.05)
-    for given, text_tokens, epochs, decay in (*cases, (dict(weight_decay=0.1), 1e5, 6, 0.1)):
-        monkeypatch.setattr(sizes, "matmul_flops", lambda *_: 1e12)
+    monkeypatch.setattr(sizes, "matmul_flops", lambda *_: 1e12)
+    for given, text_tokens, epochs, decay in (
+        (dict(), 1e5, 12, 0.8),
+        (dict(), 1e8, 6, 0.05),
+        (dict(n_layer=1, n_embd=64), 1e5, 6, 0.05),
+        (dict(weight_decay=0.1), 1e5, 6, 0.1),
+    ):
         flags = preset | given | dict(minutes=5.0, dtype="fp32", params=-1)
         settled = flags | sizes.settle_flags(flags, preset, text_tokens, 257, CPU)
         assert settled["weight_decay"] == decay
