@@ -58,13 +58,23 @@ def bench_record(bench: Bench) -> dict:
     if bench.options.pack:
         pack(folder, bench.options.pack)
     row, notes = check_record(folder)
-    shown = {heading: format(row[key], form) for key, (heading, form) in COLUMNS.items() if row[key] is not None}
+    shown = {
+        heading: format(row[key], form)
+        for key, (heading, form) in COLUMNS.items()
+        if row[key] is not None
+    }
     notes = [f"- {reason}" for reason in row["broken"]] + notes
     print(table(f"Track {row['track']}", [shown], "\n".join(notes)))
     return dict(record=[row])
 
 
-BENCHMARKS = dict(train=bench_train, loss=bench_loss, attention=bench_attention, memory=bench_memory, data=bench_data)
+BENCHMARKS = dict(
+    train=bench_train,
+    loss=bench_loss,
+    attention=bench_attention,
+    memory=bench_memory,
+    data=bench_data,
+)
 BENCHMARKS |= dict(infer=bench_infer, scaling=bench_scaling, profile=bench_profile)
 BENCHMARKS |= dict(record=bench_record, plot=bench_plot)
 
@@ -74,20 +84,40 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
     n_words = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     name, *folders = argv[:n_words] or ["train"]
     if name not in BENCHMARKS or folders and name not in ("record", "plot"):
-        raise UserError(f"there is no benchmark {' '.join(argv[:n_words])!r}; expected one of {', '.join(BENCHMARKS)}")
+        raise UserError(
+            f"there is no benchmark {' '.join(argv[:n_words])!r}; expected one of {', '.join(BENCHMARKS)}"
+        )
     if "WORLD_SIZE" in os.environ and name != "scaling":
-        raise UserError(f"{name} starts its own processes; use python instead of torchrun (scaling takes both)")
+        raise UserError(
+            f"{name} starts its own processes; use python instead of torchrun (scaling takes both)"
+        )
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("bench.py", description=__doc__, allow_abbrev=False, formatter_class=style)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer repeats: a first look")
+    parser = argparse.ArgumentParser(
+        "bench.py", description=__doc__, allow_abbrev=False, formatter_class=style
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller sizes, fewer repeats: a first look"
+    )
     parser.add_argument("--repeats", type=int, help="measurements of each case, seeds [5; quick 3]")
-    parser.add_argument("--json", default="", metavar="FILE", help="write all measurements to this file")
-    parser.add_argument("--flags", action="append", default=[], help="loss: a side, as in --flags='--softcap 0'")
-    parser.add_argument("--pack", default="", metavar="COMMIT", help="record: store source/ as a diff against it")
-    parser.add_argument("--x", choices=X_AXES, default="train_time", help="plot: the horizontal axis [train_time]")
-    parser.add_argument("--y", choices=Y_AXES, default="val_loss", help="plot: the vertical axis [val_loss]")
+    parser.add_argument(
+        "--json", default="", metavar="FILE", help="write all measurements to this file"
+    )
+    parser.add_argument(
+        "--flags", action="append", default=[], help="loss: a side, as in --flags='--softcap 0'"
+    )
+    parser.add_argument(
+        "--pack", default="", metavar="COMMIT", help="record: store source/ as a diff against it"
+    )
+    parser.add_argument(
+        "--x", choices=X_AXES, default="train_time", help="plot: the horizontal axis [train_time]"
+    )
+    parser.add_argument(
+        "--y", choices=Y_AXES, default="val_loss", help="plot: the vertical axis [val_loss]"
+    )
     parser.add_argument("--target", type=float, help="plot: a loss to draw a line at")
-    parser.add_argument("--out", default="plot.svg", help="plot: a file that ends in .svg or .png [plot.svg]")
+    parser.add_argument(
+        "--out", default="plot.svg", help="plot: a file that ends in .svg or .png [plot.svg]"
+    )
     options, rest = parser.parse_known_args(argv[n_words:])
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise UserError(f"--json {options.json} is not in a folder that exists; give another name")
@@ -106,12 +136,18 @@ def main(argv: list[str]) -> int:
         return 0
     command = shlex.join(["python", "bench.py", *argv])
     machine = dict(device=f"{bench.device.type} ({device_name(bench.device)})", cores=cpu_cores())
-    machine |= dict(torch=torch.__version__, python=platform.python_version(), platform=platform.platform())
+    machine |= dict(
+        torch=torch.__version__, python=platform.python_version(), platform=platform.platform()
+    )
     print(", ".join(f"{key} {value}" for key, value in machine.items()) + f". `{command}`")
     if bench.options.json:
         report = dict(benchmark=name, command=command, machine=machine) | measured
-        Path(bench.options.json).write_text(json.dumps(nan_to_none(report), indent=1) + "\n", encoding="utf-8")
-    return int(any(row.get("broken") or row.get("note", "").startswith("FAILED") for row in measured[name]))
+        Path(bench.options.json).write_text(
+            json.dumps(nan_to_none(report), indent=1) + "\n", encoding="utf-8"
+        )
+    return int(
+        any(row.get("broken") or row.get("note", "").startswith("FAILED") for row in measured[name])
+    )
 
 
 if __name__ == "__main__":

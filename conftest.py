@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only cost, here and in the processes started
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # tiny matrices: threads only cost, here and in the processes started
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as the scripts set it: faster compilation
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
@@ -32,8 +34,19 @@ from train_gpt import main, make_config, train
 
 ROOT = Path(__file__).resolve().parent
 
-TINY = dict(n_layer=2, n_head=2, n_embd=32, seq_len=32, batch_tokens=512, micro_batch=8, max_steps=20, log_every=1)
-TINY |= dict(eval_every=0, eval_tokens=2048, muon_lr=0.02, adam_lr=0.004, device="cpu", dtype="fp32", ngram=0)
+TINY = dict(
+    n_layer=2,
+    n_head=2,
+    n_embd=32,
+    seq_len=32,
+    batch_tokens=512,
+    micro_batch=8,
+    max_steps=20,
+    log_every=1,
+)
+TINY |= dict(
+    eval_every=0, eval_tokens=2048, muon_lr=0.02, adam_lr=0.004, device="cpu", dtype="fp32", ngram=0
+)
 TINY |= dict(loss_chunk=100, short_frac=0.0)
 
 # Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context
@@ -48,12 +61,21 @@ def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
     text = b"".join(words[i] for i in rng.integers(0, 50, 9000))
     tokens = np.concatenate(([256], np.frombuffer(text, dtype=np.uint8))).astype(np.uint16)
     tokens[::97] = 256 if eot else 32
-    parts = {"a_train_0.bin": tokens[:11111], "a_train_1.bin": tokens[11111:29000], "a_val_0.bin": tokens[29000:33333]}
+    parts = {
+        "a_train_0.bin": tokens[:11111],
+        "a_train_1.bin": tokens[11111:29000],
+        "a_val_0.bin": tokens[29000:33333],
+    }
     for name, part in parts.items():
         write_shard(folder / name, part)
     files = {name: dict(tokens=len(part), sha256="") for name, part in parts.items()}
-    splits = {"train": dict(tokens=29000, bytes=28999, documents=1), "val": dict(tokens=4333, bytes=4333, documents=1)}
-    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, splits=splits, source="test", files=files)
+    splits = {
+        "train": dict(tokens=29000, bytes=28999, documents=1),
+        "val": dict(tokens=4333, bytes=4333, documents=1),
+    }
+    meta = dict(
+        tokenizer="bytes", vocab_size=257, eot=256, splits=splits, source="test", files=files
+    )
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -71,7 +93,7 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
 def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
-    flags, dist_ctx = dataclasses.asdict(cfg), launch(dataclasses.asdict(cfg))
+    flags, dist_ctx = dataclasses.asdict(cfg), launch(cfg)
     cfg = dataclasses.replace(cfg, **settle_flags(flags, flags, 29000, 257, dist_ctx))
     return train_gpt.build(cfg, dist_ctx, 257, eot=256)
 
@@ -122,7 +144,9 @@ def flags_of(values: dict) -> list[str]:
 def python_process(*argv, env=os.environ) -> dict:
     """Arguments for subprocess: `python ARGV` in the repository's root, which scripts elsewhere can import from too."""
     path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    return dict(args=[sys.executable, *map(str, argv)], cwd=ROOT, env={**env, "PYTHONPATH": path}, text=True)
+    return dict(
+        args=[sys.executable, *map(str, argv)], cwd=ROOT, env={**env, "PYTHONPATH": path}, text=True
+    )
 
 
 def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProcess:
@@ -156,11 +180,20 @@ def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNam
     noticed five seconds after the other failed is ended, as torchrun would.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1" if nodes else "2", TORCHELASTIC_USE_AGENT_STORE="True")
+    shared = dict(
+        WORLD_SIZE="2", LOCAL_WORLD_SIZE="1" if nodes else "2", TORCHELASTIC_USE_AGENT_STORE="True"
+    )
     shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-    outputs, ranks = [(folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt") for rank in range(2)], []
+    outputs, ranks = (
+        [(folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt") for rank in range(2)],
+        [],
+    )
     for rank, cwd in enumerate(nodes or (ROOT, ROOT)):
-        place = dict(LOCAL_RANK="0", GROUP_RANK=str(rank)) if nodes else dict(LOCAL_RANK=str(rank), GROUP_RANK="0")
+        place = (
+            dict(LOCAL_RANK="0", GROUP_RANK=str(rank))
+            if nodes
+            else dict(LOCAL_RANK=str(rank), GROUP_RANK="0")
+        )
         env = {**os.environ, **shared, **place, "RANK": str(rank)}
         ranks.append(forked(script, *argv, outputs=outputs[rank], env=env, cwd=cwd))
     deadline = time.monotonic() + timeout
@@ -172,7 +205,9 @@ def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNam
         if rank.exitcode is None:
             rank.kill()
         rank.join()
-    stdout, stderr = ([path.read_text() if path.exists() else "" for path in paths] for paths in zip(*outputs))
+    stdout, stderr = (
+        [path.read_text() if path.exists() else "" for path in paths] for paths in zip(*outputs)
+    )
     return SimpleNamespace(codes=[rank.exitcode for rank in ranks], stdout=stdout, stderr=stderr)
 
 
@@ -198,7 +233,9 @@ def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
         return assert_weights_equal(a, b)
     assert ours["model"].keys() == theirs["model"].keys()
     for name, weight in theirs["model"].items():
-        atol = 1e-4 if name == "value_embed.weight" else 2e-5  # Adam moves it far where a gradient is only rounding
+        atol = (
+            1e-4 if name == "value_embed.weight" else 2e-5
+        )  # Adam moves it far where a gradient is only rounding
         torch.testing.assert_close(ours["model"][name], weight, rtol=1e-3, atol=atol)
 
 
@@ -228,7 +265,9 @@ def noisy(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("noisy")
     cfg = make_config(**TINY | dict(data=str(data), out_dir=str(folder / "run"), max_steps=1))
     model = train(cfg, return_model=True)[1]
-    torch.save(final(folder / "run") | dict(model={**add_noise(model).state_dict()}), folder / "noisy.pt")
+    torch.save(
+        final(folder / "run") | dict(model={**add_noise(model).state_dict()}), folder / "noisy.pt"
+    )
     return folder / "noisy.pt"
 
 
@@ -261,7 +300,11 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
 
     assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == code
     report = json.loads((folder / "out.json").read_text())
-    assert report["machine"]["torch"] == torch.__version__ and report["benchmark"] == name and name in report["command"]
+    assert (
+        report["machine"]["torch"] == torch.__version__
+        and report["benchmark"] == name
+        and name in report["command"]
+    )
     return report
 
 
@@ -269,7 +312,9 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
 def pytest_cmdline_main(config) -> None:
     """The whole suite runs in two processes: a test has one thread."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    whole &= config.option.markexpr in config.getini("addopts") and not (config.option.usepdb or config.option.trace)
+    whole &= config.option.markexpr in config.getini("addopts") and not (
+        config.option.usepdb or config.option.trace
+    )
     apart = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
     if whole and apart and config.option.numprocesses is None and config.option.dist == "no":
         config.option.numprocesses, config.option.dist = 2, "worksteal"

@@ -3,22 +3,12 @@
 import re
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model import shift_right, take_positions
 from ops.attention import add_bias
 from ops.parallel import reshard
 from runtime.errors import UserError
-
-
-def take_positions(x: Tensor, index: Tensor) -> Tensor:
-    """The entry of x (B, T, ...) at each row's own index, int64 (B,); returns (B, 1, ...)."""
-    return x[torch.arange(len(x), device=x.device), index][:, None]
-
-
-def shift_right(x: Tensor) -> Tensor:
-    """x (B, T, ...) shifted right by one position, with zeros in the first."""
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
 
 
 class LayerCache:
@@ -54,7 +44,9 @@ class LayerCache:
         """
         if k.size(2) > 1:  # a prompt, which attends to itself
             place = self.positions().clamp(min=0)[:, None, :, None]
-            self.k, self.v = (t.gather(2, place.expand(*t.shape[:2], -1, t.size(3))) for t in (k, v))
+            self.k, self.v = (
+                t.gather(2, place.expand(*t.shape[:2], -1, t.size(3))) for t in (k, v)
+            )
             return k, v
         if self.k is None:
             self.k, self.v = (t.new_zeros(*t.shape[:2], self.size, t.size(3)) for t in (k, v))
@@ -76,8 +68,14 @@ class KVCache:
         Only prompts are read T > 1 tokens at a time; shorter prompts are right-padded with any token.
         """
         cfg, shape = model.cfg, (len(lengths), max(0, model.cfg.ngram - 1))
-        self.lengths, self.length, self.doc_start = lengths, torch.zeros_like(lengths), torch.zeros_like(lengths)
-        self.recent = torch.full(shape, -1, device=lengths.device)  # tokens that n-grams reach back to
+        self.lengths, self.length, self.doc_start = (
+            lengths,
+            torch.zeros_like(lengths),
+            torch.zeros_like(lengths),
+        )
+        self.recent = torch.full(
+            shape, -1, device=lengths.device
+        )  # tokens that n-grams reach back to
         sizes = [min(window or cfg.seq_len, capacity or cfg.seq_len) for window in model.windows]
         self.layers = [LayerCache(size, self.length) for size in sizes]
         self.compiled_for = None  # the sampling options that a compiled step has read it with
@@ -85,41 +83,37 @@ class KVCache:
     def tensors(self) -> list[Tensor]:
         """Every tensor that reading a token changes, once a prompt is read."""
         own = [self.length, self.doc_start, self.recent]
-        return own + [t for layer in self.layers for t in (layer.k, layer.v, *layer.before.values())]
+        return own + [
+            t for layer in self.layers for t in (layer.k, layer.v, *layer.before.values())
+        ]
 
     def read(self, idx: Tensor, eot: int | None) -> Tensor:
         """Register tokens idx (B, T) that are about to be read; returns them after those that n-grams reach back to."""
-        tokens, place = torch.cat((self.recent, idx), dim=1), torch.arange(idx.size(1), device=idx.device)
+        tokens, place = (
+            torch.cat((self.recent, idx), dim=1),
+            torch.arange(idx.size(1), device=idx.device),
+        )
         place = place + self.length[:, None]
         read = self.lengths if idx.size(1) > 1 else torch.ones_like(self.length)
         self.length += read
         if eot is not None:
             starts = (idx == eot) & (place < self.length[:, None])
-            self.doc_start.copy_(torch.maximum(self.doc_start, torch.where(starts, place, 0).amax(1)))
+            self.doc_start.copy_(
+                torch.maximum(self.doc_start, torch.where(starts, place, 0).amax(1))
+            )
         newest = read[:, None] + torch.arange(self.recent.size(1), device=idx.device)
         self.recent.copy_(tokens.gather(1, newest))
         return tokens
 
-
-def next_logits(model: nn.Module, idx: Tensor, cache: KVCache | None = None) -> Tensor:
-    """Logits of the token that follows each row of idx (B, T), fp32 (B, 1, vocab_size), with the blocks of training.
-
-    With a cache, idx is the prompts if the cache is empty, else (B, 1): the tokens after those that it holds.
-    """
-    position = torch.arange(idx.size(1), device=idx.device)
-    if cache is None:
-        masks = model.attention_masks(model.attn_backend, idx)
-        return model.logits(model.hidden(idx, position, masks, model.attn_backend)[:, -1:])
-    tokens = cache.read(idx, model.doc_eot)
-    if idx.size(1) > 1:
-        x = model.hidden(tokens, position, model.attention_masks("sdpa", idx), "sdpa", cache.layers)
-        return model.logits(take_positions(x, cache.length - 1))
-    position, masks = cache.length[:, None] - 1, {}
-    for window, layer in dict(zip(model.windows, cache.layers)).items():
-        slots = layer.positions()
-        seen = (slots >= cache.doc_start[:, None])[:, None, None]
-        masks[window] = add_bias(seen, model.attention_bias(position, slots))
-    return model.logits(model.hidden(tokens, position, masks, "sdpa", cache.layers))
+    def masks(self, model: nn.Module, position: Tensor) -> dict[int, Tensor]:
+        """For each window, what the token at `position` (B, 1) attends to: the slots of its own document."""
+        masks = {}
+        for window, layer in zip(model.windows, self.layers):
+            if window not in masks:
+                slots = layer.positions()
+                seen = (slots >= self.doc_start[:, None])[:, None, None]
+                masks[window] = add_bias(seen, model.attention_bias(position, slots))
+        return masks
 
 
 def some_tokens(model: nn.Module, n: int, length: int) -> Tensor:
@@ -136,7 +130,10 @@ def check_causal(model: nn.Module) -> None:
         return
     idx = some_tokens(model, 2, 2 * half)
     other = torch.cat((idx[:, :half], (idx[:, half:] + 1) % model.cfg.vocab_size), dim=1)
-    backend, model.attn_backend = model.attn_backend, "sdpa"  # others need more tokens, or a compiler
+    backend, model.attn_backend = (
+        model.attn_backend,
+        "sdpa",
+    )  # others need more tokens, or a compiler
     model.eval()
     logits = []
     for tokens in (idx, other):
@@ -145,7 +142,9 @@ def check_causal(model: nn.Module) -> None:
     model.train()
     model.attn_backend = backend
     if not (logits[0] - logits[1]).abs().max() <= 0.02 * logits[0].std():
-        raise UserError("the model's logits change with later tokens; let each depend on itself and earlier ones only")
+        raise UserError(
+            "the model's logits change with later tokens; let each depend on itself and earlier ones only"
+        )
 
 
 @torch.no_grad()
@@ -158,14 +157,18 @@ def check_cache(model: nn.Module) -> None:
     if n < 3:
         return
     idx = some_tokens(model, 2, n)
-    lengths = torch.tensor([n - 2, max(1, n // 2 - 1)], device=idx.device)  # of the prompts; then two tokens are read
+    lengths = torch.tensor(
+        [n - 2, max(1, n // 2 - 1)], device=idx.device
+    )  # of the prompts; then two tokens are read
     whole, cache = model(idx), KVCache(model, lengths)
     cached = [model.next_logits(idx[:, : n - 2], cache)]
     cached += [model.next_logits(take_positions(idx, lengths + i), cache) for i in range(2)]
     plain = [take_positions(whole, lengths - 1 + i) for i in range(3)]
     apart = (torch.cat(cached, 1) - torch.cat(plain, 1)).abs().max().item()
     reshard(model)
-    rounded = model.compute_dtype != torch.float32 or any(t.dtype == torch.int8 for t in model.buffers())
+    rounded = model.compute_dtype != torch.float32 or any(
+        t.dtype == torch.int8 for t in model.buffers()
+    )
     if not apart <= (0.5 if rounded else 1e-2) * whole.std().item() + 1e-6:
         raise UserError(
             f"logits with a KV cache differ by {apart:.2g} from those without: what looks at other tokens or positions "
@@ -175,7 +178,16 @@ def check_cache(model: nn.Module) -> None:
 
 @torch.no_grad()
 def generate(
-    model, prompts, n_tokens, vocab_size, temperature=1.0, top_k=0, top_p=1.0, seeds=None, step=None, use_cache=True
+    model,
+    prompts,
+    n_tokens,
+    vocab_size,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    seeds=None,
+    step=None,
+    use_cache=True,
 ):
     """Continue prompts, integer (T >= 1,) each: yields the next token of each, int64 (B,) on device, n_tokens times.
 
@@ -188,7 +200,9 @@ def generate(
     device, context = model.device, model.cfg.seq_len
     prompts = [prompt[-context:] for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    read = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(device)
+    read = nn.utils.rnn.pad_sequence([prompt.long() for prompt in prompts], batch_first=True).to(
+        device
+    )
     cache, n_read = None, read.size(1) + n_tokens
     if use_cache and (model.extrapolates or n_read <= context):
         capacity = max(128, 1 << (n_read - 1).bit_length())  # few distinct sizes: each one compiles
@@ -196,7 +210,9 @@ def generate(
     elif (lengths != lengths[0]).any():
         raise UserError("without a KV cache, prompts must be equally long; give one at a time")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
-    draws = torch.stack([torch.rand(n_tokens, 1, generator=g) for g in generators], dim=1).to(device)
+    draws = torch.stack([torch.rand(n_tokens, 1, generator=g) for g in generators], dim=1).to(
+        device
+    )
     for i in range(n_tokens):
         decode = step if step and cache and i else decode_step
         token = decode(model, read, cache, draws[i], vocab_size, temperature, top_k, top_p)
@@ -204,7 +220,9 @@ def generate(
         read = token if cache else torch.cat((read, token), dim=1)[:, -context:]
 
 
-def decode_step(model: nn.Module, idx: Tensor, cache, draws: Tensor, vocab_size: int, *sampling) -> Tensor:
+def decode_step(
+    model: nn.Module, idx: Tensor, cache, draws: Tensor, vocab_size: int, *sampling
+) -> Tensor:
     """The token that follows idx (B, T) in each row, int64 (B, 1); written to compile as a single graph.
 
     cache: a KVCache or None. draws, sampling: as sample_token's draws, and temperature, top_k, top_p.
@@ -217,7 +235,11 @@ def compile_decode_step(device: torch.device):
 
     Guards are checked once per cache and set of sampling options; a cache belongs to one model.
     """
-    how = dict(mode="reduce-overhead") if device.type == "cuda" else dict(options={"cpp_wrapper": True})
+    how = (
+        dict(mode="reduce-overhead")
+        if device.type == "cuda"
+        else dict(options={"cpp_wrapper": True})
+    )
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **how)
 
     def step(model: nn.Module, idx: Tensor, cache: KVCache, draws: Tensor, *options) -> Tensor:
@@ -234,19 +256,27 @@ def compile_decode_step(device: torch.device):
     return step
 
 
-def sample_token(logits: Tensor, draws: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def sample_token(
+    logits: Tensor, draws: Tensor, temperature: float, top_k: int, top_p: float
+) -> Tensor:
     """One token per row from fp32 logits (B, V), int64 (B, 1); draws: uniform random numbers in [0, 1), (B, 1)."""
     if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
-    values, order = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))  # in descending order
-    weights = ((values / temperature).softmax(-1) * 2**32).long()  # sums of integers are the same everywhere
+    values, order = logits.topk(
+        min(top_k or logits.size(-1), logits.size(-1))
+    )  # in descending order
+    weights = (
+        (values / temperature).softmax(-1) * 2**32
+    ).long()  # sums of integers are the same everywhere
     total = weights.cumsum(-1)
     if top_p < 1:
         reached = total - weights >= total[:, -1:] * max(1, int(top_p * 2**24)) >> 24
         weights = weights.masked_fill(reached, 0)
         total = weights.cumsum(-1)
     below = total[:, -1:] * (draws * 2**24).long() >> 24
-    place = (total <= below).sum(-1, keepdim=True).clamp(max=values.size(-1) - 1)  # past the end only for NaN logits
+    place = (
+        (total <= below).sum(-1, keepdim=True).clamp(max=values.size(-1) - 1)
+    )  # past the end only for NaN logits
     return order.gather(1, place)
 
 
@@ -258,7 +288,10 @@ def on_host(tokens):
             copied.synchronize()
             yield host.tolist()
         if token.is_cuda:
-            host, copied = token.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+            host, copied = (
+                token.to("cpu", non_blocking=True),
+                torch.cuda.current_stream().record_event(),
+            )
         else:
             yield token.tolist()
     if host is not None:
@@ -271,16 +304,24 @@ def printable(text: str) -> str:
 
 
 @torch.no_grad()
-def complete(model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int, temperature: float = 0.8) -> str:
+def complete(
+    model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int, temperature: float = 0.8
+) -> str:
     """The end of a prompt, integer (T,), ">>>" and the continuation by a model in eval mode; or why there is none."""
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for each length
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # compiled blocks would be compiled again for each length
             check_cache(model)
-            drawn = generate(model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed])
+            drawn = generate(
+                model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed]
+            )
             tokens = [token for (token,) in on_host(drawn)]
     except Exception as error:  # of an edit that cannot be cached, which training does not need
         return f"(no sample: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error})"
     end = prompt[-64:]
     known = end[end < tokenizer.vocab_size].tolist()  # data may hold ids that their tokenizer lacks
-    texts = [tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)]
+    texts = [
+        tokenizer.decode_bytes(part).decode("utf-8", errors="replace") for part in (known, tokens)
+    ]
     return printable(">>>".join(texts))

@@ -41,10 +41,14 @@ class Int8Linear(Int8Weight):
         rows, w = x.flatten(0, -2), self.weight_int8
         if is_matvec(x):
             y = matvec(rows, w) * self.weight_scale
-        elif not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16:  # the kernel reads 16 columns at a time
+        elif (
+            not x.is_cpu or len(rows) > FEW_ROWS or rows.size(1) % 16
+        ):  # the kernel reads 16 columns at a time
             y = F.linear(rows, (w * self.weight_scale[:, None]).to(x.dtype))
         else:
-            ones = torch.ones_like(self.weight_scale, dtype=torch.bfloat16)  # it would round real scales to bf16
+            ones = torch.ones_like(
+                self.weight_scale, dtype=torch.bfloat16
+            )  # it would round real scales to bf16
             y = torch._weight_int8pack_mm(rows.bfloat16(), w, ones) * self.weight_scale
         return y.to(x.dtype).view(*x.shape[:-1], len(w))
 

@@ -14,8 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from generation import LayerCache, next_logits, shift_right
-from ops.attention import attention, attention_mask, cached_attention
+from ops.attention import (
+    ATTENTION_BACKENDS,
+    add_bias,
+    attention_mask,
+    cached_attention,
+    flex_attention,
+)
 from ops.cpu import EagerReLUSquared, EagerRMSNorm, trains_eagerly
 from ops.linear import is_matvec, matvec
 from ops.loss import SoftcapCrossEntropy, chunked_loss, softcap_fwd_bwd
@@ -35,7 +40,9 @@ class GPTConfig:
     n_head: int = 6
     n_embd: int = 768
     window: str = "L"  # one letter per layer, tiled: L full context, S sliding window; "SSSL:256" sets its width
-    ngram: int = 0  # longest n-gram with a hashed embedding, added to each token's own; below 2 disables
+    ngram: int = (
+        0  # longest n-gram with a hashed embedding, added to each token's own; below 2 disables
+    )
     ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
     softcap: float = 15.0  # tanh soft-capping of logits to (-softcap, softcap); 0 disables
     rope_theta: float = 10000.0
@@ -52,10 +59,17 @@ class GPTConfig:
 
     def layer_windows(self) -> list[int]:
         """Keys that each query sees in each layer, its own included (0 = the whole context)."""
-        pattern, _, size = self.window.partition(":")
-        size = int(size or max(1, self.seq_len // 4))
-        size = size if size < self.seq_len else 0
-        return [size if pattern[i % len(pattern)] == "S" else 0 for i in range(self.n_layer)]
+        pattern, _, width = self.window.partition(
+            ":"
+        )  # "SSSL:256": the pattern and the width of S layers
+        window = int(width) if width else max(1, self.seq_len // 4)
+        if window >= self.seq_len:
+            window = 0
+        windows = []
+        for layer in range(self.n_layer):
+            letter = pattern[layer % len(pattern)]
+            windows.append(window if letter == "S" else 0)
+        return windows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,12 +78,16 @@ class GPTConfig:
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension of x (..., D), without a gain."""
-    return EagerRMSNorm.apply(x) if trains_eagerly(x) else F.rms_norm(x, (x.size(-1),))
+    if trains_eagerly(x):
+        return EagerRMSNorm.apply(x)  # the same on a CPU, with half the memory traffic
+    return F.rms_norm(x, (x.size(-1),))
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """ReLU squared (So et al. 2021)."""
-    return EagerReLUSquared.apply(x) if trains_eagerly(x) else F.relu(x).square()
+    if trains_eagerly(x):
+        return EagerReLUSquared.apply(x)
+    return F.relu(x).square()
 
 
 class Linear(nn.Linear):
@@ -86,10 +104,16 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.to(x.dtype)
-        return matvec(x, w).to(x.dtype) if is_matvec(x) else self.matmul(x, w)
+        if is_matvec(x):  # one token at a time in the compiled decode step
+            return matvec(x, w).to(x.dtype)
+        return self.matmul(x, w)
 
 
-HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31  # multipliers of xxHash and MurmurHash; int64 suffices
+HASH_A, HASH_B, HASH_MODULUS = (
+    0x9E3779B1,
+    0x85EBCA6B,
+    1 << 31,
+)  # multipliers of xxHash and MurmurHash; int64 suffices
 
 
 def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> Tensor:
@@ -98,26 +122,29 @@ def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> 
     int64 (B, length, longest - 1). Where an n-gram would reach back past the start of the context, or of its document
     (which begins with `eot`), it has "no token".
     """
-    tokens = tokens[:, -(length + longest - 1) :]
-    doc_ids = None if eot is None else (tokens == eot).cumsum(1)
-    code, codes = tokens[:, -length:].long() + 1, []
-    for back in range(1, longest):
-        before = F.pad(tokens + 1, (back, 0))[:, -length - back : -back]
-        if doc_ids is not None:
-            same_doc = doc_ids == F.pad(doc_ids, (back, 0), value=-1)[:, :-back]
-            before = before * same_doc[:, -length:]
+    is_start = None if eot is None else tokens == eot
+    before = code = tokens.long() + 1  # 0 stands for "no token"
+    codes = []
+    for _ in range(2, longest + 1):
+        before = shift_right(before)  # one token further back
+        if is_start is not None:
+            before = before.masked_fill(is_start, 0)  # not past the start of the document
         code = (code * HASH_A + before) % HASH_MODULUS
         codes.append(code)
-    return torch.stack(codes, -1)
+    return torch.stack(codes, -1)[:, -length:]
 
 
-def hashed_uniform(code: Tensor, place: Tensor, seed: int) -> Tensor:
-    """Pseudo-random numbers in [0, 1), fp32: functions of int64 code (N, M), its place (N, 1) and the seed."""
-    for mixed_in in (place * HASH_B % HASH_MODULUS, seed % HASH_MODULUS):  # multiplying and folding, as in MurmurHash
-        code = (code ^ mixed_in) * HASH_A % HASH_MODULUS
-        code = (code ^ (code >> 15)) * HASH_B % HASH_MODULUS
-        code = code ^ (code >> 13)
-    return (code % (1 << 24)) / (1 << 24)
+def mix(h: Tensor, value) -> Tensor:
+    """One round of MurmurHash-like mixing of value into the hashes h."""
+    h = (h ^ value) * HASH_A % HASH_MODULUS
+    h = (h ^ (h >> 15)) * HASH_B % HASH_MODULUS
+    return h ^ (h >> 13)
+
+
+def hashed_uniform(code, position, seed):
+    h = mix(code, position * HASH_B % HASH_MODULUS)
+    h = mix(h, seed % HASH_MODULUS)
+    return (h % 2**24) / 2**24
 
 
 class NgramEmbedding(nn.Embedding):
@@ -127,11 +154,36 @@ class NgramEmbedding(nn.Embedding):
         return F.embedding_bag(rows, self.weight.float(), **options)
 
 
+def rotary_tables(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Frequencies (R/2,) and their cos and sin at each position (seq_len, 1, R/2), fp32; computed in fp64 on the CPU."""
+    half = cfg.rotary_dim // 2
+    channel = torch.arange(half, dtype=torch.float64, device="cpu")
+    position = torch.arange(cfg.seq_len, dtype=torch.float64, device="cpu")
+    frequency = cfg.rope_theta ** -(channel / half)
+    angle = torch.outer(position, frequency)[:, None]
+    return frequency.float(), angle.cos().float(), angle.sin().float()
+
+
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021) of x (B, T, H, D) in its first R dimensions; cos, sin (T, 1, R/2)."""
     half = cos.size(-1)
     x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str) -> Tensor:
+    """Causal softmax attention, q, k, v: (B, n_head, T, head_dim). mask: of attention_mask; None is plain causal."""
+    if backend in ("auto", "sdpa"):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_like(q, mask), is_causal=mask is None
+        )
+    if backend == "flex":
+        return flex_attention(q, k, v, mask)
+    return ATTENTION_BACKENDS[backend](q, k, v, mask)  # the same on other kernels: ops/attention.py
+
+
+def mask_like(q, mask):
+    return mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
 
 
 class AttnContext(NamedTuple):
@@ -143,7 +195,18 @@ class AttnContext(NamedTuple):
     mask: object  # attention_mask's result for this layer's window
     backend: str  # of attention
     values: Tensor  # value embeddings of the tokens, (B, T, n_embd)
-    past: LayerCache | None = None  # this layer's KV cache, during generation only
+    past: object = None  # this layer's KV cache (generation.LayerCache), during generation only
+
+
+def shift_right(x: Tensor) -> Tensor:
+    """x (B, T, ...) shifted right by one position, with zeros in the first."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
+
+
+def take_positions(x: Tensor, index: Tensor) -> Tensor:
+    """The entry of x (B, T, ...) at each row's own index, int64 (B,); returns (B, 1, ...)."""
+    rows = torch.arange(len(x), device=x.device)
+    return x[rows, index][:, None]
 
 
 def previous(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
@@ -151,10 +214,16 @@ def previous(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
 
     name: the key of this use in the layer's cache, unique within the layer.
     """
-    before = shift_right(x) if ctx.past is None else ctx.past.shift(name, x)
-    if ctx.starts is None:
-        return before
-    return before.masked_fill(ctx.starts.view(*ctx.starts.shape[:2], *[1] * (x.dim() - 2)), 0)
+    if ctx.past is None:
+        before = shift_right(x)
+    else:
+        before = ctx.past.shift(name, x)
+    if ctx.starts is not None:  # nothing comes before the first token of a document
+        starts = ctx.starts
+        while starts.dim() > x.dim():
+            starts = starts.squeeze(-1)
+        before = before.masked_fill(starts, 0)
+    return before
 
 
 def shift_keys(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
@@ -172,32 +241,47 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.n_head, self.head_dim, self.rotary_dim = cfg.n_head, cfg.head_dim, cfg.rotary_dim
-        self.qkv = Linear(cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd)
-        self.gate = Linear(cfg.n_embd, cfg.n_head)
+        self.n_head = cfg.n_head
+        self.head_dim = cfg.head_dim
+        self.rotary_dim = cfg.rotary_dim
+        self.qkv = Linear(
+            cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd
+        )  # three stacked matrices: W_q, W_k, W_v
+        self.gate = Linear(cfg.n_embd, cfg.n_head)  # of the value embeddings, one per head
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def start_as_induction_head(self) -> None:
-        """Give keys the queries' weights where they are the previous token's: what followed a like token is found.
-
-        Left to chance, some runs never learn to copy from their context. Induction heads: Olsson et al. 2022; starts
-        like this: mimetic initialization (Trockman and Kolter 2023).
-        """
-        q, k = (w.view(-1, self.head_dim, w.size(1)) for w in self.qkv.weight.split(self.qkv.split)[:2])
-        k[:, self.rotary_dim :] = q[:: len(q) // len(k), self.rotary_dim :]
+        """Set W_k = W_q in the dimensions that shift_keys takes from the previous token."""
+        w_q, w_k, _ = self.qkv.weight.split(self.qkv.split)
+        w_q = w_q.view(self.n_head, self.head_dim, -1)
+        w_k = w_k.view(self.n_head, self.head_dim, -1)
+        w_k[:, self.rotary_dim :] = w_q[:, self.rotary_dim :]
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
-        batch, length, n_embd = x.shape
-        qk, v = self.qkv(x).view(batch, length, 3 * self.n_head, self.head_dim).split((2 * self.n_head, self.n_head), 2)
-        v = v + 2 * self.gate(x).sigmoid()[..., None] * ctx.values.view(v.shape)
-        q, k = norm(qk).split(self.n_head, 2)
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim).split(self.n_head, dim=2)
+
+        # Value embeddings: each head adds the tokens' own, times a gate between 0 and 2
+        gate = 2 * self.gate(x).sigmoid()  # (B, T, n_head)
+        v = v + gate[..., None] * ctx.values.view(B, T, self.n_head, self.head_dim)
+
+        q, k = norm(q), norm(k)  # QK norm
+        k = shift_keys(k, self.rotary_dim, ctx)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)
-        k = apply_rotary_emb(shift_keys(k, self.rotary_dim, ctx), ctx.cos, ctx.sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if ctx.past is not None:
+        k = apply_rotary_emb(k, ctx.cos, ctx.sin)
+
+        q, k, v = (
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+        )  # (B, n_head, T, head_dim)
+        if ctx.past is None:
+            y = attention(q, k, v, ctx.mask, ctx.backend)
+        else:  # generation
             k, v = ctx.past.append(k, v)
-        y = attention(q, k, v, ctx.mask, ctx.backend) if ctx.past is None else cached_attention(q, k, v, ctx.mask)
-        return self.proj(y.transpose(1, 2).reshape(batch, length, n_embd))
+            y = cached_attention(q, k, v, ctx.mask)
+        y = y.transpose(1, 2).reshape(B, T, C)
+        return self.proj(y)
 
 
 class MLP(nn.Module):
@@ -235,15 +319,16 @@ class CrossEntropy(nn.Module):
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.softcap, self.kernel = cfg.softcap, softcap_fwd_bwd
+        self.softcap = cfg.softcap
+        self.kernel = softcap_fwd_bwd
+        self.fused = 0 < cfg.softcap < 35  # the same loss and gradient in one pass (ops/loss.py)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits: of the head, not yet capped, in the compute dtype, (N, vocab_size); targets: int64 (N,)."""
-        if logits.requires_grad and 0 < self.softcap < 35:
-            # What follows, with its gradient by hand: 8,192 tokens of 1,024, bf16, with the head's matmuls, take 34 ms
-            # instead of 47, compiled 30 instead of 46 (2 cores of an EPYC). Edits of the loss go above it
+        if self.fused and logits.requires_grad:  # delete these two lines to edit the loss below
             return SoftcapCrossEntropy.apply(logits, targets, self.softcap, self.kernel)
-        return F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
+        logits = softcap(logits.float(), self.softcap)
+        return F.cross_entropy(logits, targets, ignore_index=-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -271,8 +356,13 @@ class GPT(nn.Module):
         ngram_dropout: float = 0.0,
     ):
         super().__init__()
-        self.cfg, self.compute_dtype, self.loss_chunk, self.attn_backend = cfg, compute_dtype, loss_chunk, attn
-        self.doc_eot, self.ngram_dropout, self.step_seed = doc_eot, ngram_dropout, 0
+        self.cfg = cfg
+        self.compute_dtype = compute_dtype
+        self.loss_chunk = loss_chunk
+        self.attn_backend = attn
+        self.doc_eot = doc_eot
+        self.ngram_dropout = ngram_dropout
+        self.step_seed = 0  # set by train_step, new in each step
         self.windows = cfg.layer_windows()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.value_embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -280,11 +370,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.cross_entropy = CrossEntropy(cfg)
-        half = cfg.rotary_dim // 2
-        frequency = cfg.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-        angle = torch.outer(torch.arange(cfg.seq_len, dtype=torch.float64, device="cpu"), frequency)[:, None]
-        for name, table in dict(cos=angle.cos(), sin=angle.sin(), frequency=frequency).items():
-            self.register_buffer(name, table.float().to(self.wte.weight.device), persistent=False)
+        frequency, cos, sin = rotary_tables(cfg)
+        device = self.wte.weight.device
+        self.register_buffer("cos", cos.to(device), persistent=False)
+        self.register_buffer("sin", sin.to(device), persistent=False)
+        self.register_buffer("frequency", frequency.to(device), persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -319,24 +409,63 @@ class GPT(nn.Module):
         Without: fp32 logits (B, T, vocab_size).
         """
         position = torch.arange(idx.size(1), device=idx.device)
-        x = self.hidden(idx, position, self.attention_masks(self.attn_backend, idx), self.attn_backend)
-        return self.logits(x) if targets is None else self.loss(x, targets)
+        masks = self.attention_masks(self.attn_backend, idx)
+        x = self.hidden(idx, position, masks, self.attn_backend)
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x, targets)
 
-    def hidden(self, tokens: Tensor, position: Tensor, masks: dict, backend: str, layers: list | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        masks: dict,
+        backend: str,
+        layers: list | None = None,
+    ) -> Tensor:
         """The last block's output, normalized, (B, T, n_embd); for training, evaluation and generation.
 
         tokens, position: as in embed. masks: attention masks of this backend by window. layers: the KV caches.
         """
         cos, sin = self.rotary_tables(position)
-        newest = tokens[:, -position.size(-1) :]
-        starts = None if self.doc_eot is None else (newest == self.doc_eot)[..., None, None]
-        values = self.value_embed(newest).to(self.compute_dtype)
-        x = norm(self.embed(tokens, position).to(self.compute_dtype))
+        idx = tokens[:, -position.size(-1) :]  # without the tokens that only n-grams reach back to
+        starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
+        values = self.value_embed(idx).to(self.compute_dtype)
+
+        x = self.embed(tokens, position).to(self.compute_dtype)
+        x = norm(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, AttnContext(cos, sin, starts, masks[self.windows[i]], backend, values, layers and layers[i]))
+            ctx = AttnContext(
+                cos=cos,
+                sin=sin,
+                starts=starts,
+                mask=masks[self.windows[i]],
+                backend=backend,
+                values=values,
+                past=layers[i] if layers else None,
+            )
+            x = block(x, ctx)
         return norm(x)
 
-    next_logits = next_logits  # a method, so that FSDP gathers the weights for it
+    def next_logits(self, idx: Tensor, cache=None) -> Tensor:
+        """Logits of the token that follows each row of idx (B, T): fp32 (B, 1, vocab_size).
+
+        cache: a generation.KVCache. Empty, it reads idx as prompts; after that idx is (B, 1), each row's newest token.
+        """
+        position = torch.arange(idx.size(1), device=idx.device)
+        if cache is None:
+            masks = self.attention_masks(self.attn_backend, idx)
+            x = self.hidden(idx, position, masks, self.attn_backend)
+            return self.logits(x[:, -1:])
+        tokens = cache.read(idx, self.doc_eot)
+        if idx.size(1) > 1:  # prompts, padded on the right
+            masks = self.attention_masks("sdpa", idx)
+            x = self.hidden(tokens, position, masks, "sdpa", cache.layers)
+            return self.logits(take_positions(x, cache.length - 1))
+        position = cache.length[:, None] - 1
+        masks = cache.masks(self, position)
+        x = self.hidden(tokens, position, masks, "sdpa", cache.layers)
+        return self.logits(x)
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Summed embeddings of the last T of tokens (B, S) and of the n-grams ending at each: (B, T, n_embd).
@@ -363,8 +492,12 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of x (B, T, n_embd) against targets (B, T), fp32 (), `loss_chunk` tokens at a time."""
-        flat, params = (x.flatten(0, 1), targets.flatten()), [*self.parameters()]  # of which the loss uses a few
-        return chunked_loss(lambda x, y: self.cross_entropy(self.head(x), y), params, *flat, self.loss_chunk)
+
+        def head_loss(x: Tensor, targets: Tensor) -> Tensor:
+            return self.cross_entropy(self.head(x), targets)
+
+        x, targets = x.flatten(0, 1), targets.flatten()
+        return chunked_loss(head_loss, list(self.parameters()), x, targets, self.loss_chunk)
 
     def freeze(self) -> "GPT":
         """For inference: no gradients; weight matrices are cast to the compute dtype once, not at each use."""
@@ -378,11 +511,18 @@ class GPT(nn.Module):
 
         6 per matmul weight, counted once per use, and 12 * n_embd per token attended to, in each layer.
         """
-        t = self.cfg.seq_len
-        attended = sum(sum(min(i, w or t) for i in range(1, t + 1)) / t for w in self.windows)
-        places = self.named_parameters(remove_duplicate=False)
-        weights = sum(p.numel() for name, p in places if not name.startswith(("wte", "value_embed", "ngrams")))
-        return 6 * weights + 12 * self.cfg.n_embd * attended
+        T = self.cfg.seq_len
+        attended = 0  # keys that an average query attends to, summed over the layers
+        for window in self.windows:
+            longest = window or T
+            attended += sum(min(position, longest) for position in range(1, T + 1)) / T
+        matmul_weights = 0
+        for name, p in self.named_parameters(
+            remove_duplicate=False
+        ):  # a tied weight counts at each use
+            if not name.startswith(("wte", "value_embed", "ngrams")):  # lookups
+                matmul_weights += p.numel()
+        return 6 * matmul_weights + 12 * self.cfg.n_embd * attended
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -407,8 +547,12 @@ class ParamSpec(NamedTuple):
     """How the parameters whose names match are initialized and optimized."""
 
     pattern: str = ""  # regular expression for the whole name
-    init: Callable | None = None  # fills a tensor on the CPU with a generator; None: as the module made it
-    optim: str = ""  # "muon" or "adam"; "": Muon for matrices inside the blocks, Adam for everything else
+    init: Callable | None = (
+        None  # fills a tensor on the CPU with a generator; None: as the module made it
+    )
+    optim: str = (
+        ""  # "muon" or "adam"; "": Muon for matrices inside the blocks, Adam for everything else
+    )
     lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # of Adam
 
@@ -429,51 +573,85 @@ PARAM_TABLE = [
 
 def spec_of(name: str, param: Tensor) -> ParamSpec:
     """The first row of the table that matches a parameter's name, or the default, with its optimizer filled in."""
-    spec = next((spec for spec in PARAM_TABLE if re.fullmatch(spec.pattern, name)), ParamSpec())
-    is_matrix = name.startswith("blocks.") and param.dim() == 2
-    return spec._replace(optim=spec.optim or ("muon" if is_matrix else "adam"))
+    found = ParamSpec()
+    for spec in PARAM_TABLE:
+        if re.fullmatch(spec.pattern, name):
+            found = spec
+            break
+    if found.optim:
+        return found
+    is_block_matrix = name.startswith("blocks.") and param.dim() == 2
+    return found._replace(optim="muon" if is_block_matrix else "adam")
 
 
 @torch.no_grad()
 def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
     """Draw the initial values of the table, each parameter's whole, on the CPU, by the seed of its name."""
     for name, param in model.named_parameters():
-        if init := spec_of(name, param).init:
+        init = spec_of(name, param).init
+        if init is not None:
             generator = torch.Generator().manual_seed(seed_of(name))
-            param.copy_(init(torch.empty(param.shape, device="cpu"), generator))
-    for module in model.blocks[1:2].modules():  # of the second layer
-        if isinstance(module, CausalSelfAttention):
-            module.start_as_induction_head()
+            values = torch.empty(param.shape, device="cpu")
+            param.copy_(init(values, generator))
+    if len(model.blocks) > 1:
+        for module in model.blocks[1].modules():
+            if isinstance(module, CausalSelfAttention):
+                module.start_as_induction_head()
 
 
-def optimizer_groups(model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float) -> list[dict]:
+def optimizer_groups(
+    model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float
+) -> list[dict]:
     """Parameter groups for `Optimizer`: parameters with equal settings share one.
 
     "adamw": Adam for all, with one learning rate and decay.
     """
-    groups: dict[tuple, dict] = {}
+    groups: dict[tuple, dict] = {}  # by settings
     for name, param in model.named_parameters():
         spec = spec_of(name, param)
-        kind, betas, lr, decay = spec.optim, spec.betas, spec.lr_mul * adam_lr, 0.0
         if optimizer == "adamw":
-            kind, betas, lr, decay = "adam", (0.9, 0.95), adam_lr, weight_decay
-        elif kind == "muon":
-            lr, decay = spec.lr_mul * muon_lr, weight_decay
-        settings = dict(kind=kind, lr=lr, initial_lr=lr, weight_decay=decay)
-        if kind == "muon":
-            module = model.get_submodule(name.rpartition(".")[0])
-            split = getattr(module, "split", ()) if name.endswith(".weight") else ()
-            settings |= dict(momentum=0.95, split=split or (len(param),))
+            settings = dict(
+                kind="adam", lr=adam_lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True
+            )
+        elif spec.optim == "muon":
+            split = rows_of_stacked_matrices(model, name, param)
+            settings = dict(
+                kind="muon",
+                lr=spec.lr_mul * muon_lr,
+                weight_decay=weight_decay,
+                momentum=0.95,
+                split=split,
+            )
         else:
-            settings |= dict(betas=betas, fused=True)  # fused: load_state_dict then keeps `step` on the device
-        groups.setdefault(tuple(settings.values()), dict(params=[], **settings))["params"].append(param)
+            settings = dict(
+                kind=spec.optim,
+                lr=spec.lr_mul * adam_lr,
+                weight_decay=0.0,
+                betas=spec.betas,
+                fused=True,
+            )
+        settings["initial_lr"] = settings["lr"]  # what the schedule multiplies
+        key = tuple(settings.values())
+        if key not in groups:
+            groups[key] = dict(params=[], **settings)
+        groups[key]["params"].append(param)
     return list(groups.values())
+
+
+def rows_of_stacked_matrices(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
+    """Heights of the matrices stacked in a Linear's weight, which Muon orthogonalizes one by one."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, Linear) and name.endswith(".weight"):
+        return module.split
+    return (len(param),)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. Muon + Adam
 
-MAX_STACK_NUMEL = 2**26  # elements that a rank orthogonalizes at once; this takes several times their memory
+MAX_STACK_NUMEL = (
+    2**26
+)  # elements that a rank orthogonalizes at once; this takes several times their memory
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
 # singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
 NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780, -1.9908, 0.4541))
@@ -486,14 +664,19 @@ def newton_schulz(x: Tensor) -> Tensor:
     above 0.01 end up in [0.7, 1.3], and smaller ones grow 76-fold. Zeros stay zero.
     """
     tall = x.size(1) > x.size(2)
-    x = x.mT if tall else x
+    if tall:
+        x = x.mT
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
-    gram, x = gram / scale, x / scale.sqrt()  # bounds the largest singular value more tightly than the norm of x
+    gram, x = gram / scale, x / scale.sqrt()
     for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
-        gram = x @ x.mT if i else gram
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        if i > 0:
+            gram = x @ x.mT
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b * gram + c * gram @ gram
+        x = torch.baddbmm(x, poly, x, beta=a)  # a * x + poly @ x
+    if tall:
+        x = x.mT
+    return x
 
 
 def normalize_rows(x: Tensor) -> Tensor:
@@ -501,9 +684,13 @@ def normalize_rows(x: Tensor) -> Tensor:
 
     Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides by a running mean, this by the norm.
     """
-    even = F.normalize(x.float(), dim=-1)
-    norms = [torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True, dtype=torch.float32) for t in (x, even)]
-    return (even * (norms[0] / norms[1].clamp(min=1e-6))).to(x.dtype)
+
+    def frobenius_norm(t: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(t, dim=(1, 2), keepdim=True, dtype=torch.float32)
+
+    unit_rows = F.normalize(x.float(), dim=-1)
+    scale = frobenius_norm(x) / frobenius_norm(unit_rows).clamp(min=1e-6)
+    return (unit_rows * scale).to(x.dtype)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -527,7 +714,9 @@ class Optimizer(torch.optim.Optimizer):
     in (pinned) CPU memory.
     """
 
-    def __init__(self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False):
+    def __init__(
+        self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False
+    ):
         super().__init__(groups, {})
         self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
 
@@ -551,30 +740,57 @@ class Optimizer(torch.optim.Optimizer):
         return [self.state[p][name] for p in params]
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
-        """Muon for parameters of one shape; what cannot be orthogonalized at once comes afterwards."""
+        """Muon for parameters of one shape, as many at a time as MAX_STACK_NUMEL allows."""
         n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         at_once = n_ranks * max(1, MAX_STACK_NUMEL // params[0].numel())
-        params, others = params[:at_once], params[at_once:]
-        weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
-        mine = replica_part(params)  # a slice: under DDP the part of this rank, else all
+        for first in range(0, len(params), at_once):
+            self.muon_at_once(group, params[first : first + at_once])
+
+    def muon_at_once(self, group: dict, params: list[Tensor]) -> None:
+        lr, beta, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+        weights = [to_local(p) for p in params]
+        grads = [to_local(p.grad) for p in params]
+
+        # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes (without DDP: all)
+        mine = replica_part(params)
         with state_on_device(weights[0].device, self.slots("momentum", params)) as (momenta,):
-            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            nesterov = [g.lerp(m, group["momentum"]) for g, m in zip(grads[mine], momenta[mine])]
-        x = torch.stack(nesterov) if nesterov else grads[0].new_empty((0, *grads[0].shape))  # more ranks than matrices
-        x = gather_matrices(x.to(self.ns_dtype), params[0])  # (n, rows, cols), whole also under FSDP
-        x = torch.cat([orthogonalize(part) for part in x.split(group["split"], dim=1)], dim=1)
-        updates = scatter_updates(x, params)  # of all params, (len(params), this rank's rows, cols)
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-group["lr"])
-        if others:
-            self.muon(group, others)
+            torch._foreach_lerp_(momenta, grads, 1 - beta)
+            nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
+        if nesterov:
+            x = torch.stack(nesterov)
+        else:  # there are more ranks than matrices
+            x = grads[0].new_empty((0, *grads[0].shape))
+
+        # Orthogonalize whole matrices, then send every rank its rows of all updates
+        x = gather_matrices(x.to(self.ns_dtype), params[0])
+        parts = x.split(group["split"], dim=1)  # q, k and v are stacked in one weight
+        x = torch.cat([orthogonalize(part) for part in parts], dim=1)
+        updates = scatter_updates(x, params)
+
+        torch._foreach_mul_(weights, 1 - lr * weight_decay)
+        torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-lr)
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
         """Adam for parameters of one shape, by PyTorch's fused kernel."""
-        weights, grads = [to_local(p) for p in params], [to_local(p.grad) for p in params]
+        weights = [to_local(p) for p in params]
+        grads = [to_local(p.grad) for p in params]
         steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
-        settings = dict(lr=group["lr"], weight_decay=group["weight_decay"], eps=self.eps, fused=True)
-        settings |= dict(beta1=group["betas"][0], beta2=group["betas"][1], amsgrad=False, maximize=False)
-        kept = [self.slots(name, params) for name in ("exp_avg", "exp_avg_sq")]
-        with state_on_device(weights[0].device, *kept) as (exp_avgs, exp_avg_sqs):
-            adamw(weights, grads, exp_avgs, exp_avg_sqs, [], steps, **settings)
+        exp_avgs, exp_avg_sqs = self.slots("exp_avg", params), self.slots("exp_avg_sq", params)
+        beta1, beta2 = group["betas"]
+        with state_on_device(weights[0].device, exp_avgs, exp_avg_sqs) as (exp_avgs, exp_avg_sqs):
+            adamw(
+                weights,
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                max_exp_avg_sqs=[],
+                state_steps=steps,
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=self.eps,
+            )

@@ -21,7 +21,14 @@ from generation import check_cache, compile_decode_step, generate, on_host, prin
 from int8 import quantize
 from model import GPT, GPTConfig
 from ops.cpu import skip_trial_programs
-from runtime.checkpoint import BEST, as_evaluated, list_checkpoints, load_weights, model_config, read_checkpoint
+from runtime.checkpoint import (
+    BEST,
+    as_evaluated,
+    list_checkpoints,
+    load_weights,
+    model_config,
+    read_checkpoint,
+)
 from runtime.errors import UserError, report_error
 from runtime.launch import peak_memory_mb, select_device
 from runtime.rules import check_compiler
@@ -29,7 +36,9 @@ from runtime.sizes import DTYPES, sampling_dtype
 
 SAMPLING = "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache compile"
 # mode -> flags that do nothing in it
-NO_EFFECT = dict(perplexity=f"choices {SAMPLING}", choices=SAMPLING, interactive="prompt", no_cache="compile")
+NO_EFFECT = dict(
+    perplexity=f"choices {SAMPLING}", choices=SAMPLING, interactive="prompt", no_cache="compile"
+)
 
 
 def find_file(run: str, best: bool = False) -> Path:
@@ -40,7 +49,9 @@ def find_file(run: str, best: bool = False) -> Path:
     found = list(path.glob(BEST)) if best else list_checkpoints(path)
     if not found:
         name = f"{BEST}, which evaluations during training save" if best else "ckpt_<step>.pt"
-        raise UserError(f"{path} holds no {name}; give the folder of a run that has saved, or a file without --best")
+        raise UserError(
+            f"{path} holds no {name}; give the folder of a run that has saved, or a file without --best"
+        )
     return found[0]
 
 
@@ -67,15 +78,32 @@ def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, 
 def main(argv: list[str]) -> int:
     """The command line; returns the exit code: 0 done, 2 the user's mistake."""
     style = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser("sample.py", description=__doc__, allow_abbrev=False, formatter_class=style)
+    parser = argparse.ArgumentParser(
+        "sample.py", description=__doc__, allow_abbrev=False, formatter_class=style
+    )
     add = parser.add_argument
-    add("--run", required=True, help="folder of a run, a checkpoint file, or one from export.py --to int8")
+    add(
+        "--run",
+        required=True,
+        help="folder of a run, a checkpoint file, or one from export.py --to int8",
+    )
     add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     add("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
     add("--interactive", action="store_true", help="continue each line that is typed")
-    add("--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling")
-    add("--stride", type=int, default=0, help="step of --perplexity's windows, in tokens; 0 = a context, fastest")
-    add("--choices", metavar="FILE", help="print the accuracy on these questions, as of data/prepare.py hellaswag")
+    add(
+        "--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling"
+    )
+    add(
+        "--stride",
+        type=int,
+        default=0,
+        help="step of --perplexity's windows, in tokens; 0 = a context, fastest",
+    )
+    add(
+        "--choices",
+        metavar="FILE",
+        help="print the accuracy on these questions, as of data/prepare.py hellaswag",
+    )
     add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
     add("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
     add("--stop", default="", metavar="TEXT", help="end each sample before this text")
@@ -84,16 +112,28 @@ def main(argv: list[str]) -> int:
     add("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
     add("--seed", type=int, default=0, help="the same seed gives the same text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
-    add("--dtype", default="auto", choices=("auto", *DTYPES), help="auto = as trained, if supported")
-    add("--int8", action="store_true", help="weights in int8; on a CPU without --compile, activations in bf16 too")
-    add("--no_cache", action="store_true", help="re-read the whole context for each token, to compare")
+    add(
+        "--dtype", default="auto", choices=("auto", *DTYPES), help="auto = as trained, if supported"
+    )
+    add(
+        "--int8",
+        action="store_true",
+        help="weights in int8; on a CPU without --compile, activations in bf16 too",
+    )
+    add(
+        "--no_cache",
+        action="store_true",
+        help="re-read the whole context for each token, to compare",
+    )
     add("--compile", action="store_true", help="compile the decode step; pays off for long texts")
     args = parser.parse_args(argv)
     try:
         check_arguments(args, parser)
         model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8)
         if args.perplexity is not None:
-            print_perplexity(model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len)
+            print_perplexity(
+                model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len
+            )
             return 0
         if args.choices is not None:
             print_choices(model, tokenizer, Path(args.choices))
@@ -119,7 +159,9 @@ def main(argv: list[str]) -> int:
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raises UserError for invalid values, and for flags that would have no effect."""
-    for name, least in dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0).items():
+    for name, least in dict(
+        num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0
+    ).items():
         if not getattr(args, name) >= least:
             raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
     if not 0 < args.top_p <= 1:
@@ -140,17 +182,25 @@ def typed_lines():
         print("> ", end="", file=sys.stderr, flush=True)
 
 
-def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step) -> None:
+def print_samples(
+    model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step
+) -> None:
     """Continue the prompts: a single text is streamed; several are generated 32 at a time and printed when done."""
     samples = [(prompt, args.seed + i) for prompt in prompts for i in range(args.num_samples)]
-    alone, shown = len(samples) == 1, printable if sys.stdout.isatty() else str  # a file gets the text unchanged
+    alone, shown = (
+        len(samples) == 1,
+        printable if sys.stdout.isatty() else str,
+    )  # a file gets the text unchanged
     for first in range(0, len(samples), 32):
         texts, seeds = map(list, zip(*samples[first : first + 32]))
         tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
         sampling = args.temperature, args.top_k, args.top_p, seeds, step, not args.no_cache
         drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, *sampling)
         decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
-        begins, held = [len(text) for text in texts], max(0, len(args.stop) - 1)  # what may yet become a stop
+        begins, held = (
+            [len(text) for text in texts],
+            max(0, len(args.stop) - 1),
+        )  # what may yet become a stop
         done, count, speed, printed = set(), 0, "", begins[0]
         if alone:
             print(texts[0], end="", flush=True)
@@ -170,7 +220,9 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
                 elif alone and (safe := len(texts[0]) - held) > printed:
                     print(shown(texts[0][printed:safe]), end="", flush=True)
                     printed = safe
-            if number == 4:  # the first step reads the prompts, the second may compile, the next two record CUDA graphs
+            if (
+                number == 4
+            ):  # the first step reads the prompts, the second may compile, the next two record CUDA graphs
                 start, skipped = time.perf_counter(), count
             if number > 4:
                 speed = f"{(count - skipped) / (time.perf_counter() - start):,.0f} tokens/s from the fifth on, "
@@ -179,7 +231,9 @@ def print_samples(model: GPT, tokenizer, prompts: list[str], args: argparse.Name
         for i, (text, decoder) in enumerate(zip(texts, decoders), first + 1):
             text += decoder.decode(b"", final=True)
             print(shown(text[printed:]) if alone else f"--- sample {i}\n{shown(text)}")
-        print(f"({count:,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)", file=sys.stderr)
+        print(
+            f"({count:,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

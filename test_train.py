@@ -115,7 +115,9 @@ def no_draws(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # Two ranks
 
-RANKS = dict(micro_batch=8, max_steps=5, eval_every=2)  # every layout has micro-batches of the same sequences
+RANKS = dict(
+    micro_batch=8, max_steps=5, eval_every=2
+)  # every layout has micro-batches of the same sequences
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -135,7 +137,11 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(GPT, "train", lambda self, mode=True: nn.Module.train(self, False))
     patch.setattr(train_gpt, "init_weights", init_and_add_noise)
     patch.setattr(train_gpt, "get_batch", some_targets)
-    patch.setattr(GPT, "forward", lambda self, idx, *rest, **named: forward(self, idx.clamp(min=0), *rest, **named))
+    patch.setattr(
+        GPT,
+        "forward",
+        lambda self, idx, *rest, **named: forward(self, idx.clamp(min=0), *rest, **named),
+    )
 
 
 def worker(folder: Path) -> None:
@@ -143,7 +149,10 @@ def worker(folder: Path) -> None:
     prepare_for_ranks(pytest.MonkeyPatch())
     for parallel in ("ddp", "fsdp"):
         model = run(folder / parallel, folder / "data", **RANKS, parallel=parallel)
-        torch.save([to_full(p.detach()) for p in model.parameters()], f"{folder / parallel}{dist.get_rank()}.pt")
+        torch.save(
+            [to_full(p.detach()) for p in model.parameters()],
+            f"{folder / parallel}{dist.get_rank()}.pt",
+        )
     exit_process(0)
 
 
@@ -170,7 +179,9 @@ def test_causal(doc_mask):
     model, middle = scrambled(doc_mask=doc_mask), 13
     idx, other = some_batch(4)[:, :-1], some_batch(4, seed=1)[:, :-1]
     idx[0, middle] = EOT
-    later, earlier = (torch.cat((idx[:1], other[1:])) for _ in range(2))  # other sequences, and in the first one
+    later, earlier = (
+        torch.cat((idx[:1], other[1:])) for _ in range(2)
+    )  # other sequences, and in the first one
     later[0, middle:], earlier[0, :middle] = other[0, middle:], other[0, :middle]
     saved = copy.deepcopy(model.state_dict())
 
@@ -185,7 +196,9 @@ def test_causal(doc_mask):
             f"{found} with later tokens or other sequences: a position may see itself and earlier ones only, also in "
             "training (mask, shift, normalize, route and write buffers so); draw numbers `if self.training` only"
         )
-        assert not (found := doc_mask and difference(before[middle:], ours[middle:], "the logits", 1e-3)), (
+        assert not (
+            found := doc_mask and difference(before[middle:], ours[middle:], "the logits", 1e-3)
+        ), (
             f"{found} with the document before, under --doc_mask: give attention the mask of AttnContext, and reach "
             "back by previous(), which stops at documents"
         )
@@ -195,17 +208,25 @@ def test_initial_values():
     def drawn(**flags) -> dict[str, Tensor]:
         """What rows of PARAM_TABLE draw, up to a scale, which may depend on the depth."""
         named = built(**FLAGS | flags).raw_model.named_parameters()
-        named = {name: p for name, p in named if spec_of(name, p).init and p.numel() > 1 and p.std() > 0}
+        named = {
+            name: p for name, p in named if spec_of(name, p).init and p.numel() > 1 and p.std() > 0
+        }
         return {name: (p - p.mean()) / p.std() for name, p in named.items()}
 
     ours, deeper, other = drawn(), drawn(n_layer=4), drawn(seed=1)
-    moved = [name for name, p in ours.items() if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4]
+    moved = [
+        name
+        for name, p in ours.items()
+        if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4
+    ]
     assert not moved, (
         f"{moved[0]} starts at other values if there are more layers: init, in its row of PARAM_TABLE, must draw from "
         "the generator that it gets, which is seeded by (seed, name), and nothing else"
     )
     fixed = [name for name, p in ours.items() if relative(p, other[name]) < 0.1]
-    assert not fixed, f"{fixed[0]} starts at the same values with every --seed: draw from the generator that init gets"
+    assert not fixed, (
+        f"{fixed[0]} starts at the same values with every --seed: draw from the generator that init gets"
+    )
 
 
 def test_checkpoint_rebuilds_the_model(whole):
@@ -213,13 +234,17 @@ def test_checkpoint_rebuilds_the_model(whole):
     checkpoint, idx = final(folder), some_batch(4)[:, :-1]
     rebuilt = GPT(GPTConfig(**checkpoint["model_config"])).eval()
     load_weights(rebuilt, checkpoint, folder)
-    assert not (found := difference(rebuilt(idx), copy.deepcopy(model).eval()(idx), "the logits")), (
+    assert not (
+        found := difference(rebuilt(idx), copy.deepcopy(model).eval()(idx), "the logits")
+    ), (
         f"{found} between the trained model and one rebuilt from its checkpoint, as for sampling: what the model "
         "computes with belongs in parameters, persistent buffers or fields of GPTConfig"
     )
 
 
-@pytest.mark.parametrize("flags", [{}, dict(window="SL:5", doc_mask=True)], ids=["plain", "window and documents"])
+@pytest.mark.parametrize(
+    "flags", [{}, dict(window="SL:5", doc_mask=True)], ids=["plain", "window and documents"]
+)
 @torch.no_grad()
 def test_cached_decoding(flags):
     model, idx, lengths = scrambled(**flags).eval(), some_batch(2)[:, :-1], torch.tensor([7, 3])
@@ -227,7 +252,9 @@ def test_cached_decoding(flags):
     whole, cache = model(idx), KVCache(model, lengths)
     for place in (lengths + i for i in range(-1, 24)):  # of each sequence's newest token
         read = take_positions(idx, place) if place.max() > 6 else idx[:, :7]
-        found = difference(model.next_logits(read, cache), take_positions(whole, place), "the logits", 1e-3)
+        found = difference(
+            model.next_logits(read, cache), take_positions(whole, place), "the logits", 1e-3
+        )
         assert not found, (
             f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or at positions must go "
             "through previous(), GPT.attention_bias or embed's `position`; else sample with --no_cache"
@@ -253,7 +280,9 @@ def test_evaluated_loss():
 @torch.no_grad()
 def test_int8_weights():
     model, idx = scrambled().eval(), some_batch(4)[:, :-1]
-    assert not (found := difference(quantize(copy.deepcopy(model))(idx), model(idx), "the logits", 0.1)), (
+    assert not (
+        found := difference(quantize(copy.deepcopy(model))(idx), model(idx), "the logits", 0.1)
+    ), (
         f"with weights in int8, {found}: int8.quantize replaces Linear and Embedding layers; give one that does more "
         "than multiply a class of its own, which it leaves alone, or do without int8"
     )
@@ -287,7 +316,9 @@ def masked_batch() -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_micro_batches(micro_batch, no_draws):
-    found = difference(*(one_step(masked_batch(), micro_batch=n, loss_chunk=0) for n in (micro_batch, 16)), "the ")
+    found = difference(
+        *(one_step(masked_batch(), micro_batch=n, loss_chunk=0) for n in (micro_batch, 16)), "the "
+    )
     assert not found, (
         f"{found} with --micro_batch {micro_batch} instead of 16: GPT.forward must return the mean over targets that "
         "are not -1 (0 without any), and train_step weight it by their number; a term across sequences (contrastive, "
@@ -297,7 +328,9 @@ def test_micro_batches(micro_batch, no_draws):
 
 @pytest.mark.parametrize("loss_chunk", [7, 128, 4096])
 def test_loss_in_chunks(loss_chunk, no_draws):
-    found = difference(*(one_step(masked_batch(), micro_batch=16, loss_chunk=n) for n in (loss_chunk, 0)), "the ")
+    found = difference(
+        *(one_step(masked_batch(), micro_batch=16, loss_chunk=n) for n in (loss_chunk, 0)), "the "
+    )
     assert not found, (
         f"{found} with --loss_chunk {loss_chunk} instead of 0: chunked_loss takes a mean over the targets that are not "
         "-1, of x and the listed parameters alone; what compares tokens belongs in GPT.forward, outside of the chunks"
@@ -321,7 +354,9 @@ def test_compiled(no_draws):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     try:
-        found = difference(one_step(some_batch(), compile="default"), one_step(some_batch()), rtol=1e-4)
+        found = difference(
+            one_step(some_batch(), compile="default"), one_step(some_batch()), rtol=1e-4
+        )
     except Exception as error:
         found = f"training fails ({type(error).__name__}: {str(error).strip()[:400]})"
     assert not found, (
@@ -334,7 +369,9 @@ def test_bf16(no_draws):
     losses = []
     for dtype in ("bf16", "fp32"):
         state = built(**FLAGS | dict(dtype=dtype))
-        losses.append(torch.stack([train_gpt.train_step(state, some_batch(), 0.0)[0] for _ in range(6)]))
+        losses.append(
+            torch.stack([train_gpt.train_step(state, some_batch(), 0.0)[0] for _ in range(6)])
+        )
     assert not (found := difference(*losses, "the loss", 2e-3)), (
         f"{found} between bf16 and fp32 in six steps: sum, exponentiate and normalize in fp32 (.float()), and make "
         "tensors in the dtype of x"
@@ -364,7 +401,9 @@ def test_batches(data):
 def remember(state, loss: Tensor) -> None:
     """What an edit might keep in state.extra."""
     seen = state.extra.get("seen", dict(sum=0, steps=[]))
-    state.extra["seen"] = dict(sum=seen["sum"] + loss, steps=[*seen["steps"], state.step], note="kept")
+    state.extra["seen"] = dict(
+        sum=seen["sum"] + loss, steps=[*seen["steps"], state.step], note="kept"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +421,9 @@ def record(folder: Path, *keys: str, parts=("model", "optimizer", "extra")) -> d
         found[key] = torch.tensor(values, dtype=torch.float64)
     saved = final(folder)
     for path, leaf in tree_flatten_with_path({part: saved[part] for part in parts})[0]:
-        found[f"checkpoint{keystr(path)}"] = leaf if isinstance(leaf, Tensor) else torch.tensor(hash(leaf))
+        found[f"checkpoint{keystr(path)}"] = (
+            leaf if isinstance(leaf, Tensor) else torch.tensor(hash(leaf))
+        )
     return found
 
 
@@ -399,7 +440,9 @@ def test_resuming_is_exact(data, whole, tmp_path):
 
 def test_watching_disturbs_nothing(data, whole, tmp_path):
     run(tmp_path / "run", data, remember, eval_every=3, sample_every=7, save_every=5)
-    ours, theirs = (record(folder, "train_loss", "grad_norm") for folder in (tmp_path / "run", whole[0]))
+    ours, theirs = (
+        record(folder, "train_loss", "grad_norm") for folder in (tmp_path / "run", whole[0])
+    )
     assert not (found := difference(ours, theirs, rtol=0)), (
         f"with --eval_every 3 --sample_every 7 --save_every 5, {found}: evaluation or sampling changes training, as by "
         "a buffer written without `if self.training`, a generator of its own, or weights that are not put back"

@@ -14,7 +14,9 @@ def data_case(flags: dict):
     device, dist_ctx = state.dist_ctx.device, state.dist_ctx
     seconds, _ = timed(device, lambda: [get_batch(stream, dist_ctx, step) for step in range(10)])
     yield dict(tokens=state.cfg.batch_tokens, load_s=seconds / 10)
-    with contextlib.closing(prefetch(lambda step: get_batch(stream, dist_ctx, step), 0, depth=2)) as batches:
+    with contextlib.closing(
+        prefetch(lambda step: get_batch(stream, dist_ctx, step), 0, depth=2)
+    ) as batches:
         train_step(state, next(batches), 0.0)  # the first batch is always waited for
         while True:
             wait_s, batch = timed(device, lambda: next(batches))
@@ -26,7 +28,9 @@ def bench_data(bench: Bench) -> dict:
     if "note" in facts:
         raise RunError(facts["note"])
     row = median_min_max([1000 * step_s for _, step_s in facts["values"]], "ms/step")
-    row |= median_min_max([100 * wait_s / step_s for wait_s, step_s in facts["values"]], "data wait, % of step")
+    row |= median_min_max(
+        [100 * wait_s / step_s for wait_s, step_s in facts["values"]], "data wait, % of step"
+    )
     row["tokens/s"] = 1000 * facts["tokens"] / row["ms/step"]
     row["loader alone, tokens/s"] = facts["tokens"] / facts["load_s"]
     print(table("Data", [row]))

@@ -30,7 +30,9 @@ class Bench:
         self.repeats = max(1, options.repeats or (3 if options.quick else 5))
         self.device = select_device(flags.get("device", "auto"))
         if self.device.type == "cuda" and "preset" not in flags:
-            self.flags = dict(preset="gpt2-small") | (dict(batch_tokens=65536) if self.quick else {}) | flags
+            self.flags = (
+                dict(preset="gpt2-small") | (dict(batch_tokens=65536) if self.quick else {}) | flags
+            )
         if self.flags.get("preset", "").startswith("gpt2") and "data" not in flags:
             self.flags = dict(vocab_size=50304) | self.flags  # as with GPT-2's tokenizer
 
@@ -62,14 +64,24 @@ def measure(cases: list[tuple], repeats: int) -> list[dict]:
     taken interleaved: A B A B. A case that fails leaves the reason as its `note`, and nothing else.
     """
     forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context, rows, started = multiprocessing.get_context("forkserver" if forks else "spawn"), [{} for _ in cases], []
-    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])  # imported once, for all cases
+    context, rows, started = (
+        multiprocessing.get_context("forkserver" if forks else "spawn"),
+        [{} for _ in cases],
+        [],
+    )
+    multiprocessing.set_forkserver_preload(
+        ["torch", "torch._dynamo"]
+    )  # imported once, for all cases
     for case, *args in cases:
         ours, theirs = context.Pipe()
-        started.append((ours, context.Process(target=run_case, args=(theirs, case, args), daemon=True)))
+        started.append(
+            (ours, context.Process(target=run_case, args=(theirs, case, args), daemon=True))
+        )
         started[-1][1].start()
         theirs.close()
-    for number, (row, (pipe, process)) in itertools.product(range(1 + repeats), [*zip(rows, started)]):
+    for number, (row, (pipe, process)) in itertools.product(
+        range(1 + repeats), [*zip(rows, started)]
+    ):
         if "note" in row:
             continue
         try:
@@ -94,18 +106,27 @@ def measure(cases: list[tuple], repeats: int) -> list[dict]:
 
 def run_python(*argv, env: dict | None = None) -> None:
     """Run a script of ours in a process of its own. Raises UserError or RunError with its own sentence."""
-    done = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, errors="replace", env=env)
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], capture_output=True, text=True, errors="replace", env=env
+    )
     if done.returncode:
-        said = re.findall(r"^error.*?: (.*)", done.stderr, re.MULTILINE) or [f"FAILED: {done.stderr.strip()[-200:]}"]
+        said = re.findall(r"^error.*?: (.*)", done.stderr, re.MULTILINE) or [
+            f"FAILED: {done.stderr.strip()[-200:]}"
+        ]
         raise (UserError if done.returncode == 2 else RunError)(said[0])
 
 
 def build_state(flags: dict) -> tuple[TrainState, TokenStream, Tensor]:
     """What the trainer builds of these flags: the state, its data and the first batch. Raises UserError."""
-    cfg = make_config(**dict(short_frac=0.0) | flags)  # steps on whole sequences, which are most of the work
-    dist_ctx = launch(dataclasses.asdict(cfg))
+    cfg = make_config(
+        **dict(short_frac=0.0) | flags
+    )  # steps on whole sequences, which are most of the work
+    dist_ctx = launch(cfg)
     check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
-    shape = {name: getattr(cfg, name) for name in ("seq_len", "batch_tokens", "seed", "vocab_size", "doc_align")}
+    shape = {
+        name: getattr(cfg, name)
+        for name in ("seq_len", "batch_tokens", "seed", "vocab_size", "doc_align")
+    }
     stream = open_stream(cfg.data, dist_ctx, **shape)
     cfg = settle(cfg, dist_ctx, stream, {})
     check_flags(cfg)
@@ -129,10 +150,16 @@ def measure_memory(device: torch.device, function) -> tuple[int, int, object]:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = function()
-        return torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, result
+        return (
+            torch.cuda.memory_allocated() - before,
+            torch.cuda.max_memory_allocated() - before,
+            result,
+        )
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
         result = function()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     events.sort(key=lambda event: event.start_ns())
     held = [0, *itertools.accumulate(event.nbytes() for event in events)]
     return held[-1], max(held), result
@@ -160,7 +187,16 @@ def table(title: str, rows: list[dict], note: str = "") -> str:
         return number(row.get(key)) + (f" ({low}-{high})" if low != high else "")
 
     keys = sorted(dict.fromkeys(key for row in rows for key in row), key=lambda key: key == "note")
-    shown = [key for key in keys if not key.endswith(("_min", "_max")) and any(cell(row, key) for row in rows)]
+    shown = [
+        key
+        for key in keys
+        if not key.endswith(("_min", "_max")) and any(cell(row, key) for row in rows)
+    ]
     lines = [" | ".join(shown), " | ".join("---" for _ in shown)]
     lines += [" | ".join(cell(row, key) for key in shown) for row in rows]
-    return f"### {title}\n\n" + "\n".join(f"| {line} |" for line in lines) + f"\n\n{note}".rstrip() + "\n"
+    return (
+        f"### {title}\n\n"
+        + "\n".join(f"| {line} |" for line in lines)
+        + f"\n\n{note}".rstrip()
+        + "\n"
+    )

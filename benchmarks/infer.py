@@ -22,10 +22,14 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
         quantize(model)
     model.freeze()  # as sample.py holds it
     step = compile_decode_step(device) if "compiled" in mode else None
-    idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
 
     def token_times(n: int) -> list[float]:
-        drawn = generate(model, list(idx), n_tokens, vocab_size, 0, step=step, use_cache=mode != "no cache")
+        drawn = generate(
+            model, list(idx), n_tokens, vocab_size, 0, step=step, use_cache=mode != "no cache"
+        )
         return [*itertools.accumulate(timed(device, lambda: next(drawn))[0] for _ in range(n))]
 
     yield {"startup, s": token_times(8)[-1], "peak MiB": peak_memory_mb(device)}
@@ -36,7 +40,11 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
 def bench_infer(bench: Bench) -> dict:
     bench.refuse("seq_len", "batch_tokens", "micro_batch", "compile")
     n_tokens, prompt, batches = (50, 32, (4,)) if bench.quick else (200, 128, (1, 8))
-    flags, rows = bench.flags | dict(seq_len=prompt + n_tokens, batch_tokens=prompt + n_tokens, micro_batch=1), []
+    flags, rows = (
+        bench.flags
+        | dict(seq_len=prompt + n_tokens, batch_tokens=prompt + n_tokens, micro_batch=1),
+        [],
+    )
     for batch in batches:
         cases = [(infer_case, flags, batch, mode, prompt, n_tokens) for mode in MODES]
         group = measure(cases, min(bench.repeats, 3))  # without a cache it takes minutes
@@ -47,8 +55,13 @@ def bench_infer(bench: Bench) -> dict:
                 ms = [1000 * (times[-1] - times[0]) / (n_tokens - 1) for times in row["values"]]
                 rows[-1] |= median_min_max(ms, "ms/token")
                 rows[-1]["tokens/s"] = 1000 * batch / rows[-1]["ms/token"]
-                ratios = [slow[-1] / times[-1] for slow, times in zip(group[0].get("values", []), row["values"])]
-                rows[-1][f"KV-cache speedup @{n_tokens}"] = statistics.median(ratios) if ratios else None
+                ratios = [
+                    slow[-1] / times[-1]
+                    for slow, times in zip(group[0].get("values", []), row["values"])
+                ]
+                rows[-1][f"KV-cache speedup @{n_tokens}"] = (
+                    statistics.median(ratios) if ratios else None
+                )
     note = f"A prompt of {prompt} tokens. No cache: all is read again for each token. TTFT: time to first token."
     print(table("Generation", rows, note))
     return dict(infer=rows)

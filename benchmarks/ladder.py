@@ -12,7 +12,9 @@ from runtime.sizes import DTYPES, hardware_dtype, largest_divisor, matmul_flops
 from train_gpt import Config, make_config, train_step
 
 # The flags at the foot of the ladder
-BASE = dict(dtype="fp32", matmul_precision="highest", attn="math", compile="off", loss_chunk=0, fp8=False)
+BASE = dict(
+    dtype="fp32", matmul_precision="highest", attn="math", compile="off", loss_chunk=0, fp8=False
+)
 BASE |= dict(checkpointing="none")
 LADDER = {
     "TF32": dict(matmul_precision="high"),
@@ -32,7 +34,9 @@ LADDER = {
 def step_case(flags: dict):
     """Yields what was set up, with the losses of three steps; then the seconds of a step."""
     began = time.perf_counter()
-    if select_device(flags.get("device", "auto")).type == "cuda":  # two cases share the card while they are compared
+    if (
+        select_device(flags.get("device", "auto")).type == "cuda"
+    ):  # two cases share the card while they are compared
         torch.cuda.set_per_process_memory_fraction(0.45)
     state, _, batch = build_state(flags)
     device = state.dist_ctx.device
@@ -42,19 +46,25 @@ def step_case(flags: dict):
     facts |= {"startup, s": time.perf_counter() - began, "losses": losses}
     yield facts | dict(sizes=(state.cfg.batch_tokens, state.raw_model.flops_per_token()))
     while True:
-        yield timed(device, lambda: [train_step(state, batch, 0.0) for _ in range(steps)])[0] / steps
+        yield (
+            timed(device, lambda: [train_step(state, batch, 0.0) for _ in range(steps)])[0] / steps
+        )
 
 
 def compare(bench: Bench, name: str, *configs: dict) -> list[dict]:
     """Rows of steps with these flags, interleaved, the last of them under this name, its speedups in `ratios`."""
     cases = [(step_case, bench.flags | config) for config in configs]
-    order = dict.fromkeys(("ms/step", "tokens/s", "speedup vs last kept", "cumulative speedup"))  # of columns
+    order = dict.fromkeys(
+        ("ms/step", "tokens/s", "speedup vs last kept", "cumulative speedup")
+    )  # of columns
     rows = [{"Config": name} | order | row for row in measure(cases, bench.repeats)]
     for row in rows:
         if "note" not in row:
             row |= median_min_max([1000 * seconds for seconds in row["values"]], "ms/step")
             row["tokens/s"] = 1000 * row["sizes"][0] / row["ms/step"]
-    rows[-1]["ratios"] = [a / b for a, b in zip(rows[0].get("values", []), rows[-1].get("values", []))]
+    rows[-1]["ratios"] = [
+        a / b for a, b in zip(rows[0].get("values", []), rows[-1].get("values", []))
+    ]
     progress(f"{name}: {rows[-1].get('note') or rows[-1]['ms/step']}")
     return rows
 
@@ -65,25 +75,36 @@ def bench_train(bench: Bench) -> dict:
     size, tokens = ((4096, 5e11), 8192) if device.type == "cuda" else ((512, 3e9), 1024)
     dtypes = ("fp32", "bf16") if device.type == "cpu" else (hardware_dtype("auto", device),)
     peak, peak_dtype = max((matmul_flops(device, DTYPES[name], *size), name) for name in dtypes)
-    micro_batch = cfg.micro_batch or largest_divisor(cfg.batch_tokens // cfg.seq_len, tokens // cfg.seq_len)
+    micro_batch = cfg.micro_batch or largest_divisor(
+        cfg.batch_tokens // cfg.seq_len, tokens // cfg.seq_len
+    )
     base = stack = BASE | dict(micro_batch=micro_batch)
     rows, without, replaced, total = compare(bench, "fp32 eager", base), [], {}, 1.0
-    for name, change in LADDER.items() if device.type == "cuda" else [*LADDER.items()][1:]:  # which TF32 is for
+    for name, change in (
+        LADDER.items() if device.type == "cuda" else [*LADDER.items()][1:]
+    ):  # which TF32 is for
         _, row = compare(bench, f"+ {name}", stack, stack | change)
         rows.append(row)
-        if row["ratios"]:  # else the kept one has failed, as when memory runs out, and this one takes over
+        if row[
+            "ratios"
+        ]:  # else the kept one has failed, as when memory runs out, and this one takes over
             row["speedup vs last kept"] = statistics.median(row["ratios"])
             row["cumulative speedup"] = total * row["speedup vs last kept"]
         if "note" not in row and (row["speedup vs last kept"] or 1.0) < 1:
             row["note"] = "slower: not kept"
         elif "note" not in row:
-            replaced[name], total = {key: stack[key] for key in change}, row["cumulative speedup"] or total
+            replaced[name], total = (
+                {key: stack[key] for key in change},
+                row["cumulative speedup"] or total,
+            )
             stack = stack | change | dict(micro_batch=row["micro_batch"])
     for name, change in {"all of them": base, **replaced}.items() if replaced else ():
         full, row = compare(bench, f"without {name}", stack, stack | change)
         without.append(row)
         if row["ratios"]:
-            row |= median_min_max([1000 * s for s in full["values"]], "full stack (interleaved), ms/step")
+            row |= median_min_max(
+                [1000 * s for s in full["values"]], "full stack (interleaved), ms/step"
+            )
             row |= median_min_max([1 / ratio for ratio in row["ratios"]], "slowdown")
     for row in rows:
         if row["tokens/s"]:

@@ -49,10 +49,16 @@ def judge(runs: dict[str, list[dict]]) -> list[dict]:
         row["seeds at target"] = f"{len(there)} of {len(own)}"
         for key, unit in (("train_time_s", "time"), ("step", "steps")):
             if there:
-                row[f"{unit} to target"] = statistics.median(time_to(run, target, key) for run in there)
+                row[f"{unit} to target"] = statistics.median(
+                    time_to(run, target, key) for run in there
+                )
             if own is not base:
-                pairs = [(a, b, max(a["val_loss"], b["val_loss"])) for a, b in zip(base, own)]  # which both reach
-                logs = [math.log(time_to(b, loss, key) / time_to(a, loss, key)) for a, b, loss in pairs]
+                pairs = [
+                    (a, b, max(a["val_loss"], b["val_loss"])) for a, b in zip(base, own)
+                ]  # which both reach
+                logs = [
+                    math.log(time_to(b, loss, key) / time_to(a, loss, key)) for a, b, loss in pairs
+                ]
                 row[f"speedup ({unit})"] = math.exp(-statistics.mean(logs))
                 row[f"p ({unit})"] = t_test(logs, 0.0)
         rows.append(row)
@@ -62,7 +68,10 @@ def judge(runs: dict[str, list[dict]]) -> list[dict]:
 def bench_loss(bench: Bench) -> dict:
     bench.refuse("seed", "trials", "eval_every", "out_dir", "resume", "target_val_loss")
     sides, given = {}, bench.options.flags
-    for text in [""] * (len(given) == 1) + given or ["--optimizer adamw", ""]:  # one is compared with the defaults
+    for text in [""] * (len(given) == 1) + given or [
+        "--optimizer adamw",
+        "",
+    ]:  # one is compared with the defaults
         words = shlex.split(text)
         checkout = words.pop(0) if words and not words[0].startswith("--") else HERE
         sides[text or "defaults"] = checkout, words
@@ -75,7 +84,9 @@ def bench_loss(bench: Bench) -> dict:
             checkout, words = sides[name]
             flags = [f"--{key}={value}" for key, value in (common | dict(seed=seed)).items()]
             runs[name].append(train_once(checkout, flags + words))
-            common = dict(dtype=runs[name][-1]["dtype"]) | common  # the first run decides what auto is
+            common = (
+                dict(dtype=runs[name][-1]["dtype"]) | common
+            )  # the first run decides what auto is
             progress(f"seed {seed}, {name}: {runs[name][-1]['val_loss']:.4f}")
     rows = judge(runs)
     note = f"{bench.repeats} seeds, interleaved. Target: {rows[0]['final val_loss']:.4f}, the first side's mean. "

@@ -21,8 +21,15 @@ def memory_case(flags: dict):
     del loss
     _, peak, _ = measure_memory(device, lambda: state.model(x, y).backward())
     slots = [t for slots in state.optimizer.state.values() for t in slots.values()]
-    parts = dict(weights=list(model.parameters()), gradients=[p.grad for p in model.parameters()], optimizer=slots)
-    row = {part: sum(t.nbytes for t in tensors if t is not None) / 2**20 for part, tensors in parts.items()}
+    parts = dict(
+        weights=list(model.parameters()),
+        gradients=[p.grad for p in model.parameters()],
+        optimizer=slots,
+    )
+    row = {
+        part: sum(t.nbytes for t in tensors if t is not None) / 2**20
+        for part, tensors in parts.items()
+    }
     row |= dict(activations=activations / 2**20, transient=(peak - activations) / 2**20)
     row["total at peak"] = sum(row.values())
     yield row | {"process RSS": peak_memory_mb(torch.device("cpu"))}
@@ -31,7 +38,9 @@ def memory_case(flags: dict):
 def bench_memory(bench: Bench) -> dict:
     bench.refuse("checkpointing", "compile", "offload", "parallel")
     cfg, rows = make_config(**bench.flags), []  # the same micro-batch in all modes:
-    micro_batch = cfg.micro_batch or largest_divisor(cfg.batch_tokens // cfg.seq_len, 8192 // cfg.seq_len)
+    micro_batch = cfg.micro_batch or largest_divisor(
+        cfg.batch_tokens // cfg.seq_len, 8192 // cfg.seq_len
+    )
     for mode in AC_MODES:
         varied = dict(checkpointing=mode, micro_batch=micro_batch)
         rows.append(varied | measure([(memory_case, bench.flags | varied)], 0)[0])

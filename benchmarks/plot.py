@@ -11,7 +11,9 @@ from generation import printable
 from runtime.errors import UserError
 from runtime.log import read_rows
 
-X_AXES = dict(step="step", tokens="training tokens", train_time="training time (s)", wall_time="wall time (s)")
+X_AXES = dict(
+    step="step", tokens="training tokens", train_time="training time (s)", wall_time="wall time (s)"
+)
 Y_AXES = dict(val_loss="nats per token", val_bpb="bits per byte")
 
 
@@ -35,7 +37,10 @@ def read_nanogpt(log: str) -> list[dict]:
     rows = [dict(step=int(step), val_loss=float(loss)) for step, loss in evaluations if int(step)]
     rows += [dict(step=step, train_loss=loss) for step, loss in zip(steps, losses)]
     for row in rows:
-        row |= {key: float(np.interp(row["step"], [0, *steps], [0, *clock])) for key, clock in clocks.items()}
+        row |= {
+            key: float(np.interp(row["step"], [0, *steps], [0, *clock]))
+            for key, clock in clocks.items()
+        }
         row["tokens"] = row["step"] * int(batch[1].replace(",", "")) if batch else None
     return rows
 
@@ -46,9 +51,14 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
     for folder in map(Path, folders):
         files = sorted(folder.glob("metrics.jsonl")) or sorted(folder.glob("seed_*/metrics.jsonl"))
         if not files:
-            raise UserError(f"{folder} holds no metrics.jsonl and no seed_*/metrics.jsonl; give the folder of a run")
+            raise UserError(
+                f"{folder} holds no metrics.jsonl and no seed_*/metrics.jsonl; give the folder of a run"
+            )
         curves[str(folder)] = [read_rows(file.read_text()) for file in files]
-        logs = [read_nanogpt(gzip.open(log, "rt").read()) for log in sorted(folder.glob("baseline/*.txt.gz"))]
+        logs = [
+            read_nanogpt(gzip.open(log, "rt").read())
+            for log in sorted(folder.glob("baseline/*.txt.gz"))
+        ]
         if any(logs) and logs not in curves.values():  # two records can have the same logs
             curves[f"nanoGPT's recipe beside {folder}"] = logs
     return curves
@@ -66,7 +76,9 @@ def bench_plot(bench: Bench) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("bench.py plot needs matplotlib; install it with `pip install matplotlib`") from None
+        raise UserError(
+            "bench.py plot needs matplotlib; install it with `pip install matplotlib`"
+        ) from None
     x, y, out = bench.options.x, bench.options.y, Path(bench.options.out)
     if not bench.options.folders or out.suffix not in (".svg", ".png"):
         raise UserError("plot takes folders of runs, and --out a name that ends in .svg or .png")
@@ -74,17 +86,28 @@ def bench_plot(bench: Bench) -> None:
     for number, (name, runs) in enumerate(read_curves(bench.options.folders).items()):
         seeds = [points(rows, x, y) for rows in runs]
         if not all(seed.size for seed in seeds):
-            raise UserError(f"{name} has no {y} over {x} yet; wait for its first evaluation, or leave it out")
+            raise UserError(
+                f"{name} has no {y} over {x} yet; wait for its first evaluation, or leave it out"
+            )
         last, color = np.mean([seed[1, -1] for seed in seeds]), f"C{number % 10}"
-        label = f"{printable(name)}, {len(runs)} seed{'s' * (len(runs) > 1)}: {last:.4f}".lstrip("_")
+        label = f"{printable(name)}, {len(runs)} seed{'s' * (len(runs) > 1)}: {last:.4f}".lstrip(
+            "_"
+        )
         for rows, seed in zip(runs, seeds):
-            train = points(rows, x, "train_loss")[:, len(rows) // 20 :]  # the first twentieth is far above the rest
+            train = points(rows, x, "train_loss")[
+                :, len(rows) // 20 :
+            ]  # the first twentieth is far above the rest
             if y == "val_loss":
                 axes.plot(*train, color, linewidth=0.7, alpha=0.3)
             axes.plot(*seed, color, linewidth=1, label=label if seed is seeds[0] else None)
             axes.plot(*seed[:, -1:], f"o{color}", markersize=5)
     if bench.options.target:
-        axes.axhline(bench.options.target, color="black", linestyle="--", label=f"target {bench.options.target:g}")
+        axes.axhline(
+            bench.options.target,
+            color="black",
+            linestyle="--",
+            label=f"target {bench.options.target:g}",
+        )
     axes.set(xlabel=X_AXES[x], ylabel=f"validation loss ({Y_AXES[y]})")
     axes.legend(title="thin: training loss", fontsize=8)
     axes.figure.savefig(out)

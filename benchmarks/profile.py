@@ -29,13 +29,19 @@ def category_of(name: str, op, is_kernel: bool = False) -> str:
             return "optimizer"
         op = op.cpu_parent
     other = "elementwise" if is_kernel or re.match(r"(?!autograd)\w+::", name) else UNATTRIBUTED
-    return next((category for category, words in CATEGORIES.items() if re.search(words, name.lower())), other)
+    return next(
+        (category for category, words in CATEGORIES.items() if re.search(words, name.lower())),
+        other,
+    )
 
 
 def profile_case(flags: dict, steps: int, trace: str):
     """Yields milliseconds of a step by category, and of whole steps with and without profiler; writes the trace."""
     state, _, batch = build_state(flags)
-    device, spent = state.dist_ctx.device, dict.fromkeys((*CATEGORIES, "optimizer", UNATTRIBUTED), 0.0)
+    device, spent = (
+        state.dist_ctx.device,
+        dict.fromkeys((*CATEGORIES, "optimizer", UNATTRIBUTED), 0.0),
+    )
     plain = [timed(device, lambda: train_step(state, batch, 0.0))[0] for _ in range(3 + steps)][3:]
     with torch.profiler.profile(acc_events=True) as profiler:
         seconds, _ = timed(device, lambda: [train_step(state, batch, 0.0) for _ in range(steps)])
@@ -46,7 +52,9 @@ def profile_case(flags: dict, steps: int, trace: str):
                 spent[category_of(kernel.name, op, True)] += kernel.duration / 1000 / steps
             if device.type == "cpu":
                 spent[category_of(op.name, op)] += op.self_cpu_time_total / 1000 / steps
-    yield dict(spent=spent, plain_ms=1000 * statistics.median(plain), profiled_ms=1000 * seconds / steps)
+    yield dict(
+        spent=spent, plain_ms=1000 * statistics.median(plain), profiled_ms=1000 * seconds / steps
+    )
 
 
 def bench_profile(bench: Bench) -> dict:
@@ -56,9 +64,15 @@ def bench_profile(bench: Bench) -> dict:
     if "note" in facts:
         raise RunError(facts["note"])
     # On CUDA, kernels last as long with the profiler; on a CPU it slows every operation
-    spent, step_ms = facts["spent"], facts["plain_ms" if bench.device.type == "cuda" else "profiled_ms"]
+    spent, step_ms = (
+        facts["spent"],
+        facts["plain_ms" if bench.device.type == "cuda" else "profiled_ms"],
+    )
     spent[UNATTRIBUTED] += step_ms - sum(spent.values())
-    rows = [{"category": kind, "ms/step": ms, "% of step": 100 * ms / step_ms} for kind, ms in spent.items()]
+    rows = [
+        {"category": kind, "ms/step": ms, "% of step": 100 * ms / step_ms}
+        for kind, ms in spent.items()
+    ]
     rows.sort(key=lambda row: -row["ms/step"])
     note = f"A step takes {facts['profiled_ms']:,.1f} ms under the profiler and {facts['plain_ms']:,.1f} ms without. "
     note += f"Trace for https://ui.perfetto.dev: {trace}"

@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Bench, build_state, median_min_max, progress, run_python, table, timed
+from benchmarks.harness import (
+    Bench,
+    build_state,
+    median_min_max,
+    progress,
+    run_python,
+    table,
+    timed,
+)
 from runtime.errors import TrainerError
 from runtime.launch import HERE, cpu_cores, peak_memory_mb
 from runtime.sizes import largest_divisor
@@ -32,20 +40,29 @@ def measure_ranks(bench: Bench) -> dict:
     seconds = [[step(context) for context in contexts] for _ in range(bench.repeats + 2)][2:]
     row |= median_min_max([1000 * took[0] for took in seconds], "ms/step")
     if len(contexts) > 1:
-        row |= median_min_max([100 * (1 - quiet / full) for full, quiet in seconds], "exposed all-reduce, % of step")
-    return row | {"tokens/s": 1000 * row["tokens/step"] / row["ms/step"], "peak MiB per rank": peak_memory_mb(device)}
+        row |= median_min_max(
+            [100 * (1 - quiet / full) for full, quiet in seconds], "exposed all-reduce, % of step"
+        )
+    return row | {
+        "tokens/s": 1000 * row["tokens/step"] / row["ms/step"],
+        "peak MiB per rank": peak_memory_mb(device),
+    }
 
 
 def bench_scaling(bench: Bench) -> dict | None:
     """Strong and weak scaling over ranks on this machine; under torchrun, of its ranks: None but on rank 0."""
     if "WORLD_SIZE" in os.environ:
-        row = {"Config": "as given"} | measure_ranks(bench)  # which frees DDP before its group; else it would hang
+        row = {"Config": "as given"} | measure_ranks(
+            bench
+        )  # which frees DDP before its group; else it would hang
         if dist.is_initialized():
             dist.destroy_process_group()
         return None if int(os.environ["RANK"]) else dict(scaling=[row])
     cfg, cores = make_config(**bench.flags), cpu_cores()
     # Ranks on a CPU have two cores or more, but for two: all must have as many threads, and torchrun's 1 means any
-    devices = torch.cuda.device_count() if bench.device.type == "cuda" else max(min(2, cores), cores // 2)
+    devices = (
+        torch.cuda.device_count() if bench.device.type == "cuda" else max(min(2, cores), cores // 2)
+    )
     n_seqs = cfg.batch_tokens // cfg.seq_len
     worlds = [2**i for i in range(devices.bit_length()) if 2**i <= devices and n_seqs % 2**i == 0]
     micro_batch = cfg.micro_batch or largest_divisor(n_seqs // worlds[-1], 8192 // cfg.seq_len)
@@ -57,13 +74,21 @@ def bench_scaling(bench: Bench) -> dict | None:
     for name, ranks, times in plan:
         flags = bench.flags | dict(batch_tokens=cfg.batch_tokens * times, micro_batch=micro_batch)
         with tempfile.TemporaryDirectory() as folder:
-            command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone", HERE / "bench.py"]
+            command = [
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={ranks}",
+                "--standalone",
+                HERE / "bench.py",
+            ]
             command += ["scaling", f"--repeats={bench.repeats}", f"--json={folder}/out.json"]
             row = {"Config": name, "ranks": ranks}
             try:
                 run_python(*command, *(f"--{key}={value}" for key, value in flags.items()), env=env)
                 row = json.loads(Path(folder, "out.json").read_text())["scaling"][0] | row
-                row["efficiency, %"] = 100 * row["tokens/s"] / ranks / (rows or [row])[0].get("tokens/s", math.nan)
+                row["efficiency, %"] = (
+                    100 * row["tokens/s"] / ranks / (rows or [row])[0].get("tokens/s", math.nan)
+                )
             except TrainerError as error:
                 row["note"] = str(error)
         rows.append(row)

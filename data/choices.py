@@ -26,9 +26,14 @@ def read_questions(path):
             try:
                 row = json.loads(line)
                 if "ctx" in row:
-                    row |= dict(context=row["ctx"], endings=[f" {ending}" for ending in row["endings"]])
+                    row |= dict(
+                        context=row["ctx"], endings=[f" {ending}" for ending in row["endings"]]
+                    )
                 question = Question(*(row[key] for key in Question._fields))
-                valid = all(type(text) is str and text for text in question.endings) and type(question.context) is str
+                valid = (
+                    all(type(text) is str and text for text in question.endings)
+                    and type(question.context) is str
+                )
                 valid = valid and type(question.endings) is list and type(question.label) is int
                 valid = valid and 0 <= question.label < len(question.endings)
             except (ValueError, TypeError, KeyError, RecursionError):

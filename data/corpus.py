@@ -26,10 +26,14 @@ ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 CONTINUATION = bytes(range(0x80, 0xC0))  # the second to fourth bytes of characters
-PIECE = 1 << 18  # bytes read at once; from pieces of 10^6 bytes on, tiktoken fails on long runs of whitespace
+PIECE = (
+    1 << 18
+)  # bytes read at once; from pieces of 10^6 bytes on, tiktoken fails on long runs of whitespace
 # GPT-2 never merges whitespace with a visible character before it. Surely visible: ASCII, and UTF-8 but the whitespace
 # U+0085, U+00A0, U+1680, U+2000 to U+205F, U+3000.
-SAFE_CUT = re.compile(rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])")
+SAFE_CUT = re.compile(
+    rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])"
+)
 
 
 def _hash(name):
@@ -59,7 +63,9 @@ def python_files():
     """The Python files of the standard library that runs this, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = _files_under(root, NOT_PYTHON.__contains__)
-    return by_hash((path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py")
+    return by_hash(
+        (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
+    )
 
 
 def given_files(arguments, include, say):
@@ -70,23 +76,40 @@ def given_files(arguments, include, say):
     """
     names, skipped = {}, set()
     for argument in map(os.path.abspath, arguments):
-        matches = [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
+        matches = (
+            [argument] if os.path.exists(argument) else sorted(glob.glob(argument, recursive=True))
+        )
         if not matches:
-            raise UserError(f"{argument} is not a file or folder, nor a glob that matches any: check the path")
+            raise UserError(
+                f"{argument} is not a file or folder, nor a glob that matches any: check the path"
+            )
         for match in map(Path, matches):
             paths = [match]
             if match.is_dir():
                 paths = _files_under(match, lambda name: name.startswith("."))
-                paths = [p for p in paths if any(fnmatch.fnmatchcase(p.name, like) for like in include or ["*"])]
+                paths = [
+                    p
+                    for p in paths
+                    if any(fnmatch.fnmatchcase(p.name, like) for like in include or ["*"])
+                ]
             for path in paths:
-                if str(path) == argument or is_parquet(path) or argument.endswith(".npy") or _begins_as_text(path):
+                if (
+                    str(path) == argument
+                    or is_parquet(path)
+                    or argument.endswith(".npy")
+                    or _begins_as_text(path)
+                ):
                     names.setdefault(path, path.relative_to(match.parent).as_posix())
                 else:
                     skipped.add(path.name)
     if skipped:
-        say(f"skipped {len(skipped):,} files that are not text in UTF-8: {', '.join(sorted(skipped)[:10])}")
+        say(
+            f"skipped {len(skipped):,} files that are not text in UTF-8: {', '.join(sorted(skipped)[:10])}"
+        )
     if not names:
-        raise UserError(f"there is no text in {[*map(str, arguments)]}: give PATHs of files, folders or globs")
+        raise UserError(
+            f"there is no text in {[*map(str, arguments)]}: give PATHs of files, folders or globs"
+        )
     return by_hash((name, path) for path, name in names.items())
 
 
@@ -121,12 +144,16 @@ def document(split, stream, path, size=sys.maxsize):
         rest += block
         safe = SAFE_CUT.match(rest)
         cut = len(rest) if not block else safe.end() if safe else 0
-        if not cut and len(rest) >= 3 * PIECE:  # no safe place: before the last character, to bound the memory
+        if (
+            not cut and len(rest) >= 3 * PIECE
+        ):  # no safe place: before the last character, to bound the memory
             cut = max(0, len(rest.rstrip(CONTINUATION)) - 1)
         try:
             rest[:cut].decode()
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text at byte {begin + error.start:,}: convert or remove it") from None
+            raise UserError(
+                f"{path} is not UTF-8 text at byte {begin + error.start:,}: convert or remove it"
+            ) from None
         if cut:
             yield split, begin == first, rest[:cut]
         rest, begin = rest[cut:], begin + cut
@@ -143,8 +170,12 @@ def read_files(files, val_fraction, keys):
             with open_file(path) as stream:
                 if path.suffix == ".npy":
                     alone = len(files) == 1
-                    yield from _integers(path, 1 - val_fraction if alone else split_of(name, val_fraction) == "train")
-                elif is_parquet(path) or path.name.lower().removesuffix(".gz").endswith((".jsonl", ".csv")):
+                    yield from _integers(
+                        path, 1 - val_fraction if alone else split_of(name, val_fraction) == "train"
+                    )
+                elif is_parquet(path) or path.name.lower().removesuffix(".gz").endswith(
+                    (".jsonl", ".csv")
+                ):
                     for number, text in _texts_of_rows(stream, path, keys):
                         raw = io.BytesIO(text.encode("utf-8", errors="replace"))
                         yield from document(split_of(f"{name}:{number}", val_fraction), raw, path)
@@ -168,7 +199,9 @@ def _integers(path, train_fraction):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
     except ValueError as error:
-        raise UserError(f"{path}: expected a .npy file of integers, 1-D ({error}); save it with numpy.save") from None
+        raise UserError(
+            f"{path}: expected a .npy file of integers, 1-D ({error}); save it with numpy.save"
+        ) from None
     cut = int(train_fraction * len(tokens))
     for split, part in (("train", tokens[:cut]), ("val", tokens[cut:])):
         for begin in range(0, len(part), PIECE):
@@ -186,7 +219,10 @@ def _rows_of_parquet(stream, path, keys):
         if key not in file.schema_arrow.names:
             raise KeyError(f"{key}; its columns are {', '.join(file.schema_arrow.names)}")
     for batch in file.iter_batches(batch_size=256, columns=[*keys]):
-        yield from ({key: "" if cell is None else cell for key, cell in row.items()} for row in batch.to_pylist())
+        yield from (
+            {key: "" if cell is None else cell for key, cell in row.items()}
+            for row in batch.to_pylist()
+        )
 
 
 def _texts_of_rows(stream, path, keys):
@@ -195,16 +231,23 @@ def _texts_of_rows(stream, path, keys):
     if path.name.lower().endswith((".csv", ".csv.gz")):
         csv.field_size_limit(1 << 26)
         text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
-        rows = csv.DictReader(text, restkey=keys[0], strict=True)  # more cells than columns: a list instead of a text
+        rows = csv.DictReader(
+            text, restkey=keys[0], strict=True
+        )  # more cells than columns: a list instead of a text
     if is_parquet(path):
         rows = _rows_of_parquet(stream, path, keys)
-    texts, number = ("" if row is None else "\n".join([row[key] for key in keys]) for row in rows), 0
+    texts, number = (
+        ("" if row is None else "\n".join([row[key] for key in keys]) for row in rows),
+        0,
+    )
     try:
         for number, text in enumerate(texts, start=1):
             yield number, text
     except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
-        found = f"{path}, after row {number}: expected {{{expected}}} ({type(error).__name__}: {error})"
+        found = (
+            f"{path}, after row {number}: expected {{{expected}}} ({type(error).__name__}: {error})"
+        )
         raise UserError(f"{found}; correct it, or give --text_key") from None
 
 
@@ -215,8 +258,14 @@ def read_wikitext(archive):
             (name,) = [name for name in members.namelist() if name.endswith(member)]
             article = bytearray()
             for line in members.open(name):
-                heading = line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")
-                if heading and article.strip() and not article.rsplit(b"\n", 2)[-2].strip():  # after a blank line
+                heading = (
+                    line.startswith(b" = ")
+                    and not line.startswith(b" = =")
+                    and line.endswith(b" = \n")
+                )
+                if (
+                    heading and article.strip() and not article.rsplit(b"\n", 2)[-2].strip()
+                ):  # after a blank line
                     yield from document(split, io.BytesIO(article), archive)
                     article = bytearray()
                 article += line

@@ -7,7 +7,14 @@ import time
 import urllib.request
 from pathlib import Path
 
-from data.shards import DATA_DIR, TOKENIZER_SIZES, atomic_write, load_meta, read_shard, sha256_of_file
+from data.shards import (
+    DATA_DIR,
+    TOKENIZER_SIZES,
+    atomic_write,
+    load_meta,
+    read_shard,
+    sha256_of_file,
+)
 from runtime.errors import UserError
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
@@ -15,12 +22,20 @@ GITHUB = "https://raw.githubusercontent.com"
 SHAKESPEARE = f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 WIKITEXT2 = f"{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip"
 WIKITEXT103 = f"{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"
-HELLASWAG = f"{GITHUB}/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
+HELLASWAG = (
+    f"{GITHUB}/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
+)
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
 DOWNLOADS = {  # source -> address, SHA-256
-    "shakespeare": (SHAKESPEARE, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+    "shakespeare": (
+        SHAKESPEARE,
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
     "wikitext2": (WIKITEXT2, "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"),
-    "wikitext103": (WIKITEXT103, "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794"),
+    "wikitext103": (
+        WIKITEXT103,
+        "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
+    ),
     "hellaswag": (HELLASWAG, "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"),
 }
 
@@ -38,7 +53,9 @@ class Progress:
         if now - self.shown > 5 or self.done == self.total:
             self.shown = now
             rate = self.done / 1e6 / max(now - self.start, 1e-6)
-            self.say(f"{self.doing}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s")
+            self.say(
+                f"{self.doing}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s"
+            )
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -55,9 +72,13 @@ def _fetch(url, partial, say):
     """One attempt to complete `partial`. Returns the SHA-256 that Hugging Face names, or None."""
     have = partial.stat().st_size if partial.exists() else 0
     redirects = _Redirects()
-    request = urllib.request.Request(url, headers={"User-Agent": "prepare.py", "Range": f"bytes={have}-"})
+    request = urllib.request.Request(
+        url, headers={"User-Agent": "prepare.py", "Range": f"bytes={have}-"}
+    )
     with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
-        have = have if response.status == 206 else 0  # a server without Range sends the whole file again
+        have = (
+            have if response.status == 206 else 0
+        )  # a server without Range sends the whole file again
         total = have + int(response.headers.get("Content-Length", 0))
         progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total, say)
         progress.add(have)
@@ -66,7 +87,9 @@ def _fetch(url, partial, say):
                 file.write(block)
                 progress.add(len(block))
         if progress.done < total:
-            raise http.client.HTTPException(f"the connection ended after {progress.done} of {total} bytes")
+            raise http.client.HTTPException(
+                f"the connection ended after {progress.done} of {total} bytes"
+            )
     return redirects.sha256
 
 
@@ -84,7 +107,11 @@ def download(url, path, sha256=None, say=print):
             named = _fetch(url, partial, say)
             sha256 = sha256 or named
             break
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+        ) as error:  # ValueError: not an address
             code = getattr(error, "code", 0)
             if code == 416:  # what we have is as long as the file, or longer
                 partial.unlink()
@@ -97,7 +124,9 @@ def download(url, path, sha256=None, say=print):
     digest = sha256_of_file(arrived)
     if sha256 not in (None, digest):
         arrived.unlink()
-        raise UserError(f"{url} gave SHA-256 {digest} instead of {sha256}: it is deleted, run this again")
+        raise UserError(
+            f"{url} gave SHA-256 {digest} instead of {sha256}: it is deleted, run this again"
+        )
     os.replace(arrived, path)
     return digest
 
@@ -107,7 +136,9 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
     folder, files = Path(out), {}
     if (folder / "meta.json").exists() and len(load_meta(folder)["files"]) > shards:
         return say(f"already there: {folder}")
-    say(f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}")
+    say(
+        f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}"
+    )
     splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
     for number in range(shards + 1):
         split = "train" if number else "val"
@@ -116,6 +147,8 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
         files[name] = {"tokens": read_shard(folder / name).size, "sha256": sha256}
         splits[split]["tokens"] += files[name]["tokens"]
     vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-    meta = dict(tokenizer="gpt2", vocab_size=vocab_size, eot=eot, splits=splits, source=FINEWEB, files=files)
+    meta = dict(
+        tokenizer="gpt2", vocab_size=vocab_size, eot=eot, splits=splits, source=FINEWEB, files=files
+    )
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta | {"command": command}, indent=1).encode())

@@ -18,8 +18,13 @@ import numpy as np
 from runtime.errors import UserError
 
 DATA_DIR = Path(__file__).resolve().parent
-PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"  # of 3.11.7, as --tokenizer bpe --vocab_size 1024 makes it
-TOKENIZER_SIZES = {"gpt2": (50257, 50256), "bytes": (257, 256)}  # tokenizer -> vocab_size, end-of-text token
+PYTHON_VOCABULARY = (
+    DATA_DIR / "python_tokenizer.json"
+)  # of 3.11.7, as --tokenizer bpe --vocab_size 1024 makes it
+TOKENIZER_SIZES = {
+    "gpt2": (50257, 50256),
+    "bytes": (257, 256),
+}  # tokenizer -> vocab_size, end-of-text token
 
 
 @contextlib.contextmanager
@@ -51,14 +56,21 @@ def sha256_of_file(path: str | Path) -> str:
 
 
 HEADER_BYTES = 1024
-FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # magic -> version, dtype of the tokens
+FORMATS = {
+    20240520: (1, np.dtype("<u2")),
+    20240801: (7, np.dtype("<u4")),
+}  # magic -> version, dtype of the tokens
 
 
 def write_shard(path: str | Path, tokens: np.ndarray) -> dict:
     """Writes a 1-D uint16 or uint32 array as a shard; returns its entry in meta.json. Raises ValueError for others."""
-    formats = [(magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == tokens.dtype]
+    formats = [
+        (magic, version) for magic, (version, dtype) in FORMATS.items() if dtype == tokens.dtype
+    ]
     if not formats or tokens.ndim != 1 or not 0 < tokens.size < 2**31:  # the count is an int32
-        raise ValueError(f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}")
+        raise ValueError(
+            f"tokens must be 1-D uint16 or uint32, not {tokens.dtype} of shape {tokens.shape}"
+        )
     header = np.zeros(256, dtype="<i4")
     header[:3] = *formats[0], tokens.size
     with open(path, "wb") as file:
@@ -70,7 +82,9 @@ def read_shard(path: str | Path) -> np.memmap:
     """Maps a shard: a read-only 1-D np.memmap of uint16 or uint32. Raises UserError when it is not an intact shard."""
     path = Path(path)
     size = path.stat().st_size if path.is_file() else 0
-    magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist() if size >= HEADER_BYTES else (0, 0, 0)
+    magic, version, count = (
+        np.fromfile(path, dtype="<i4", count=3).tolist() if size >= HEADER_BYTES else (0, 0, 0)
+    )
     known_version, dtype = FORMATS.get(magic, (None, np.dtype("<u2")))
     whole = HEADER_BYTES + count * dtype.itemsize
     if version != known_version or count <= 0:
@@ -84,9 +98,15 @@ def read_shard(path: str | Path) -> np.memmap:
 
 def find_shards(folder: str | Path, split: str) -> list[Path]:
     """Sorted paths of a split's shards, split being "train" or "val". Raises UserError when there are none."""
-    shards = sorted(path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith("."))
+    shards = sorted(
+        path for path in Path(folder).glob(f"*{split}*.bin") if not path.name.startswith(".")
+    )
     if not shards:
-        found = f"{folder} has no shards *{split}*.bin" if Path(folder).is_dir() else f"there is no folder {folder}"
+        found = (
+            f"{folder} has no shards *{split}*.bin"
+            if Path(folder).is_dir()
+            else f"there is no folder {folder}"
+        )
         raise UserError(f"{found}: expected a folder that `python data/prepare.py SOURCE` made")
     return shards
 
@@ -106,13 +126,18 @@ def load_meta(folder: str | Path) -> dict:
         return dict(tokenizer="gpt2", **sizes, splits={}, source="unknown", files={}, assumed=True)
     try:
         meta = json.loads(path.read_bytes())
-        sizes, splits = (meta["vocab_size"], meta["eot"]), [meta["splits"][split] for split in ("train", "val")]
+        sizes, splits = (
+            (meta["vocab_size"], meta["eot"]),
+            [meta["splits"][split] for split in ("train", "val")],
+        )
         counts = [*sizes, *(n for part in splits for n in (part["tokens"], part.get("bytes") or 0))]
         counts += [shard["tokens"] for shard in meta["files"].values()]
         hashes = [meta["vocabulary"]["sha256"]] if meta["tokenizer"] == "bpe" else []
         hashes += [shard.get("sha256") or "" for shard in meta["files"].values()]
         valid = all(type(n) is int and n >= 0 for n in counts) and sizes[1] < sizes[0] <= 2**20
-        valid = valid and all(type(text) is str for text in (meta["tokenizer"], meta["source"], *hashes))
+        valid = valid and all(
+            type(text) is str for text in (meta["tokenizer"], meta["source"], *hashes)
+        )
         valid = valid and sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         valid = False

@@ -15,7 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import HEADER_BYTES, find_shards, load_meta, read_shard, recorded_hashes, sha256_of_file
+from data.shards import (
+    HEADER_BYTES,
+    find_shards,
+    load_meta,
+    read_shard,
+    recorded_hashes,
+    sha256_of_file,
+)
 from data.tokenizers import read_vocabulary
 from runtime.errors import UserError
 
@@ -28,11 +35,18 @@ def derive_seed(*names) -> int:
 class TokenShards:
     """The shards of one split as one long token sequence, read when needed."""
 
-    CHECKED = 1 << 28  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
+    CHECKED = (
+        1 << 28
+    )  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
 
     def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str | None]):
         """sha256: of the shards, by name, where it is known. Raises UserError for shards that are wrong."""
-        self.paths, self.vocab_size, self.lengths, self.dtypes = find_shards(folder, split), vocab_size, [], []
+        self.paths, self.vocab_size, self.lengths, self.dtypes = (
+            find_shards(folder, split),
+            vocab_size,
+            [],
+            [],
+        )
         unchecked = self.CHECKED
         for path in self.paths:  # none stays mapped: that takes a file handle
             tokens = read_shard(path)
@@ -42,7 +56,9 @@ class TokenShards:
                 self.check_vocab(tokens[:unchecked], path)
             expected = sha256.get(path.name) if len(tokens) <= unchecked else None
             if expected and sha256_of_file(path) != expected:
-                raise UserError(f"{path} is not the shard whose hash meta.json holds; prepare the data again")
+                raise UserError(
+                    f"{path} is not the shard whose hash meta.json holds; prepare the data again"
+                )
             unchecked -= len(tokens)
         self.ends = np.cumsum(self.lengths)
         self.n_tokens = int(self.ends[-1])
@@ -50,11 +66,15 @@ class TokenShards:
     def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
         size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
-        with open(self.paths[i], "rb", buffering=0) as file:  # not mapped: that dies if the file is truncated
+        with open(
+            self.paths[i], "rb", buffering=0
+        ) as file:  # not mapped: that dies if the file is truncated
             file.seek(HEADER_BYTES + begin * size)
             raw = file.read(count * size)
         if len(raw) < count * size:
-            raise UserError(f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume")
+            raise UserError(
+                f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume"
+            )
         tokens = np.frombuffer(raw, self.dtypes[i])
         self.check_vocab(tokens, self.paths[i])
         return tokens
@@ -71,8 +91,12 @@ class TokenShards:
 
     def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
         if (worst := int(tokens.max())) >= self.vocab_size:
-            advice = "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
-            raise UserError(f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; {advice}")
+            advice = (
+                "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
+            )
+            raise UserError(
+                f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; {advice}"
+            )
 
     def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Sequences of `length` tokens from each start, int64 (len(starts), length)."""
@@ -80,7 +104,9 @@ class TokenShards:
         for row, start in zip(out, starts.tolist()):
             filled, i = 0, int(np.searchsorted(self.ends, start, side="right"))
             while filled < length:  # a sequence may run over the end of a shard
-                part = self.read_tokens(i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled)
+                part = self.read_tokens(
+                    i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled
+                )
                 row[filled : filled + len(part)] = part
                 filled, i = filled + len(part), i + 1
         return out
@@ -110,7 +136,9 @@ def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
 def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
     """Starts of sequences that begin a document and do not overlap, int64 (n,); the rests of documents are dropped."""
     firsts = shards.ends - shards.lengths
-    starts = [np.flatnonzero(read_shard(path) == eot) + first for path, first in zip(shards.paths, firsts)]
+    starts = [
+        np.flatnonzero(read_shard(path) == eot) + first for path, first in zip(shards.paths, firsts)
+    ]
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
     following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
@@ -145,15 +173,25 @@ class TokenStream:
             needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
         vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
-        self.train, self.val = (TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val"))
-        found = {path.name: n for split in (self.train, self.val) for path, n in zip(split.paths, split.lengths)}
+        self.train, self.val = (
+            TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val")
+        )
+        found = {
+            path.name: n
+            for split in (self.train, self.val)
+            for path, n in zip(split.paths, split.lengths)
+        }
         named = {name: shard["tokens"] for name, shard in self.meta["files"].items()} or found
         for name in sorted(name for name, _ in found.items() ^ named.items()):
-            said = f"{found.get(name, 'no')} tokens, where meta.json says {named.get(name, 'nothing')}"
+            said = (
+                f"{found.get(name, 'no')} tokens, where meta.json says {named.get(name, 'nothing')}"
+            )
             raise UserError(f"{self.folder / name} has {said}; prepare the data again")
         least, name = min((self.train.n_tokens, "train"), (self.val.n_tokens, "val"))
         if least <= self.seq_len:
-            found = f"the {name} split of {self.folder} has {least} tokens, too few for one sequence"
+            found = (
+                f"the {name} split of {self.folder} has {least} tokens, too few for one sequence"
+            )
             advice = f"use more data, or --seq_len {1 << max(0, (least - 1).bit_length() - 1)}"
             raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
         self.aligned, self.per_epoch = None, max(1, self.train.n_tokens // seq_len - 1)
@@ -162,9 +200,13 @@ class TokenStream:
             self.per_epoch = len(self.aligned)
             if not self.per_epoch:
                 wanted = f"document in {folder} with {seq_len} tokens after its start (token {self.meta['eot']})"
-                raise UserError(f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it")
+                raise UserError(
+                    f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it"
+                )
         # Races evaluate the first tokens: those on FineWeb, and on llm.c's and the speedruns' shards without meta.json
-        race = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/") or self.meta.get("assumed")
+        race = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/") or self.meta.get(
+            "assumed"
+        )
         self.eval_part = "first" if race else "spread"
 
     def sequence_starts(self, index: np.ndarray) -> np.ndarray:
@@ -173,14 +215,20 @@ class TokenStream:
         Each epoch cuts the stream into sequences of stride seq_len from its own offset, or takes document_sequences,
         and visits them in its own order.
         """
-        offsets = min(self.seq_len, self.train.n_tokens - self.per_epoch * self.seq_len)
+        n_offsets = min(self.seq_len, self.train.n_tokens - self.per_epoch * self.seq_len)
         starts = np.empty(len(index), dtype=np.int64)
         epochs = index // self.per_epoch
         for epoch in np.unique(epochs):
             here = epochs == epoch
             key = derive_seed(self.seed, epoch)
-            order = feistel_permute(index[here] % self.per_epoch, self.per_epoch, key).astype(np.int64)
-            starts[here] = key % offsets + self.seq_len * order if self.aligned is None else self.aligned[order]
+            order = feistel_permute(index[here] % self.per_epoch, self.per_epoch, key).astype(
+                np.int64
+            )
+            if self.aligned is not None:  # --doc_align
+                starts[here] = self.aligned[order]
+            else:
+                offset = key % n_offsets  # each epoch cuts the stream elsewhere
+                starts[here] = offset + self.seq_len * order
         return starts
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
@@ -206,7 +254,9 @@ class TokenStream:
             index = index * self.num_eval_seqs(0) // n_seqs
         return index * self.seq_len
 
-    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator:
+    def eval_batches(
+        self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator:
         """This rank's part of an evaluation: yields inputs and targets, int64 (micro_batch, seq_len) each.
 
         Yields equally often on every rank; padding has targets of -1, so that there is one static shape to compile.
@@ -230,7 +280,9 @@ class TokenStream:
     def position(self, step: int) -> dict:
         """Where in the stream the batch of `step` starts, and what decides which stream it is."""
         epoch, window = divmod(step * self.seqs_per_batch, self.per_epoch)
-        return dict(seed=self.seed, seq_len=self.seq_len, windows=self.per_epoch, epoch=epoch, window=window)
+        return dict(
+            seed=self.seed, seq_len=self.seq_len, windows=self.per_epoch, epoch=epoch, window=window
+        )
 
     @functools.cached_property
     def samples(self) -> dict[str, str]:
@@ -241,12 +293,15 @@ class TokenStream:
         facts = {str(self.folder / name): sample for name, sample in self.samples.items()}
         facts |= {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
         return facts | {
-            f"meta.json's {key}": str(self.meta.get(key)) for key in ("tokenizer", "vocabulary", "vocab_size", "eot")
+            f"meta.json's {key}": str(self.meta.get(key))
+            for key in ("tokenizer", "vocabulary", "vocab_size", "eot")
         }
 
     def fingerprint(self) -> str:
         """Names the data in checkpoints: a hash of the samples of its shards and of those that meta.json records."""
-        return hashlib.sha256(json.dumps([self.samples, self.meta["files"]], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.samples, self.meta["files"]], sort_keys=True).encode()
+        ).hexdigest()
 
 
 def map_ahead(function, items, depth: int, threads: int) -> Iterator:

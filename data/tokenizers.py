@@ -28,7 +28,12 @@ class Tokenizer:
     """Byte pairs by tiktoken, given its Encoding."""
 
     def __init__(self, name: str, encoding):
-        self.name, self.tiktoken, self.vocab_size, self.eot = name, encoding, encoding.n_vocab, encoding.eot_token
+        self.name, self.tiktoken, self.vocab_size, self.eot = (
+            name,
+            encoding,
+            encoding.n_vocab,
+            encoding.eot_token,
+        )
 
     def encode(self, text: str) -> np.ndarray:
         """str -> 1-D uint16 array. Special tokens are ordinary text, lone surrogates become "?"."""
@@ -36,7 +41,9 @@ class Tokenizer:
 
     def encode_raw(self, raw: bytes) -> np.ndarray:
         """bytes -> 1-D uint32 array (of the tokenizer bytes: uint8). What is not UTF-8 becomes U+FFFD."""
-        return self.tiktoken.encode_to_numpy(raw.decode("utf-8", errors="replace"), disallowed_special=())
+        return self.tiktoken.encode_to_numpy(
+            raw.decode("utf-8", errors="replace"), disallowed_special=()
+        )
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Sequence of tokens -> bytes. End-of-text becomes b"<|endoftext|>"."""
@@ -54,7 +61,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         tokens = np.asarray(tokens).tolist()
-        return b"".join(b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens)
+        return b"".join(
+            b"<|endoftext|>" if token == self.eot else bytes([token]) for token in tokens
+        )
 
 
 class IntegerTokenizer(Tokenizer):
@@ -70,17 +79,25 @@ class IntegerTokenizer(Tokenizer):
         try:
             tokens = np.array(raw if isinstance(raw, np.ndarray) else raw.split(), dtype=np.int64)
         except (ValueError, OverflowError):
-            raise UserError(f"{raw[:40]!r} is not text of integers between blanks, as this data needs") from None
+            raise UserError(
+                f"{raw[:40]!r} is not text of integers between blanks, as this data needs"
+            ) from None
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
             found = f"found integers from {tokens.min()} to {tokens.max()}, where tokens are 0 to {self.eot - 1}"
-            raise UserError(f"{found}; correct them, or prepare the data with a larger --vocab_size")
+            raise UserError(
+                f"{found}; correct them, or prepare the data with a larger --vocab_size"
+            )
         return tokens.astype(np.uint16)
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        return b"".join(b" <|endoftext|>" if token == self.eot else b" %d" % token for token in map(int, tokens))
+        return b"".join(
+            b" <|endoftext|>" if token == self.eot else b" %d" % token for token in map(int, tokens)
+        )
 
 
-def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vocabulary") -> Tokenizer:
+def get_tokenizer(
+    name: str, vocabulary: str | None = None, where: str = "the vocabulary"
+) -> Tokenizer:
     """The tokenizer called "gpt2", "bytes", "integers:N" or, with the content of its file, "bpe".
 
     Raises UserError for other names and for a vocabulary out of reach or damaged; `where` names its file.
@@ -92,14 +109,19 @@ def get_tokenizer(name: str, vocabulary: str | None = None, where: str = "the vo
     if name == "bpe" and vocabulary:
         pattern, ranks = parse_vocabulary(vocabulary, where)
     elif name != "gpt2":
-        raise UserError(f"unknown tokenizer {name!r}: it must be gpt2, bytes, integers:N, or bpe with its vocabulary")
+        raise UserError(
+            f"unknown tokenizer {name!r}: it must be gpt2, bytes, integers:N, or bpe with its vocabulary"
+        )
     try:
         import tiktoken
 
         if name == "gpt2":
             return Tokenizer(name, tiktoken.get_encoding(name))
         special = {"<|endoftext|>": len(ranks)}  # the last token
-        return Tokenizer(name, tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+        return Tokenizer(
+            name,
+            tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special),
+        )
     except Exception as error:  # whatever went wrong in tiktoken's own download
         advice = "connect to the network, point TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it"
         failed = f"the {name} vocabulary could not be loaded ({type(error).__name__})"
@@ -115,19 +137,27 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     try:
         import tokenizers
     except ImportError:
-        raise UserError("--tokenizer bpe needs the package tokenizers: run `pip install tokenizers`") from None
+        raise UserError(
+            "--tokenizer bpe needs the package tokenizers: run `pip install tokenizers`"
+        ) from None
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
         raise UserError(f"--vocab_size {vocab_size}: it must be {MIN_SIZE} to {MAX_SIZE}")
     pre, tokenizer = tokenizers.pre_tokenizers, tokenizers.Tokenizer(tokenizers.models.BPE())
     split = pre.Split(tokenizers.Regex(PATTERNS[PATTERN]), "isolated")
-    tokenizer.pre_tokenizer = pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [split, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     options = dict(initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size - 1, **options)
-    tokenizer.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
+    tokenizer.train_from_iterator(
+        (text.decode("utf-8", errors="replace") for text in texts), trainer
+    )
     byte_of = bytes_of_letters()
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     if not merges:
-        raise UserError("the text has no pair of bytes to make a token of: give more, or --tokenizer bytes")
+        raise UserError(
+            "the text has no pair of bytes to make a token of: give more, or --tokenizer bytes"
+        )
     tokens = [bytes(byte_of[letter] for letter in first + second).hex() for first, second in merges]
     tokens = list(dict.fromkeys(tokens))  # different pairs can make the same token
     content = dict(format="byte pairs", pattern=PATTERN, tokens=tokens)
@@ -138,7 +168,9 @@ def bytes_of_letters() -> dict[str, int]:
     """The byte that each letter of GPT-2's byte-level alphabet stands for."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in visible} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def parse_vocabulary(text: str, where: str) -> tuple[str, dict[bytes, int]]:
@@ -146,13 +178,22 @@ def parse_vocabulary(text: str, where: str) -> tuple[str, dict[bytes, int]]:
     ranks = {bytes([byte]): byte for byte in range(256)}
     try:
         content = json.loads(text)
-        pattern, tokens = PATTERNS[content["pattern"]], [bytes.fromhex(token) for token in content["tokens"]]
+        pattern, tokens = (
+            PATTERNS[content["pattern"]],
+            [bytes.fromhex(token) for token in content["tokens"]],
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         pattern, tokens = "", []
     for token in tokens:
         ranks.setdefault(token, len(ranks))
-    if len(ranks) != 256 + len(tokens) or not MIN_SIZE <= len(ranks) + 1 <= MAX_SIZE or b"" in ranks:
-        raise UserError(f"{where} is not a vocabulary that `data/prepare.py --tokenizer bpe` made, or is damaged")
+    if (
+        len(ranks) != 256 + len(tokens)
+        or not MIN_SIZE <= len(ranks) + 1 <= MAX_SIZE
+        or b"" in ranks
+    ):
+        raise UserError(
+            f"{where} is not a vocabulary that `data/prepare.py --tokenizer bpe` made, or is damaged"
+        )
     return pattern, ranks
 
 
@@ -168,7 +209,9 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"there is no vocabulary {path} ({error}): put it back, or prepare the data again") from None
+        raise UserError(
+            f"there is no vocabulary {path} ({error}): put it back, or prepare the data again"
+        ) from None
     if sha256 and vocabulary_hash(text) != sha256:
         found = f"{path} has the hash {vocabulary_hash(text)[:12]}, and the data were made with {sha256[:12]}"
         raise UserError(f"{found}: put that back, or prepare the data again")

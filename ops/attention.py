@@ -37,7 +37,14 @@ class Windowed(NamedTuple):
     window: int
 
 
-TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")  # backends that can add a bias to the scores
+TAKES_BIAS = (
+    "auto",
+    "sdpa",
+    "cudnn",
+    "efficient",
+    "math",
+    "blocked",
+)  # backends that can add a bias to the scores
 
 
 def document_offsets(tokens: Tensor, eot: int) -> Tensor:
@@ -48,6 +55,16 @@ def document_offsets(tokens: Tensor, eot: int) -> Tensor:
     starts = tokens == eot
     starts[:, 0] = True
     return F.pad(starts.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
+
+
+def may_attend(query, key, window: int, query_doc=None, key_doc=None):
+    """True where a query may attend to a key: not later, within the window (0 = all), in the same document."""
+    allowed = key <= query
+    if window:
+        allowed = allowed & (key > query - window)
+    if query_doc is not None:
+        allowed = allowed & (query_doc == key_doc)
+    return allowed
 
 
 def attention_mask(
@@ -68,11 +85,17 @@ def attention_mask(
     """
     batch, length = tokens.shape
     if bias is not None and backend not in TAKES_BIAS:
-        raise UserError(f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa")
-    window = 0 if not torch.compiler.is_exporting() and window >= length else window  # exported, for every length
+        raise UserError(
+            f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa"
+        )
+    window = (
+        0 if not torch.compiler.is_exporting() and window >= length else window
+    )  # exported, for every length
     if backend == "varlen":
         if eot is None:
-            cu_seqlens = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
+            cu_seqlens = torch.arange(
+                0, batch * length + 1, length, dtype=torch.int32, device=tokens.device
+            )
         else:
             cu_seqlens = document_offsets(tokens, eot)
             torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
@@ -86,8 +109,10 @@ def attention_mask(
         return None
     key = torch.arange(length, device=tokens.device)
     query = key[:, None]
-    mask = (key <= query) & (key > query - window) if window else key <= query
-    mask = mask if doc_ids is None else mask & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    if doc_ids is None:
+        mask = may_attend(query, key, window)
+    else:
+        mask = may_attend(query, key, window, doc_ids[:, None, :, None], doc_ids[:, None, None, :])
     mask = add_bias(mask, bias)
     return Windowed(mask, window) if window and backend == "blocked" else mask
 
@@ -99,11 +124,14 @@ def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
 
 def block_mask(window: int, length: int, device: torch.device, doc_ids: Tensor | None = None):
     """FlexAttention's BlockMask of a causal window (0 = all), within documents numbered by doc_ids (B, T) if given."""
-    from torch.nn.attention.flex_attention import create_block_mask  # takes two seconds; only flex needs it
+    from torch.nn.attention.flex_attention import (
+        create_block_mask,
+    )  # takes two seconds; only flex needs it
 
     def mask_mod(b, h, q, k):
-        inside = (k <= q) & (k > q - window) if window else k <= q
-        return inside if doc_ids is None else inside & (doc_ids[b, q] == doc_ids[b, k])
+        if doc_ids is None:
+            return may_attend(q, k, window)
+        return may_attend(q, k, window, doc_ids[b, q], doc_ids[b, k])
 
     batch = None if doc_ids is None else len(doc_ids)
     make = create_block_mask
@@ -203,7 +231,9 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Windowed |
     for start, end, first in query_blocks(length, window):
         bias = mask[..., start:end, first:end]
         if not bias.is_floating_point():
-            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(~bias, -math.inf)
+            bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(
+                ~bias, -math.inf
+            )
         bias = bias.to(q.dtype).expand(batch, n_head, end - start, end - first).flatten(0, 1)
         scores = torch.baddbmm(bias, q[:, start:end], k[:, first:end].mT)
         out.append(scores.softmax(-1) @ v[:, first:end])
@@ -215,7 +245,10 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Windowed |
 ATTENTION_BACKENDS = {
     "auto": sdpa_attention,
     "sdpa": sdpa_attention,
-    **{name: functools.partial(sdpa_attention, kernel=kernel) for name, kernel in SDPA_BACKENDS.items()},
+    **{
+        name: functools.partial(sdpa_attention, kernel=kernel)
+        for name, kernel in SDPA_BACKENDS.items()
+    },
     "blocked": blocked_attention,
     "flex": flex_attention,
     "varlen": varlen_attention,

@@ -5,13 +5,23 @@ import functools
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     """Selective activation checkpointing: keep the outputs of matmuls and attention, recompute everything else."""
     name = str(op)
-    costly = ("mm.default", "scaled_dot_product", "flash_attention", "flex_attention", "varlen_attn")
+    costly = (
+        "mm.default",
+        "scaled_dot_product",
+        "flash_attention",
+        "flex_attention",
+        "varlen_attn",
+    )
     keep = any(part in name for part in costly)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -25,7 +35,9 @@ def wrapped_class(kind: type[nn.Module], mode: str) -> type[nn.Module]:
     def checkpointed(self, *inputs):
         if not torch.is_grad_enabled():
             return kind.forward(self, *inputs)
-        return checkpoint(functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options)
+        return checkpoint(
+            functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options
+        )
 
     def offloaded(self, *inputs):
         shapes = {shape for p in self.parameters() for shape in (p.shape, p.shape[::-1])}

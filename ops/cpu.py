@@ -20,11 +20,15 @@ def tune_glibc_malloc() -> None:
     Does nothing with other C libraries, or if the environment configures malloc (GLIBC_TUNABLES, MALLOC_...).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt and not any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+    if mallopt and not any(
+        name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ
+    ):
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap as well ...
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
         if Path("/sys/kernel/mm/transparent_hugepage").exists():
-            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages; PyTorch reads this at its first allocation
+            os.environ.setdefault(
+                "THP_MEM_ALLOC_ENABLE", "1"
+            )  # huge pages; PyTorch reads this at its first allocation
 
 
 def densify(p: Tensor) -> None:
@@ -51,7 +55,9 @@ def trains_eagerly(x: Tensor) -> bool:
 
 def refuse_second_derivative() -> None:
     if torch.is_grad_enabled():  # as with create_graph=True
-        raise RuntimeError("norm and relu_squared have no second derivative: use F.rms_norm and F.relu in model.py")
+        raise RuntimeError(
+            "norm and relu_squared have no second derivative: use F.rms_norm and F.relu in model.py"
+        )
 
 
 class EagerRMSNorm(torch.autograd.Function):
@@ -99,12 +105,21 @@ def skip_trial_programs() -> None:
     """
     if sys.platform != "linux" or os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") != "1":
         return
-    with contextlib.suppress(Exception):  # a real problem fails in the compiler too, and is reported there
+    with contextlib.suppress(
+        Exception
+    ):  # a real problem fails in the compiler too, and is reported there
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 
         def takes_flags(isa: VecISA, code: str) -> bool:
-            trial = [get_cpp_compiler(), *isa.build_arch_flags().split(), "-fsyntax-only", "-x", "c++", os.devnull]
+            trial = [
+                get_cpp_compiler(),
+                *isa.build_arch_flags().split(),
+                "-fsyntax-only",
+                "-x",
+                "c++",
+                os.devnull,
+            ]
             return subprocess.run(trial, capture_output=True).returncode == 0
 
         with unittest.mock.patch.object(VecISA, "check_build", takes_flags):

@@ -11,7 +11,10 @@ def is_matvec(x: Tensor) -> bool:
 
 def matvec(x: Tensor, w: Tensor) -> Tensor:
     """x (..., K) of a single row @ w (N, K).T in fp32, written to be compiled: (..., N)."""
-    row, parts = x.float().flatten(), w.chunk(4 if x.is_cpu else 1)  # a core accumulates four sums as fast as one
+    row, parts = (
+        x.float().flatten(),
+        w.chunk(4 if x.is_cpu else 1),
+    )  # a core accumulates four sums as fast as one
     return torch.cat([(row * part.float()).sum(-1) for part in parts]).view(*x.shape[:-1], len(w))
 
 
@@ -27,8 +30,12 @@ def fp8_matmul(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -
     Both contiguous; K and N must be multiples of 16.
     """
     (a8, a_scale), (b8, b_scale) = quantize_fp8(a, dtype), quantize_fp8(b)
-    fast = dtype == torch.float8_e4m3fn  # the tensor cores' own accumulation, with fewer bits than fp32
-    return torch._scaled_mm(a8, b8.t(), a_scale, b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
+    fast = (
+        dtype == torch.float8_e4m3fn
+    )  # the tensor cores' own accumulation, with fewer bits than fp32
+    return torch._scaled_mm(
+        a8, b8.t(), a_scale, b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast
+    )
 
 
 class Fp8Linear(torch.autograd.Function):

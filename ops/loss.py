@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def chunked_loss(function: Callable, params: list[Tensor], x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def chunked_loss(
+    function: Callable, params: list[Tensor], x: Tensor, targets: Tensor, chunk: int
+) -> Tensor:
     """The mean of function(x, targets) over targets that are not -1, fp32 (); 0 if there are none.
 
     function: the mean loss of any rows of x (N, D) against their targets (N,), int64, a function of x and `params`
@@ -14,7 +16,9 @@ def chunked_loss(function: Callable, params: list[Tensor], x: Tensor, targets: T
     2024), so that nothing is computed twice; 0 = all rows, by plain autograd.
     """
     if chunk and torch.is_grad_enabled():
-        return ChunkedLoss.apply(function, chunk, x, targets, *(p for p in params if p.requires_grad))
+        return ChunkedLoss.apply(
+            function, chunk, x, targets, *(p for p in params if p.requires_grad)
+        )
     total, n_targets = 0.0, (targets >= 0).sum()
     for part, part_targets in zip(x.split(chunk or len(x)), targets.split(chunk or len(x))):
         n = (part_targets >= 0).sum()
@@ -28,16 +32,30 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, chunk, x, targets, *params):
         scale = 64.0 if x.dtype == torch.float16 else 1.0  # small probabilities underflow in fp16
-        dx, grads, total = torch.empty_like(x), [None] * len(params), torch.zeros((), device=x.device)
-        for part, part_targets, d_part in zip(x.split(chunk), targets.split(chunk), dx.split(chunk)):
+        dx, grads, total = (
+            torch.empty_like(x),
+            [None] * len(params),
+            torch.zeros((), device=x.device),
+        )
+        for part, part_targets, d_part in zip(
+            x.split(chunk), targets.split(chunk), dx.split(chunk)
+        ):
             n = (part_targets >= 0).sum()
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 loss = function(part, part_targets)
             # Of the sum, each token's gradient is within 1: that of the mean would underflow in 16 bits
-            found = torch.autograd.grad(loss, (part, *params), (n * scale).to(loss.dtype), allow_unused=True)
+            found = torch.autograd.grad(
+                loss, (part, *params), (n * scale).to(loss.dtype), allow_unused=True
+            )
             d_part.copy_(found[0])
-            grads = [g if g is None else g.float() if was is None else was.add_(g) for g, was in zip(found[1:], grads)]
+            for i, new in enumerate(found[1:]):
+                if new is None:  # the loss does not use this parameter
+                    continue
+                if grads[i] is None:
+                    grads[i] = new.float()
+                else:
+                    grads[i].add_(new)
             total += torch.where(n > 0, loss.detach() * n, 0)
         n_targets = (targets >= 0).sum().clamp(min=1)
         ctx.dtypes = [p.dtype for p in params]
@@ -53,7 +71,9 @@ class ChunkedLoss(torch.autograd.Function):
         return None, None, (dx.float() * grad).to(dx.dtype), None, *params
 
 
-def softcap_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
+def softcap_fwd_bwd(
+    logits: Tensor, targets: Tensor, softcap: float, scale: float
+) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, fp32 (), of softcap * tanh(logits / softcap), and its gradient times `scale`.
 
     logits: (N, V), of any floating dtype, which the gradient gets; targets: int64 (N,), -1 is ignored; softcap: above 0
@@ -64,7 +84,9 @@ def softcap_fwd_bwd(logits: Tensor, targets: Tensor, softcap: float, scale: floa
     grad = (half * (2 * softcap)).softmax(-1)
     loss = -torch.where(counted, grad.gather(1, target).log(), 0).sum()
     if torch.compiler.is_compiling():  # to be one pass with what stands around it
-        grad = torch.where(torch.arange(logits.size(1), device=logits.device) == target, grad - 1, grad)
+        grad = torch.where(
+            torch.arange(logits.size(1), device=logits.device) == target, grad - 1, grad
+        )
     else:
         grad.scatter_add_(1, target, grad.new_full(target.shape, -1.0))
     grad = torch.ops.aten.sigmoid_backward(grad, half).mul_(torch.where(counted, 4 * scale, 0.0))
@@ -77,7 +99,9 @@ class SoftcapCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, softcap, kernel):
         n = (targets >= 0).sum().clamp(min=1)
-        scale = 64.0 if logits.dtype == torch.float16 else 1.0  # small probabilities underflow in fp16
+        scale = (
+            64.0 if logits.dtype == torch.float16 else 1.0
+        )  # small probabilities underflow in fp16
         loss, d_logits = kernel(logits, targets, softcap, scale)
         ctx.save_for_backward(d_logits, n * scale)
         return loss / n
@@ -87,5 +111,7 @@ class SoftcapCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         d_logits, n = ctx.saved_tensors
         factor = grad / n
-        is_one = not torch.compiler.is_compiling() and factor.is_cpu and factor == 1  # as in chunks: a pass less
+        is_one = (
+            not torch.compiler.is_compiling() and factor.is_cpu and factor == 1
+        )  # as in chunks: a pass less
         return d_logits if is_one else d_logits * factor, None, None, None

@@ -35,7 +35,9 @@ def state_to_full(state: Tensor, param: Tensor) -> Tensor:
 
         state = state.to(param.device)
         where = param.device_mesh, param.placements
-        state = DTensor.from_local(state, *where, run_check=False, shape=param.shape, stride=param.stride())
+        state = DTensor.from_local(
+            state, *where, run_check=False, shape=param.shape, stride=param.stride()
+        )
     return to_full(state)
 
 
@@ -44,7 +46,10 @@ def state_to_full(state: Tensor, param: Tensor) -> Tensor:
 
 
 def apply_ddp(
-    model: nn.Module, bucket_cap_mb: int, grad_comm: torch.dtype, find_unused_parameters: bool = False
+    model: nn.Module,
+    bucket_cap_mb: int,
+    grad_comm: torch.dtype,
+    find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
     """The model in DDP: gradients are averaged over all ranks, and reduced in `grad_comm`.
 
@@ -57,7 +62,9 @@ def apply_ddp(
         find_unused_parameters=find_unused_parameters,
     )
     if len(model.state_dict()) == len(dict(model.named_parameters(remove_duplicate=False))):
-        wrapped.broadcast_buffers = False  # they are tables, the same on all ranks; as an argument it warns
+        wrapped.broadcast_buffers = (
+            False  # they are tables, the same on all ranks; as an argument it warns
+        )
     if grad_comm == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -67,7 +74,11 @@ def apply_ddp(
 
 
 def apply_fsdp(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, shard_size: int, grad_comm: torch.dtype
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard_size: int,
+    grad_comm: torch.dtype,
 ) -> None:
     """FSDP2: shards each block by itself, then the rest.
 
@@ -75,12 +86,22 @@ def apply_fsdp(
     sharding). Blocks compute in `dtype`, and gradients are reduced in `grad_comm`.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     replicas = dist.get_world_size() // shard_size
-    shape, names = ((replicas, shard_size), ("replicate", "shard")) if replicas > 1 else ((shard_size,), ("shard",))
+    shape, names = (
+        ((replicas, shard_size), ("replicate", "shard"))
+        if replicas > 1
+        else ((shard_size,), ("shard",))
+    )
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=grad_comm, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=grad_comm, cast_forward_inputs=False
+    )
     for module in (*dict.fromkeys(model.blocks), model):  # a block may stand in several places
         fully_shard(module, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, "next_logits")
@@ -118,7 +139,9 @@ def swap_weights(model: nn.Module, others: dict[str, Tensor]) -> None:
 
 def maybe_no_sync(model: nn.Module, last: bool):
     """Context for a micro-step's forward and backward: replicas all-reduce gradients on the last micro-step only."""
-    if hasattr(model, "set_requires_all_reduce"):  # FSDP, which reduces shards of gradients in every micro-step
+    if hasattr(
+        model, "set_requires_all_reduce"
+    ):  # FSDP, which reduces shards of gradients in every micro-step
         model.set_requires_all_reduce(last)
     elif hasattr(model, "no_sync") and not last:
         return model.no_sync()
@@ -139,18 +162,22 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 @contextlib.contextmanager
 def state_on_device(device: torch.device, *kept: list[Tensor]):
     """Yields these lists of tensors on the device; those stored elsewhere are copied, and written back at exit."""
-    used = [[t.to(device, non_blocking=True) for t in tensors] for tensors in kept]
-    yield used
-    for ours, theirs in zip(sum(kept, []), sum(used, [])):
-        if theirs is not ours:
-            ours.copy_(theirs, non_blocking=True)
+    on_device = [[t.to(device, non_blocking=True) for t in tensors] for tensors in kept]
+    yield on_device
+    for stored_list, used_list in zip(kept, on_device):
+        for stored, used in zip(stored_list, used_list):
+            if used is not stored:  # with --offload: write back
+                stored.copy_(used, non_blocking=True)
 
 
 def rank_groups(param: Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     """A parameter's shard group, and the group of ranks with the same shard; None for this rank alone."""
     mesh = getattr(param, "device_mesh", None)
     if mesh is None:
-        return None, dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+        return (
+            None,
+            dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None,
+        )
     groups = mesh.get_all_groups()
     return groups[-1], groups[0] if mesh.ndim == 2 and mesh.size(0) > 1 else None
 
@@ -183,7 +210,9 @@ def gather_matrices(x: Tensor, param: Tensor) -> Tensor:
     heights, owned = chunk_sizes(len(param), world_size), chunk_sizes(n, world_size)
     received = [owned[rank] * height * cols for height in heights]
     flat = x.new_empty(sum(received))
-    dist.all_to_all_single(flat, x.flatten(), received, [k * heights[rank] * cols for k in owned], group=shards)
+    dist.all_to_all_single(
+        flat, x.flatten(), received, [k * heights[rank] * cols for k in owned], group=shards
+    )
     pieces = [t.view(owned[rank], height, cols) for t, height in zip(flat.split(received), heights)]
     return torch.cat(pieces, dim=1)
 
@@ -207,8 +236,12 @@ def scatter_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
         updates = flat.view(n, heights[rank], cols)
     if not replicas:
         return updates
-    everyones = updates.new_empty((replicas.size() * (mine.stop - mine.start), *to_local(params[0]).shape))
+    everyones = updates.new_empty(
+        (replicas.size() * (mine.stop - mine.start), *to_local(params[0]).shape)
+    )
     everyones[mine][: len(updates)] = updates
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before 2.13
+    all_gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # before 2.13
     all_gather(everyones, everyones[mine], group=replicas)
     return everyones[: len(params)]

@@ -43,8 +43,14 @@ def catch_signals():
         caught.append(signal.Signals(number).name)
 
     if threading.current_thread() is threading.main_thread():
-        found = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")]
-        found = [number for number in found if signal.getsignal(number) != signal.SIG_IGN]  # as nohup sets it
+        found = [
+            number
+            for number in signal.Signals
+            if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+        ]
+        found = [
+            number for number in found if signal.getsignal(number) != signal.SIG_IGN
+        ]  # as nohup sets it
         before = {number: signal.signal(number, note) for number in found}
     try:
         yield caught
@@ -79,11 +85,18 @@ def explain(error: Exception) -> str:
         old = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
         advice = f"for Maxwell, Pascal and Volta `{old}`, for a newer one the newest PyTorch"
         return f"this build of PyTorch has no kernels for this GPU; {advice}, or use --device cpu"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None)):
+    if isinstance(error, OSError) and error.errno in (
+        errno.ENOSPC,
+        errno.EROFS,
+        getattr(errno, "EDQUOT", None),
+    ):
         return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
     if isinstance(error, PATH_ERRORS) and error.filename:
         return f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix its permissions"
-    lost = re.search(r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited", str(error))
+    lost = re.search(
+        r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited",
+        str(error),
+    )
     if lost and isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return f"another rank has ended ({lost[0]}); its own message says why"
     return ""
@@ -98,5 +111,9 @@ def report_error(error: Exception) -> int:
     if not sentence:
         raise error
     if not getattr(error, "printed", False):
-        print(f"error [rank {rank}]: {sentence}" if rank else f"error: {sentence}", file=sys.stderr, flush=True)
+        print(
+            f"error [rank {rank}]: {sentence}" if rank else f"error: {sentence}",
+            file=sys.stderr,
+            flush=True,
+        )
     return 2 if isinstance(error, (UserError, *PATH_ERRORS)) else 1

@@ -13,7 +13,10 @@ from runtime.errors import UserError
 
 def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
     """A dataclass field that is a flag. const: what the flag without a value means. min: the least number."""
-    return field(default=default, metadata=dict(help=help, choices=tuple(choices) or None, const=const, min=min))
+    return field(
+        default=default,
+        metadata=dict(help=help, choices=tuple(choices) or None, const=const, min=min),
+    )
 
 
 OTHER_NAMES = {  # names in nanoGPT and elsewhere -> what there is here
@@ -59,7 +62,9 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
         if type(value) is not kind:
             raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
         if choices and value not in choices:
-            raise UserError(f"--{name} is {value!r}; expected one of {', '.join(choices)}{closest(value, choices)}")
+            raise UserError(
+                f"--{name} is {value!r}; expected one of {', '.join(choices)}{closest(value, choices)}"
+            )
         checked[name] = value
     return checked
 
@@ -68,13 +73,19 @@ def check_ranges(config) -> None:
     """Raises UserError for a number of the dataclass instance that is below its minimum, too large or not finite."""
     for f in dataclasses.fields(config):
         value, least = getattr(config, f.name), f.metadata.get("min", -math.inf)
-        if isinstance(value, (int, float)) and not least <= value < (math.inf if isinstance(value, float) else 2**48):
-            raise UserError(f"--{f.name} is {value}; expected a finite number of at least {least} and below 2**48")
+        if isinstance(value, (int, float)) and not least <= value < (
+            math.inf if isinstance(value, float) else 2**48
+        ):
+            raise UserError(
+                f"--{f.name} is {value}; expected a finite number of at least {least} and below 2**48"
+            )
 
 
 def integer(text: str) -> int:
     """An integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
-    number, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m", "b") else (text, "")
+    number, unit = (
+        (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m", "b") else (text, "")
+    )
     try:
         value = Decimal(number) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[unit]
         if value == value.to_integral_value():
@@ -99,21 +110,32 @@ _boolean.__name__, integer.__name__ = "true or false", "int"  # argparse puts th
 PARSERS = {int: integer, float: float, bool: _boolean, str: str}
 
 
-def parse_flags(argv: list[str], fields: tuple[dataclasses.Field, ...], defaults: dict, description: str) -> dict:
+def parse_flags(
+    argv: list[str], fields: tuple[dataclasses.Field, ...], defaults: dict, description: str
+) -> dict:
     """The flags that a command line names, with their values. defaults: shown in the help instead of the fields' own.
 
     Raises UserError; --help prints and exits.
     """
     parser = _Parser(
-        prog="train_gpt.py", allow_abbrev=False, description=description, argument_default=argparse.SUPPRESS
+        prog="train_gpt.py",
+        allow_abbrev=False,
+        description=description,
+        argument_default=argparse.SUPPRESS,
     )
     for f in fields:
         kind, meta = type(f.default), dict(help="", choices=None, const=None) | dict(f.metadata)
         if kind not in PARSERS:
-            raise UserError(f"field {f.name} of Config is a {kind.__name__}; a flag is an int, float, bool or str")
+            raise UserError(
+                f"field {f.name} of Config is a {kind.__name__}; a flag is an int, float, bool or str"
+            )
         default = defaults.get(f.name, f.default)
         default = "" if default == "" else f" [{str(default).lower() if kind is bool else default}]"
-        metavar = None if meta["choices"] else {bool: "true|false", str: "TEXT"}.get(kind, kind.__name__.upper())
+        metavar = (
+            None
+            if meta["choices"]
+            else {bool: "true|false", str: "TEXT"}.get(kind, kind.__name__.upper())
+        )
         const = meta["const"] or kind is bool
         optional = {"nargs": "?", "const": const} if const else {}
         parser.add_argument(

@@ -84,7 +84,9 @@ class RunLogger:
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise UserError(f"another run is using {self.folder}; give another --out_dir or wait") from None
+                    raise UserError(
+                        f"another run is using {self.folder}; give another --out_dir or wait"
+                    ) from None
                 time.sleep(0.2)
             except OSError as error:  # some network file systems have no locks
                 self.info(f"{self.folder} is not locked against a second run ({error})")
@@ -109,7 +111,11 @@ class RunLogger:
         metrics, log, kept, before = self.folder / "metrics.jsonl", self.folder / "log.txt", [], ""
         if first_step and metrics.exists():
             found = read_rows(metrics.read_text(encoding="utf-8", errors="replace"))
-            kept = [row for row in found if isinstance(row.get("step"), int) and row["step"] <= first_step]
+            kept = [
+                row
+                for row in found
+                if isinstance(row.get("step"), int) and row["step"] <= first_step
+            ]
         if first_step and log.exists():
             before = log.read_text(encoding="utf-8", errors="replace").rpartition("\nsources: ")[2]
         with atomic_write(metrics) as file:
@@ -117,7 +123,10 @@ class RunLogger:
         self.metrics = open(metrics, "a", encoding="utf-8")
         self.log = open(log, "a" if first_step else "w", encoding="utf-8", errors="replace")
         sources = {name: path.read_bytes() for name, path in SOURCE_FILES.items()}
-        hashes = {name: f"{name} sha256 {hashlib.sha256(content).hexdigest()}" for name, content in sources.items()}
+        hashes = {
+            name: f"{name} sha256 {hashlib.sha256(content).hexdigest()}"
+            for name, content in sources.items()
+        }
         changed = [name for name in sources if hashes[name] not in before]
         copies = self.folder / (f"source_{first_step}" if first_step else "source")
         for name, content in sources.items() if changed else ():
@@ -127,14 +136,20 @@ class RunLogger:
         for line in (*lines, f"sources: {', '.join(hashes.values())}", *self.early):
             self.write(self.log, line)
         if changed and first_step:
-            self.info(f"the code has changed since the last start: {', '.join(changed)}; see {copies}")
+            self.info(
+                f"the code has changed since the last start: {', '.join(changed)}; see {copies}"
+            )
         if flags["wandb"]:
             try:
                 import wandb
 
-                self.wandb = wandb.init(project="train_gpt", name=self.folder.name, dir=self.folder, config=flags)
+                self.wandb = wandb.init(
+                    project="train_gpt", name=self.folder.name, dir=self.folder, config=flags
+                )
             except Exception as error:  # no package, no login, no network
-                raise UserError(f"--wandb could not start ({error}); use `wandb login` or WANDB_MODE=offline") from None
+                raise UserError(
+                    f"--wandb could not start ({error}); use `wandb login` or WANDB_MODE=offline"
+                ) from None
         return kept
 
     def write(self, file, line: str) -> None:
@@ -160,7 +175,9 @@ class RunLogger:
             values = nan_to_none(values)
             self.write(self.metrics, json.dumps(values))
             if self.wandb:
-                self.wandb.log({k: v for k, v in values.items() if k != "step"}, step=values["step"])
+                self.wandb.log(
+                    {k: v for k, v in values.items() if k != "step"}, step=values["step"]
+                )
 
     def sync(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
@@ -201,7 +218,9 @@ class TrainTimer:
     def __init__(self, device: torch.device):
         self.device, self.created = device, time.perf_counter()
         self.train_time = self.wall_before = 0.0
-        self.last_s = self.step_s = self.eval_s = 0.0  # of the last step, of a typical one, and the last evaluation
+        self.last_s = self.step_s = self.eval_s = (
+            0.0  # of the last step, of a typical one, and the last evaluation
+        )
 
     @property
     def wall_time(self) -> float:
@@ -237,16 +256,22 @@ class TrainTimer:
 class Reporter:
     """The metrics of a run: rows of metrics.jsonl, lines of the console, and what the summary needs of them."""
 
-    def __init__(self, logger: RunLogger, rows: list[dict], tokens: int, flops_per_token: float, flags: dict, stream):
+    def __init__(
+        self, logger: RunLogger, rows: list[dict], tokens: int, flops_per_token: float, cfg, stream
+    ):
         """rows: of the metrics.jsonl of a run that is resumed, the same on every rank; tokens: trained on so far."""
         self.logger, self.timer, self.dist_ctx = logger, logger.timer, logger.dist_ctx
-        self.flags, self.stream = flags, stream
-        peak = peak_flops(self.dist_ctx.device, flags["dtype"]) or math.nan
+        self.cfg, self.stream = cfg, stream
+        peak = peak_flops(self.dist_ctx.device, cfg.dtype) or math.nan
         self.flops_per_token, self.peak_flops = flops_per_token, peak * self.dist_ctx.world_size
         counts = stream.meta["splits"].get("val") or {}
-        self.bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
+        self.bits_per_nat = (
+            counts["tokens"] / counts["bytes"] / math.log(2) if counts.get("bytes") else math.nan
+        )
         self.evaluations = [row for row in rows if row.get("val_loss") is not None]
-        self.last_eval = (self.evaluations or [dict(step=None, val_loss=math.nan, val_bpb=math.nan)])[-1]
+        self.last_eval = (
+            self.evaluations or [dict(step=None, val_loss=math.nan, val_bpb=math.nan)]
+        )[-1]
         losses = (row["train_loss"] for row in rows if row.get("train_loss") is not None)
         self.recent_losses = deque(losses, maxlen=10)
         self.first = self.last = (tokens, self.timer.train_time)
@@ -267,18 +292,28 @@ class Reporter:
         """
         metrics = dist_means(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
         row["train_loss"] = loss = metrics.pop("train_loss")
-        row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])["lr"]
+        row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])[
+            "lr"
+        ]
         (tokens, train_time), self.last = self.last, (row["tokens"], self.timer.train_time)
         speed = (row["tokens"] - tokens) / max(self.last[1] - train_time, 1e-9)
-        memory, minutes = peak_memory_mb(self.dist_ctx.device), self.flags["minutes"]
-        row |= dict(tokens_per_s=speed, mfu=speed * self.flops_per_token / self.peak_flops, peak_mem_mb=memory)
-        left_s = self.timer.step_s * (self.flags["max_steps"] - row["step"])
+        memory, minutes = peak_memory_mb(self.dist_ctx.device), self.cfg.minutes
+        row |= dict(
+            tokens_per_s=speed,
+            mfu=speed * self.flops_per_token / self.peak_flops,
+            peak_mem_mb=memory,
+        )
+        left_s = self.timer.step_s * (self.cfg.max_steps - row["step"])
         if minutes:
             left_s = 60 * minutes - self.timer.wall_time
         past = self.recent_losses
-        spike = " SPIKE" if len(past) >= 5 and loss > np.mean(past) + max(0.1, 4 * np.std(past)) else ""
+        spike = (
+            " SPIKE" if len(past) >= 5 and loss > np.mean(past) + max(0.1, 4 * np.std(past)) else ""
+        )
         mfu = f"mfu {row['mfu']:.1%} | " if math.isfinite(row["mfu"]) else ""
-        clock = " < ".join(str(timedelta(seconds=int(max(0, s)))) for s in (self.timer.wall_time, left_s))
+        clock = " < ".join(
+            str(timedelta(seconds=int(max(0, s)))) for s in (self.timer.wall_time, left_s)
+        )
         begin = f"loss {loss:.4f}{spike} | lr {row['lr']:.2e} | norm {row['grad_norm']:.3f}"
         self.log_row(row, metrics, begin, f"{speed:,.0f} tok/s | {mfu}{memory:,.0f} MiB | {clock}")
         if math.isfinite(loss):
@@ -286,11 +321,18 @@ class Reporter:
 
     def log_eval(self, step: int, val_loss: float, tokens: int, metrics: dict) -> bool:
         """Record and print a validation loss, in nats per token, and metrics; returns whether it is the lowest."""
-        row = dict(step=step, val_loss=val_loss, val_bpb=val_loss * self.bits_per_nat, tokens=tokens)
+        row = dict(
+            step=step, val_loss=val_loss, val_bpb=val_loss * self.bits_per_nat, tokens=tokens
+        )
         bits = f" | val_bpb {row['val_bpb']:.4f}" if math.isfinite(row["val_bpb"]) else ""
-        metrics, end = dist_means(self.dist_ctx, metrics), f"train_time {self.timer.train_time:.1f} s"
+        metrics, end = (
+            dist_means(self.dist_ctx, metrics),
+            f"train_time {self.timer.train_time:.1f} s",
+        )
         self.log_row(row, metrics, f"val_loss {val_loss:.4f}{bits}", end)
-        is_best = math.isfinite(val_loss) and not any(past["val_loss"] <= val_loss for past in self.evaluations)
+        is_best = math.isfinite(val_loss) and not any(
+            past["val_loss"] <= val_loss for past in self.evaluations
+        )
         self.evaluations.append(row)
         self.last_eval = row
         return is_best
@@ -298,7 +340,10 @@ class Reporter:
     def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
         """Record a row, with metrics and the clock, and print a line, with metrics between its begin and end."""
         row |= dict(train_time_s=self.timer.train_time, wall_time_s=self.timer.wall_time)
-        max_steps, figures = self.flags["max_steps"], [f"{name} {value:.4g}" for name, value in metrics.items()]
+        max_steps, figures = (
+            self.cfg.max_steps,
+            [f"{name} {value:.4g}" for name, value in metrics.items()],
+        )
         step = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
         self.logger.info(" | ".join((step, begin, *figures, end)))
         self.logger.log_metrics(row | metrics)
@@ -308,18 +353,37 @@ class Reporter:
 
         Raises RunError for a run that diverged, and on nodes that got none of the signals that ended the run.
         """
-        flags, stream, timer, folder, last = self.flags, self.stream, self.timer, self.logger.folder, self.last_eval
+        cfg, stream, timer, folder, last = (
+            self.cfg,
+            self.stream,
+            self.timer,
+            self.logger.folder,
+            self.last_eval,
+        )
         trained_s = timer.train_time - self.first[1]
         losses = [row["val_loss"] for row in self.evaluations]
-        reached = next((row for row in self.evaluations if row["val_loss"] <= flags["target_val_loss"]), None)
-        summary = dict(stopped_by=stopped_by, step=step, val_loss=last["val_loss"], val_bpb=last["val_bpb"])
+        reached = next(
+            (row for row in self.evaluations if row["val_loss"] <= cfg.target_val_loss), None
+        )
+        summary = dict(
+            stopped_by=stopped_by, step=step, val_loss=last["val_loss"], val_bpb=last["val_bpb"]
+        )
         summary["best_val_loss"] = min(filter(math.isfinite, losses), default=math.nan)
-        summary["target_reached"] = reached and dict(step=reached["step"], train_time_s=reached["train_time_s"])
-        summary |= dict(tokens=tokens, tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan)
-        summary |= dict(machine=device_summary(self.dist_ctx), dtype=flags["dtype"], eval_part=stream.eval_part)
-        summary["val_tokens"] = stream.num_eval_seqs(flags["eval_tokens"]) * stream.seq_len
+        summary["target_reached"] = reached and dict(
+            step=reached["step"], train_time_s=reached["train_time_s"]
+        )
+        summary |= dict(
+            tokens=tokens,
+            tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan,
+        )
+        summary |= dict(
+            machine=device_summary(self.dist_ctx), dtype=cfg.dtype, eval_part=stream.eval_part
+        )
+        summary["val_tokens"] = stream.num_eval_seqs(cfg.eval_tokens) * stream.seq_len
         summary |= dict(files=recorded_hashes(stream.meta), data_wait_s=self.data_wait_s)
-        summary = nan_to_none(summary | dict(train_time_s=timer.train_time, wall_time_s=timer.wall_time))
+        summary = nan_to_none(
+            summary | dict(train_time_s=timer.train_time, wall_time_s=timer.wall_time)
+        )
         trained = tokens > self.first[0] or not (folder / "summary.json").exists()
         if trained and self.logger.is_rank0:  # a run that was complete before keeps its figures
             with atomic_write(folder / "summary.json") as file:
@@ -328,13 +392,17 @@ class Reporter:
         again = f"python train_gpt.py --out_dir {name} --resume"
         hint = f"to continue: {again}"
         if stopped_by in ("max_steps", "minutes", "target_val_loss"):
-            hint = f"next: python sample.py --run {name} | longer: {again} --max_steps {2 * step} | "
+            hint = (
+                f"next: python sample.py --run {name} | longer: {again} --max_steps {2 * step} | "
+            )
             hint += "on your own text: python data/prepare.py files PATH | larger: --params 10M"
-            slow = flags["compile"] == "off" and self.dist_ctx.device.type != "mps"
+            slow = cfg.compile == "off" and self.dist_ctx.device.type != "mps"
             hint += " | faster: --compile" if trained_s > COMPILE_PAYS_S and slow else ""
         stall = f"data stall {self.data_wait_s / max(trained_s, 1e-9):.2%}"
         times = f"train_time {timer.train_time:.1f} s ({stall}), wall time {timer.wall_time:.1f} s"
-        self.logger.info(f"stopped by {stopped_by} at step {step}: {times}; everything is in {name}\n{hint}")
+        self.logger.info(
+            f"stopped by {stopped_by} at step {step}: {times}; everything is in {name}\n{hint}"
+        )
         check_stop(self.dist_ctx, signals, stopped_by)
         if stopped_by == "diverged":
             found = f"the loss or gradient was not finite in many steps in a row, to step {step}"

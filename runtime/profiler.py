@@ -19,13 +19,17 @@ def profile_steps(n_steps: int, steps_left: int, logger: RunLogger):
     def report(profiler) -> None:
         profiler.export_chrome_trace(str(folder / f"trace_rank{rank}.json"))
         by = "self_device_time_total" if cuda else "self_cpu_time_total"
-        logger.info(profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60))
+        logger.info(
+            profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60)
+        )
         if cuda:
             torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))
 
     if not n_steps or steps_left < n_steps + 3:
         if n_steps:
-            logger.info(f"--profile {n_steps} has no effect: it starts after 3 steps, and {steps_left} are left")
+            logger.info(
+                f"--profile {n_steps} has no effect: it starts after 3 steps, and {steps_left} are left"
+            )
         yield lambda: None
         return
     with contextlib.ExitStack() as stack:

@@ -38,8 +38,13 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     torchrun keeps its own store across restarts, with stale addresses of ranks that have died, and each node counts
     restarts by itself. So rank 0 draws a random name for this start, and gives it to each rank for a fresh random word.
     """
-    endpoint, deadline = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", time.monotonic() + PATIENCE_S
-    late = f"of {world_size} did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
+    endpoint, deadline = (
+        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        time.monotonic() + PATIENCE_S,
+    )
+    late = (
+        f"of {world_size} did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
+    )
     try:
         store = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
     except RuntimeError as error:
@@ -117,7 +122,10 @@ def dist_max(dist_ctx: DistContext, *values: float) -> list[float]:
 
 def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
     """The mean of each number or 0-d tensor over the ranks that have it, by name; waits for the device."""
-    ours = {name: float(v.full_tensor() if hasattr(v, "full_tensor") else v) for name, v in values.items()}
+    ours = {
+        name: float(v.full_tensor() if hasattr(v, "full_tensor") else v)
+        for name, v in values.items()
+    }
     everyones = gather_objects(dist_ctx, ours)
     names = dict.fromkeys(name for theirs in everyones for name in theirs)
     found = {name: [theirs[name] for theirs in everyones if name in theirs] for name in names}
@@ -148,7 +156,9 @@ def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) ->
     if flags.get("parallel") == "hsdp" and not flags["shard_size"]:
         facts["so many ranks on its node:"] = dist_ctx.local_world_size
     facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
-    check_same_on_all_ranks(dist_ctx, facts, "start all ranks alike, and resume from a folder that all can read")
+    check_same_on_all_ranks(
+        dist_ctx, facts, "start all ranks alike, and resume from a folder that all can read"
+    )
 
 
 def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
@@ -158,7 +168,11 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
     """
     if stopped_by.lower().startswith("sig"):
         node = os.environ.get("GROUP_RANK", "0")
-        told = {there for there, any_signals in gather_objects(dist_ctx, (node, bool(signals))) if any_signals}
+        told = {
+            there
+            for there, any_signals in gather_objects(dist_ctx, (node, bool(signals)))
+            if any_signals
+        }
         if node not in told:
             text = "another node was told to stop; --resume continues from what has been saved"
             raise RunError(text, printed=dist_ctx.local_rank > 0)

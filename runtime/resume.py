@@ -24,7 +24,16 @@ from runtime.log import RunLogger
 from runtime.ranks import agree, dist_max, run_on_rank0
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # not taken from a checkpoint
-SHAPE = ("seq_len", "n_layer", "n_head", "n_embd", "ngram", "ngram_rows", "window", "softcap")  # taken with --init_from
+SHAPE = (
+    "seq_len",
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "ngram",
+    "ngram_rows",
+    "window",
+    "softcap",
+)  # taken with --init_from
 
 
 def saved_flags(path: Path) -> dict:
@@ -44,7 +53,9 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
     given = check_values(given, known)
     resume, out_dir, path = given.get("resume", ""), given.get("out_dir", ""), None
     if given.get("minutes") and "max_steps" in given:
-        raise UserError("--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them")
+        raise UserError(
+            "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one of them"
+        )
     if given.get("init_from"):
         given = dict(short_frac=0.0) | given  # such a model knows what is near
     if given.get("init_from") and not given.keys() & {"preset", "params"}:
@@ -52,14 +63,20 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
         saved = {name: saved[name] for name in SHAPE if name in saved}
     elif resume and given.get("trials", 1) == 1:
         if resume == "newest" and not out_dir:
-            newest = max(Path("runs").glob("*/ckpt_*.pt"), key=lambda path: path.stat().st_mtime, default=None)
+            newest = max(
+                Path("runs").glob("*/ckpt_*.pt"),
+                key=lambda path: path.stat().st_mtime,
+                default=None,
+            )
             folder = newest.parent if newest else "RUN, a run's folder"
             raise UserError(f"--resume does not say which run: add --out_dir {folder}")
         if resume not in ("newest", "auto"):
             path = Path(resume)
             folder = path if path.is_dir() else path.parent
             if path.name == BEST:
-                raise UserError(f"{path} holds weights only, so it cannot be resumed; use --init_from {path}")
+                raise UserError(
+                    f"{path} holds weights only, so it cannot be resumed; use --init_from {path}"
+                )
             if not out_dir and (folder / "log.txt").exists():
                 given["out_dir"] = out_dir = str(folder)
             if path.is_dir() and path.resolve() == Path(out_dir).resolve():
@@ -70,14 +87,20 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
             saved = {name: field.default for name, field in known.items()} | saved
         for name in ("params", "optimizer"):
             if saved and given.get(name, saved.get(name)) != saved.get(name):
-                raise UserError(f"--{name} {given[name]} is for new runs; {source} has {saved.get(name)}: remove it")
+                raise UserError(
+                    f"--{name} {given[name]} is for new runs; {source} has {saved.get(name)}: remove it"
+                )
         replaced = {"minutes"} if "max_steps" in given else set()
         replaced |= {"dtype", "bf16"} if given.keys() & {"dtype", "bf16"} else set()
-        saved = {name: saved[name] for name in saved.keys() & known.keys() - replaced - {*RUN_FLAGS}}
+        saved = {
+            name: saved[name] for name in saved.keys() & known.keys() - replaced - {*RUN_FLAGS}
+        }
     return given, check_values(saved, known)
 
 
-def find_checkpoint(logger: RunLogger, resume: str, init_from: str, restarted: bool) -> tuple[Path | None, bool]:
+def find_checkpoint(
+    logger: RunLogger, resume: str, init_from: str, restarted: bool
+) -> tuple[Path | None, bool]:
     """The file to start from, verified (None = from scratch), and whether to resume it. Raises UserError.
 
     resume and init_from are the flags; restarted: torchrun has restarted the job. Best weights without a checkpoint to
@@ -87,9 +110,13 @@ def find_checkpoint(logger: RunLogger, resume: str, init_from: str, restarted: b
     if there and restarted:
         resume = "newest"  # what the job saved counts, not what it was started from
     if there and not resume:
-        raise UserError(f"{folder} already holds {there[0].name}; add --resume to continue, or give another --out_dir")
+        raise UserError(
+            f"{folder} already holds {there[0].name}; add --resume to continue, or give another --out_dir"
+        )
     if not there and resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
-        raise UserError(f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them")
+        raise UserError(
+            f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them"
+        )
     if resume == "newest" or (resume == "auto" and there):
         return newest_valid(folder, logger), True
     source = init_from if resume in ("", "auto") else resume
@@ -99,7 +126,9 @@ def find_checkpoint(logger: RunLogger, resume: str, init_from: str, restarted: b
     path = newest_valid(Path(source), logger) if Path(source).is_dir() else Path(source)
     read_checkpoint(path)
     if resume and there and checkpoint_step(there[0]) > checkpoint_step(path):
-        raise UserError(f"{folder} holds {there[0].name}, later than {path}; give another --out_dir to branch off")
+        raise UserError(
+            f"{folder} holds {there[0].name}, later than {path}; give another --out_dir to branch off"
+        )
     return path, bool(resume)
 
 
@@ -112,8 +141,12 @@ def newest_valid(folder: Path, logger: RunLogger) -> Path:
         except CorruptCheckpointError as error:
             if folder == logger.folder:
                 path.rename(f"{path}.damaged")
-            logger.info(f"skipping a damaged checkpoint, in the run's folder renamed to .damaged: {error}")
-    raise UserError(f"{folder} has no valid checkpoint; give a run's folder that has one, or another --out_dir")
+            logger.info(
+                f"skipping a damaged checkpoint, in the run's folder renamed to .damaged: {error}"
+            )
+    raise UserError(
+        f"{folder} has no valid checkpoint; give a run's folder that has one, or another --out_dir"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -131,7 +164,9 @@ class Start(NamedTuple):
         """Raises UserError if they do not fit the model."""
         load_weights(model, self.checkpoint, self.path, () if self.resumes else ("seq_len",))
 
-    def load_state(self, model, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, stream) -> dict:
+    def load_state(
+        self, model, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, stream
+    ) -> dict:
         """Resume: load the state of optimizer and loss scale; returns that of edits.
 
         Raises UserError for other data, another place in them, or another optimizer.
@@ -139,11 +174,15 @@ class Start(NamedTuple):
         saved, path, position = self.checkpoint, self.path, stream.position(self.checkpoint["step"])
         if saved["data"] != stream.fingerprint():
             advice = f"give the same --data, or start a new run with --init_from {path}"
-            raise UserError(f"{path} was trained on other data than {stream.folder} holds now; {advice}")
+            raise UserError(
+                f"{path} was trained on other data than {stream.folder} holds now; {advice}"
+            )
         was = {key: saved["position"].get(key) for key in position}
         if was != position:
             advice = f"give its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
-            raise UserError(f"{path} continues at another place of the stream ({was}, not {position}); {advice}")
+            raise UserError(
+                f"{path} continues at another place of the stream ({was}, not {position}); {advice}"
+            )
         load_optimizer(model, optimizer, saved, path)
         if scaler.is_enabled() and saved["scaler"]:
             scaler.load_state_dict(saved["scaler"])
@@ -152,14 +191,24 @@ class Start(NamedTuple):
 
 def find_start(logger: RunLogger, resume: str, init_from: str, stream) -> Start:
     """What --resume and --init_from mean, on every rank the same; also after torchrun's restart. Raises UserError."""
-    (restarts,) = dist_max(logger.dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))  # not all count them
-    path, resumes = run_on_rank0(logger.dist_ctx, lambda: find_checkpoint(logger, resume, init_from, restarts > 0))
+    (restarts,) = dist_max(
+        logger.dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    )  # not all count them
+    path, resumes = run_on_rank0(
+        logger.dist_ctx, lambda: find_checkpoint(logger, resume, init_from, restarts > 0)
+    )
     with agree(logger.dist_ctx):
         checkpoint = read_checkpoint(path, verify=False) if path else None
         if path:
-            was, vocabulary, now = checkpoint["tokenizer"], checkpoint.get("vocabulary"), stream.meta["tokenizer"]
+            was, vocabulary, now = (
+                checkpoint["tokenizer"],
+                checkpoint.get("vocabulary"),
+                stream.meta["tokenizer"],
+            )
             if (was, vocabulary) != (now, stream.vocabulary):
                 advice = f"prepare the data with --tokenizer {path.parent if was.startswith('bpe') else was}"
-                raise UserError(f"{path} has another tokenizer ({was}) than {stream.folder} ({now}); {advice}")
+                raise UserError(
+                    f"{path} has another tokenizer ({was}) than {stream.folder} ({now}); {advice}"
+                )
             logger.info(f"{'resumed' if resumes else 'weights'} from {path}")
     return Start(path, checkpoint, resumes)

@@ -10,7 +10,9 @@ from ops.attention import attention
 from runtime.ranks import DistContext, run_on_rank0
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BF16_GAIN = 1.2  # how many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of that
+BF16_GAIN = (
+    1.2  # how many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of that
+)
 
 # Tokens per weight of the blocks that gave the lowest loss in half a minute to 40 on two cores, weights per token of a
 # small text, the fraction of matmul speed that training reached on a CPU, and the weight decay with which models of at
@@ -25,7 +27,9 @@ def most_epochs(weight_decay: float) -> int:
 
 def largest_divisor(n: int, most: int) -> int:
     """The largest divisor of n that is at most `most`; at least 1."""
-    return max(m for i in range(1, math.isqrt(n) + 1) if n % i == 0 for m in (i, n // i) if m <= max(1, most))
+    for divisor in range(min(n, max(1, most)), 0, -1):
+        if n % divisor == 0:
+            return divisor
 
 
 def sizes(params: float, given: dict, tokens: float = 0) -> dict:
@@ -35,10 +39,14 @@ def sizes(params: float, given: dict, tokens: float = 0) -> dict:
     grows with their square root. N-grams help small models most; from 50M weights on there are none. given: flags that
     are fixed, and from which the others follow.
     """
-    n_embd = (16 * params / 3) ** (1 / 3)  # where 12 n_layer n_embd**2 weights have n_embd = 64 n_layer
+    n_embd = (16 * params / 3) ** (
+        1 / 3
+    )  # where 12 n_layer n_embd**2 weights have n_embd = 64 n_layer
     unit = 64 if n_embd < 480 else 128  # a head
     n_embd = unit * max(1, round(n_embd / unit))
-    if "n_layer" not in given and params < 18 * n_embd**2:  # one layer cannot do induction: narrower
+    if (
+        "n_layer" not in given and params < 18 * n_embd**2
+    ):  # one layer cannot do induction: narrower
         n_embd = max(64, n_embd - unit)
     n_embd = max(1, given.get("n_embd", n_embd))
     n_layer = max(1, given.get("n_layer", round(params / (12 * n_embd**2))))
@@ -64,13 +72,17 @@ def sizes(params: float, given: dict, tokens: float = 0) -> dict:
     )
 
 
-def tokens_within(minutes: float, flop_s: float, n_layer: int, n_embd: int, seq_len: int, vocab_size: int) -> float:
+def tokens_within(
+    minutes: float, flop_s: float, n_layer: int, n_embd: int, seq_len: int, vocab_size: int
+) -> float:
     """Tokens that a model sees in a time, on devices that reach `flop_s` in matmuls together."""
     weights = 12 * n_layer * n_embd**2 + vocab_size * n_embd
     return REACHED * flop_s * 0.9 * 60 * minutes / (6 * weights + 6 * n_layer * n_embd * seq_len)
 
 
-def sizes_within(minutes: float, given: dict, seq_len: int, vocab_size: int, text_tokens: float, flop_s: float) -> dict:
+def sizes_within(
+    minutes: float, given: dict, seq_len: int, vocab_size: int, text_tokens: float, flop_s: float
+) -> dict:
     """--minutes alone: params, and the flags of `sizes`, for the largest model that sees enough tokens.
 
     text_tokens: of the training split.
@@ -100,7 +112,9 @@ def fraction_done(f, step: int, epochs: float, wall_s: float, tail_s: float) -> 
     """
     if not f.minutes:
         return step / f.max_steps
-    return max(wall_s / max(1e-9, 60 * f.minutes - END_S - tail_s), epochs / most_epochs(f.weight_decay))
+    return max(
+        wall_s / max(1e-9, 60 * f.minutes - END_S - tail_s), epochs / most_epochs(f.weight_decay)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,8 +134,13 @@ def fastest_s(function: Callable, least: int = 1) -> float:
 def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: float = 3e8) -> float:
     """FLOP/s of matmuls of this width, of about `flop` each: the fastest of those that 0.1 s allows, at least one."""
     rows = max(64, round(flop / (8 * width**2)))
-    x, w = torch.ones(rows, width, dtype=dtype, device=device), torch.ones(width, 4 * width, dtype=dtype, device=device)
-    return 8 * rows * width**2 / fastest_s(lambda: (x @ w)[0, 0].item())  # which waits for the device
+    x, w = (
+        torch.ones(rows, width, dtype=dtype, device=device),
+        torch.ones(width, 4 * width, dtype=dtype, device=device),
+    )
+    return (
+        8 * rows * width**2 / fastest_s(lambda: (x @ w)[0, 0].item())
+    )  # which waits for the device
 
 
 def attention_s(backend: str, shape: tuple[int, int, int, int]) -> float:
@@ -151,7 +170,11 @@ def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.devic
     """What to run a model in: `dtype`; for auto what it was trained in, where the device is fast in that."""
     if dtype != "auto" or trained_in == "fp32":
         return trained_in if dtype == "auto" else dtype
-    return "fp16" if device.type == "cuda" and trained_in == "fp16" else faster_dtype("auto", device, n_embd)
+    return (
+        "fp16"
+        if device.type == "cuda" and trained_in == "fp16"
+        else faster_dtype("auto", device, n_embd)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -160,7 +183,9 @@ def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.devic
 SIZED = frozenset({"weight_decay", *sizes(1, {})})  # the flags that --params -1 chooses
 
 
-def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int, dist_ctx: DistContext) -> dict:
+def settle_flags(
+    flags: dict, preset: dict, text_tokens: float, vocab_size: int, dist_ctx: DistContext
+) -> dict:
     """Values for the flags that are open: dtype, attn, loss_chunk, ngram; with --minutes, steps, sizes, weight decay.
 
     flags, preset: all flags, as given and as the preset has them; text_tokens: of the training split. Measured on rank
@@ -169,7 +194,11 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
     device, minutes, chosen = dist_ctx.device, flags["minutes"], {}
 
     def choose() -> dict:
-        dtype = "fp32" if flags["deterministic"] and device.type == "cpu" and flags["dtype"] == "auto" else None
+        dtype = (
+            "fp32"
+            if flags["deterministic"] and device.type == "cpu" and flags["dtype"] == "auto"
+            else None
+        )
         chosen["dtype"] = dtype = dtype or faster_dtype(flags["dtype"], device, flags["n_embd"])
         if minutes:
             width, flop = (512, 3e9) if device.type == "cpu" else (4096, 5e11)
@@ -177,24 +206,38 @@ def settle_flags(flags: dict, preset: dict, text_tokens: float, vocab_size: int,
         if flags["params"] == -1:
             given = {name: flags[name] for name in SIZED if flags[name] != preset[name]}
             given["seq_len"] = flags["seq_len"]  # the stream is open
-            chosen.update(sizes_within(minutes, given, flags["seq_len"], vocab_size, text_tokens, flop_s) | given)
-            step = flags["seq_len"] * dist_ctx.world_size * (flags["micro_batch"] or 1)  # which all ranks can share
+            chosen.update(
+                sizes_within(minutes, given, flags["seq_len"], vocab_size, text_tokens, flop_s)
+                | given
+            )
+            step = (
+                flags["seq_len"] * dist_ctx.world_size * (flags["micro_batch"] or 1)
+            )  # which all ranks can share
             chosen["batch_tokens"] = max(1, round(chosen["batch_tokens"] / step)) * step
         now = flags | chosen
         if minutes:
-            tokens = tokens_within(minutes, flop_s, now["n_layer"], now["n_embd"], now["seq_len"], vocab_size)
+            tokens = tokens_within(
+                minutes, flop_s, now["n_layer"], now["n_embd"], now["seq_len"], vocab_size
+            )
             tokens = min(tokens, most_epochs(now["weight_decay"]) * text_tokens)
             chosen["max_steps"] = max(1, round(tokens / now["batch_tokens"]))
         if now["ngram"] == -1:
             chosen["ngram"] = 6 if vocab_size < 258 else 3  # a byte tokenizer, or longer tokens
         if now["loss_chunk"] == -1:
             chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
-        if now["attn"] == "auto" and device.type == "cpu":  # `blocked` is faster, while it takes little memory
+        if (
+            now["attn"] == "auto" and device.type == "cpu"
+        ):  # `blocked` is faster, while it takes little memory
             eager, longest = now["compile"] == "off", 2048
             pattern, _, width = now["window"].partition(":")
             slides = "S" in pattern and int(width or 1) < now["seq_len"]
             in_doubt = eager and not slides  # blocks leave out what a window hides
-            if eager and now["checkpointing"] not in ("auto", "none") or in_doubt and dtype != "bf16":
+            if (
+                eager
+                and now["checkpointing"] not in ("auto", "none")
+                or in_doubt
+                and dtype != "bf16"
+            ):
                 longest = 0
             elif now["n_layer"] * now["n_head"] > 8:  # each head's scores are kept
                 longest = 512 if eager else 1024

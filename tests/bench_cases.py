@@ -31,8 +31,15 @@ def step_case(flags: dict):
     """A step takes 20 ms with the naive attention, else 10; the fp8 step fails, and compiled ones are slower."""
     if flags["fp8"]:
         raise RuntimeError("no such kernel")
-    seconds = (0.02 if flags["attn"] == "math" else 0.01) * (1.5 if flags["compile"] != "off" else 1.0)
-    yield {"losses": [1.0], "sizes": (512, 1e6), "micro_batch": flags["micro_batch"], "peak MiB": 1.0}
+    seconds = (0.02 if flags["attn"] == "math" else 0.01) * (
+        1.5 if flags["compile"] != "off" else 1.0
+    )
+    yield {
+        "losses": [1.0],
+        "sizes": (512, 1e6),
+        "micro_batch": flags["micro_batch"],
+        "peak MiB": 1.0,
+    }
     while True:
         yield seconds
 

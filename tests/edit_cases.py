@@ -11,7 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OURS = ("train_gpt", "model", "ops", "generation", "evaluation", "sample", "export", "int8", "data", "runtime")
+OURS = (
+    "train_gpt",
+    "model",
+    "ops",
+    "generation",
+    "evaluation",
+    "sample",
+    "export",
+    "int8",
+    "data",
+    "runtime",
+)
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -59,7 +70,9 @@ class Plain:
 
     def with_values(self, v: Tensor, x: Tensor, i: int) -> Tensor:
         gate = torch.sigmoid(x @ self.w[f"blocks.{i}.attn.gate.weight"].T)[..., None]
-        return v + 2 * gate * self.w["value_embed.weight"][self.idx][..., : v.flatten(2).size(2)].view(v.shape)
+        return v + 2 * gate * self.w["value_embed.weight"][self.idx][
+            ..., : v.flatten(2).size(2)
+        ].view(v.shape)
 
     def attn(self, x: Tensor, i: int) -> Tensor:
         length, (q, k, v) = x.size(1), self.heads(x, i)
@@ -67,13 +80,19 @@ class Plain:
         k = torch.cat((k[..., :half], before(k[..., half:])), -1)
         q, k, v = (t.transpose(1, 2) for t in (self.rotate(q), self.rotate(k), v))
         scores = q @ k.mT / self.head_dim**0.5 + self.bias(length)
-        distance, window = torch.arange(length)[:, None] - torch.arange(length), self.cfg.layer_windows()[i]
+        distance, window = (
+            torch.arange(length)[:, None] - torch.arange(length),
+            self.cfg.layer_windows()[i],
+        )
         seen = (distance >= 0) & (distance < (window or length))
         y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         return y.transpose(1, 2).flatten(2) @ self.w[f"blocks.{i}.attn.proj.weight"].T
 
     def mlp(self, x: Tensor, i: int) -> Tensor:
-        return F.relu(x @ self.w[f"blocks.{i}.mlp.fc.weight"].T) ** 2 @ self.w[f"blocks.{i}.mlp.proj.weight"].T
+        return (
+            F.relu(x @ self.w[f"blocks.{i}.mlp.fc.weight"].T) ** 2
+            @ self.w[f"blocks.{i}.mlp.proj.weight"].T
+        )
 
     def block(self, x: Tensor, i: int) -> Tensor:
         x = x + self.attn(rms_norm(x), i)
@@ -180,7 +199,9 @@ class Contrastive(Plain):
     def loss(self, idx, y):
         loss, x = super().loss(idx, y), self.hidden(idx)
         n = x.size(1)
-        pairs = [F.relu(F.cosine_similarity(x[:, i], x[:, j]) - 0.5) for i in range(n) for j in range(i)]
+        pairs = [
+            F.relu(F.cosine_similarity(x[:, i], x[:, j]) - 0.5) for i in range(n) for j in range(i)
+        ]
         return loss + 0.1 * torch.stack(pairs).sum(0).mean() / n**2 if self.training else loss
 
 
@@ -193,7 +214,9 @@ class Experts(Plain):
         p = (x @ self.w[f"blocks.{i}.mlp.router.weight"].T).softmax(-1)
         for e in range(4):
             own, rows = p.argmax(-1) == e, slice(e * width, (e + 1) * width)
-            out[own] = p[..., e][own][:, None] * (F.relu(x[own] @ fc[rows].T) ** 2) @ proj[:, rows].T
+            out[own] = (
+                p[..., e][own][:, None] * (F.relu(x[own] @ fc[rows].T) ** 2) @ proj[:, rows].T
+            )
             parts.append(own.float().mean(1) * p[..., e].mean(1))
         self.balance = self.balance + 4 * torch.stack(parts).sum(0).mean()
         return out
@@ -213,7 +236,9 @@ class Tied(Plain):
 
 class Grouped(Plain):
     def heads(self, x, i):
-        parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).split((x.size(-1), x.size(-1) // 2, x.size(-1) // 2), -1)
+        parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).split(
+            (x.size(-1), x.size(-1) // 2, x.size(-1) // 2), -1
+        )
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in parts)
         shared = [n // 2 for n in range(self.cfg.n_head)]
         return [q, k[:, :, shared], self.with_values(v, x, i)[:, :, shared]]
@@ -238,7 +263,9 @@ class TokenBefore(Plain):
 class LowRank(Plain):
     def __init__(self, w, *args):
         names = [name.removesuffix(".lora_a") for name in w if name.endswith(".lora_a")]
-        merged = {f"{n}.weight": w[f"{n}.weight"] + w[f"{n}.lora_b"] @ w[f"{n}.lora_a"] for n in names}
+        merged = {
+            f"{n}.weight": w[f"{n}.weight"] + w[f"{n}.lora_b"] @ w[f"{n}.lora_a"] for n in names
+        }
         super().__init__(w | merged, *args)
 
 
@@ -261,8 +288,18 @@ def pages(repo: Path):
     sys.path.insert(0, str(repo))
     importlib.invalidate_caches()
     try:
-        names = ("train_gpt", "model", "sample", "generation", "runtime.checkpoint", "runtime.launch", "runtime.sizes")
-        yield SimpleNamespace(**{name.split(".")[-1]: importlib.import_module(name) for name in names})
+        names = (
+            "train_gpt",
+            "model",
+            "sample",
+            "generation",
+            "runtime.checkpoint",
+            "runtime.launch",
+            "runtime.sizes",
+        )
+        yield SimpleNamespace(
+            **{name.split(".")[-1]: importlib.import_module(name) for name in names}
+        )
     finally:
         sys.path.remove(str(repo))
         for name in [name for name in sys.modules if name.split(".")[0] in OURS]:

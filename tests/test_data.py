@@ -96,13 +96,20 @@ def independent_read(path):
 
 
 def independent_split(folder, split):
-    return [token for path in sorted(folder.glob(f"{split}_*.bin")) for token in independent_read(path)]
+    return [
+        token for path in sorted(folder.glob(f"{split}_*.bin")) for token in independent_read(path)
+    ]
 
 
 def documents_of(folder):
     """The documents of both splits of bytes, in order."""
-    texts = {split: "".join(map(chr, independent_split(folder, split))) for split in ("train", "val")}
-    return {split: [part.encode("latin-1") for part in text.split(chr(256))[1:]] for split, text in texts.items()}
+    texts = {
+        split: "".join(map(chr, independent_split(folder, split))) for split in ("train", "val")
+    }
+    return {
+        split: [part.encode("latin-1") for part in text.split(chr(256))[1:]]
+        for split, text in texts.items()
+    }
 
 
 def expected_documents(texts, fraction):
@@ -110,7 +117,9 @@ def expected_documents(texts, fraction):
     made = {"train": [], "val": []}
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         rows = texts[name]
-        for document, text in [(name, rows)] if type(rows) is str else [(f"{name}:{n}", row) for n, row in rows]:
+        for document, text in (
+            [(name, rows)] if type(rows) is str else [(f"{name}:{n}", row) for n, row in rows]
+        ):
             in_val = int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
             made["val" if in_val else "train"] += [text.encode()] * bool(text)
     assert all(len(documents) > 3 for documents in made.values())
@@ -123,7 +132,10 @@ def prepared(folder, *paths, tokenizer="bytes", fraction=0.3, say=quiet, **optio
 
 def tree(folder):
     """Every path under a folder, with the content of files."""
-    return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes()
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.mark.parametrize("dtype, top", [(np.uint16, 65535), (np.uint32, 2**32 - 1)])
@@ -132,7 +144,11 @@ def test_shard_is_what_the_format_describes(tmp_path, dtype, top):
     write_shard(tmp_path / "train.bin", tokens)
     assert independent_read(tmp_path / "train.bin") == tokens.tolist()
     mapped = read_shard(tmp_path / "train.bin")
-    assert isinstance(mapped, np.memmap) and mapped.dtype == dtype and mapped.tolist() == tokens.tolist()
+    assert (
+        isinstance(mapped, np.memmap)
+        and mapped.dtype == dtype
+        and mapped.tolist() == tokens.tolist()
+    )
     for wrong in (np.zeros(3, np.int64), np.zeros((2, 2), np.uint16), np.zeros(0, np.uint16)):
         with pytest.raises(ValueError):
             write_shard(tmp_path / "x.bin", wrong)
@@ -158,19 +174,42 @@ def test_read_shard_refuses_damage(tmp_path, header, n_bytes, says):
 
 
 def test_find_shards_and_meta_json(tmp_path):
-    with pytest.raises(UserError, match="there is no folder .*none: expected a folder that `python data/prepare"):
+    with pytest.raises(
+        UserError, match="there is no folder .*none: expected a folder that `python data/prepare"
+    ):
         load_meta(tmp_path / "none")
     for name in ("b_train_1.bin", "a_train_0.bin", ".tmp-train_9.bin", "train.txt"):
         (tmp_path / name).touch()
-    assert [path.name for path in find_shards(str(tmp_path), "train")] == ["a_train_0.bin", "b_train_1.bin"]
+    assert [path.name for path in find_shards(str(tmp_path), "train")] == [
+        "a_train_0.bin",
+        "b_train_1.bin",
+    ]
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
     assumed = load_meta(tmp_path)
-    assert assumed["assumed"] and [assumed[k] for k in ("tokenizer", "vocab_size", "eot")] == ["gpt2", 50257, 50256]
+    assert assumed["assumed"] and [assumed[k] for k in ("tokenizer", "vocab_size", "eot")] == [
+        "gpt2",
+        50257,
+        50256,
+    ]
     split = {"tokens": 2, "bytes": None, "documents": None}
-    good = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "splits": {"train": split, "val": split}}
-    good |= {"source": "x", "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}}, "command": "python x"}
-    wrong = ({"vocab_size": "257"}, {"vocab_size": 300}, {"splits": {"train": split}}, {"files": {"train_0.bin": {}}})
+    good = {
+        "tokenizer": "bytes",
+        "vocab_size": 257,
+        "eot": 256,
+        "splits": {"train": split, "val": split},
+    }
+    good |= {
+        "source": "x",
+        "files": {"train_000000.bin": {"tokens": 2, "sha256": ""}},
+        "command": "python x",
+    }
+    wrong = (
+        {"vocab_size": "257"},
+        {"vocab_size": 300},
+        {"splits": {"train": split}},
+        {"files": {"train_0.bin": {}}},
+    )
     for bad in (None, *wrong, {"tokenizer": "bpe"}):
         (tmp_path / "meta.json").write_text(json.dumps(good))
         assert load_meta(tmp_path) == good
@@ -189,8 +228,13 @@ def test_python_source_is_the_standard_library(tmp_path):
     texts = {name: (root / name).read_bytes().decode() for name in names}
     assert documents_of(folder) == expected_documents(texts, 0.1)
     meta = load_meta(folder)
-    assert meta["tokenizer"] == "bytes" and meta["source"].startswith("standard library of Python 3.")
-    assert meta["command"] == "python data/prepare.py python" and meta["order"] == "SHA-256 of the name"
+    assert meta["tokenizer"] == "bytes" and meta["source"].startswith(
+        "standard library of Python 3."
+    )
+    assert (
+        meta["command"] == "python data/prepare.py python"
+        and meta["order"] == "SHA-256 of the name"
+    )
     for split, counts in meta["splits"].items():
         tokens = independent_split(folder, split)
         assert counts["tokens"] == len(tokens) == counts["bytes"] + counts["documents"]
@@ -203,7 +247,9 @@ def write_rows(path, rows, keys, mark="", **dialect):
     if ".csv" in path.name.lower():
         csv.writer(written, **dialect).writerows([keys, *rows])
     for i, row in enumerate(rows if ".jsonl" in path.name else ()):
-        written.write(json.dumps(dict(zip(keys, row)), ensure_ascii=i % 2 == 0) + "\n" * (1 + (i % 2)))
+        written.write(
+            json.dumps(dict(zip(keys, row)), ensure_ascii=i % 2 == 0) + "\n" * (1 + (i % 2))
+        )
     raw = (mark + written.getvalue()).encode()
     path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
 
@@ -217,37 +263,75 @@ def test_files_of_all_kinds(tmp_path, keys):
     (folder / "deep" / "empty.txt").touch()
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     for i in range(9):
-        (folder / "deep" / f"{i}.txt").write_text(texts.setdefault(f"corpus/deep/{i}.txt", f"é{i} " * 50))
+        (folder / "deep" / f"{i}.txt").write_text(
+            texts.setdefault(f"corpus/deep/{i}.txt", f"é{i} " * 50)
+        )
         (tmp_path / f"glob{i}.md").write_text(texts.setdefault(f"glob{i}.md", f"glob {i}"))
-    (folder / "packed.txt.gz").write_bytes(gzip.compress(texts.setdefault("corpus/packed.txt.gz", "packed").encode()))
+    (folder / "packed.txt.gz").write_bytes(
+        gzip.compress(texts.setdefault("corpus/packed.txt.gz", "packed").encode())
+    )
     # all that CSV must quote, and what other splitters of lines take for an end of line
-    parts = ["a", "word", "é", "漢字", "🙂", " ", ",", '"', '""', "\n", "\r\n", "\r", "\t", ";", "'", "\\n"]
+    parts = [
+        "a",
+        "word",
+        "é",
+        "漢字",
+        "🙂",
+        " ",
+        ",",
+        '"',
+        '""',
+        "\n",
+        "\r\n",
+        "\r",
+        "\t",
+        ";",
+        "'",
+        "\\n",
+    ]
     parts += ["\u2028", "\u0085", "\x0b", "\x1c", "\ufeff"]
     quoted = dict(quoting=csv.QUOTE_ALL)  # where Python's writer leaves a lone \r without
     dialects = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "d.csv.gz"), {})
     dialects |= {"E.CSV": quoted | dict(mark="\ufeff", lineterminator="\n")}
-    dialects |= {"f.csv": quoted | dict(lineterminator="\r"), "g.csv": quoted | dict(lineterminator="\n\n")}
+    dialects |= {
+        "f.csv": quoted | dict(lineterminator="\r"),
+        "g.csv": quoted | dict(lineterminator="\n\n"),
+    }
     for name, more in dialects.items():
         draw = random.Random(name)
-        rows = [["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in columns] for _ in range(30)]
+        rows = [
+            ["".join(draw.choices(parts, k=draw.randint(0, 12))) for _ in columns]
+            for _ in range(30)
+        ]
         write_rows(folder / name, rows, columns, **more)
         numbers = [1 + i + i // 2 for i in range(30)] if "jsonl" in name else range(1, 31)
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
         texts[f"corpus/{name}"] = list(zip(numbers, joined))
-    said, arguments = [], [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"]  # what is named twice is taken once
+    said, arguments = (
+        [],
+        [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"],
+    )  # what is named twice is taken once
     out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=keys, say=said.append)
     assert documents_of(out) == expected_documents(texts, 0.3)
     assert said[0] == "skipped 1 files that are not text in UTF-8: image.png"
     meta = load_meta(out)
     for split, counts in meta["splits"].items():
         sizes = [len(read_shard(path)) for path in find_shards(out, split)]
-        assert sizes == [100] * (counts["tokens"] // 100) + [counts["tokens"] % 100] * (counts["tokens"] % 100 > 0)
+        assert sizes == [100] * (counts["tokens"] // 100) + [counts["tokens"] % 100] * (
+            counts["tokens"] % 100 > 0
+        )
     assert {name: shard["sha256"] for name, shard in meta["files"].items()} == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.bin")
     }
-    moved = shutil.copytree(folder, tmp_path / "else" / "corpus", ignore=shutil.ignore_patterns("out"))
-    again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, shard_tokens=100, text_key=keys)
-    assert load_meta(again)["files"] == meta["files"]  # wherever the folder lies, in any order of the arguments
+    moved = shutil.copytree(
+        folder, tmp_path / "else" / "corpus", ignore=shutil.ignore_patterns("out")
+    )
+    again = prepared(
+        tmp_path / "again", f"{tmp_path}/glob*.md", moved, shard_tokens=100, text_key=keys
+    )
+    assert (
+        load_meta(again)["files"] == meta["files"]
+    )  # wherever the folder lies, in any order of the arguments
 
 
 def test_include(tmp_path):
@@ -255,8 +339,16 @@ def test_include(tmp_path):
         (tmp_path / "corpus" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "corpus" / name).write_text(f"<{name}>" * 9)
     (tmp_path / "own.rst").write_text("<own>" * 9)
-    for number, flags in enumerate((["--include", "*.md", "b.*"], ["--include", "b.t?t", "--include=*.md"])):
-        command = ["files", tmp_path / "corpus", tmp_path / "own.rst", "--tokenizer=bytes", "--val_fraction=0.5"]
+    for number, flags in enumerate(
+        (["--include", "*.md", "b.*"], ["--include", "b.t?t", "--include=*.md"])
+    ):
+        command = [
+            "files",
+            tmp_path / "corpus",
+            tmp_path / "own.rst",
+            "--tokenizer=bytes",
+            "--val_fraction=0.5",
+        ]
         assert prepare.main([*map(str, command), "--out", str(tmp_path / str(number)), *flags]) == 0
         found = b"".join(sum(documents_of(tmp_path / str(number)).values(), []))
         assert set(re.findall(rb"<(.*?)>", found)) == {b"a.md", b"b.txt", b"deep/d.md", b"own"}
@@ -268,7 +360,9 @@ def test_a_row_of_parquet_is_a_document(tmp_path):
     (tmp_path / "in").mkdir()
     table = pa.table({"id": list(range(3000)), "content": rows, "more": ["x"] * 3000})
     pq.write_table(table, tmp_path / "in" / "a.parquet", row_group_size=700)
-    for number, path in enumerate((tmp_path / "in", tmp_path / "in" / "*.parquet", tmp_path / "in" / "a.parquet")):
+    for number, path in enumerate(
+        (tmp_path / "in", tmp_path / "in" / "*.parquet", tmp_path / "in" / "a.parquet")
+    ):
         out = prepared(tmp_path / str(number), path, text_key=["content"])
         name = "in/a.parquet" if number == 0 else "a.parquet"
         texts = {name: [(n, row or "") for n, row in enumerate(rows, 1)]}
@@ -282,7 +376,9 @@ def test_a_row_of_parquet_is_a_document(tmp_path):
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match="a.parquet needs the package pyarrow: run `pip install pyarrow`"):
+    with pytest.raises(
+        UserError, match="a.parquet needs the package pyarrow: run `pip install pyarrow`"
+    ):
         prepared(tmp_path / "out", tmp_path / "a.parquet")
 
 
@@ -294,13 +390,18 @@ def test_parquet_is_read_in_little_memory(tmp_path):
             writer.write_table(pa.table({"text": texts}))
     size = (tmp_path / "a.parquet").stat().st_size
     pool, peak = pa.default_memory_pool(), pa.default_memory_pool().max_memory()
-    n_bytes = sum(len(piece) for *_, piece in corpus.read_files([("a", tmp_path / "a.parquet")], 0.1, ["text"]))
+    n_bytes = sum(
+        len(piece)
+        for *_, piece in corpus.read_files([("a", tmp_path / "a.parquet")], 0.1, ["text"])
+    )
     assert n_bytes == 10 * 1000 * 2000 and size > 10e6
     assert max(pool.max_memory(), peak) < peak + size / 4
 
 
 def test_own_validation_files(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(9))
+    )
     for name in ("train.txt", "valid.txt", "more.txt"):
         (tmp_path / name).write_text(f"the text of {name} " * 20)
     train = [tmp_path / "train.txt"], [tmp_path / "train.txt", tmp_path / "rows.jsonl"]
@@ -322,7 +423,9 @@ def test_integers_are_tokens(tmp_path, capsys):
     np.save(tmp_path / "a.npy", tokens)
     np.save(tmp_path / "b.npy", other)
     one = ["files", str(tmp_path / "a.npy"), "--vocab_size", "300"]
-    for name, flags in dict(fraction=["--val_fraction", "0.2"], own=["--val", str(tmp_path / "b.npy")]).items():
+    for name, flags in dict(
+        fraction=["--val_fraction", "0.2"], own=["--val", str(tmp_path / "b.npy")]
+    ).items():
         assert prepare.main([*one, "--out", str(tmp_path / name), *flags]) == 0
         cut = 4000 if name == "fraction" else 5000
         assert independent_split(tmp_path / name, "train") == [300, *tokens[:cut].tolist()]
@@ -332,7 +435,10 @@ def test_integers_are_tokens(tmp_path, capsys):
         assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("integers:300", 301, 300)
         assert meta["splits"]["val"]["bytes"] is None
     tokenizer = get_tokenizer("integers:300")
-    assert tokenizer.encode(" 3 299\n0 ").tolist() == [3, 299, 0] and tokenizer.decode_bytes([3, 299]) == b" 3 299"
+    assert (
+        tokenizer.encode(" 3 299\n0 ").tolist() == [3, 299, 0]
+        and tokenizer.decode_bytes([3, 299]) == b" 3 299"
+    )
     for text, says in {
         "3 300": "integers from 3 to 300, where tokens are 0 to 299",
         "three": "not text of integers",
@@ -343,7 +449,11 @@ def test_integers_are_tokens(tmp_path, capsys):
 
 def test_single_text_is_split_by_position(tmp_path):
     for number, (text, fraction, name) in enumerate(
-        (("".join(map(chr, range(32, 127))) * 99, 0.1, "a.txt"), ("x" * 9973, 0.37, "b.txt.gz"), ("🙂" * 21, 0.4, "c"))
+        (
+            ("".join(map(chr, range(32, 127))) * 99, 0.1, "a.txt"),
+            ("x" * 9973, 0.37, "b.txt.gz"),
+            ("🙂" * 21, 0.4, "c"),
+        )
     ):
         raw = text.encode()
         (tmp_path / name).write_bytes(gzip.compress(raw) if ".gz" in name else raw)
@@ -359,9 +469,40 @@ def test_single_text_is_split_by_position(tmp_path):
 def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE", 48)
     draw = random.Random(1)
-    words = ["word", "é", "漢字", "。", "don't", "'", "12", "...", "🙂", " ", "  ", "\n", "\n\n", "\t", "\r\n"]
-    words += ["\u00a0", "\u2003", "\u3000", "\u0085", "\x1c", "\u0300", "\u1680", "ж", "かな", "µ", "²"]
-    for raw in [" ".join(draw.choices(words, k=3000)).encode(), "".join(draw.choices(words, k=3000)).encode()]:
+    words = [
+        "word",
+        "é",
+        "漢字",
+        "。",
+        "don't",
+        "'",
+        "12",
+        "...",
+        "🙂",
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        "\r\n",
+    ]
+    words += [
+        "\u00a0",
+        "\u2003",
+        "\u3000",
+        "\u0085",
+        "\x1c",
+        "\u0300",
+        "\u1680",
+        "ж",
+        "かな",
+        "µ",
+        "²",
+    ]
+    for raw in [
+        " ".join(draw.choices(words, k=3000)).encode(),
+        "".join(draw.choices(words, k=3000)).encode(),
+    ]:
         splits, starts, pieces = zip(*corpus.document("val", io.BytesIO(raw), "x"))
         assert b"".join(pieces) == raw and len(pieces) > 100
         assert set(splits) == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
@@ -369,7 +510,10 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
         assert joined == gpt2.tiktoken.encode_ordinary(raw.decode())
     raw = "漢字🙂".encode() * 500  # no place to cut: they stay small, and no character is cut
     pieces = [piece for _, _, piece in corpus.document("val", io.BytesIO(raw), "x")]
-    assert "".join(piece.decode() for piece in pieces).encode() == raw and max(map(len, pieces)) <= 4 * 48
+    assert (
+        "".join(piece.decode() for piece in pieces).encode() == raw
+        and max(map(len, pieces)) <= 4 * 48
+    )
 
 
 SHARDS = {  # the first digits of SHA-256 of train and val of the next test's files: they must not change
@@ -387,9 +531,15 @@ def test_order_splits_and_shards_stay_what_they_were(tokenizer, gpt2, tmp_path):
         raw = " ".join(words[(j * j + 3 * i * j + i) % len(words)] for j in range(300)).encode()
         (folder / f"{i}.txt").write_bytes(raw)
     lines = (" ".join(words[(j * j + i) % len(words)] for j in range(20 + i)) for i in range(50))
-    (folder / "lines.jsonl").write_text("".join(json.dumps({"id": 1, "text": line}) + "\n" for line in lines))
-    files = load_meta(prepared(tmp_path / "out", folder, tokenizer=tokenizer, fraction=0.2))["files"]
-    assert [files[f"{split}_000000.bin"]["sha256"][:16] for split in ("train", "val")] == SHARDS[tokenizer]
+    (folder / "lines.jsonl").write_text(
+        "".join(json.dumps({"id": 1, "text": line}) + "\n" for line in lines)
+    )
+    files = load_meta(prepared(tmp_path / "out", folder, tokenizer=tokenizer, fraction=0.2))[
+        "files"
+    ]
+    assert [files[f"{split}_000000.bin"]["sha256"][:16] for split in ("train", "val")] == SHARDS[
+        tokenizer
+    ]
 
 
 def test_rows_are_read_in_little_memory(tmp_path):
@@ -408,12 +558,20 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
     before, said = tree(folder), []
-    assert prepared(folder, tmp_path / "a.txt", fraction=0.5, say=said.append) == folder and tree(folder) == before
-    assert f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or" in said[0]
+    assert (
+        prepared(folder, tmp_path / "a.txt", fraction=0.5, say=said.append) == folder
+        and tree(folder) == before
+    )
+    assert (
+        f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or"
+        in said[0]
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for out in (tmp_path / "mine", tmp_path / "a.txt"):
-        with pytest.raises(UserError, match="holds something else than prepared data: choose another --out"):
+        with pytest.raises(
+            UserError, match="holds something else than prepared data: choose another --out"
+        ):
             prepared(out, tmp_path / "a.txt")
 
 
@@ -424,7 +582,10 @@ def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 9_000 + "{\n")
     (tmp_path / "one.jsonl").write_text('{"text": "good"}\n')
     name = {"bad line": "bad.jsonl", "too little": "one.jsonl"}.get(how, "a.txt")
-    before, command = tree(tmp_path), ["files", str(tmp_path / name), "--tokenizer=bytes", f"--out={tmp_path}/new/out"]
+    before, command = (
+        tree(tmp_path),
+        ["files", str(tmp_path / name), "--tokenizer=bytes", f"--out={tmp_path}/new/out"],
+    )
     script = f"""
 import os, resource, signal, sys
 from data import prepare
@@ -447,7 +608,11 @@ sys.exit(prepare.main({command!r}))
         "Ctrl-C": (1, "stopped: by Ctrl-C; run the same command again"),
         "kill": (-signal.SIGKILL, ""),
     }[how]
-    assert done.returncode == code and re.search(says, done.stderr) and done.stderr.count("\n") == (how != "kill")
+    assert (
+        done.returncode == code
+        and re.search(says, done.stderr)
+        and done.stderr.count("\n") == (how != "kill")
+    )
     assert not (tmp_path / "new" / "out").exists()
     if how != "kill":
         assert {name for name in tree(tmp_path) if name != "new"} == before.keys()
@@ -500,11 +665,15 @@ def test_downloads_are_verified(server, tmp_path):
 
 def test_downloads_say_what_to_do_offline(server, tmp_path):
     said = []
-    with pytest.raises(UserError, match="/missing .*404.*HF_ENDPOINT.*python data/prepare.py python"):
+    with pytest.raises(
+        UserError, match="/missing .*404.*HF_ENDPOINT.*python data/prepare.py python"
+    ):
         download.download(server.address + "/missing", tmp_path / "x", say=quiet)
     with pytest.raises(UserError, match="refused"):
         download.download("http://127.0.0.1:9/x", tmp_path / "x", say=said.append)
-    assert len(server.requests) == 1 and len(said) == 3 and os.listdir(tmp_path) == []  # a 404 is final
+    assert (
+        len(server.requests) == 1 and len(said) == 3 and os.listdir(tmp_path) == []
+    )  # a 404 is final
     endpoint = dict(os.environ, HF_ENDPOINT="https://mirror.example/")
     code = "from data.download import FINEWEB; print(FINEWEB)"
     done = run_python("-c", code, env=endpoint)
@@ -513,13 +682,20 @@ def test_downloads_say_what_to_do_offline(server, tmp_path):
 
 def test_fineweb(server, tmp_path, capsys):
     base, tokens = "/fineweb10B-gpt2/resolve/main/", {}
-    for number, name in enumerate(["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]):
+    for number, name in enumerate(
+        ["fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"]
+    ):
         tokens[name] = np.full(10 + number, number, dtype=np.uint16)
         write_shard(tmp_path / name, tokens[name])
     content = {base + name: (tmp_path / name).read_bytes() for name in tokens}
     folder, command = tmp_path / "fw", ["fineweb10B", "--out", f"{tmp_path}/fw", "--shards"]
     server.files |= dict(list(content.items())[:2])
-    for shards, code, fetched in ((2, 2, 2), (2, 0, 1), (2, 0, 0), (1, 0, 0)):  # it fails, resumes, is there
+    for shards, code, fetched in (
+        (2, 2, 2),
+        (2, 0, 1),
+        (2, 0, 0),
+        (1, 0, 0),
+    ):  # it fails, resumes, is there
         before = len(server.requests)
         assert prepare.main([*command, str(shards)]) == code
         assert len(server.requests) - before == fetched + (code == 2)
@@ -529,10 +705,16 @@ def test_fineweb(server, tmp_path, capsys):
     assert meta["splits"]["train"] == {"tokens": 23, "bytes": None, "documents": None}
     for name, array in tokens.items():
         assert independent_read(folder / name) == array.tolist()
-        assert meta["files"][name] == {"tokens": array.size, "sha256": hashlib.sha256(content[base + name]).hexdigest()}
+        assert meta["files"][name] == {
+            "tokens": array.size,
+            "sha256": hashlib.sha256(content[base + name]).hexdigest(),
+        }
     assert TokenStream(folder, 4, 8).eval_part == "first"
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
-    assert prepare.main([*command, "3"]) == 2 and "000003.bin is not a token shard" in capsys.readouterr().err
+    assert (
+        prepare.main([*command, "3"]) == 2
+        and "000003.bin is not a token shard" in capsys.readouterr().err
+    )
     assert load_meta(folder) == meta
 
 
@@ -550,10 +732,18 @@ def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch)
     entry = (server.address + "/w.zip", hashlib.sha256(body).hexdigest())
     monkeypatch.setitem(download.DOWNLOADS, "wikitext2", entry)
     folder = prepare.prepare("wikitext2", tokenizer="bytes", out=tmp_path / "a" / "out", say=quiet)
-    expected = dict(train=[(articles[0] + articles[1]).encode(), articles[2].encode()], val=[b" \n = V = \n x \n"])
+    expected = dict(
+        train=[(articles[0] + articles[1]).encode(), articles[2].encode()],
+        val=[b" \n = V = \n x \n"],
+    )
     assert documents_of(folder) == expected and load_meta(folder)["source"] == entry[0]
     assert sorted(os.listdir(tmp_path)) == ["a", "zip"] and os.listdir(tmp_path / "a") == ["out"]
-    assert sorted(os.listdir(folder)) == ["meta.json", "train_000000.bin", "val_000000.bin", "w.zip"]
+    assert sorted(os.listdir(folder)) == [
+        "meta.json",
+        "train_000000.bin",
+        "val_000000.bin",
+        "w.zip",
+    ]
 
 
 def test_hellaswag_is_verified(server, tmp_path, monkeypatch, capsys):
@@ -608,28 +798,49 @@ FILES = {
         ("python --shards 2", "python does not take shards"),
         ("python a.txt", "python does not take paths"),
         ("python --tokenizer gpt5", "there is no vocabulary gpt5"),
-        ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400: it is for --tokenizer bpe"),
+        (
+            "python --tokenizer bytes --vocab_size 400",
+            "--vocab_size 400: it is for --tokenizer bpe",
+        ),
         ("python --vocab_size 257", "--vocab_size 257: it must be 258 to 65536"),
         ("files", r"there is no text in \[\]: give PATHs of files, folders or globs"),
         ("files a.txt none*.txt", "none.*txt is not a file or folder, nor a glob that matches any"),
         ("files long.txt", r"long.txt is not UTF-8 text at byte 400,000: convert or remove it"),
         ("files a.txt --val_fraction 0", "--val_fraction 0.0 .*: expected a fraction"),
         ("files keys.jsonl --text_key a", "no text is in the .* split"),
-        ("files bad.jsonl", r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key'),
+        (
+            "files bad.jsonl",
+            r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key',
+        ),
         ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
-        ("files keys.jsonl --text_key a b", r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'"""),
+        (
+            "files keys.jsonl --text_key a b",
+            r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'""",
+        ),
         ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
         ("files narrow.csv", "narrow.csv, after row 1: expected .* NoneType found"),
         ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
         ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
-        ("files two.npy --vocab_size 9", r"two.npy: expected a .npy file of integers, 1-D \(int64 of shape \(2, 9\)\)"),
+        (
+            "files two.npy --vocab_size 9",
+            r"two.npy: expected a .npy file of integers, 1-D \(int64 of shape \(2, 9\)\)",
+        ),
         ("files half.npy --vocab_size 9", "half.npy: expected a .npy file of integers"),
         ("files big.npy --vocab_size 70", "found integers from 70 to 70, where tokens are 0 to 69"),
-        ("files big.npy --vocab_size 70000", "--vocab_size 70000: for integers it must be 1 to 65535"),
+        (
+            "files big.npy --vocab_size 70000",
+            "--vocab_size 70000: for integers it must be 1 to 65535",
+        ),
         ("files a.txt --val big.npy --vocab_size 99", "is not text of integers"),
         ("files big.npy", "a .npy file holds tokens: give --vocab_size N"),
-        ("files big.npy --vocab_size 71 --tokenizer bytes", "give --vocab_size N, .*, no --tokenizer"),
-        ("files a.txt --val a.txt --val_fraction 0.1", "--val and --val_fraction contradict each other"),
+        (
+            "files big.npy --vocab_size 71 --tokenizer bytes",
+            "give --vocab_size N, .*, no --tokenizer",
+        ),
+        (
+            "files a.txt --val a.txt --val_fraction 0.1",
+            "--val and --val_fraction contradict each other",
+        ),
         ("files bad.parquet", "bad.parquet, after row 0: .*Arrow"),
         ("files latin.csv", "latin.csv, after row .* 'utf-8' codec can't decode"),
     ],
@@ -649,10 +860,25 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
 def test_command_line(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("text " * 100)
-    flags = ["--tokenizer", "bytes", tmp_path / "b.txt", "--val_fraction", "0.5", "--out", tmp_path / "out"]
-    words = ["data/prepare.py", "files", tmp_path / "a.txt", *flags]  # flags may stand between the paths
+    flags = [
+        "--tokenizer",
+        "bytes",
+        tmp_path / "b.txt",
+        "--val_fraction",
+        "0.5",
+        "--out",
+        tmp_path / "out",
+    ]
+    words = [
+        "data/prepare.py",
+        "files",
+        tmp_path / "a.txt",
+        *flags,
+    ]  # flags may stand between the paths
     done = run_python(*words)
-    assert done.returncode == 0 and len(independent_split(tmp_path / "out", "val")) == 501, done.stderr
+    assert done.returncode == 0 and len(independent_split(tmp_path / "out", "val")) == 501, (
+        done.stderr
+    )
     assert load_meta(tmp_path / "out")["command"] == " ".join(map(str, ["python", *words]))
     for wrong in (["pythn"], ["python", "--tok", "bytes"], []):
         done = run_python("data/prepare.py", *wrong)
@@ -664,8 +890,16 @@ def test_shards_that_meta_json_does_not_name_are_refused(tmp_path):
     shard = data / "a_train_1.bin"
     content, more = shard.read_bytes(), data / "more_train.bin"
     for path, wrong, says in (
-        (shard, content[:2000] + b"\xff\xff" + content[2002:], "holds token 65535, but the vocabulary ends at 256"),
-        (shard, content[:8] + struct.pack("<i", 50) + content[12:1124], "has 50 tokens, where meta.json says 17889"),
+        (
+            shard,
+            content[:2000] + b"\xff\xff" + content[2002:],
+            "holds token 65535, but the vocabulary ends at 256",
+        ),
+        (
+            shard,
+            content[:8] + struct.pack("<i", 50) + content[12:1124],
+            "has 50 tokens, where meta.json says 17889",
+        ),
         (shard, None, "has no tokens, where meta.json says 17889"),
         (more, content, "has 17889 tokens, where meta.json says nothing"),
     ):
@@ -684,7 +918,9 @@ def test_shards_of_another_content_are_refused(tmp_path):
     (data / "meta.json").write_text(json.dumps(meta))
     whole = TokenStream(data, 32, 64).fingerprint()
     shard.write_bytes(content[:5000] + b"a\0" + content[5002:])
-    with pytest.raises(UserError, match="a_train_1.bin is not the shard whose hash meta.json holds"):
+    with pytest.raises(
+        UserError, match="a_train_1.bin is not the shard whose hash meta.json holds"
+    ):
         TokenStream(data, 32, 64)
     (data / "meta.json").unlink()
     assert TokenStream(data, 32, 64).fingerprint() != whole  # other content is other data
@@ -710,7 +946,9 @@ def test_a_shard_that_shrinks_or_goes_while_it_is_read(tmp_path):
     data = make_data(tmp_path / "data")
     shards = TokenShards(data, "train", 257, {})
     whole = shards.read_sequences(np.array([0, 11100, 28900]), 33)
-    assert whole.tolist() == [sum(map(independent_read, shards.paths), [])[at : at + 33] for at in (0, 11100, 28900)]
+    assert whole.tolist() == [
+        sum(map(independent_read, shards.paths), [])[at : at + 33] for at in (0, 11100, 28900)
+    ]
     os.truncate(data / "a_train_1.bin", 20_000)
     with pytest.raises(UserError, match="a_train_1.bin was truncated while in use"):
         shards.read_sequences(np.array([0, 11100, 28900]), 33)
@@ -736,7 +974,9 @@ def test_windows_of_an_epoch(n_tokens, tmp_path):
     for epoch in range(40):
         starts = stream.sequence_starts(epoch * stream.per_epoch + np.arange(stream.per_epoch))
         offsets.add(int(starts.min()))
-        assert np.array_equal(np.sort(starts), starts.min() + 32 * np.arange(stream.per_epoch))  # every sequence once
+        assert np.array_equal(
+            np.sort(starts), starts.min() + 32 * np.arange(stream.per_epoch)
+        )  # every sequence once
         assert starts.min() >= 0 and starts.max() + 33 <= n_tokens
     assert stream.per_epoch == max(1, n_tokens // 32 - 1) and (len(offsets) > 10 or n_tokens < 64)
 

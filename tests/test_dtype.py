@@ -21,14 +21,21 @@ def pretend(monkeypatch):
 
     def speeds(fp32: float, bf16: float) -> list:
         known = {torch.float32: fp32, torch.bfloat16: bf16}
-        monkeypatch.setattr(sizes, "matmul_flops", lambda device, dtype, width: asked.append(width) or known[dtype])
+        monkeypatch.setattr(
+            sizes, "matmul_flops", lambda device, dtype, width: asked.append(width) or known[dtype]
+        )
         return asked
 
     return speeds
 
 
 def test_bf16_must_be_faster_on_a_cpu(pretend):
-    for fp32, bf16, name in ((0.184, 0.912, "bf16"), (1.0, 1.2, "bf16"), (1.0, 1.19, "fp32"), (0.03, 0.009, "fp32")):
+    for fp32, bf16, name in (
+        (0.184, 0.912, "bf16"),
+        (1.0, 1.2, "bf16"),
+        (1.0, 1.19, "fp32"),
+        (0.03, 0.009, "fp32"),
+    ):
         pretend(fp32, bf16)
         assert sizes.faster_dtype("auto", torch.device("cpu"), 128) == name
     assert sizes.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
@@ -36,13 +43,23 @@ def test_bf16_must_be_faster_on_a_cpu(pretend):
 
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
     asked = pretend(1.0, 9.0)
-    for kind, has_bf16, name in (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32")):
+    for kind, has_bf16, name in (
+        ("cuda", True, "bf16"),
+        ("cuda", False, "fp32"),
+        ("mps", True, "fp32"),
+    ):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
         assert sizes.faster_dtype("auto", torch.device(kind), 128) == name
-    for saved, kind, name in (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32")):
+    for saved, kind, name in (
+        ("bf16", "cuda", "fp32"),
+        ("fp16", "cuda", "fp16"),
+        ("bf16", "mps", "fp32"),
+    ):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
         assert sizes.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
-    assert sizes.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16" and not asked  # as asked for
+    assert (
+        sizes.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16" and not asked
+    )  # as asked for
 
 
 @pytest.mark.parametrize(
@@ -61,8 +78,12 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
 def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     cfg = dataclasses.asdict(make_config(**dict(window="L") | flags))
     assert 0 < sizes.attention_s("blocked", (1, 1, 32, 8)) < 10
-    monkeypatch.setattr(sizes, "attention_s", lambda backend, shape: len(backend))  # SDPA's is faster
-    slower = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get("attn", attn)
+    monkeypatch.setattr(
+        sizes, "attention_s", lambda backend, shape: len(backend)
+    )  # SDPA's is faster
+    slower = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get(
+        "attn", attn
+    )
     assert slower == ("sdpa" if cfg["dtype"] == "bf16" and cfg["attn"] == "auto" else attn)
     monkeypatch.setattr(sizes, "attention_s", lambda backend, shape: -len(backend))
     ours = cfg | sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu")))
@@ -76,13 +97,21 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
     summary = train(make_config(**AUTO, data=str(data), out_dir=str(folder)))
     assert summary["dtype"] == final(folder)["config"]["dtype"] == "bf16" and asked == [32, 32]
     assert ", bf16, compile off" in (folder / "log.txt").read_text()
-    for speeds, given, dtype in (((1, 2), "auto", "bf16"), ((1, 2), "fp32", "fp32"), ((2, 1), "auto", "fp32")):
+    for speeds, given, dtype in (
+        ((1, 2), "auto", "bf16"),
+        ((1, 2), "fp32", "fp32"),
+        ((2, 1), "auto", "fp32"),
+    ):
         pretend(*speeds)
-        model, _ = sample.load(sample.find_file(str(folder)), "cpu", given)  # samples are drawn in its dtype
+        model, _ = sample.load(
+            sample.find_file(str(folder)), "cpu", given
+        )  # samples are drawn in its dtype
         assert model.compute_dtype == sizes.DTYPES[dtype]
     asked.clear()
     pretend(0.5, 0.1)
     assert run_main(["--resume", str(folder), "--max_steps", "3"], capsys)[0] == 0
     assert final(folder)["step"] == 3 and final(folder)["config"]["dtype"] == "bf16" and not asked
-    assert run_main(["--resume", str(folder), "--max_steps", "4", "--dtype", "fp32"], capsys)[0] == 0
+    assert (
+        run_main(["--resume", str(folder), "--max_steps", "4", "--dtype", "fp32"], capsys)[0] == 0
+    )
     assert final(folder)["config"]["dtype"] == "fp32"

@@ -22,7 +22,10 @@ class Gated(model_module.MLP):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.gate, self.scale = nn.Parameter(torch.full((1,), 0.7)), nn.Parameter(torch.tensor(2.0))
-        self.noise, self.mix = nn.Parameter(torch.randn(cfg.n_embd)), nn.Linear(cfg.n_embd, cfg.n_embd)
+        self.noise, self.mix = (
+            nn.Parameter(torch.randn(cfg.n_embd)),
+            nn.Linear(cfg.n_embd, cfg.n_embd),
+        )
         self.fc.requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
 
@@ -65,9 +68,19 @@ def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch
     mlp = model.blocks[1].mlp
     assert mlp.scale == 2 and torch.equal(mlp.noise, made) and (mlp.mix.weight == 3).all()
     groups = model_module.optimizer_groups(model, "muon", 0.02, 0.004, 0.1)
-    by_param = {p: (group["kind"], group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
-    assert by_param[mlp.mix.weight] == ("adam", 0.002, 0.0) and by_param[mlp.noise] == ("adam", 0.004, 0.0)
-    assert by_param[mlp.fc.weight] == ("muon", 0.02, 0.1) and len(by_param) == len(list(model.parameters()))
+    by_param = {
+        p: (group["kind"], group["lr"], group["weight_decay"])
+        for group in groups
+        for p in group["params"]
+    }
+    assert by_param[mlp.mix.weight] == ("adam", 0.002, 0.0) and by_param[mlp.noise] == (
+        "adam",
+        0.004,
+        0.0,
+    )
+    assert by_param[mlp.fc.weight] == ("muon", 0.02, 0.1) and len(by_param) == len(
+        list(model.parameters())
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -99,11 +112,15 @@ def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_
 def halfway(data, tmp_path_factory):
     """A finished run of 8 steps, with flags that are nobody's defaults."""
     folder = tmp_path_factory.mktemp("halfway") / "run"
-    tiny_run(folder, data=data, max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep=0)
+    tiny_run(
+        folder, data=data, max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep=0
+    )
     return folder
 
 
-@pytest.mark.parametrize("how", ["--out_dir RUN --resume", "--resume RUN", "--resume RUN/ckpt_8.pt"])
+@pytest.mark.parametrize(
+    "how", ["--out_dir RUN --resume", "--resume RUN", "--resume RUN/ckpt_8.pt"]
+)
 def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(how, halfway, tmp_path, capsys):
     run = Path(shutil.copytree(halfway, tmp_path / "run"))
     more = ["--max_steps", "16", "--weight_decay", "0.2"]
@@ -118,9 +135,13 @@ def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(how, halfway, tmp_p
 
 def test_weights_fit_another_context_and_bring_their_sizes(halfway, data, tmp_path):
     sizes = ("n_layer", "n_embd", "n_head", "ngram", "ngram_rows")
-    flags = {k: v for k, v in TINY.items() if k not in sizes} | dict(data=str(data), seq_len=16, max_steps=1)
+    flags = {k: v for k, v in TINY.items() if k not in sizes} | dict(
+        data=str(data), seq_len=16, max_steps=1
+    )
     first, loss = [], []
-    monitor = dict(on_step=lambda state, value: (first.append(state.raw_model.cfg), loss.append(value.item())))
+    monitor = dict(
+        on_step=lambda state, value: (first.append(state.raw_model.cfg), loss.append(value.item()))
+    )
     train(make_config(**flags, init_from=str(halfway), out_dir=str(tmp_path / "new")), **monitor)
     assert first[0].n_embd == 32 and first[0].seq_len == 16
     assert loss[0] < rows(halfway, "train_loss")[0] - 0.5  # as of trained weights
@@ -130,7 +151,9 @@ def test_runs_without_a_folder_get_one_each_and_return_the_model(data, tmp_path,
     monkeypatch.chdir(tmp_path)
     losses, flags = [], TINY | dict(data=str(data), max_steps=2)
     for _ in range(2):
-        summary, model = train(make_config(**flags), return_model=True, on_step=lambda _, loss: losses.append(loss))
+        summary, model = train(
+            make_config(**flags), return_model=True, on_step=lambda _, loss: losses.append(loss)
+        )
     folders = sorted((tmp_path / "runs").iterdir())
     assert len(folders) == 2 and summary["step"] == 2
     assert np.allclose(torch.stack(losses[2:]), rows(folders[1], "train_loss"))

@@ -30,9 +30,15 @@ def write(path, rows):
 def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
     """Of one ending, by a forward pass of its own in float64, and whether each letter is the likeliest."""
     letters = torch.tensor([*ending.encode()])
-    window = ([*context.encode()] or [BYTES.eot])[-(65 - len(letters)) :]  # the newest that fit before it
-    logits = model(torch.tensor([[*window, *letters][:-1]]))[0].double().log_softmax(-1)[-len(letters) :]
-    return logits.gather(1, letters[:, None]).sum().item(), bool((logits.argmax(-1) == letters).all())
+    window = ([*context.encode()] or [BYTES.eot])[
+        -(65 - len(letters)) :
+    ]  # the newest that fit before it
+    logits = (
+        model(torch.tensor([[*window, *letters][:-1]]))[0].double().log_softmax(-1)[-len(letters) :]
+    )
+    return logits.gather(1, letters[:, None]).sum().item(), bool(
+        (logits.argmax(-1) == letters).all()
+    )
 
 
 def printed(capsys) -> dict[str, list[float]]:
@@ -44,20 +50,30 @@ def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
     print_choices(model, BYTES, write(tmp_path / "q.jsonl", QUESTIONS))
     shown, n = printed(capsys), len(QUESTIONS)
-    measures = {"summed": lambda ending: 1, "per token (llm.c)": lambda ending: len(ending.encode())}
+    measures = {
+        "summed": lambda ending: 1,
+        "per token (llm.c)": lambda ending: len(ending.encode()),
+    }
     measures["per character (lm-evaluation-harness)"] = lambda ending: len(ending.strip())
     assert shown.keys() == measures.keys()
     for name, length_of in measures.items():
         right = 0
         for row in QUESTIONS:
-            scores = [log_likelihood(model, row["context"].rstrip(), end)[0] / length_of(end) for end in row["endings"]]
+            scores = [
+                log_likelihood(model, row["context"].rstrip(), end)[0] / length_of(end)
+                for end in row["endings"]
+            ]
             right += scores.index(max(scores)) == row["label"]
-        assert shown[name] == pytest.approx([right / n, math.sqrt(right * (n - right) / n**2 / (n - 1))], abs=1e-4)
+        assert shown[name] == pytest.approx(
+            [right / n, math.sqrt(right * (n - right) / n**2 / (n - 1))], abs=1e-4
+        )
 
 
 def test_scores_do_not_depend_on_what_they_are_batched_with():
     model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
-    pairs = [(row["context"], ending) for row in QUESTIONS for ending in row["endings"]] * 40  # several batches
+    pairs = [
+        (row["context"], ending) for row in QUESTIONS for ending in row["endings"]
+    ] * 40  # several batches
     encoded = [[torch.tensor(list(t.encode()) or [BYTES.eot]) for t in pair] for pair in pairs]
     scores, greedy = score_endings(model, *zip(*encoded))
     expected = [log_likelihood(model, *pair) for pair in pairs[: len(pairs) // 40]] * 40
@@ -68,12 +84,20 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
 def test_last_words(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
     text = "A man walks"
-    likeliest = bytes(sample.generate(model, [torch.tensor([*text.encode()])], 1, 257, 0)).decode("latin-1")
-    rows = [{"context": text, "endings": [ending], "label": 0} for ending in (likeliest, "zz") if ending.isascii()]
+    likeliest = bytes(sample.generate(model, [torch.tensor([*text.encode()])], 1, 257, 0)).decode(
+        "latin-1"
+    )
+    rows = [
+        {"context": text, "endings": [ending], "label": 0}
+        for ending in (likeliest, "zz")
+        if ending.isascii()
+    ]
     print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
     shown = printed(capsys)
     found = [log_likelihood(model, text, row["endings"][0]) for row in rows]
-    assert shown["drawn greedily"][0] == pytest.approx(sum(drawn for _, drawn in found) / len(rows), abs=1e-4)
+    assert shown["drawn greedily"][0] == pytest.approx(
+        sum(drawn for _, drawn in found) / len(rows), abs=1e-4
+    )
     perplexity = math.exp(-sum(score for score, _ in found) / len(rows))
     assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
     with pytest.raises(UserError, match="two files"):
@@ -102,11 +126,21 @@ def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     assert sample.main(argv) == 0
     shown = capsys.readouterr()
     assert "64 of 120 questions" in shown.err and "120 questions, contexts of 32" in shown.out
-    write(tmp_path / "q.jsonl", [*questions, {"context": "a", "endings": ["b" * 33, "c"], "label": 0}])
-    assert sample.main(argv) == 2 and "question 121 has an ending of 33 tokens" in capsys.readouterr().err
+    write(
+        tmp_path / "q.jsonl", [*questions, {"context": "a", "endings": ["b" * 33, "c"], "label": 0}]
+    )
+    assert (
+        sample.main(argv) == 2
+        and "question 121 has an ending of 33 tokens" in capsys.readouterr().err
+    )
 
 
 def test_hellaswags_own_rows_are_read_as_they_are(tmp_path):
-    row = dict(ctx="A man [header] scrapes. then he", endings=["stops.", "goes on."], label=1, activity_label="Ice")
+    row = dict(
+        ctx="A man [header] scrapes. then he",
+        endings=["stops.", "goes on."],
+        label=1,
+        activity_label="Ice",
+    )
     questions = data.choices.read_questions(write(tmp_path / "q.jsonl", [row]))
     assert questions == [(row["ctx"], [" stops.", " goes on."], 1)]

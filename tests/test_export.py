@@ -30,7 +30,10 @@ def expected(windowed):
     model, _ = sample.load(sample.find_file(windowed), "cpu", "fp32")
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 1), (1, 32), (3, 4), (2, 17), (9, 5))
-    return [(idx, model(idx)) for idx in (torch.randint(257, shape, generator=generator) for shape in shapes)]
+    return [
+        (idx, model(idx))
+        for idx in (torch.randint(257, shape, generator=generator) for shape in shapes)
+    ]
 
 
 def exported(windowed, kind, out, capsys):
@@ -43,7 +46,9 @@ def test_safetensors(windowed, tmp_path, capsys):
     load_file = pytest.importorskip("safetensors.torch").load_file
     tensors = load_file(exported(windowed, "safetensors", tmp_path / "m.safetensors", capsys))
     weights = sample.read_checkpoint(sample.find_file(windowed))["model"]
-    assert tensors.keys() == weights.keys() and all(torch.equal(tensors[name], weights[name]) for name in weights)
+    assert tensors.keys() == weights.keys() and all(
+        torch.equal(tensors[name], weights[name]) for name in weights
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["n_layer"] == 2 and config["window"] == "SL:5" and config["tokenizer"] == "bytes"
 
@@ -61,7 +66,9 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     assert plain != rounded == pytest.approx(plain, rel=0.01)
     assert sample.main(["--run", str(path), "--prompt", "abc", "--max_new_tokens", "20"]) == 0
     assert capsys.readouterr().out.startswith("abc")
-    code, err = run_main(flags_of(dict(init_from=path, data=data, max_steps=4, out_dir=tmp_path / "run")), capsys)
+    code, err = run_main(
+        flags_of(dict(init_from=path, data=data, max_steps=4, out_dir=tmp_path / "run")), capsys
+    )
     assert code == 2 and "does not fit this model" in err
     assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
@@ -93,7 +100,9 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
 @pytest.mark.parametrize("masked", [False, True])
 def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_path, capsys):
     pytest.importorskip("transformers")
-    flags = dict(window="SL:5", ngram=3, ngram_rows=50, max_steps=3, eval_tokens=512, doc_mask=masked)
+    flags = dict(
+        window="SL:5", ngram=3, ngram_rows=50, max_steps=3, eval_tokens=512, doc_mask=masked
+    )
     tiny_run(tmp_path / "run", data=data, **flags)
     path = sample.find_file(tmp_path / "run")
     assert export.main([str(path), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
@@ -102,8 +111,17 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
     idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
     idx[:, ::9] = 256
     texts, prompt = ["abc d", "", "é\n\n  x12345 don't<"], torch.tensor([256, *b"ab"])
-    drawn = [int(token) for token in generate(model, [prompt], 50, 257, temperature=0)]  # beyond the context of 32
-    expected = [idx, model(idx)[..., :257], texts, [tokenizer.encode(text).tolist() for text in texts], prompt, drawn]
+    drawn = [
+        int(token) for token in generate(model, [prompt], 50, 257, temperature=0)
+    ]  # beyond the context of 32
+    expected = [
+        idx,
+        model(idx)[..., :257],
+        texts,
+        [tokenizer.encode(text).tolist() for text in texts],
+        prompt,
+        drawn,
+    ]
     torch.save(expected, tmp_path / "expected.pt")
     code = """if True:
         import sys, torch
@@ -151,7 +169,9 @@ def test_transformers_has_the_same_tokens(kind, gpt2):
     assert theirs.eos_token_id == own.eot and len(theirs) == own.vocab_size
 
 
-def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(windowed, tmp_path, capsys, monkeypatch):
+def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(
+    windowed, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("transformers")
     monkeypatch.setattr(model_module, "relu_squared", torch.relu)
     assert export.main([str(windowed), "--to", "hf", "--out", str(tmp_path / "hf")]) == 2
@@ -160,7 +180,9 @@ def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(windowed, tm
 
 
 def test_what_cannot_be_exported_is_said(windowed, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None if name == "onnx" else name)
+    monkeypatch.setattr(
+        export.importlib.util, "find_spec", lambda name: None if name == "onnx" else name
+    )
     for name in ("there", "config.json"):
         (tmp_path / name).touch()
     for to, out, says in (

@@ -14,7 +14,13 @@ import torch
 from conftest import built, final, quiet
 from data import prepare
 from data.stream import TokenStream
-from runtime.checkpoint import list_checkpoints, load_extra, load_optimizer, load_weights, read_checkpoint
+from runtime.checkpoint import (
+    list_checkpoints,
+    load_extra,
+    load_optimizer,
+    load_weights,
+    read_checkpoint,
+)
 from runtime.errors import UserError
 
 
@@ -43,7 +49,24 @@ def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
     return bytes(out)
 
 
-JUNK = (None, True, -1, 0, 1, 2**40, 10**30, 1.5, math.nan, math.inf, "", "x", "../../etc/passwd", "bytes", [], [1])
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**40,
+    10**30,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "x",
+    "../../etc/passwd",
+    "bytes",
+    [],
+    [1],
+)
 JUNK += ({}, {"tokens": 1}, {"x": {"tokens": -5}})
 
 
@@ -78,8 +101,12 @@ def prepared(tmp_path_factory) -> Path:
     """A folder from data/prepare.py, with its hashes."""
     folder = tmp_path_factory.mktemp("prepared")
     rng = random.Random(0)
-    (folder / "text.txt").write_text(" ".join(rng.choice(["one", "two", "three"]) for _ in range(3000)))
-    return prepare.prepare("files", [folder / "text.txt"], "bytes", folder / "data", shard_tokens=5000, say=quiet)
+    (folder / "text.txt").write_text(
+        " ".join(rng.choice(["one", "two", "three"]) for _ in range(3000))
+    )
+    return prepare.prepare(
+        "files", [folder / "text.txt"], "bytes", folder / "data", shard_tokens=5000, say=quiet
+    )
 
 
 def open_fuzzed(folder: Path) -> TokenStream:
@@ -104,7 +131,9 @@ def test_fuzzed_shards(prepared, tmp_path):
             if i % 2:  # the hash admits nothing but the whole shard
                 assert path.read_bytes() == raw
             for split, name in ((opened[0].train, "train"), (opened[0].val, "val")):
-                tokens = [t for p in sorted(shards) if name in p.name for t in independent_tokens(p)]
+                tokens = [
+                    t for p in sorted(shards) if name in p.name for t in independent_tokens(p)
+                ]
                 assert split.read_sequences(np.array([0]), split.n_tokens)[0].tolist() == tokens
         path.write_bytes(raw)
     print(f"shards: {sum(outcomes)} of {len(outcomes)} refused")
@@ -113,7 +142,9 @@ def test_fuzzed_shards(prepared, tmp_path):
 
 def independent_tokens(path: Path) -> list[int]:
     magic, _, count = struct.unpack("<3i", path.read_bytes()[:12])
-    return np.frombuffer(path.read_bytes(), {20240520: "<u2", 20240801: "<u4"}[magic], count, 1024).tolist()
+    return np.frombuffer(
+        path.read_bytes(), {20240520: "<u2", 20240801: "<u4"}[magic], count, 1024
+    ).tolist()
 
 
 def test_fuzzed_meta_json(prepared, tmp_path):
@@ -123,7 +154,11 @@ def test_fuzzed_meta_json(prepared, tmp_path):
     raw = (data / "meta.json").read_bytes()
     expected = open_fuzzed(data).train.read_sequences(np.array([0]), 1000)
     for i in range(500):
-        content = mutated(raw, rng, len(raw)) if i % 2 else json.dumps(replaced(json.loads(raw), rng)).encode()
+        content = (
+            mutated(raw, rng, len(raw))
+            if i % 2
+            else json.dumps(replaced(json.loads(raw), rng)).encode()
+        )
         if i == 2:
             content = b"[" * 100_000
         (data / "meta.json").write_bytes(content)
@@ -140,7 +175,13 @@ def test_fuzzed_checkpoints(data, plain, tmp_path):
     """Damaged bytes are refused; other content is refused or leaves no trace in what is loaded."""
     rng, outcomes, path = random.Random(3), [], tmp_path / "ckpt_20.pt"
     raw, content, state = list_checkpoints(plain)[0].read_bytes(), final(plain), built()
-    junk = (*JUNK, torch.zeros(3), torch.zeros(()), torch.tensor([[math.nan]]), torch.zeros(2, dtype=torch.bool))
+    junk = (
+        *JUNK,
+        torch.zeros(3),
+        torch.zeros(()),
+        torch.tensor([[math.nan]]),
+        torch.zeros(2, dtype=torch.bool),
+    )
 
     def load():
         checkpoint = read_checkpoint(path)
@@ -158,6 +199,9 @@ def test_fuzzed_checkpoints(data, plain, tmp_path):
         outcomes.append(refused(load))
         for name, w in content["model"].items() if loaded and i % 2 else ():
             assert torch.equal(loaded[0]["model"][name], w)
-            assert all(torch.equal(v, content["optimizer"][name][k]) for k, v in loaded[0]["optimizer"][name].items())
+            assert all(
+                torch.equal(v, content["optimizer"][name][k])
+                for k, v in loaded[0]["optimizer"][name].items()
+            )
     print(f"checkpoints: {sum(outcomes)} of {len(outcomes)} refused")
     assert sum(outcomes) > 150

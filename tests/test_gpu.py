@@ -10,7 +10,17 @@ import torch.nn.functional as F
 import model
 import ops.checkpointing
 import train_gpt
-from conftest import TINY, add_noise, assert_same_run, built, flags_of, measured, random_gpt, run_python, tiny_run
+from conftest import (
+    TINY,
+    add_noise,
+    assert_same_run,
+    built,
+    flags_of,
+    measured,
+    random_gpt,
+    run_python,
+    tiny_run,
+)
 from generation import compile_decode_step, generate, on_host
 from int8 import quantize
 from model import GPT, GPTConfig
@@ -19,7 +29,10 @@ from ops.checkpointing import OFFLOAD_MIN_NUMEL, apply_offload, pack_to_host, un
 from ops.compile import apply_compile
 from ops.linear import Fp8Linear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 GPU_SAME = {
     "eager": dict(),
@@ -55,7 +68,9 @@ def packed(monkeypatch) -> list[int]:
 
 def started(**flags) -> tuple:
     """The TrainState of a tiny run before its first step, and four batches."""
-    return built(device="cuda", **flags), [torch.randint(0, 257, (16, 33)).pin_memory() for _ in range(4)]
+    return built(device="cuda", **flags), [
+        torch.randint(0, 257, (16, 33)).pin_memory() for _ in range(4)
+    ]
 
 
 @pytest.mark.parametrize("case", GPU_SAME)
@@ -64,19 +79,39 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     assert_same_run(tmp_path / "run", plain, rtol=1e-4)
     # 16 sequences of 32 tokens make 1 << 16 numbers in an MLP's hidden layer: just enough to be worth sending
     least_times = 2 * TINY["max_steps"] if "offload activations" in case else 0
-    assert len(packed) >= least_times and set(packed) <= {OFFLOAD_MIN_NUMEL} and bool(packed) == bool(least_times)
+    assert (
+        len(packed) >= least_times
+        and set(packed) <= {OFFLOAD_MIN_NUMEL}
+        and bool(packed) == bool(least_times)
+    )
 
 
 def test_gpu_offload_returns_what_it_took():
-    tensors = [torch.randn(300, 500, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
-    tensors += [tensors[0].view(10, 30, 500).transpose(0, 1), tensors[0][:, ::2], tensors[0][:256, :256]]
+    tensors = [
+        torch.randn(300, 500, device="cuda", dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    tensors += [
+        tensors[0].view(10, 30, 500).transpose(0, 1),
+        tensors[0][:, ::2],
+        tensors[0][:256, :256],
+    ]
     for tensor in tensors:
         packed = pack_to_host({(500, 300)}, tensor)
         assert packed is not tensor and packed[-1].is_pinned()
         back = unpack_to_device(packed)
-        assert back.device == tensor.device and back.dtype == tensor.dtype and torch.equal(back, tensor)
+        assert (
+            back.device == tensor.device
+            and back.dtype == tensor.dtype
+            and torch.equal(back, tensor)
+        )
         assert back.stride() == torch.empty_strided(tensor.shape, tensor.stride()).stride()
-    stay = [torch.randn(100, device="cuda"), torch.ones(300, 500), tensors[0].t(), tensors[0][:1].expand(300, 500)]
+    stay = [
+        torch.randn(100, device="cuda"),
+        torch.ones(300, 500),
+        tensors[0].t(),
+        tensors[0][:1].expand(300, 500),
+    ]
     assert all(pack_to_host({(500, 300)}, tensor) is tensor for tensor in stay)
 
 
@@ -101,20 +136,30 @@ def test_gpu_weights_are_not_offloaded(dtype, compile, packed):
 def test_gpu_attention_means_the_same(backend, window, docs):
     if backend == "flash" and (window or docs):
         pytest.skip("flash takes no mask")
-    q, k, v = torch.randn(3, 2, 3, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind()
+    q, k, v = (
+        torch.randn(3, 2, 3, 256, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind()
+    )
     idx = torch.randint(0, 50, (2, 256), device="cuda")
     eot = 3 if docs else None
     got = attention(q, k, v, attention_mask(backend, idx, window, eot), backend)
-    want = attention(q.float(), k.float(), v.float(), attention_mask("sdpa", idx, window, eot), "math")
+    want = attention(
+        q.float(), k.float(), v.float(), attention_mask("sdpa", idx, window, eot), "math"
+    )
     assert (got - want).norm() / want.norm() < 0.01
-    for a, b in zip(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))):
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))
+    ):
         assert (a - b).norm() / b.norm().clamp(min=1e-3) < 0.03
 
 
 def test_gpu_trains_in_bf16_fp16_and_fp8(data, tmp_path):
     losses = {}
-    for name, more in dict(bf16=dict(dtype="bf16"), fp16=dict(dtype="fp16"), fp8=dict(dtype="bf16", fp8=True)).items():
-        flags = dict(data=data, device="cuda", compile="default", max_steps=60, loss_chunk=256) | more
+    for name, more in dict(
+        bf16=dict(dtype="bf16"), fp16=dict(dtype="fp16"), fp8=dict(dtype="bf16", fp8=True)
+    ).items():
+        flags = (
+            dict(data=data, device="cuda", compile="default", max_steps=60, loss_chunk=256) | more
+        )
         losses[name] = tiny_run(tmp_path / name, **flags)["val_loss"]
     assert max(losses.values()) - min(losses.values()) < 0.05 and losses["bf16"] < 3.0, losses
 
@@ -130,15 +175,21 @@ def test_gpu_fp8_matmuls_are_close(compiled):
     got, want = wrap(Fp8Linear.apply)(x, w.bfloat16()), x.float() @ w.T
     grad = torch.randn_like(want).bfloat16()
     pairs = [(got, want)]
-    pairs += zip(torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad.float()))
-    for (a, b), most in zip(pairs, (0.06, 0.12, 0.06)):  # e4m3; gradients of x in e5m2, of w in bf16
+    pairs += zip(
+        torch.autograd.grad(got, (x, w), grad), torch.autograd.grad(want, (x, w), grad.float())
+    )
+    for (a, b), most in zip(
+        pairs, (0.06, 0.12, 0.06)
+    ):  # e4m3; gradients of x in e5m2, of w in bf16
         assert ((a - b).norm(dim=-1) <= most * b.norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("parallel", ["auto", "fsdp"])
 @pytest.mark.parametrize("attn", ["flash", "cudnn", "varlen"])
 def test_gpu_samples_of_a_run_with_a_16_bit_backend(attn, parallel, data, tmp_path):
-    flags = dict(device="cuda", dtype="bf16", attn=attn, parallel=parallel, n_embd=128, sample_every=3)
+    flags = dict(
+        device="cuda", dtype="bf16", attn=attn, parallel=parallel, n_embd=128, sample_every=3
+    )
     tiny_run(tmp_path / "run", data=data, **flags)
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count("--- sample at step") > 1 and "(no sample" not in log
@@ -147,7 +198,9 @@ def test_gpu_samples_of_a_run_with_a_16_bit_backend(attn, parallel, data, tmp_pa
 def test_gpu_allocator_settings_are_in_force(data, tmp_path):
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", device="cuda", max_steps=1)
     done = run_python("train_gpt.py", *flags_of(flags), "--alloc_conf", "max_split_size_mb:77")
-    assert done.returncode == 0 and "max_split_size" in done.stdout and str(77 * 2**20) in done.stdout, done.stdout
+    assert (
+        done.returncode == 0 and "max_split_size" in done.stdout and str(77 * 2**20) in done.stdout
+    ), done.stdout
 
 
 STEPS = {  # flags, and how often a step waits for the device: for the gradient norm
@@ -156,7 +209,10 @@ STEPS = {  # flags, and how often a step waits for the device: for the gradient 
     "CUDA graphs": (dict(compile="reduce-overhead"), 1),
     "clipped, with n-grams": (dict(grad_clip=1.0, ngram=3, ngram_dropout=0.4), 1),
     "documents": (dict(doc_mask=True, attn="efficient"), 1),
-    "documents, varlen": (dict(doc_mask=True, attn="varlen"), 1 + 2),  # for the number of each micro-batch's documents
+    "documents, varlen": (
+        dict(doc_mask=True, attn="varlen"),
+        1 + 2,
+    ),  # for the number of each micro-batch's documents
     "recomputed": (dict(checkpointing="selective", compile="default"), 1),
     "offloaded": (dict(offload="activations", micro_batch=16), 1),
     "AdamW in fp16": (dict(optimizer="adamw", dtype="fp16"), 1 + 1),  # GradScaler.step asks as well
@@ -174,7 +230,10 @@ def test_gpu_a_step_waits_for_the_device_once(case):
         torch.cuda.set_sync_debug_mode("warn")
         train_gpt.train_step(state, batches[3], 0.0)
         torch.cuda.set_sync_debug_mode("default")
-    assert sum("a synchronizing CUDA operation" in str(warning.message) for warning in caught) == expected
+    assert (
+        sum("a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+        == expected
+    )
 
 
 @pytest.mark.parametrize("compile", ["off", "default"])
@@ -193,7 +252,9 @@ def test_gpu_steps_that_are_not_finite_are_skipped(dtype, compile):
 @pytest.mark.parametrize("compile", ["off", "default"])
 def test_gpu_dropout_is_recomputed_as_it_was(compile, monkeypatch):
     forward, grads = model.MLP.forward, {}
-    monkeypatch.setattr(model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.3, self.training))
+    monkeypatch.setattr(
+        model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.3, self.training)
+    )
     for checkpointing in ("none", "full", "selective"):
         state, batches = started(compile=compile, checkpointing=checkpointing)
         add_noise(state.raw_model)
@@ -220,15 +281,22 @@ def test_gpu_decoding_is_a_cuda_graph_and_writes_the_same_text():
     counters.clear()
     texts = [list(on_host(generate(gpt, prompts, 40, 65, 0, step=how))) for how in (None, step)]
     assert texts[0] == texts[1] and counters["inductor"]["cudagraph_skips"] == 0
-    on_cpu = list(on_host(generate(random_gpt(window="SL:5", ngram=3, std=0.3), prompts, 40, 65, 0)))
-    assert sum(a == b for a, b in zip(texts[0], on_cpu)) > 20  # rounding may change a letter, and all after it
+    on_cpu = list(
+        on_host(generate(random_gpt(window="SL:5", ngram=3, std=0.3), prompts, 40, 65, 0))
+    )
+    assert (
+        sum(a == b for a, b in zip(texts[0], on_cpu)) > 20
+    )  # rounding may change a letter, and all after it
 
 
 def test_gpu_int8_and_deterministic_draws():
     gpt = random_gpt(std=0.3, compute_dtype=torch.bfloat16).cuda()
     torch.use_deterministic_algorithms(True)
     try:
-        drawn = [list(on_host(generate(gpt, [torch.arange(9)], 40, 65, 0.8, seeds=[1]))) for _ in range(2)]
+        drawn = [
+            list(on_host(generate(gpt, [torch.arange(9)], 40, 65, 0.8, seeds=[1])))
+            for _ in range(2)
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
     assert drawn[0] == drawn[1]

@@ -21,12 +21,22 @@ from runtime.launch import SOURCE_FILES
 from train_gpt import PRESETS, Config, make_config
 
 BELOW_THE_PAGE = ("runtime", "data", "model", "generation", "ops")
-TOOLS = ("sample", "export", "evaluation", "int8", "bench", "benchmarks", "records", "train_gpt", *BELOW_THE_PAGE)
+TOOLS = (
+    "sample",
+    "export",
+    "evaluation",
+    "int8",
+    "bench",
+    "benchmarks",
+    "records",
+    "train_gpt",
+    *BELOW_THE_PAGE,
+)
 ARROWS = {  # a room -> the rooms that it may import, and the packages; runtime.errors is for all
     "data": (("data",), {"numpy", "tiktoken", "tokenizers", "pyarrow"}),
     "ops": (("ops",), {"torch", "numpy"}),
-    "generation": (("ops",), {"torch"}),
-    "model": (("generation", "ops"), {"torch"}),
+    "generation": (("model", "ops"), {"torch"}),
+    "model": (("ops",), {"torch"}),
     "int8": (("model", "generation", "ops"), {"torch"}),
     "evaluation": (("model", "generation", "ops", "data"), {"torch", "numpy"}),
     "runtime": (("runtime", "data", "ops"), {"torch", "numpy", "wandb"}),
@@ -34,9 +44,16 @@ ARROWS = {  # a room -> the rooms that it may import, and the packages; runtime.
     **dict.fromkeys(("sample", "export", "bench", "benchmarks", "records"), (TOOLS, None)),
 }
 PATHS = [path for folder in (".", *ARROWS) for path in sorted((ROOT / folder).glob("*.py"))]
-NAMES = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in PATHS]
+NAMES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in PATHS
+]
 OURS = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in zip(NAMES, PATHS)}
-del OURS["conftest"], OURS["test_train"], OURS["modeling_gpt"]  # which export.py copies to where nothing is ours
+del (
+    OURS["conftest"],
+    OURS["test_train"],
+    OURS["modeling_gpt"],
+)  # which export.py copies to where nothing is ours
 
 
 def imported(name: str) -> set[str]:
@@ -63,7 +80,9 @@ def test_arrows_go_down_only(name):
         elif first not in sys.stdlib_module_names and packages is not None:
             assert first in packages and name != "runtime.errors", f"{name} imports {module}"
     names = {node.id for node in ast.walk(OURS[name]) if isinstance(node, ast.Name)}
-    assert room not in BELOW_THE_PAGE or not names & {"Config", "TrainState"}, "lower rooms do not know the trainer"
+    assert room not in BELOW_THE_PAGE or not names & {"Config", "TrainState"}, (
+        "lower rooms do not know the trainer"
+    )
 
 
 def test_the_sources_of_a_run_are_all_that_it_imports():
@@ -83,7 +102,9 @@ def test_importing_has_no_side_effect():
         "assert torch.equal(torch.get_rng_state(), drawn) and not torch.distributed.is_initialized(); "
         "assert not {'wandb', 'tiktoken', 'torch._dynamo', 'matplotlib'} & {*sys.modules}"
     )
-    env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}  # no import's doing
+    env = {
+        name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ
+    }  # no import's doing
     done = run_python("-c", code, env=env)
     assert done.returncode == 0 and not done.stdout, done.stderr
 
@@ -103,27 +124,54 @@ def test_help_shows_every_flag_and_its_default(capsys):
     text = help_of(train_gpt.main, capsys)
     for f in dataclasses.fields(Config):
         value = str(PRESETS["laptop"].get(f.name, f.default)).lower()
-        assert re.search(rf"--{f.name} .*?{re.escape(f'[{value}]') if value else ''}", text, re.S | re.I), f.name
+        assert re.search(
+            rf"--{f.name} .*?{re.escape(f'[{value}]') if value else ''}", text, re.S | re.I
+        ), f.name
 
 
-@pytest.mark.parametrize("page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
+)
 def test_pages_name_real_commands_and_flags(page, capsys):
-    known, text = {f.name for f in dataclasses.fields(Config)}, (ROOT / page).read_text(encoding="utf-8")
+    known, text = (
+        {f.name for f in dataclasses.fields(Config)},
+        (ROOT / page).read_text(encoding="utf-8"),
+    )
     for script in (sample, prepare, bench, export):
         known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
-    known |= {option.strip("-").split("-")[0] for a in get_args_parser()._actions for option in a.option_strings}
-    known |= {"nodes", "ntasks", "gpus", "cpus", "time", "signal", "kill", "pid", "shutdown"}  # of Slurm and py-spy
+    known |= {
+        option.strip("-").split("-")[0]
+        for a in get_args_parser()._actions
+        for option in a.option_strings
+    }
+    known |= {
+        "nodes",
+        "ntasks",
+        "gpus",
+        "cpus",
+        "time",
+        "signal",
+        "kill",
+        "pid",
+        "shutdown",
+    }  # of Slurm and py-spy
     known |= {"batch_size", "start"}  # of nanoGPT
     assert set(re.findall(r"(?<![\w-])--(\w+)", text)) - known == set()
-    for script, flags in re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE):
+    for script, flags in re.findall(
+        r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE
+    ):
         assert (ROOT / script).exists(), script
         if script == "train_gpt.py":
-            make_config(**parse_flags(flags.split("#")[0].split(), dataclasses.fields(Config), {}, ""))
+            make_config(
+                **parse_flags(flags.split("#")[0].split(), dataclasses.fields(Config), {}, "")
+            )
         if script == "bench.py":
             assert all(f"\n{name} " in bench.__doc__ for name in re.findall(r"^ (\w+)", flags))
 
 
 def test_the_readmes_files_are_there():
-    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     names = [name for row in rows for name in re.findall(r"`([\w/]+\.py|\w+/)`", row)]
     assert len(names) > 9 and [name for name in names if not Path(ROOT / name).exists()] == []

@@ -17,7 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 import model
 import sample
-from conftest import TINY, assert_same_run, compiler_works, final, flags_of, rows, run_python, run_ranks, tiny_run
+from conftest import (
+    TINY,
+    assert_same_run,
+    compiler_works,
+    final,
+    flags_of,
+    rows,
+    run_python,
+    run_ranks,
+    tiny_run,
+)
 from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
@@ -38,7 +48,9 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         losses.append(loss.item())
-        norms.append(math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters())))
+        norms.append(
+            math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters()))
+        )
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * min(1, (20 - step) / 12)
             group["momentum"] = 0.85 + 0.1 * step / 300
@@ -67,7 +79,9 @@ def test_flags_do_not_change_the_run(case, data, noisy, plain, tmp_path):
     assert_same_run(tmp_path / "run", plain)
 
 
-COMPILED = dict(compile="default", micro_batch=8, loss_chunk=256)  # one shape for all, so that they share kernels
+COMPILED = dict(
+    compile="default", micro_batch=8, loss_chunk=256
+)  # one shape for all, so that they share kernels
 
 
 @pytest.mark.parametrize("more", [dict(checkpointing="0.3"), dict(compile="reduce-overhead")])
@@ -84,11 +98,22 @@ def test_evaluation_is_the_mean_over_whole_windows(data, noisy, tmp_path):
     gpt = sample.load(noisy, "cpu", "fp32")[0]
     for eval_tokens, n_rows in ((0, 135), (1000, 31)):
         starts = np.arange(n_rows) * 135 // n_rows * 32  # spread over the whole split
-        x, y = (torch.from_numpy(np.stack([tokens[start + i : start + i + 32] for start in starts])) for i in (0, 1))
+        x, y = (
+            torch.from_numpy(np.stack([tokens[start + i : start + i + 32] for start in starts]))
+            for i in (0, 1)
+        )
         expected = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten()).item()
         for micro_batch in (1, 16):
-            flags = dict(eval_tokens=eval_tokens, micro_batch=micro_batch, max_steps=1, muon_lr=1e-30, adam_lr=1e-30)
-            summary = tiny_run(tmp_path / f"{n_rows}-{micro_batch}", data=data, init_from=noisy, **flags)
+            flags = dict(
+                eval_tokens=eval_tokens,
+                micro_batch=micro_batch,
+                max_steps=1,
+                muon_lr=1e-30,
+                adam_lr=1e-30,
+            )
+            summary = tiny_run(
+                tmp_path / f"{n_rows}-{micro_batch}", data=data, init_from=noisy, **flags
+            )
             assert summary["val_loss"] == pytest.approx(expected, rel=1e-5)
             assert summary["val_bpb"] == pytest.approx(expected / math.log(2), rel=1e-5)
 
@@ -119,7 +144,9 @@ AS_ONE_PROCESS = {  # with other flags than the plain run
     "ddp_ngrams": NGRAMS | dict(micro_batch=2),
     "fsdp_ngrams": NGRAMS | dict(doc_mask=True, parallel="fsdp"),
     "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
-    "fsdp_thin": dict(parallel="fsdp", n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257),
+    "fsdp_thin": dict(
+        parallel="fsdp", n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257
+    ),
     "ddp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, sample_every=3),
 }
 RESUMED = {
@@ -137,7 +164,9 @@ def refuse_what_nccl_refuses() -> None:
 
     def checked(function):
         def call(*args, **kwargs):
-            assert all(t.is_contiguous() for t in tree_leaves(args) if torch.is_tensor(t)), "NCCL refuses this"
+            assert all(t.is_contiguous() for t in tree_leaves(args) if torch.is_tensor(t)), (
+                "NCCL refuses this"
+            )
             return function(*args, **kwargs)
 
         return call
@@ -159,7 +188,10 @@ def worker(folder: Path) -> None:
         paths = [name for name in ("init_from", "data", "out_dir", "resume") if flags.get(name)]
         flags |= {name: str(folder / flags[name]) for name in paths}
         trained = train(make_config(**TINY | flags), return_model=True)[1]
-        torch.save([to_full(p.detach()) for p in trained.parameters()], f"{folder / case}{dist.get_rank()}.pt")
+        torch.save(
+            [to_full(p.detach()) for p in trained.parameters()],
+            f"{folder / case}{dist.get_rank()}.pt",
+        )
     exit_process(0)
 
 
@@ -181,7 +213,11 @@ def test_two_ranks_train_as_one(case, two_ranks, data, noisy, plain, tmp_path):
     if case not in AS_PLAIN:
         plain = tmp_path / "one"
         flags = dict(init_from=noisy) | (AS_ONE_PROCESS | COMPILED_CASES)[case]
-        tiny_run(plain, **flags | dict(data=data, parallel="auto", offload="none", compile="off", checkpointing="none"))
+        tiny_run(
+            plain,
+            **flags
+            | dict(data=data, parallel="auto", offload="none", compile="off", checkpointing="none"),
+        )
     if case != "ddp_fp16":
         return assert_same_run(two_ranks / case, plain)
     for key, rtol in (("train_loss", 2e-3), ("grad_norm", 2e-2)):
@@ -192,7 +228,9 @@ def test_ranks_agree_to_the_bit(two_ranks):
     for case in (*AS_PLAIN, *AS_ONE_PROCESS, *RESUMED):
         ours, theirs = (torch.load(f"{two_ranks / case}{rank}.pt") for rank in range(2))
         assert all(map(torch.equal, ours, theirs)), case
-    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp_half" / "log.txt").read_text()
+    assert (
+        f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp_half" / "log.txt").read_text()
+    )
 
 
 def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):

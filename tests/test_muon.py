@@ -36,20 +36,34 @@ def random_steps(optimizer, params, steps=6):
 
 
 def test_muon_against_torch(monkeypatch):
-    converging = (1.875, -1.25, 0.375)  # torch divides by another norm: only what converges is the same in the end
+    converging = (
+        1.875,
+        -1.25,
+        0.375,
+    )  # torch divides by another norm: only what converges is the same in the end
     monkeypatch.setattr(model, "NEWTON_SCHULZ", 20 * [converging])
     monkeypatch.setattr(model, "normalize_rows", lambda x: x)
-    generator, settings = torch.Generator().manual_seed(0), dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3)
-    start = [torch.randn(shape, generator=generator) for shape in ((32, 16), (32, 16), (16, 32), (24, 24))]
+    generator, settings = (
+        torch.Generator().manual_seed(0),
+        dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3),
+    )
+    start = [
+        torch.randn(shape, generator=generator)
+        for shape in ((32, 16), (32, 16), (16, 32), (24, 24))
+    ]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
     parts = (ours[:2], ours[2:3], ours[3:])
-    optimizer = Optimizer([settings | dict(params=part, split=(len(part[0]),)) for part in parts], torch.bfloat16)
+    optimizer = Optimizer(
+        [settings | dict(params=part, split=(len(part[0]),)) for part in parts], torch.bfloat16
+    )
     oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
     random_steps(optimizer, ours)
     random_steps(oracle, theirs)
     for a, b, p in zip(ours, theirs, start):
         assert (a - b).norm() < 0.03 * (b - p).norm()
-        torch.testing.assert_close(optimizer.state[a]["momentum"], oracle.state[b]["momentum_buffer"])
+        torch.testing.assert_close(
+            optimizer.state[a]["momentum"], oracle.state[b]["momentum_buffer"]
+        )
 
 
 def test_adam_against_torch():
@@ -85,18 +99,28 @@ def plain_muon(groups: list[dict], momenta: dict) -> None:
     for group in groups:
         for p in group["params"]:
             momentum = momenta[p].lerp_(p.grad, 1 - group["momentum"])
-            for w, x in zip(p.split(group["split"]), p.grad.lerp(momentum, group["momentum"]).split(group["split"])):
+            for w, x in zip(
+                p.split(group["split"]),
+                p.grad.lerp(momentum, group["momentum"]).split(group["split"]),
+            ):
                 x = newton_schulz(x[None])[0]
                 even = x / x.norm(dim=1, keepdim=True) * x.norm() / math.sqrt(len(x))
-                w -= group["lr"] * (even * math.sqrt(max(1, len(w) / w.size(1))) + group["weight_decay"] * w)
+                w -= group["lr"] * (
+                    even * math.sqrt(max(1, len(w) / w.size(1))) + group["weight_decay"] * w
+                )
 
 
-ROWS = [ParamSpec(r".*\.mlp\.proj\.weight", lr_mul=2.0), ParamSpec(r".*\.attn\.proj\.weight", lr_mul=0.5)]
+ROWS = [
+    ParamSpec(r".*\.mlp\.proj\.weight", lr_mul=2.0),
+    ParamSpec(r".*\.attn\.proj\.weight", lr_mul=0.5),
+]
 SPLITS = {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}
 
 
 @pytest.mark.parametrize("at_once", [model.MAX_STACK_NUMEL, 1])
-@pytest.mark.parametrize("table_rows, splits", [([], {}), (ROWS, SPLITS)], ids=["as it is", "other rows and splits"])
+@pytest.mark.parametrize(
+    "table_rows, splits", [([], {}), (ROWS, SPLITS)], ids=["as it is", "other rows and splits"]
+)
 def test_muon_is_a_plain_loop_over_matrices(table_rows, splits, at_once, monkeypatch):
     monkeypatch.setattr(model, "MAX_STACK_NUMEL", at_once)
     monkeypatch.setattr(model, "PARAM_TABLE", table_rows + PARAM_TABLE)

@@ -44,8 +44,12 @@ CASES = {  # of two nodes of two ranks each
     "ddp_bf16": dict(micro_batch=2, grad_comm="bf16", bucket_cap_mb=1, max_steps=5),
     "hsdp": dict(parallel="hsdp", micro_batch=4, save_every=10, keep=0),
     "hsdp_accum": dict(parallel="hsdp", micro_batch=2, checkpointing="full"),
-    "hsdp_resumed": dict(parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt", init_from=""),
-    "hsdp_thin": dict(parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5),
+    "hsdp_resumed": dict(
+        parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt", init_from=""
+    ),
+    "hsdp_thin": dict(
+        parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5
+    ),
     "hsdp_bf16": dict(parallel="hsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
 }
 STARTED: list[subprocess.Popen] = []  # agents
@@ -67,12 +71,24 @@ def no_agent_stays():
     STARTED.clear()
 
 
-def start_node(port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), env=None):
+def start_node(
+    port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), env=None
+):
     """One torchrun agent of several (Popen), with `ARGV` as its ranks. host: whether it has the rendezvous."""
     hosts = "" if host is None else f",is_host={int(host)}"
-    options = (*options, f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}", "--monitor-interval=0.2")
+    options = (
+        *options,
+        f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}",
+        "--monitor-interval=0.2",
+    )
     options += ("--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}")
-    torchrun = ("-m", "torch.distributed.run", f"--nnodes={nnodes}", f"--nproc_per_node={ranks}", *options)
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={nnodes}",
+        f"--nproc_per_node={ranks}",
+        *options,
+    )
     with open(output, "a") as file:
         process = python_process(*torchrun, __file__, *argv, env=os.environ | (env or {}))
         STARTED.append(subprocess.Popen(**process, stdout=file, stderr=file))
@@ -89,7 +105,9 @@ def run_cases(folder: Path) -> None:
     for name, case in CASES.items():
         flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
         flags |= dict(resume=str(folder / case["resume"])) if "resume" in case else {}
-        model = train_gpt.train(make_config(**flags, out_dir=str(folder / name)), return_model=True)[1]
+        model = train_gpt.train(
+            make_config(**flags, out_dir=str(folder / name)), return_model=True
+        )[1]
         weights = b"".join(to_full(p.detach()).numpy().tobytes() for p in model.parameters())
         hashes = [None] * dist.get_world_size()
         dist.all_gather_object(hashes, hashlib.sha256(weights).hexdigest())
@@ -114,19 +132,26 @@ def two_nodes(data, noisy, tmp_path_factory) -> Path:
 def assert_same_end(run: Path, whole: Path) -> None:
     """The run, which was resumed somewhere, has the losses of the whole one, and its last weights."""
     ours, theirs = rows(run, "train_loss"), rows(whole, "train_loss")
-    assert ours == pytest.approx(theirs[-len(ours) :], rel=1e-5) and final(run)["step"] == final(whole)["step"]
+    assert (
+        ours == pytest.approx(theirs[-len(ours) :], rel=1e-5)
+        and final(run)["step"] == final(whole)["step"]
+    )
     for name, w in final(run)["model"].items():
         torch.testing.assert_close(w, final(whole)["model"][name], rtol=1e-3, atol=2e-5)
 
 
 def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
-    assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(CASES, True)  # equal to the bit
+    assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(
+        CASES, True
+    )  # equal to the bit
     for case in ("ddp_half", "hsdp", "hsdp_accum"):
         assert_same_run(two_nodes / case, plain)
     tiny_run(tmp_path / "thin", data=data, **CASES["hsdp_thin"] | dict(parallel="auto"))
     assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
     for case in ("ddp_bf16", "hsdp_bf16"):  # to bf16's rounding, and not to fp32's
-        norms, expected = (np.array(rows(run, "grad_norm")[:5]) for run in (two_nodes / case, plain))
+        norms, expected = (
+            np.array(rows(run, "grad_norm")[:5]) for run in (two_nodes / case, plain)
+        )
         assert 1e-5 < np.abs(norms / expected - 1).max() < 1e-2
     log = (two_nodes / "hsdp" / "log.txt").read_text()
     assert " hsdp, " in log and "4 ranks x 1 grad_accum_steps" in log
@@ -150,7 +175,12 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
 
     monkeypatch.setattr(launch, "prepare", make)
     for local_rank in (0, 1, 0, 2):
-        launch.open_stream("", DistContext(torch.device("cpu"), local_rank=local_rank), seq_len=32, batch_tokens=512)
+        launch.open_stream(
+            "",
+            DistContext(torch.device("cpu"), local_rank=local_rank),
+            seq_len=32,
+            batch_tokens=512,
+        )
     assert made == ["python"]
 
 
@@ -174,7 +204,11 @@ def mistaken_rank(folder: Path) -> None:
     rank, codes = int(os.environ["RANK"]), {}
     flags, sha256 = TINY | dict(data="data", max_steps=4), ranks.sha256_of_file
     changes = {
-        "code": (ranks, "sha256_of_file", lambda path: "0" * 64 if path.name == "model.py" else sha256(path)),
+        "code": (
+            ranks,
+            "sha256_of_file",
+            lambda path: "0" * 64 if path.name == "model.py" else sha256(path),
+        ),
         "torch": (torch, "__version__", "2.9.9"),
     }
     more = {
@@ -190,8 +224,10 @@ def mistaken_rank(folder: Path) -> None:
             if rank and name in changes:
                 patch.setattr(*changes[name])
             print(f"== {name}", file=sys.stderr, flush=True)
-            codes[name] = train_gpt.main(flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {})))
-    check_agreement(launch.launch(dataclasses.asdict(make_config(device="cpu"))))
+            codes[name] = train_gpt.main(
+                flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {}))
+            )
+    check_agreement(launch.launch(make_config(device="cpu")))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
     ranks.exit_process(0)
@@ -211,9 +247,14 @@ def check_agreement(dist_ctx: DistContext) -> None:
         assert caught.value.printed == (rank != int(found[-1]))
     with pytest.raises(UserError, match="of rank 0"):
         run_on_rank0(dist_ctx, fail)
-    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5 and dist_max(dist_ctx, rank, -rank) == [1, 0]
+    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5 and dist_max(dist_ctx, rank, -rank) == [
+        1,
+        0,
+    ]
     assert gather_objects(dist_ctx, rank) == [0, 1]
-    assert dist_means(dist_ctx, dict(a=torch.tensor(2.0 + rank)) | (dict(b=7) if rank else {})) == dict(a=2.5, b=7.0)
+    assert dist_means(
+        dist_ctx, dict(a=torch.tensor(2.0 + rank)) | (dict(b=7) if rank else {})
+    ) == dict(a=2.5, b=7.0)
 
 
 def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path):
@@ -229,7 +270,11 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
     for rank in range(2):
         assert set(json.loads((tmp_path / f"codes{rank}.json").read_text()).values()) == {2}
     for name, sentence in MISTAKES.items():
-        said = [line for text in outputs for line in text.split(f"== {name}\n")[1].split("== ")[0].splitlines()]
+        said = [
+            line
+            for text in outputs
+            for line in text.split(f"== {name}\n")[1].split("== ")[0].splitlines()
+        ]
         (error,) = [line for line in said if line.startswith("error")]
         assert sentence in error and error.startswith("error [rank 0]"), (name, said)
     assert not any((node / "out_flags").exists() for node in nodes)
@@ -237,7 +282,11 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
 
 def set_place(monkeypatch, rank: int, port: int, hosted: bool = True) -> None:
     place = dict(
-        RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE=hosted
+        RANK=rank,
+        WORLD_SIZE=2,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+        TORCHELASTIC_USE_AGENT_STORE=hosted,
     )
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
@@ -251,8 +300,16 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
     monkeypatch.setattr(ranks, "PATIENCE_S", 1.5)
     set_place(monkeypatch, rank, port, hosted)
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
-    found = f"rank {1 - rank} of 2 did not come to" if hosted else f"rank {rank} cannot reach the rendezvous at"
-    assert code == 2 and f"error [rank {rank}]: {found} 127.0.0.1:{port}" in err and err.count("error") == 1
+    found = (
+        f"rank {1 - rank} of 2 did not come to"
+        if hosted
+        else f"rank {rank} cannot reach the rendezvous at"
+    )
+    assert (
+        code == 2
+        and f"error [rank {rank}]: {found} 127.0.0.1:{port}" in err
+        and err.count("error") == 1
+    )
     assert "start the same command on every node, with torchrun" in err
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
 
@@ -274,7 +331,9 @@ def test_ranks_meet_in_a_store_that_dead_ones_have_used(device, monkeypatch):
             assert theirs.get("key") == b"value" and not theirs.check(["0//cpu//gloo"])
             return
         errors = [one.exception(30) for one in met]
-    assert {str(error) for error in errors} == {"rank 1 runs on cuda, and rank 0 on cpu; give all the same --device"}
+    assert {str(error) for error in errors} == {
+        "rank 1 runs on cuda, and rank 0 on cpu; give all the same --device"
+    }
     assert [error.printed for error in errors] == [False, True]
 
 
@@ -294,8 +353,12 @@ def mortal_rank(folder: Path, out: str, dies_at: int = 0) -> None:
         return step(state, *inputs)
 
     train_gpt.train_step = slow_step
-    flags = TINY | dict(data=folder / "data", out_dir=folder / out, save_every=2, eval_every=3, micro_batch=2)
-    ranks.exit_process(train_gpt.main(flags_of(flags | dict(resume="auto", max_steps=20 if dies_at else 120))))
+    flags = TINY | dict(
+        data=folder / "data", out_dir=folder / out, save_every=2, eval_every=3, micro_batch=2
+    )
+    ranks.exit_process(
+        train_gpt.main(flags_of(flags | dict(resume="auto", max_steps=20 if dies_at else 120)))
+    )
 
 
 def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
@@ -306,20 +369,34 @@ def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
     (tmp_path / "data").symlink_to(data)
     port, output = free_port(), tmp_path / "output.txt"
     options = dict(ranks=1, options=["--max-restarts=1"])
-    nodes = [start_node(port, output, "mortal", tmp_path, "run", 7, host=host, **options) for host in (True, False)]
+    nodes = [
+        start_node(port, output, "mortal", tmp_path, "run", 7, host=host, **options)
+        for host in (True, False)
+    ]
     assert [node.wait(120) for node in nodes] == [0, 0], output.read_text()[-5000:]
     tiny_run(tmp_path / "whole", data=data, eval_every=3, micro_batch=2)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert (tmp_path / "run" / "log.txt").read_text().count("resumed from") == 1 and (tmp_path / "run died").exists()
+    assert (tmp_path / "run" / "log.txt").read_text().count("resumed from") == 1 and (
+        tmp_path / "run died"
+    ).exists()
 
 
 @pytest.mark.parametrize(
-    "node, stopped_by, ends", [("0", "SIGTERM", False), ("1", "signal", True), ("1", "max_steps", False)]
+    "node, stopped_by, ends",
+    [("0", "SIGTERM", False), ("1", "signal", True), ("1", "max_steps", False)],
 )
-def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, stopped_by, ends, monkeypatch):
+def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(
+    node, stopped_by, ends, monkeypatch
+):
     monkeypatch.setenv("GROUP_RANK", node)
-    monkeypatch.setattr(ranks, "gather_objects", lambda dist_ctx, ours: [("0", True), ("0", False), ours])
-    with pytest.raises(RunError, match="another node was told to stop") if ends else contextlib.nullcontext():
+    monkeypatch.setattr(
+        ranks, "gather_objects", lambda dist_ctx, ours: [("0", True), ("0", False), ours]
+    )
+    with (
+        pytest.raises(RunError, match="another node was told to stop")
+        if ends
+        else contextlib.nullcontext()
+    ):
         ranks.check_stop(CPU, ["SIGTERM"] * (node == "0"), stopped_by)
 
 

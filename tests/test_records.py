@@ -28,9 +28,16 @@ def shakespeare_like(tmp_path_factory) -> Path:
     arguments = ["files", folder / "text.txt", "--tokenizer", "bytes", "--out", folder / "data"]
     assert prepare.main(list(map(str, arguments))) == 0
     record = folder / NAME
-    flags = flags_of(TINY | dict(data=str(folder / "data"), out_dir=str(record), trials=3, eval_tokens=0, log_every=5))
+    flags = flags_of(
+        TINY
+        | dict(data=str(folder / "data"), out_dir=str(record), trials=3, eval_tokens=0, log_every=5)
+    )
     assert train_gpt.main(flags) == 0
-    command = "OMP_NUM_THREADS=1 python ./train_gpt.py " + " \\\n    ".join(flags) + ' 2>&1 | tee "log"  # as it was\n'
+    command = (
+        "OMP_NUM_THREADS=1 python ./train_gpt.py "
+        + " \\\n    ".join(flags)
+        + ' 2>&1 | tee "log"  # as it was\n'
+    )
     (record / "command.sh").write_text("# how to \\\n" + command)
     (record / "README.md").write_text("A test.")
     return folder
@@ -53,8 +60,18 @@ def repository(tmp_path_factory) -> Path:
 
 def test_trials_are_runs_with_seeds(shakespeare_like, tmp_path):
     record = shakespeare_like / NAME
-    assert sorted(path.name for path in record.iterdir() if path.is_dir()) == ["seed_0", "seed_1", "seed_2"]
-    flags = dict(data=str(shakespeare_like / "data"), out_dir=str(tmp_path / "run"), eval_tokens=0, seed=1, log_every=5)
+    assert sorted(path.name for path in record.iterdir() if path.is_dir()) == [
+        "seed_0",
+        "seed_1",
+        "seed_2",
+    ]
+    flags = dict(
+        data=str(shakespeare_like / "data"),
+        out_dir=str(tmp_path / "run"),
+        eval_tokens=0,
+        seed=1,
+        log_every=5,
+    )
     train(make_config(**TINY | flags))
     assert_same_run(record / "seed_1", tmp_path / "run", exact=True)
     assert rows(record / "seed_0", "train_loss") != rows(record / "seed_1", "train_loss")
@@ -65,7 +82,9 @@ def test_trials_resume_where_one_was_torn(shakespeare_like, tmp_path, capsys):
     shutil.copytree(shakespeare_like / NAME, done)
     shutil.rmtree(done / "seed_2")
     before = [(done / f"seed_{seed}" / "summary.json").read_bytes() for seed in range(2)]
-    flags = TINY | dict(data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5, trials=3)
+    flags = TINY | dict(
+        data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5, trials=3
+    )
     assert "already holds ckpt_20.pt" in run_main(flags_of(flags), capsys)[1]
     assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
     assert [(done / f"seed_{seed}" / "summary.json").read_bytes() for seed in range(2)] == before
@@ -98,7 +117,12 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_2/log.txt", '"seed": 2', '"seed": 7', "not 0, 1, 2"),
     ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "other flags"),
     ("seed_1/log.txt", r"train_gpt.py sha256 \w", "train_gpt.py sha256 ", "another source"),
-    ("seed_2/log.txt", "model.py sha256 ", "\nno ", "seed_2: log.txt does not hold the hash of model.py"),
+    (
+        "seed_2/log.txt",
+        "model.py sha256 ",
+        "\nno ",
+        "seed_2: log.txt does not hold the hash of model.py",
+    ),
     (
         "source.patch",
         r"\Z",
@@ -121,7 +145,9 @@ def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(source, "REPOSITORY", repository)
     record = Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
     summary = json.loads((record / "seed_0" / "summary.json").read_text())
-    reached = {key: summary[key] for key in ("files", "val_tokens")} | dict(targets={"shakespeare-1.8857": 5.0})
+    reached = {key: summary[key] for key in ("files", "val_tokens")} | dict(
+        targets={"shakespeare-1.8857": 5.0}
+    )
     monkeypatch.setitem(check.TRACKS, "laptop", check.TRACKS["laptop"] | reached)
     return record
 
@@ -158,9 +184,16 @@ def test_a_record_may_leave_open_what_its_log_has_settled(record):
 
 
 def test_records_of_this_repository_keep_the_rules():
-    if not shutil.which("git") or source.git("rev-parse", "--is-shallow-repository").strip() != b"false":
+    if (
+        not shutil.which("git")
+        or source.git("rev-parse", "--is-shallow-repository").strip() != b"false"
+    ):
         pytest.skip("needs git and the whole history")
-    records = [path for path in ROOT.glob("records/*/*") if path.is_dir() and path.parent.name in check.TRACKS]
+    records = [
+        path
+        for path in ROOT.glob("records/*/*")
+        if path.is_dir() and path.parent.name in check.TRACKS
+    ]
     table = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
     assert records
     for path in records:
@@ -176,13 +209,17 @@ def test_records_need_significance_and_three_finished_runs(record):
     edit(record / "seed_1" / "summary.json", r'"val_loss": [\d.]+', '"val_loss": null')
     with pytest.raises(UserError, match="is not a finished run"):
         check.check_record(str(record))
-    with pytest.raises(UserError, match="is not a folder of a track; expected one of records/laptop/DATE_shakesp"):
+    with pytest.raises(
+        UserError, match="is not a folder of a track; expected one of records/laptop/DATE_shakesp"
+    ):
         check.check_record(str(record.parent))
 
 
 def test_packed_records_need_no_copies(record):
     commit = source.git("rev-parse", "HEAD").decode()
-    assert (record / "source.patch").read_text() == f"commit {commit}" and not list(record.glob("*/source"))
+    assert (record / "source.patch").read_text() == f"commit {commit}" and not list(
+        record.glob("*/source")
+    )
     row, notes = check.check_record(str(record))
     assert row["verdict"] == "PASS" and not any("must read the source" in note for note in notes)
 
@@ -193,13 +230,18 @@ def test_packed_records_keep_the_difference(unpacked):
         edit_copy(run, "data/more.py", "more = 1\r\n")
     check.pack(str(unpacked), "HEAD")
     row, (*_, note) = check.check_record(str(unpacked))
-    assert row["verdict"] == "PASS" and note.endswith("not this repository's: data/more.py, model.py.")
+    assert row["verdict"] == "PASS" and note.endswith(
+        "not this repository's: data/more.py, model.py."
+    )
     assert len((unpacked / "source.patch").read_text().splitlines()) < 30
 
 
 def test_pack_keeps_what_it_cannot_pack(unpacked):
     edit_copy(unpacked / "seed_1", "model.py", "# edited")
-    for commit, said in (("HEAD", "seed_1: source.patch does not give model.py"), ("HEAD~7", "as in --pack HEAD")):
+    for commit, said in (
+        ("HEAD", "seed_1: source.patch does not give model.py"),
+        ("HEAD~7", "as in --pack HEAD"),
+    ):
         with pytest.raises(UserError, match=said):
             check.pack(str(unpacked), commit)
     assert len(list(unpacked.glob("*/source"))) == 3
@@ -213,7 +255,10 @@ def test_sources_that_cannot_be_rebuilt_are_told(record, monkeypatch):
     for text, said in (
         ("HEAD\n", "source.patch is missing or does not begin with `commit`"),
         (f"commit {'0' * 40}\n", "or `git fetch --unshallow` in a shallow clone"),
-        ((record / "source.patch").read_text() + ONE_LINE_MORE.replace(FIRST, "other"), "git apply failed"),
+        (
+            (record / "source.patch").read_text() + ONE_LINE_MORE.replace(FIRST, "other"),
+            "git apply failed",
+        ),
         ((record / "source.patch").read_text(), "cannot be started"),
     ):
         (record / "source.patch").write_text(text)
@@ -227,7 +272,9 @@ def test_sources_that_cannot_be_rebuilt_are_told(record, monkeypatch):
 def test_p_values_against_tables():
     for df, t, p in ((1, 1.0, 0.25), (2, 6.965, 0.01), (9, 2.821, 0.01), (30, 1.697, 0.05)):
         values = torch.linspace(-1, 1, df + 1, dtype=torch.float64)
-        values = values - t * values.std() / math.sqrt(df + 1)  # so that this is their t for a mean below 0
+        values = values - t * values.std() / math.sqrt(
+            df + 1
+        )  # so that this is their t for a mean below 0
         assert check.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
         assert check.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)
 
@@ -250,13 +297,19 @@ def test_plot_of_runs_and_a_record(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     import bench
 
-    lines = [dict(step=step, tokens=64 * step, val_loss=1 + 5 / step, val_bpb=2.0) for step in (10, 20)]
+    lines = [
+        dict(step=step, tokens=64 * step, val_loss=1 + 5 / step, val_bpb=2.0) for step in (10, 20)
+    ]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 30, "val')
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "\n".join(map(json.dumps, lines)) + '\n{"step": 30, "val'
+    )
     for name in ("a.svg", "b.png"):
         command = f"plot {tmp_path}/run {ZEN4} --x step --target 1.3 --out {tmp_path}/{name}"
         assert bench.main(command.split()) == 0 and name in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "a.svg").read_text() and (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "a.svg").read_text() and (
+        tmp_path / "b.png"
+    ).read_bytes().startswith(b"\x89PNG")
     for argv in (["plot", str(tmp_path)], ["plot", str(ZEN4), "--out", str(tmp_path / "a.pdf")]):
         assert bench.main(argv) == 2
         assert re.fullmatch("error: .*\n", capsys.readouterr().err)

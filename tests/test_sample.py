@@ -24,8 +24,15 @@ def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
     assert text.startswith("abc") and len(text) > 10
     assert out("--prompt", "abc", "--seed", "1") == text != out("--prompt", "abc", "--seed", "2")
     both = out("--prompt", "abc", "x", "--num_samples", "2", "--seed", "1")
-    assert [part.split("\n", 1)[0] for part in both.split("--- sample ")[1:]] == ["1", "2", "3", "4"]
-    assert both.startswith("--- sample 1\n" + text) and both.split("--- sample ")[3].startswith("3\nx")
+    assert [part.split("\n", 1)[0] for part in both.split("--- sample ")[1:]] == [
+        "1",
+        "2",
+        "3",
+        "4",
+    ]
+    assert both.startswith("--- sample 1\n" + text) and both.split("--- sample ")[3].startswith(
+        "3\nx"
+    )
     assert sample.main(["--run", str(tmp_path)]) == 2 and "holds no ckpt" in capsys.readouterr().err
 
 
@@ -36,10 +43,14 @@ def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
 
 
-@pytest.mark.parametrize("stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", "aé€😀z€\ufffd"), (">", None)])
+@pytest.mark.parametrize(
+    "stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", "aé€😀z€\ufffd"), (">", None)]
+)
 def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, monkeypatch):
     raw = "aé€😀z€".encode() + b"\xe2"
-    monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte] * len(args[1])) for byte in raw))
+    monkeypatch.setattr(
+        sample, "generate", lambda *args: (torch.tensor([byte] * len(args[1])) for byte in raw)
+    )
     kept = "aé€😀z€\ufffd" if kept is None else kept  # a stop in the prompt is none
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
     assert capsys.readouterr().out == f"> {kept}\n"
@@ -49,10 +60,16 @@ def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, monkeypat
 
 def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch):
     shown = []
-    monkeypatch.setattr("builtins.print", lambda text="", **options: options.get("file") or shown.append(text))
-    monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte]) for byte in b"one\nYou: two"))
+    monkeypatch.setattr(
+        "builtins.print", lambda text="", **options: options.get("file") or shown.append(text)
+    )
+    monkeypatch.setattr(
+        sample, "generate", lambda *args: (torch.tensor([byte]) for byte in b"one\nYou: two")
+    )
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", "\nYou:"]) == 0
-    assert "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"] or shown == ["> ", "one"], shown
+    assert "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"] or shown == ["> ", "one"], (
+        shown
+    )
 
 
 def printed_perplexity(capsys) -> tuple[int, int, float, float]:
@@ -63,11 +80,24 @@ def printed_perplexity(capsys) -> tuple[int, int, float, float]:
 
 
 def test_perplexity_by_word_on_text_like_wikitext(noisy, tmp_path, capsys):
-    text = " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n" * 32  # whole contexts
+    text = (
+        " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n" * 32
+    )  # whole contexts
     (tmp_path / "text").write_text(text)
-    assert sample.main(["--run", str(noisy), "--perplexity", str(tmp_path / "text"), "--dtype", "fp32"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("per word")]
-    gpt, stream, loss = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *text.encode()]), 0.0
+    assert (
+        sample.main(
+            ["--run", str(noisy), "--perplexity", str(tmp_path / "text"), "--dtype", "fp32"]
+        )
+        == 0
+    )
+    rows = [
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("per word")
+    ]
+    gpt, stream, loss = (
+        sample.load(noisy, "cpu", "fp32")[0],
+        torch.tensor([256, *text.encode()]),
+        0.0,
+    )
     for start in range(0, len(text), 32):
         window = stream[start : start + 33]
         loss += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="sum").item()
@@ -80,13 +110,29 @@ def test_perplexity_by_word_on_text_like_wikitext(noisy, tmp_path, capsys):
 def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
     raw = ("hällo wörld " * 30).encode()
     (tmp_path / "text").write_bytes(raw)
-    argv = ["--run", noisy, "--perplexity", tmp_path / "text", "--dtype", "fp32", "--stride", stride]
+    argv = [
+        "--run",
+        noisy,
+        "--perplexity",
+        tmp_path / "text",
+        "--dtype",
+        "fp32",
+        "--stride",
+        stride,
+    ]
     assert sample.main(list(map(str, argv))) == 0
-    gpt, stream, losses, end = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *raw]), [], 0
+    gpt, stream, losses, end = (
+        sample.load(noisy, "cpu", "fp32")[0],
+        torch.tensor([256, *raw]),
+        [],
+        0,
+    )
     while end < len(raw):  # each window counts what no earlier one has
         counted, end = end, min(len(raw), end + (stride if stride and end else 32))
         window = stream[max(0, end - 32) : end + 1]
-        losses += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")[counted - end :].tolist()
+        losses += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")[
+            counted - end :
+        ].tolist()
     n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
     assert n_tokens == n_bytes == len(raw) == len(losses)
     assert [nats, bits * math.log(2)] == pytest.approx([sum(losses) / len(raw)] * 2, abs=1e-4)
@@ -98,7 +144,10 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     model = random_gpt(vocab_size=50304)
     evaluation.print_perplexity(model, gpt2, tmp_path / "raw", 24)
     tokens = gpt2.tiktoken.encode_ordinary(text)
-    loss, n_bytes = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24), len(text.encode())
+    loss, n_bytes = (
+        evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24),
+        len(text.encode()),
+    )
     expected = len(tokens), n_bytes, loss / len(tokens), loss / n_bytes / math.log(2)
     assert printed_perplexity(capsys) == pytest.approx(expected, abs=1e-4)
 
@@ -132,11 +181,18 @@ def test_flags_of_sample_that_cannot_be(noisy, tmp_path, capsys):
         ("--choices empty", "holds no questions"),
         ("--best", "holds no ckpt_best.pt"),
     ):
-        there = [str(tmp_path / flag) if flag in ("text", "latin", "empty", "none") else flag for flag in flags.split()]
-        assert sample.main(["--run", str(noisy), *there]) == 2 and says in capsys.readouterr().err, flags
+        there = [
+            str(tmp_path / flag) if flag in ("text", "latin", "empty", "none") else flag
+            for flag in flags.split()
+        ]
+        assert (
+            sample.main(["--run", str(noisy), *there]) == 2 and says in capsys.readouterr().err
+        ), flags
 
 
-@pytest.mark.parametrize("says", ["a vocabulary of 200, and its tokenizer has 257", "not finite", "unknown tokenizer"])
+@pytest.mark.parametrize(
+    "says", ["a vocabulary of 200, and its tokenizer has 257", "not finite", "unknown tokenizer"]
+)
 def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, capsys):
     checkpoint = read_checkpoint(noisy)
     if says == "unknown tokenizer":
@@ -152,6 +208,9 @@ def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, caps
 
 
 def test_sample_ends_without_a_traceback(noisy, capsys, monkeypatch):
-    for error, code, says in ((KeyboardInterrupt(), 130, ""), (RuntimeError("CUDA out of memory"), 1, "--num_samples")):
+    for error, code, says in (
+        (KeyboardInterrupt(), 130, ""),
+        (RuntimeError("CUDA out of memory"), 1, "--num_samples"),
+    ):
         monkeypatch.setattr(sample, "load", unittest.mock.Mock(side_effect=error))
         assert sample.main(["--run", str(noisy)]) == code and says in capsys.readouterr().err

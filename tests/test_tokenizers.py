@@ -15,7 +15,13 @@ from conftest import ROOT, TINY, final, flags_of, rows, run_main
 from data import corpus, prepare
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
-from data.tokenizers import bytes_of_letters, get_tokenizer, parse_vocabulary, read_vocabulary, train_vocabulary
+from data.tokenizers import (
+    bytes_of_letters,
+    get_tokenizer,
+    parse_vocabulary,
+    read_vocabulary,
+    train_vocabulary,
+)
 from runtime.checkpoint import read_checkpoint
 from runtime.errors import UserError
 from train_gpt import make_config, train
@@ -56,19 +62,32 @@ def test_tokens_are_those_of_the_trainer(text, monkeypatch):
     monkeypatch.setattr(Tokenizer, "to_str", lambda self: trained.append(self) or to_str(self))
     ours = get_tokenizer("bpe", train_vocabulary([text], 1000))
     tokens, byte_of = ours.encode_raw(text).tolist(), bytes_of_letters()
-    theirs = [bytes(byte_of[letter] for letter in token) for token in trained[0].encode(text.decode()).tokens]
-    assert [ours.decode_bytes([token]) for token in tokens] == theirs and len(text) / len(tokens) > 2
+    theirs = [
+        bytes(byte_of[letter] for letter in token)
+        for token in trained[0].encode(text.decode()).tokens
+    ]
+    assert [ours.decode_bytes([token]) for token in tokens] == theirs and len(text) / len(
+        tokens
+    ) > 2
 
 
-@pytest.mark.parametrize("name, vocab_size, eot", [("bytes", 257, 256), ("gpt2", 50257, 50256), ("bpe", 1024, 1023)])
+@pytest.mark.parametrize(
+    "name, vocab_size, eot", [("bytes", 257, 256), ("gpt2", 50257, 50256), ("bpe", 1024, 1023)]
+)
 def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
     tokenizer = get_tokenizer(name, PYTHON_VOCABULARY.read_text())
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == (name, vocab_size, eot)
     for text in (*SCRIPTS, "", " " * 3000, "a <|endoftext|> in the text is text"):
         tokens = tokenizer.encode(text)
         assert tokens.dtype == np.uint16 and tokens.ndim == 1 and eot not in tokens
-        assert tokenizer.decode_bytes(tokens) == text.encode() == tokenizer.decode_bytes(tokens.tolist())
-    assert tokenizer.decode_bytes([eot, *tokens[:3]]) == b"<|endoftext|>" + tokenizer.decode_bytes(tokens[:3])
+        assert (
+            tokenizer.decode_bytes(tokens)
+            == text.encode()
+            == tokenizer.decode_bytes(tokens.tolist())
+        )
+    assert tokenizer.decode_bytes([eot, *tokens[:3]]) == b"<|endoftext|>" + tokenizer.decode_bytes(
+        tokens[:3]
+    )
     assert tokenizer.decode_bytes(tokenizer.encode("a\ud800b")) == b"a?b"
     raw = np.random.default_rng(0).bytes(5000)  # of what is not UTF-8, bytes alone come back
     kept = raw if name == "bytes" else raw.decode(errors="replace").encode()
@@ -76,7 +95,11 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
 
 
 @pytest.mark.parametrize(
-    "name, says", [("gpt3", "gpt2, bytes, integers:N, or bpe"), ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes")]
+    "name, says",
+    [
+        ("gpt3", "gpt2, bytes, integers:N, or bpe"),
+        ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes"),
+    ],
 )
 def test_tokenizers_that_cannot_be_loaded(name, says, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)
@@ -88,7 +111,10 @@ def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
     halves = [text[: len(text) // 2], text[len(text) // 2 :]]
     assert train_vocabulary([text], 1000) == vocabulary
     assert train_vocabulary(halves, 300) == train_vocabulary(halves, 300)
-    assert parse_vocabulary(vocabulary, "")[1].keys() >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
+    assert (
+        parse_vocabulary(vocabulary, "")[1].keys()
+        >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +125,14 @@ def notes(tmp_path_factory, text):
     source.mkdir()
     for i in range(60):
         (source / f"{i}.txt").write_bytes(text[i * 5000 : (i + 1) * 5000])
-    prepare.prepare("files", [source], tokenizer="bpe", vocab_size=400, out=folder / "data", say=lambda line: None)
+    prepare.prepare(
+        "files",
+        [source],
+        tokenizer="bpe",
+        vocab_size=400,
+        out=folder / "data",
+        say=lambda line: None,
+    )
     return folder / "data"
 
 
@@ -127,7 +160,10 @@ def test_runs_and_checkpoints_carry_the_vocabulary(notes, tmp_path, capsys, text
     model, tokenizer = sample.load(tmp_path / "run" / "ckpt_3.pt", "cpu", "fp32")
     assert tokenizer.decode_bytes(tokenizer.encode("déjà vu")) == "déjà vu".encode()
     (tmp_path / "text.txt").write_bytes(text[:3000])
-    assert sample.main(["--run", str(tmp_path / "run"), "--perplexity", str(tmp_path / "text.txt")]) == 0
+    assert (
+        sample.main(["--run", str(tmp_path / "run"), "--perplexity", str(tmp_path / "text.txt")])
+        == 0
+    )
     assert "per byte" in capsys.readouterr().out
     out = tmp_path / "out" / "model.safetensors"
     out.parent.mkdir()
@@ -141,12 +177,22 @@ def test_another_vocabulary_is_refused(notes, tmp_path, capsys, text):
     train(make_config(**flags, data=str(notes), out_dir=str(tmp_path / "run")))
     (tmp_path / "a.txt").write_bytes(text[50000:150000])
     paths = ["files", str(tmp_path / "a.txt"), "--out"]
-    assert prepare.main([*paths, str(tmp_path / "other"), "--tokenizer", "bpe", "--vocab_size", "400"]) == 0
+    assert (
+        prepare.main([*paths, str(tmp_path / "other"), "--tokenizer", "bpe", "--vocab_size", "400"])
+        == 0
+    )
     assert prepare.main([*paths, str(tmp_path / "same"), "--tokenizer", str(tmp_path / "run")]) == 0
     start = flags | dict(init_from=str(tmp_path / "run"))
-    code, err = run_main(flags_of(start | dict(data=tmp_path / "other", out_dir=tmp_path / "a")), capsys)
-    assert code == 2 and "another tokenizer (bpe)" in err and f"--tokenizer {tmp_path / 'run'}" in err
-    assert run_main(flags_of(start | dict(data=tmp_path / "same", out_dir=tmp_path / "b")), capsys)[0] == 0
+    code, err = run_main(
+        flags_of(start | dict(data=tmp_path / "other", out_dir=tmp_path / "a")), capsys
+    )
+    assert (
+        code == 2 and "another tokenizer (bpe)" in err and f"--tokenizer {tmp_path / 'run'}" in err
+    )
+    assert (
+        run_main(flags_of(start | dict(data=tmp_path / "same", out_dir=tmp_path / "b")), capsys)[0]
+        == 0
+    )
 
 
 def refused(capsys, *argv) -> str:
@@ -159,7 +205,9 @@ def refused(capsys, *argv) -> str:
 def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"1\n" * 20)
     out = ("--out", tmp_path / "x")
-    assert "no pair of bytes" in refused(capsys, "files", tmp_path / "a.txt", "--tokenizer", "bpe", *out)
+    assert "no pair of bytes" in refused(
+        capsys, "files", tmp_path / "a.txt", "--tokenizer", "bpe", *out
+    )
     for wrong in (
         "{",
         "{}",
@@ -168,7 +216,9 @@ def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
         '{"pattern": "gpt4-digits2", "tokens": [""]}',
     ):
         (tmp_path / "tokenizer.json").write_text(wrong)
-        assert f"{tmp_path} is not a vocabulary" in refused(capsys, "python", "--tokenizer", tmp_path, *out)
+        assert f"{tmp_path} is not a vocabulary" in refused(
+            capsys, "python", "--tokenizer", tmp_path, *out
+        )
     assert not (tmp_path / "x").exists()
     broken = shutil.copytree(notes, tmp_path / "broken")
     (broken / "tokenizer.json").unlink()
@@ -185,10 +235,18 @@ def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
     monkeypatch.setattr(Tokenizer, "train_from_iterator", None)  # nothing is trained
     folder = prepare.prepare("python", out=tmp_path / "python", say=lambda line: None)
     meta, shipped = load_meta(folder), (ROOT / "data" / "python_tokenizer.json").read_text()
-    assert meta["tokenizer"] == "bpe" and meta["vocab_size"] == 1024 and read_vocabulary(folder) == shipped
+    assert (
+        meta["tokenizer"] == "bpe"
+        and meta["vocab_size"] == 1024
+        and read_vocabulary(folder) == shipped
+    )
     assert meta["splits"]["val"]["bytes"] / meta["splits"]["val"]["tokens"] > 2.4
     monkeypatch.undo()
-    files = [(name, path) for name, path in corpus.python_files() if corpus.split_of(name, 0.1) == "train"]
+    files = [
+        (name, path)
+        for name, path in corpus.python_files()
+        if corpus.split_of(name, 0.1) == "train"
+    ]
 
     def shared(files):
         own = train_vocabulary((path.read_bytes() for _, path in files), 1024)
@@ -207,8 +265,14 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
 
     def chosen(name, out, **options):
         said = []
-        folder = prepare.prepare("files", [tmp_path / name], out=tmp_path / out, say=said.append, **options)
-        return load_meta(folder)["tokenizer"], load_meta(folder)["vocab_size"], said[0].partition(",")[0]
+        folder = prepare.prepare(
+            "files", [tmp_path / name], out=tmp_path / out, say=said.append, **options
+        )
+        return (
+            load_meta(folder)["tokenizer"],
+            load_meta(folder)["vocab_size"],
+            said[0].partition(",")[0],
+        )
 
     assert chosen("a.txt", "pairs") == ("bpe", 1024, "tokenizer bpe")
     assert chosen("small.txt", "bytes") == ("bytes", 257, "tokenizer bytes")
@@ -219,7 +283,11 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
 
 def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
     stream = TokenStream(data, 32, 512)
-    assert stream.eval_part == "spread" and stream.eval_starts(1024)[:3].tolist() == [0, 4 * 32, 8 * 32]
+    assert stream.eval_part == "spread" and stream.eval_starts(1024)[:3].tolist() == [
+        0,
+        4 * 32,
+        8 * 32,
+    ]
     assert stream.eval_starts(0).tolist() == list(range(0, 135 * 32, 32))
     bare = shutil.copytree(data, tmp_path / "bare")
     (bare / "meta.json").unlink()
@@ -229,12 +297,23 @@ def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
     fineweb = shutil.copytree(data, tmp_path / "fineweb")
     (fineweb / "meta.json").write_text(json.dumps(meta))
     assert TokenStream(fineweb, 32, 512).eval_part == "first"
-    flags = TINY | dict(data=str(data), max_steps=2, save_every=1, keep=0, eval_every=1, eval_tokens=512)
+    flags = TINY | dict(
+        data=str(data), max_steps=2, save_every=1, keep=0, eval_every=1, eval_tokens=512
+    )
     train(make_config(**flags, out_dir=str(tmp_path / "run")))
     old = read_checkpoint(tmp_path / "run" / "ckpt_1.pt")
     for part in ("spread", "first"):
         torch.save(old | dict(eval_part=part), tmp_path / f"{part}.pt")
-        train(make_config(**flags, out_dir=str(tmp_path / part), resume=str(tmp_path / f"{part}.pt")))
-        assert part in (tmp_path / part / "log.txt").read_text().split("evaluation on ")[1].splitlines()[0]
+        train(
+            make_config(**flags, out_dir=str(tmp_path / part), resume=str(tmp_path / f"{part}.pt"))
+        )
+        assert (
+            part
+            in (tmp_path / part / "log.txt").read_text().split("evaluation on ")[1].splitlines()[0]
+        )
     spread = rows(tmp_path / "run", "val_loss")[-1]
-    assert rows(tmp_path / "spread", "val_loss")[-1] == spread != rows(tmp_path / "first", "val_loss")[-1]
+    assert (
+        rows(tmp_path / "spread", "val_loss")[-1]
+        == spread
+        != rows(tmp_path / "first", "val_loss")[-1]
+    )

@@ -21,7 +21,9 @@ from tests import edit_cases as plain
 from tests.edit_cases import Case, Plain, pages
 
 COPIED = "train_gpt.py model.py ops generation.py evaluation.py sample.py export.py int8.py data runtime".split()
-FLAGS = TINY | dict(micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep=0)
+FLAGS = TINY | dict(
+    micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep=0
+)
 EQUALS, EOT = 61, 256
 
 
@@ -37,7 +39,9 @@ def rate_stays_above_half(run) -> bool:
 
 def rate_is_a_cosine(run) -> bool:
     down = [min(1, (1 - step / 4) / 0.6) for step in range(4)]
-    return np.allclose(rows(run.folder, "lr"), [0.02 * (0.5 - 0.5 * math.cos(math.pi * x)) for x in down])
+    return np.allclose(
+        rows(run.folder, "lr"), [0.02 * (0.5 - 0.5 * math.cos(math.pi * x)) for x in down]
+    )
 
 
 def answers(x, y):
@@ -113,7 +117,11 @@ def lion_is_lion(run) -> bool:
 
 
 def layers_have_their_rates(run) -> bool:
-    rates = {p: group["initial_lr"] for group in run.state.optimizer.param_groups for p in group["params"]}
+    rates = {
+        p: group["initial_lr"]
+        for group in run.state.optimizer.param_groups
+        for p in group["params"]
+    }
     pairs = zip(*(block.parameters() for block in run.state.raw_model.blocks))
     return all(math.isclose(rates[second], 0.9 * rates[first]) for first, second in pairs)
 
@@ -122,23 +130,36 @@ def average_is_what_is_evaluated(run) -> bool:
     average = run.after[0]
     for weights in run.after:
         average = {name: 0.9 * w + 0.1 * weights[name] for name, w in average.items()}
-    return all(torch.allclose(w, average[name], atol=1e-6) for name, w in run.sampled.named_parameters())
+    return all(
+        torch.allclose(w, average[name], atol=1e-6) for name, w in run.sampled.named_parameters()
+    )
 
 
 def embedding_stays(run) -> bool:
     kept = torch.equal(run.checkpoint["model"]["wte.weight"], run.weights["wte.weight"])
-    return kept and not run.checkpoint["optimizer"].get("wte.weight") and "head.weight" in run.checkpoint["optimizer"]
+    return (
+        kept
+        and not run.checkpoint["optimizer"].get("wte.weight")
+        and "head.weight" in run.checkpoint["optimizer"]
+    )
 
 
 def what_fits_is_loaded(run) -> bool:
     base = torch.load(run.base, weights_only=True)["model"]
     loaded = all(torch.equal(run.weights[name], w) for name, w in base.items())
-    return loaded and "not loaded: " in run.said and run.said.count("blocks.2.") == 5 and "blocks.1." not in run.said
+    return (
+        loaded
+        and "not loaded: " in run.said
+        and run.said.count("blocks.2.") == 5
+        and "blocks.1." not in run.said
+    )
 
 
 def base_stays(run) -> bool:
     base, now = torch.load(run.base, weights_only=True)["model"], run.checkpoint["model"]
-    moved = [name for name in now if "lora" in name and not torch.equal(now[name], run.weights[name])]
+    moved = [
+        name for name in now if "lora" in name and not torch.equal(now[name], run.weights[name])
+    ]
     kept = [name for name in base if torch.equal(base[name], now[name])]
     return len(moved) == 22 and len(kept) == 11  # two layers of five matrices, and the head
 
@@ -173,19 +194,29 @@ CASES = {
     "A learning rate by layer": Case(holds=layers_have_their_rates),
     "An average of the weights": Case(holds=average_is_what_is_evaluated),
     "Frozen parameters": Case(holds=embedding_stays),
-    "A part of a checkpoint": Case(flags=dict(n_layer=3, init_from="base.pt"), holds=what_fits_is_loaded),
+    "A part of a checkpoint": Case(
+        flags=dict(n_layer=3, init_from="base.pt"), holds=what_fits_is_loaded
+    ),
     "Fine-tuning by LoRA": Case(plain.LowRank, flags=dict(init_from="base.pt"), holds=base_stays),
     "A mixture of sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
     "A figure of your own": Case(holds=figure_is_logged),
 }
-RANKS = ("Layers left out", "A buffer", "Mixture of experts", "Tied embeddings", "An average of the weights")
+RANKS = (
+    "Layers left out",
+    "A buffer",
+    "Mixture of experts",
+    "Tied embeddings",
+    "An average of the weights",
+)
 
 
 def noise(model, seed_of) -> None:
     """Weights that are random everywhere: zeros would hide gradients."""
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(seed_of(name))) * 0.1)
+            p.copy_(
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(seed_of(name))) * 0.1
+            )
 
 
 def edited(title: str, repo: Path) -> Path:
@@ -195,10 +226,18 @@ def edited(title: str, repo: Path) -> Path:
             repo.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, repo / name)
         else:
-            shutil.copytree(ROOT / name, repo / name, ignore=shutil.ignore_patterns("python", "__pycache__", "*.bin"))
+            shutil.copytree(
+                ROOT / name,
+                repo / name,
+                ignore=shutil.ignore_patterns("python", "__pycache__", "*.bin"),
+            )
     edits = worked_edits()
-    for diff in filter(None, (title == "Fine-tuning by LoRA" and edits["A part of a checkpoint"], edits[title])):
-        done = subprocess.run(["patch", "-p1", "-F0"], input=diff, text=True, cwd=repo, capture_output=True)
+    for diff in filter(
+        None, (title == "Fine-tuning by LoRA" and edits["A part of a checkpoint"], edits[title])
+    ):
+        done = subprocess.run(
+            ["patch", "-p1", "-F0"], input=diff, text=True, cwd=repo, capture_output=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     return repo
 
@@ -212,7 +251,9 @@ def trained(ours, folder: Path, at_first=None, **flags) -> SimpleNamespace:
         if state.step == 0 and at_first:
             at_first(state, batch)
         result, run.state = step(state, batch, progress), state
-        run.after.append({name: p.detach().clone() for name, p in state.raw_model.named_parameters()})
+        run.after.append(
+            {name: p.detach().clone() for name, p in state.raw_model.named_parameters()}
+        )
         return result
 
     page.sample_text, page.init_weights, page.train_step = (lambda *_: ""), noise, train_step
@@ -249,7 +290,10 @@ def assert_plain(case: Case, state, batch) -> None:
     """The loss and its gradients are those of plain PyTorch, in chunks too; some targets are -1, all of one chunk."""
     model, x, y = state.raw_model, batch[:3, :-1], batch[:3, 1:].clone()
     y[:, ::5] = y[1] = -1
-    weights = {name: w.detach().clone().requires_grad_(w.is_floating_point()) for name, w in model.state_dict().items()}
+    weights = {
+        name: w.detach().clone().requires_grad_(w.is_floating_point())
+        for name, w in model.state_dict().items()
+    }
     model.step_seed = 0b110010  # every other layer is left out
     torch.manual_seed(1)
     theirs = case.plain(weights, model.cfg, True, model.step_seed).loss(x, y)
@@ -263,7 +307,9 @@ def assert_plain(case: Case, state, batch) -> None:
         model.load_state_dict(weights)  # buffers that the pass has written
         for (name, _), grad, want in zip(named, grads, wants):
             assert (grad is None) == (want is None), name
-            grad = grad.to_dense() if grad is not None else None  # that of n-grams is sparse until it is added
+            grad = (
+                grad.to_dense() if grad is not None else None
+            )  # that of n-grams is sparse until it is added
             apart = 0.0 if grad is None else (grad - want).norm() / want.norm().clamp(min=1)
             assert apart <= 2e-6, (name, apart)
 
@@ -283,7 +329,10 @@ def test_a_worked_edit_is_right(title, base, tmp_path):
     case, first = CASES[title], {}
 
     def at_first(state, batch):
-        first.update(weights={k: v.detach().clone() for k, v in state.raw_model.state_dict().items()}, batch=batch)
+        first.update(
+            weights={k: v.detach().clone() for k, v in state.raw_model.state_dict().items()},
+            batch=batch,
+        )
         assert_plain(case, state, batch)
 
     data = ",".join(str(base / part) for part in case.flags.get("data", "data").split(","))
@@ -310,7 +359,9 @@ def test_a_worked_edit_is_right(title, base, tmp_path):
             checkpointing="full",
         )
         trained(ours, tmp_path / "again", **flags | layout)
-        np.testing.assert_allclose(figures(tmp_path / "again"), figures(tmp_path / "run"), rtol=2e-5)
+        np.testing.assert_allclose(
+            figures(tmp_path / "again"), figures(tmp_path / "run"), rtol=2e-5
+        )
         assert case.holds is None or case.holds(run)
 
 
@@ -342,7 +393,9 @@ def main(folder: Path) -> None:
     for title in RANKS:
         with pages(folder / title) as ours:
             for parallel in ("ddp", "fsdp"):
-                flags = CASES[title].flags | dict(data=str(folder / "data"), micro_batch=4, parallel=parallel)
+                flags = CASES[title].flags | dict(
+                    data=str(folder / "data"), micro_batch=4, parallel=parallel
+                )
                 trained(ours, folder / parallel / title, **flags)
     torch.distributed.destroy_process_group()
 
