@@ -27,9 +27,9 @@ import train_gpt
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
 from model import GPT, GPTConfig
+from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.launch import launch
-from runtime.sizes import settle_flags
+from runtime.device import init_device_and_ranks
 from train_gpt import main, make_config, train
 
 ROOT = Path(__file__).resolve().parent
@@ -93,8 +93,8 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
 def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
-    flags, dist_ctx = dataclasses.asdict(cfg), launch(cfg)
-    cfg = dataclasses.replace(cfg, **settle_flags(flags, flags, 29000, 257, dist_ctx))
+    flags, dist_ctx = dataclasses.asdict(cfg), init_device_and_ranks(cfg)
+    cfg = dataclasses.replace(cfg, **choose_auto_values(flags, flags, 29000, 257, dist_ctx))
     return train_gpt.build(cfg, dist_ctx, 257, eot=256)
 
 

@@ -20,13 +20,12 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from data.shards import atomic_write
+from common import UserError, atomic_write, report_error
 from data.tokenizers import VOCABULARY_FILE, Tokenizer, bytes_of_letters, get_tokenizer
-from generation import some_tokens
-from int8 import quantize
+from inference.generation import random_tokens
+from inference.int8 import quantize
 from model import GPT, GPTConfig
-from runtime.checkpoint import as_evaluated, load_weights, model_config, read_checkpoint
-from runtime.errors import UserError, report_error
+from runtime.checkpoint import load_weights, model_config, read_checkpoint, with_eval_weights
 from sample import find_file
 
 PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"], "hf": ["transformers"]}
@@ -103,7 +102,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
 
     Raises UserError where modeling_gpt.py does not give the model's logits, as after an edit of model.py alone.
     """
-    from modeling_gpt import TrainGPTConfig, TrainGPTForCausalLM
+    from inference.modeling_gpt import TrainGPTConfig, TrainGPTForCausalLM
 
     own, shape = (
         get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")),
@@ -117,7 +116,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     padded = ("wte.weight", "value_embed.weight", "head.weight")
     weights = model.state_dict()
     weights |= {name: weights[name][: own.vocab_size] for name in padded}
-    idx = some_tokens(model, 2, model.cfg.seq_len) % own.vocab_size
+    idx = random_tokens(model, 2, model.cfg.seq_len) % own.vocab_size
     try:
         theirs.load_state_dict(weights)
         torch.testing.assert_close(
@@ -226,7 +225,7 @@ def main(argv: list[str]) -> int:
             raise UserError(
                 f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending"
             )
-        checkpoint = as_evaluated(read_checkpoint(path))
+        checkpoint = with_eval_weights(read_checkpoint(path))
         model = GPT(model_config(checkpoint, GPTConfig, path))
         load_weights(model, checkpoint, path)
         count = sum(p.numel() for p in model.parameters())

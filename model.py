@@ -1,7 +1,7 @@
 """What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
 
 Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. ops/ has other ways to compute the same
-(attention backends, chunks of the loss, fp8, checkpointing, sharding); generation.py generates text.
+(attention backends, chunks of the loss, fp8, checkpointing, sharding); inference/ generates text.
 """
 
 import re
@@ -16,15 +16,20 @@ from torch.optim.adamw import adamw
 
 from ops.attention import (
     ATTENTION_BACKENDS,
-    add_bias,
     attention_mask,
     cached_attention,
     flex_attention,
 )
-from ops.cpu import EagerReLUSquared, EagerRMSNorm, trains_eagerly
+from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_cpu_functions
 from ops.linear import is_matvec, matvec
-from ops.loss import SoftcapCrossEntropy, chunked_loss, softcap_fwd_bwd
-from ops.parallel import gather_matrices, replica_part, scatter_updates, state_on_device, to_local
+from ops.loss import SoftcapCrossEntropy, chunked_loss, fused_softcap_cross_entropy
+from ops.parallel import (
+    exchange_updates,
+    gather_whole_matrices,
+    my_share,
+    state_on_device,
+    to_local,
+)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 1. GPTConfig
@@ -78,15 +83,15 @@ class GPTConfig:
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension of x (..., D), without a gain."""
-    if trains_eagerly(x):
-        return EagerRMSNorm.apply(x)  # the same on a CPU, with half the memory traffic
+    if use_cpu_functions(x):
+        return CpuRMSNorm.apply(x)  # the same on a CPU, with half the memory traffic
     return F.rms_norm(x, (x.size(-1),))
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """ReLU squared (So et al. 2021)."""
-    if trains_eagerly(x):
-        return EagerReLUSquared.apply(x)
+    if use_cpu_functions(x):
+        return CpuReLUSquared.apply(x)
     return F.relu(x).square()
 
 
@@ -191,11 +196,11 @@ class AttnContext(NamedTuple):
 
     cos: Tensor  # (T, 1, rotary_dim / 2) or (B, T, 1, rotary_dim / 2), in the compute dtype
     sin: Tensor
-    starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
+    doc_starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
     mask: object  # attention_mask's result for this layer's window
-    backend: str  # of attention
-    values: Tensor  # value embeddings of the tokens, (B, T, n_embd)
-    past: object = None  # this layer's KV cache (generation.LayerCache), during generation only
+    attn_backend: str
+    value_embed: Tensor  # of the tokens, (B, T, n_embd)
+    kv_cache: object = None  # this layer's KV cache (generation.LayerCache), during generation only
 
 
 def shift_right(x: Tensor) -> Tensor:
@@ -203,37 +208,37 @@ def shift_right(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
 
 
-def take_positions(x: Tensor, index: Tensor) -> Tensor:
+def gather_positions(x: Tensor, index: Tensor) -> Tensor:
     """The entry of x (B, T, ...) at each row's own index, int64 (B,); returns (B, 1, ...)."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, index][:, None]
 
 
-def previous(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
+def previous_token(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
     """x (B, T, ...) of the previous token, also in cached decoding; zeros where there is none.
 
     name: the key of this use in the layer's cache, unique within the layer.
     """
-    if ctx.past is None:
+    if ctx.kv_cache is None:
         before = shift_right(x)
     else:
-        before = ctx.past.shift(name, x)
-    if ctx.starts is not None:  # nothing comes before the first token of a document
-        starts = ctx.starts
+        before = ctx.kv_cache.shift(name, x)
+    if ctx.doc_starts is not None:  # nothing comes before the first token of a document
+        starts = ctx.doc_starts
         while starts.dim() > x.dim():
             starts = starts.squeeze(-1)
         before = before.masked_fill(starts, 0)
     return before
 
 
-def shift_keys(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
+def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
     """Keys (B, T, H, D) whose dimensions beyond rotary_dim are the previous token's; zeros where there is none.
 
     Partial key offset (NanoGPT speedrun): one layer instead of two is enough to find what followed an earlier token
     like the query's (one-layer induction).
     """
     k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    return torch.cat((k_rot, previous("key", k_pass, ctx)), dim=-1)
+    return torch.cat((k_rot, previous_token("key", k_pass, ctx)), dim=-1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -250,8 +255,8 @@ class CausalSelfAttention(nn.Module):
         self.gate = Linear(cfg.n_embd, cfg.n_head)  # of the value embeddings, one per head
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def start_as_induction_head(self) -> None:
-        """Set W_k = W_q in the dimensions that shift_keys takes from the previous token."""
+    def init_as_induction_head(self) -> None:
+        """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token."""
         w_q, w_k, _ = self.qkv.weight.split(self.qkv.split)
         w_q = w_q.view(self.n_head, self.head_dim, -1)
         w_k = w_k.view(self.n_head, self.head_dim, -1)
@@ -263,10 +268,10 @@ class CausalSelfAttention(nn.Module):
 
         # Value embeddings: each head adds the tokens' own, times a gate between 0 and 2
         gate = 2 * self.gate(x).sigmoid()  # (B, T, n_head)
-        v = v + gate[..., None] * ctx.values.view(B, T, self.n_head, self.head_dim)
+        v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
         q, k = norm(q), norm(k)  # QK norm
-        k = shift_keys(k, self.rotary_dim, ctx)
+        k = partial_key_offset(k, self.rotary_dim, ctx)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)
         k = apply_rotary_emb(k, ctx.cos, ctx.sin)
 
@@ -275,10 +280,10 @@ class CausalSelfAttention(nn.Module):
             k.transpose(1, 2),
             v.transpose(1, 2),
         )  # (B, n_head, T, head_dim)
-        if ctx.past is None:
-            y = attention(q, k, v, ctx.mask, ctx.backend)
+        if ctx.kv_cache is None:
+            y = attention(q, k, v, ctx.mask, ctx.attn_backend)
         else:  # generation
-            k, v = ctx.past.append(k, v)
+            k, v = ctx.kv_cache.append(k, v)
             y = cached_attention(q, k, v, ctx.mask)
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.proj(y)
@@ -320,7 +325,7 @@ class CrossEntropy(nn.Module):
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.softcap = cfg.softcap
-        self.kernel = softcap_fwd_bwd
+        self.kernel = fused_softcap_cross_entropy
         self.fused = 0 < cfg.softcap < 35  # the same loss and gradient in one pass (ops/loss.py)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -410,12 +415,12 @@ class GPT(nn.Module):
         """
         position = torch.arange(idx.size(1), device=idx.device)
         masks = self.attention_masks(self.attn_backend, idx)
-        x = self.hidden(idx, position, masks, self.attn_backend)
+        x = self.backbone(idx, position, masks, self.attn_backend)
         if targets is None:
             return self.logits(x)
         return self.loss(x, targets)
 
-    def hidden(
+    def backbone(
         self,
         tokens: Tensor,
         position: Tensor,
@@ -429,8 +434,8 @@ class GPT(nn.Module):
         """
         cos, sin = self.rotary_tables(position)
         idx = tokens[:, -position.size(-1) :]  # without the tokens that only n-grams reach back to
-        starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
-        values = self.value_embed(idx).to(self.compute_dtype)
+        doc_starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
+        value_embed = self.value_embed(idx).to(self.compute_dtype)
 
         x = self.embed(tokens, position).to(self.compute_dtype)
         x = norm(x)
@@ -438,11 +443,11 @@ class GPT(nn.Module):
             ctx = AttnContext(
                 cos=cos,
                 sin=sin,
-                starts=starts,
+                doc_starts=doc_starts,
                 mask=masks[self.windows[i]],
-                backend=backend,
-                values=values,
-                past=layers[i] if layers else None,
+                attn_backend=backend,
+                value_embed=value_embed,
+                kv_cache=layers[i] if layers else None,
             )
             x = block(x, ctx)
         return norm(x)
@@ -455,16 +460,16 @@ class GPT(nn.Module):
         position = torch.arange(idx.size(1), device=idx.device)
         if cache is None:
             masks = self.attention_masks(self.attn_backend, idx)
-            x = self.hidden(idx, position, masks, self.attn_backend)
+            x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
         tokens = cache.read(idx, self.doc_eot)
         if idx.size(1) > 1:  # prompts, padded on the right
             masks = self.attention_masks("sdpa", idx)
-            x = self.hidden(tokens, position, masks, "sdpa", cache.layers)
-            return self.logits(take_positions(x, cache.length - 1))
+            x = self.backbone(tokens, position, masks, "sdpa", cache.layers)
+            return self.logits(gather_positions(x, cache.length - 1))
         position = cache.length[:, None] - 1
         masks = cache.masks(self, position)
-        x = self.hidden(tokens, position, masks, "sdpa", cache.layers)
+        x = self.backbone(tokens, position, masks, "sdpa", cache.layers)
         return self.logits(x)
 
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -571,7 +576,7 @@ PARAM_TABLE = [
 ]
 
 
-def spec_of(name: str, param: Tensor) -> ParamSpec:
+def get_spec(name: str, param: Tensor) -> ParamSpec:
     """The first row of the table that matches a parameter's name, or the default, with its optimizer filled in."""
     found = ParamSpec()
     for spec in PARAM_TABLE:
@@ -588,7 +593,7 @@ def spec_of(name: str, param: Tensor) -> ParamSpec:
 def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
     """Draw the initial values of the table, each parameter's whole, on the CPU, by the seed of its name."""
     for name, param in model.named_parameters():
-        init = spec_of(name, param).init
+        init = get_spec(name, param).init
         if init is not None:
             generator = torch.Generator().manual_seed(seed_of(name))
             values = torch.empty(param.shape, device="cpu")
@@ -596,7 +601,7 @@ def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
     if len(model.blocks) > 1:
         for module in model.blocks[1].modules():
             if isinstance(module, CausalSelfAttention):
-                module.start_as_induction_head()
+                module.init_as_induction_head()
 
 
 def optimizer_groups(
@@ -608,7 +613,7 @@ def optimizer_groups(
     """
     groups: dict[tuple, dict] = {}  # by settings
     for name, param in model.named_parameters():
-        spec = spec_of(name, param)
+        spec = get_spec(name, param)
         if optimizer == "adamw":
             settings = dict(
                 kind="adam", lr=adam_lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True
@@ -654,7 +659,11 @@ MAX_STACK_NUMEL = (
 )  # elements that a rank orthogonalizes at once; this takes several times their memory
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
 # singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
-NEWTON_SCHULZ = ((7.9339, -22.2516, 15.7938), (3.5701, -2.5678, 0.4861), (2.6780, -1.9908, 0.4541))
+POLAR_EXPRESS_COEFFS = (
+    (7.9339, -22.2516, 15.7938),
+    (3.5701, -2.5678, 0.4861),
+    (2.6780, -1.9908, 0.4541),
+)
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -669,7 +678,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
     gram, x = gram / scale, x / scale.sqrt()
-    for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
+    for i, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFS):
         if i > 0:
             gram = x @ x.mT
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b * gram + c * gram @ gram
@@ -732,7 +741,7 @@ class Optimizer(torch.optim.Optimizer):
             for params in by_shape.values():
                 update(group, params)
 
-    def slots(self, name: str, params: list[Tensor]) -> list[Tensor]:
+    def state_tensors(self, name: str, params: list[Tensor]) -> list[Tensor]:
         """The state tensors of this name, one per parameter; zeros at first."""
         for p in params:
             kept = to_local(self.state[p][name] if name in self.state[p] else torch.zeros_like(p))
@@ -752,8 +761,10 @@ class Optimizer(torch.optim.Optimizer):
         grads = [to_local(p.grad) for p in params]
 
         # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes (without DDP: all)
-        mine = replica_part(params)
-        with state_on_device(weights[0].device, self.slots("momentum", params)) as (momenta,):
+        mine = my_share(params)
+        with state_on_device(weights[0].device, self.state_tensors("momentum", params)) as (
+            momenta,
+        ):
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
         if nesterov:
@@ -762,10 +773,10 @@ class Optimizer(torch.optim.Optimizer):
             x = grads[0].new_empty((0, *grads[0].shape))
 
         # Orthogonalize whole matrices, then send every rank its rows of all updates
-        x = gather_matrices(x.to(self.ns_dtype), params[0])
+        x = gather_whole_matrices(x.to(self.ns_dtype), params[0])
         parts = x.split(group["split"], dim=1)  # q, k and v are stacked in one weight
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)
-        updates = scatter_updates(x, params)
+        updates = exchange_updates(x, params)
 
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
         torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-lr)
@@ -775,7 +786,10 @@ class Optimizer(torch.optim.Optimizer):
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
         steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
-        exp_avgs, exp_avg_sqs = self.slots("exp_avg", params), self.slots("exp_avg_sq", params)
+        exp_avgs, exp_avg_sqs = (
+            self.state_tensors("exp_avg", params),
+            self.state_tensors("exp_avg_sq", params),
+        )
         beta1, beta2 = group["betas"]
         with state_on_device(weights[0].device, exp_avgs, exp_avg_sqs) as (exp_avgs, exp_avg_sqs):
             adamw(

@@ -15,24 +15,23 @@ if __name__ == "__main__":
 
 import torch
 
+from common import UserError, printable, report_error
 from data.tokenizers import get_tokenizer
-from evaluation import print_choices, print_perplexity
-from generation import check_cache, compile_decode_step, generate, on_host, printable
-from int8 import quantize
+from inference.evaluation import print_choices, print_perplexity
+from inference.generation import check_cache, compile_decode_step, generate, tokens_to_cpu
+from inference.int8 import quantize
 from model import GPT, GPTConfig
-from ops.cpu import skip_trial_programs
+from ops.cpu import skip_inductor_isa_test
 from runtime.checkpoint import (
     BEST,
-    as_evaluated,
     list_checkpoints,
     load_weights,
     model_config,
     read_checkpoint,
+    with_eval_weights,
 )
-from runtime.errors import UserError, report_error
-from runtime.launch import peak_memory_mb, select_device
-from runtime.rules import check_compiler
-from runtime.sizes import DTYPES, sampling_dtype
+from runtime.device import DTYPES, peak_memory_mb, sampling_dtype, select_device
+from runtime.flag_checks import check_compiler
 
 SAMPLING = "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache compile"
 # mode -> flags that do nothing in it
@@ -67,7 +66,7 @@ def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, 
         model = GPT(cfg, dtype, loss_chunk=2048)
         if any(name.endswith("_int8") for name in checkpoint["model"]):
             quantize(model)
-    load_weights(model, as_evaluated(checkpoint), path)
+    load_weights(model, with_eval_weights(checkpoint), path)
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     if int8:
@@ -143,7 +142,7 @@ def main(argv: list[str]) -> int:
         step = None
         if args.compile:
             check_compiler(model.device)
-            skip_trial_programs()
+            skip_inductor_isa_test()
             step = compile_decode_step(model.device)
         for prompts in typed_lines() if args.interactive else [args.prompt]:
             print_samples(model, tokenizer, prompts, args, step)
@@ -204,7 +203,7 @@ def print_samples(
         done, count, speed, printed = set(), 0, "", begins[0]
         if alone:
             print(texts[0], end="", flush=True)
-        for number, row in enumerate(on_host(drawn), 1):
+        for number, row in enumerate(tokens_to_cpu(drawn), 1):
             for i, token in enumerate(row):
                 if token == tokenizer.eot:
                     done.add(i)

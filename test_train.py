@@ -21,16 +21,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import train_gpt
+from common import UserError, exit_process
 from conftest import TINY, add_noise, built, compiler_works, final, rows, run_ranks, some_batch
 from data.stream import TokenStream
 from export import traced
-from generation import KVCache, take_positions
-from int8 import quantize
-from model import GPT, GPTConfig, spec_of
+from inference.generation import KVCache, gather_positions
+from inference.int8 import quantize
+from model import GPT, GPTConfig, get_spec
 from ops.parallel import to_full
 from runtime.checkpoint import load_weights
-from runtime.errors import UserError
-from runtime.ranks import DistContext, exit_process
+from runtime.ranks import DistContext
 from train_gpt import get_batch, make_config, train
 
 FLAGS = TINY | dict(ngram=3, ngram_rows=512, ngram_dropout=0.25, short_frac=0.5)
@@ -200,7 +200,7 @@ def test_causal(doc_mask):
             found := doc_mask and difference(before[middle:], ours[middle:], "the logits", 1e-3)
         ), (
             f"{found} with the document before, under --doc_mask: give attention the mask of AttnContext, and reach "
-            "back by previous(), which stops at documents"
+            "back by previous_token(), which stops at documents"
         )
 
 
@@ -209,7 +209,7 @@ def test_initial_values():
         """What rows of PARAM_TABLE draw, up to a scale, which may depend on the depth."""
         named = built(**FLAGS | flags).raw_model.named_parameters()
         named = {
-            name: p for name, p in named if spec_of(name, p).init and p.numel() > 1 and p.std() > 0
+            name: p for name, p in named if get_spec(name, p).init and p.numel() > 1 and p.std() > 0
         }
         return {name: (p - p.mean()) / p.std() for name, p in named.items()}
 
@@ -251,13 +251,13 @@ def test_cached_decoding(flags):
     idx[:, 12] = EOT
     whole, cache = model(idx), KVCache(model, lengths)
     for place in (lengths + i for i in range(-1, 24)):  # of each sequence's newest token
-        read = take_positions(idx, place) if place.max() > 6 else idx[:, :7]
+        read = gather_positions(idx, place) if place.max() > 6 else idx[:, :7]
         found = difference(
-            model.next_logits(read, cache), take_positions(whole, place), "the logits", 1e-3
+            model.next_logits(read, cache), gather_positions(whole, place), "the logits", 1e-3
         )
         assert not found, (
             f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or at positions must go "
-            "through previous(), GPT.attention_bias or embed's `position`; else sample with --no_cache"
+            "through previous_token(), GPT.attention_bias or embed's `position`; else sample with --no_cache"
         )
 
 
@@ -342,7 +342,7 @@ def test_recomputation(mode):
     plain, recomputed = (one_step(some_batch(), checkpointing=name) for name in ("none", mode))
     assert not (found := difference(recomputed, plain, "buffer")), (
         f"{found} with --checkpointing {mode}: backward recomputes a block, which then writes its buffer again; return "
-        "the new value and write it in GPT.hidden, after the block, or train with --checkpointing none"
+        "the new value and write it in GPT.backbone, after the block, or train with --checkpointing none"
     )
     assert not (found := difference(recomputed, plain)), (
         f"{found} with --checkpointing {mode}: recomputed, a block gave something else, as it draws from a generator "
@@ -483,7 +483,7 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
     weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     assert all(path.exists() for path in weights), (
         f"two ranks fail with --parallel {parallel}; where a rank may skip a layer or an expert, pass "
-        f"find_unused_parameters=True to apply_ddp in runtime/wrap.py; else see\n{said}"
+        f"find_unused_parameters=True to apply_ddp in runtime/wrap_model.py; else see\n{said}"
     )
     assert all(map(torch.equal, *map(torch.load, weights))), (
         f"with --parallel {parallel}, two ranks end with different weights: what changes weights or gradients must be "

@@ -21,22 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from data.stream import TokenStream, derive_seed, prefetch
-from generation import check_causal, complete
+from common import derive_seed, exit_process, report_error
+from data.stream import TokenStream, prefetch
+from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 from ops.attention import ATTENTION_BACKENDS
-from ops.parallel import eval_mode, maybe_no_sync, sum_over_ranks, to_full
+from ops.parallel import maybe_no_sync, sum_over_ranks, swap_in_eval_weights, to_full
+from runtime.auto import choose_auto_values, flags_for_size, get_progress
 from runtime.checkpoint import save_checkpoint
-from runtime.errors import report_error
+from runtime.dataset import open_stream
+from runtime.device import DTYPES, init_device_and_ranks
+from runtime.flag_checks import check_device, check_flags
 from runtime.flags import flag, parse_flags
-from runtime.launch import describe_run, launch, open_stream
-from runtime.log import Reporter, open_run, run_trials
+from runtime.log import Reporter, describe_run, open_run, run_trials
 from runtime.profiler import profile_steps
-from runtime.ranks import DistContext, agree, dist_max, exit_process
-from runtime.resume import find_start, flags_of_run
-from runtime.rules import check_device, check_flags
-from runtime.sizes import DTYPES, fraction_done, settle_flags, sizes
-from runtime.wrap import wrap_model
+from runtime.ranks import DistContext, max_over_ranks, raise_on_all_ranks
+from runtime.resume import flags_of_run, load_init_checkpoint
+from runtime.wrap_model import wrap_model
 
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -251,7 +252,7 @@ def make_config(**flags) -> Config:
     preset_name = given.get("preset") or saved.get("preset") or "laptop"
     preset = dict(PRESETS[preset_name])
     if given.get("params", 0) > 0:
-        preset.update(sizes(given["params"], given))
+        preset.update(flags_for_size(given["params"], given))
 
     # What wins, from last to first: flags, the resumed run, the preset (unless it is given anew), the defaults of Config
     if "preset" in given and preset_name != saved.get("preset"):
@@ -265,13 +266,15 @@ def make_config(**flags) -> Config:
     return cfg
 
 
-def settle(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict) -> Config:
+def resolve_auto(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict) -> Config:
     """The flags with all that they leave open, once and for all; `saved`: those of a run that is resumed, or {}."""
     flags, preset = dataclasses.asdict(cfg), dataclasses.asdict(Config(**PRESETS[cfg.preset]))
-    chosen = settle_flags(flags, preset, stream.train.n_tokens, stream.meta["vocab_size"], dist_ctx)
+    chosen = choose_auto_values(
+        flags, preset, stream.train.n_tokens, stream.meta["vocab_size"], dist_ctx
+    )
     final = dataclasses.replace(cfg, **chosen)
     muon_lr, adam_lr = learning_rates(final)
-    epochs = final.max_steps * final.batch_tokens / (stream.per_epoch * final.seq_len)
+    epochs = final.max_steps * final.batch_tokens / (stream.seqs_per_epoch * final.seq_len)
     ngram_dropout = get_ngram_dropout(final, epochs)
     final = dataclasses.replace(
         final, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
@@ -339,9 +342,9 @@ class TrainState:
     # sharded like it; extra["eval_weights"] (name -> tensor) is what is evaluated, sampled and saved as the best.
     extra: dict = dataclasses.field(default_factory=dict)
 
-    def as_evaluated(self):
+    def evaluating(self):
         """Context manager: the model in eval mode with eval_weights, as it is evaluated, sampled and saved as best."""
-        return eval_mode(self.raw_model, self.extra.get("eval_weights", {}))
+        return swap_in_eval_weights(self.raw_model, self.extra.get("eval_weights", {}))
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
@@ -512,11 +515,11 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     """
     cfg, dist_ctx, device = state.cfg, state.dist_ctx, state.dist_ctx.device
     loss_sum, n_targets = 0.0, 0
-    with state.as_evaluated() as model:
+    with state.evaluating() as model:
         for x, y in stream.eval_batches(
             cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size
         ):
-            if any(dist_max(dist_ctx, bool(signals))):
+            if any(max_over_ranks(dist_ctx, bool(signals))):
                 return None
             loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
             n = int((y >= 0).sum())  # 0 in a batch of padding alone
@@ -530,8 +533,8 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
     """The end of the evaluated text, ">>>", and the model's continuation; the same for the same weights."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]
-    with state.as_evaluated() as model:
-        return complete(model, prompt, stream.tokenizer, n_tokens, state.cfg.seed)
+    with state.evaluating() as model:
+        return sample_continuation(model, prompt, stream.tokenizer, n_tokens, state.cfg.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -547,9 +550,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     train_step returned. Raises TrainerError.
     """
     # Device and ranks; the run's folder
-    dist_ctx = launch(cfg)
+    dist_ctx = init_device_and_ranks(cfg)
     with open_run(cfg.out_dir, cfg.preset, dist_ctx) as (logger, signals):
-        with agree(dist_ctx):  # an error on one rank is raised on all
+        with raise_on_all_ranks(dist_ctx):  # an error on one rank is raised on all
             preset, windows = (
                 Config(**PRESETS[cfg.preset]),
                 gpt_config(cfg, vocab_size=0).layer_windows(),
@@ -568,12 +571,12 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         )
 
         # The checkpoint that --resume or --init_from names, if any
-        start = find_start(logger, cfg.resume, cfg.init_from, stream)
+        start = load_init_checkpoint(logger, cfg.resume, cfg.init_from, stream)
         checkpoint = start.checkpoint if start.resumes else None
-        cfg = settle(cfg, dist_ctx, stream, checkpoint["config"] if checkpoint else {})
+        cfg = resolve_auto(cfg, dist_ctx, stream, checkpoint["config"] if checkpoint else {})
 
         # Model and optimizer
-        with agree(dist_ctx):
+        with raise_on_all_ranks(dist_ctx):
             check_flags(cfg)
             state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"], start)
             if checkpoint:
@@ -581,7 +584,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
                 state.tokens = checkpoint["tokens"]
                 extra = start.load_state(state.raw_model, state.optimizer, state.scaler, stream)
                 state.extra.update(extra)
-                stream.eval_part = checkpoint["eval_part"]
+                stream.eval_subset = checkpoint["eval_part"]
                 logger.timer.train_time = checkpoint["clock"]["train_time"]
                 logger.timer.wall_before = checkpoint["clock"]["wall_time"]
         del start, checkpoint  # free their tensors
@@ -613,7 +616,7 @@ def save(state: TrainState, stream: TokenStream, logger, must: bool = False) -> 
 def save_best(state: TrainState, stream: TokenStream, logger) -> None:
     """Save the weights that were just evaluated as ckpt_best.pt, without optimizer."""
     content = checkpoint_content(state, logger)
-    with state.as_evaluated():
+    with state.evaluating():
         save_checkpoint(logger, stream, content, state.raw_model, None, {}, keep=0, must=False)
 
 
@@ -722,11 +725,11 @@ def ask_ranks(
     state: TrainState, stream: TokenStream, timer, signals: list
 ) -> tuple[float, float, bool]:
     """How much of the run is done, seconds of this process, whether a rank has caught a signal: the same on all ranks."""
-    epochs = state.step * stream.seqs_per_batch / stream.per_epoch
+    epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
     tail_s = timer.tail_s(stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch)
-    progress = fraction_done(state.cfg, state.step, epochs, timer.wall_time, tail_s)
+    progress = get_progress(state.cfg, state.step, epochs, timer.wall_time, tail_s)
     ran_s = timer.wall_time - timer.wall_before
-    progress, ran_s, signaled = dist_max(state.dist_ctx, progress, ran_s, bool(signals))
+    progress, ran_s, signaled = max_over_ranks(state.dist_ctx, progress, ran_s, bool(signals))
     return progress, ran_s, bool(signaled)
 
 

@@ -1,6 +1,5 @@
 """`bench.py attention`: every attention backend and a naive softmax, forward and backward, over context lengths."""
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -18,9 +17,8 @@ from benchmarks.harness import (
     timed,
 )
 from ops.attention import ATTENTION_BACKENDS, attention, attention_mask
-from runtime.launch import launch
-from runtime.rules import check_device
-from runtime.sizes import DTYPES, faster_dtype
+from runtime.device import DTYPES, faster_dtype, init_device_and_ranks
+from runtime.flag_checks import check_device
 from train_gpt import Config, gpt_config, make_config
 
 BACKENDS = (
@@ -60,7 +58,7 @@ def attention_case(flags: dict, name: str, length: int, variant: str, tokens: in
     )
     varied["attn"] = backend if backend in ATTENTION_BACKENDS else "auto"
     cfg = make_config(**flags | varied, compile="default" if compiled else "off")
-    dist_ctx = launch(cfg)
+    dist_ctx = init_device_and_ranks(cfg)
     check_device(cfg, Config(), dist_ctx, gpt_config(cfg, 0).layer_windows())
     device, generator = dist_ctx.device, torch.Generator().manual_seed(0)
     shape = (4, tokens // length, length, cfg.n_head, cfg.n_embd // cfg.n_head)

@@ -3,8 +3,8 @@
 import contextlib
 
 from benchmarks.harness import Bench, build_state, measure, median_min_max, table, timed
+from common import RunError
 from data.stream import prefetch
-from runtime.errors import RunError
 from train_gpt import get_batch, train_step
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import multiprocessing
 import re
@@ -15,11 +14,21 @@ import traceback
 import torch
 from torch import Tensor
 
+from common import RunError, UserError, error_sentence
 from data.stream import TokenStream
-from runtime.errors import RunError, UserError, explain
-from runtime.launch import launch, open_stream, select_device
-from runtime.rules import check_device, check_flags
-from train_gpt import PRESETS, Config, TrainState, build, get_batch, gpt_config, make_config, settle
+from runtime.dataset import open_stream
+from runtime.device import init_device_and_ranks, select_device
+from runtime.flag_checks import check_device, check_flags
+from train_gpt import (
+    PRESETS,
+    Config,
+    TrainState,
+    build,
+    get_batch,
+    gpt_config,
+    make_config,
+    resolve_auto,
+)
 
 
 class Bench:
@@ -52,9 +61,9 @@ def run_case(pipe, case, args: tuple) -> None:
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
-        if not explain(error):
+        if not error_sentence(error):
             traceback.print_exc()
-        pipe.send((explain(error) or f"FAILED: {type(error).__name__}: {error}", None))
+        pipe.send((error_sentence(error) or f"FAILED: {type(error).__name__}: {error}", None))
 
 
 def measure(cases: list[tuple], repeats: int) -> list[dict]:
@@ -121,14 +130,14 @@ def build_state(flags: dict) -> tuple[TrainState, TokenStream, Tensor]:
     cfg = make_config(
         **dict(short_frac=0.0) | flags
     )  # steps on whole sequences, which are most of the work
-    dist_ctx = launch(cfg)
+    dist_ctx = init_device_and_ranks(cfg)
     check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
     shape = {
         name: getattr(cfg, name)
         for name in ("seq_len", "batch_tokens", "seed", "vocab_size", "doc_align")
     }
     stream = open_stream(cfg.data, dist_ctx, **shape)
-    cfg = settle(cfg, dist_ctx, stream, {})
+    cfg = resolve_auto(cfg, dist_ctx, stream, {})
     check_flags(cfg)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     return state, stream, get_batch(stream, dist_ctx, 0)

@@ -6,9 +6,9 @@ import statistics
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, median_min_max, table, timed
-from generation import compile_decode_step, generate
-from int8 import quantize
-from runtime.launch import peak_memory_mb
+from inference.generation import compile_decode_step, generate
+from inference.int8 import quantize
+from runtime.device import peak_memory_mb
 
 MODES = ("no cache", "KV cache", "KV cache, compiled", "KV cache, int8", "KV cache, compiled, int8")
 

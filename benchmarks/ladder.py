@@ -7,8 +7,8 @@ import time
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, median_min_max, progress, table, timed
-from runtime.launch import peak_memory_mb, select_device
-from runtime.sizes import DTYPES, hardware_dtype, largest_divisor, matmul_flops
+from common import largest_divisor
+from runtime.device import DTYPES, hardware_dtype, matmul_flops, peak_memory_mb, select_device
 from train_gpt import Config, make_config, train_step
 
 # The flags at the foot of the ladder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.harness import Bench, median_min_max, progress, run_python, table
 from records.check import t_test
-from runtime.launch import HERE
+from runtime.sources import REPO
 from runtime.log import read_rows
 from train_gpt import make_config
 
@@ -73,7 +73,7 @@ def bench_loss(bench: Bench) -> dict:
         "",
     ]:  # one is compared with the defaults
         words = shlex.split(text)
-        checkout = words.pop(0) if words and not words[0].startswith("--") else HERE
+        checkout = words.pop(0) if words and not words[0].startswith("--") else REPO
         sides[text or "defaults"] = checkout, words
     small = dict(n_layer=2, batch_tokens=2048, max_steps=40, eval_tokens=8192)
     common = (small if bench.quick else dict(max_steps=150, eval_tokens=32768)) | bench.flags

@@ -3,9 +3,9 @@
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, measure_memory, table
-from runtime.launch import peak_memory_mb
-from runtime.rules import AC_MODES
-from runtime.sizes import largest_divisor
+from common import largest_divisor
+from runtime.device import peak_memory_mb
+from runtime.flag_checks import AC_MODES
 from train_gpt import make_config, train_step
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Bench
-from generation import printable
-from runtime.errors import UserError
+from common import UserError, printable
 from runtime.log import read_rows
 
 X_AXES = dict(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, table, timed
-from runtime.errors import RunError
+from common import RunError
 from train_gpt import train_step
 
 # What an operation or kernel belongs to, by words of its name in lower case; the first that fits

@@ -19,9 +19,9 @@ from benchmarks.harness import (
     table,
     timed,
 )
-from runtime.errors import TrainerError
-from runtime.launch import HERE, cpu_cores, peak_memory_mb
-from runtime.sizes import largest_divisor
+from common import TrainerError, largest_divisor
+from runtime.device import cpu_cores, peak_memory_mb
+from runtime.sources import REPO
 from train_gpt import make_config, train_step
 
 
@@ -79,7 +79,7 @@ def bench_scaling(bench: Bench) -> dict | None:
                 "torch.distributed.run",
                 f"--nproc_per_node={ranks}",
                 "--standalone",
-                HERE / "bench.py",
+                REPO / "bench.py",
             ]
             command += ["scaling", f"--repeats={bench.repeats}", f"--json={folder}/out.json"]
             row = {"Config": name, "ranks": ranks}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.errors import UserError
+from common import UserError
 
 ORDER = "SHA-256 of the name"  # of several files, so that the first tokens of a split are a fair sample of it
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

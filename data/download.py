@@ -7,15 +7,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from data.shards import (
-    DATA_DIR,
-    TOKENIZER_SIZES,
-    atomic_write,
-    load_meta,
-    read_shard,
-    sha256_of_file,
-)
-from runtime.errors import UserError
+from common import UserError, atomic_write, sha256_of_file
+from data.shards import DATA_DIR, TOKENIZER_SIZES, load_meta, read_shard
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"

@@ -25,9 +25,10 @@ if (
     HERE = Path(__file__).resolve().parent
     sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE))]
 
+from common import UserError, atomic_write
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb
-from data.shards import DATA_DIR, PYTHON_VOCABULARY, atomic_write, load_meta, write_shard
+from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_shard
 from data.stream import map_ahead
 from data.tokenizers import (
     VOCABULARY_FILE,
@@ -36,7 +37,6 @@ from data.tokenizers import (
     train_vocabulary,
     vocabulary_hash,
 )
-from runtime.errors import UserError
 
 BATCH = 1 << 20  # bytes given to a thread at once
 BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on

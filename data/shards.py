@@ -5,17 +5,12 @@ little-endian int32 (magic, version, token count, zeros), then the tokens. Every
 token. meta.json says which tokenizer, how many tokens and bytes, from which source, and every hash.
 """
 
-import contextlib
-import hashlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from runtime.errors import UserError
+from common import UserError, sha256_of_file
 
 DATA_DIR = Path(__file__).resolve().parent
 PYTHON_VOCABULARY = (
@@ -25,34 +20,6 @@ TOKENIZER_SIZES = {
     "gpt2": (50257, 50256),
     "bytes": (257, 256),
 }  # tokenizer -> vocab_size, end-of-text token
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A binary file, written under a name that starts with `.tmp`, then flushed to disk and renamed to `path`.
-
-    If anything fails, it is removed and `path` stays as it was.
-    """
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # some systems cannot flush a folder, and so the new name
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def sha256_of_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 HEADER_BYTES = 1024

@@ -15,21 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import (
-    HEADER_BYTES,
-    find_shards,
-    load_meta,
-    read_shard,
-    recorded_hashes,
-    sha256_of_file,
-)
+from common import UserError, derive_seed, sha256_of_file
+from data.shards import HEADER_BYTES, find_shards, load_meta, read_shard, recorded_hashes
 from data.tokenizers import read_vocabulary
-from runtime.errors import UserError
-
-
-def derive_seed(*names) -> int:
-    """A 64-bit pseudo-random seed, a function of the names."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little")
 
 
 class TokenShards:
@@ -194,11 +182,11 @@ class TokenStream:
             )
             advice = f"use more data, or --seq_len {1 << max(0, (least - 1).bit_length() - 1)}"
             raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
-        self.aligned, self.per_epoch = None, max(1, self.train.n_tokens // seq_len - 1)
+        self.aligned, self.seqs_per_epoch = None, max(1, self.train.n_tokens // seq_len - 1)
         if doc_align:
             self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
-            self.per_epoch = len(self.aligned)
-            if not self.per_epoch:
+            self.seqs_per_epoch = len(self.aligned)
+            if not self.seqs_per_epoch:
                 wanted = f"document in {folder} with {seq_len} tokens after its start (token {self.meta['eot']})"
                 raise UserError(
                     f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it"
@@ -207,7 +195,7 @@ class TokenStream:
         race = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/") or self.meta.get(
             "assumed"
         )
-        self.eval_part = "first" if race else "spread"
+        self.eval_subset = "first" if race else "spread"
 
     def sequence_starts(self, index: np.ndarray) -> np.ndarray:
         """Where the training sequences with these numbers start, int64 (len(index),).
@@ -215,15 +203,15 @@ class TokenStream:
         Each epoch cuts the stream into sequences of stride seq_len from its own offset, or takes document_sequences,
         and visits them in its own order.
         """
-        n_offsets = min(self.seq_len, self.train.n_tokens - self.per_epoch * self.seq_len)
+        n_offsets = min(self.seq_len, self.train.n_tokens - self.seqs_per_epoch * self.seq_len)
         starts = np.empty(len(index), dtype=np.int64)
-        epochs = index // self.per_epoch
+        epochs = index // self.seqs_per_epoch
         for epoch in np.unique(epochs):
             here = epochs == epoch
             key = derive_seed(self.seed, epoch)
-            order = feistel_permute(index[here] % self.per_epoch, self.per_epoch, key).astype(
-                np.int64
-            )
+            order = feistel_permute(
+                index[here] % self.seqs_per_epoch, self.seqs_per_epoch, key
+            ).astype(np.int64)
             if self.aligned is not None:  # --doc_align
                 starts[here] = self.aligned[order]
             else:
@@ -250,7 +238,7 @@ class TokenStream:
         """
         n_seqs = self.num_eval_seqs(eval_tokens)
         index = np.arange(n_seqs, dtype=np.int64)
-        if self.eval_part == "spread":
+        if self.eval_subset == "spread":
             index = index * self.num_eval_seqs(0) // n_seqs
         return index * self.seq_len
 
@@ -279,9 +267,13 @@ class TokenStream:
 
     def position(self, step: int) -> dict:
         """Where in the stream the batch of `step` starts, and what decides which stream it is."""
-        epoch, window = divmod(step * self.seqs_per_batch, self.per_epoch)
+        epoch, window = divmod(step * self.seqs_per_batch, self.seqs_per_epoch)
         return dict(
-            seed=self.seed, seq_len=self.seq_len, windows=self.per_epoch, epoch=epoch, window=window
+            seed=self.seed,
+            seq_len=self.seq_len,
+            windows=self.seqs_per_epoch,
+            epoch=epoch,
+            window=window,
         )
 
     @functools.cached_property

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common import UserError
 from data.shards import TOKENIZER_SIZES
-from runtime.errors import UserError
 
 VOCABULARY_FILE = "tokenizer.json"
 PATTERNS = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from runtime.errors import UserError
+from common import UserError
 
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -22,7 +22,7 @@ SDPA_BACKENDS = {
 }
 
 
-class Varlen(NamedTuple):
+class VarlenMask(NamedTuple):
     """What varlen_attn takes instead of a mask: sequence offsets, int32 (N,), the longest sequence, and the window."""
 
     cu_seqlens: Tensor
@@ -30,7 +30,7 @@ class Varlen(NamedTuple):
     window: tuple[int, int]
 
 
-class Windowed(NamedTuple):
+class WindowMask(NamedTuple):
     """What blocked_attention takes of a window: the mask, and the keys that each query sees, its own included."""
 
     mask: Tensor
@@ -80,7 +80,7 @@ def attention_mask(
     which attends to no other document; None = ignore documents. bias: added to the scores, (H, T, T), for TAKES_BIAS
     only.
     Returns a mask for SDPA, bool (T, T) or (B, 1, T, T), or a float one if there is a bias; or what the
-    backend takes instead: BlockMask, Varlen, Windowed.
+    backend takes instead: BlockMask, VarlenMask, WindowMask.
     Raises UserError for a bias that the backend does not take.
     """
     batch, length = tokens.shape
@@ -99,7 +99,7 @@ def attention_mask(
         else:
             cu_seqlens = document_offsets(tokens, eot)
             torch._dynamo.mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
-        return Varlen(cu_seqlens, length, (window - 1 if window else -1, 0))
+        return VarlenMask(cu_seqlens, length, (window - 1 if window else -1, 0))
     doc_ids = None if eot is None else (tokens == eot).cumsum(1)
     if backend == "flex":
         if doc_ids is None:
@@ -114,7 +114,7 @@ def attention_mask(
     else:
         mask = may_attend(query, key, window, doc_ids[:, None, :, None], doc_ids[:, None, None, :])
     mask = add_bias(mask, bias)
-    return Windowed(mask, window) if window and backend == "blocked" else mask
+    return WindowMask(mask, window) if window and backend == "blocked" else mask
 
 
 def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
@@ -197,7 +197,7 @@ def compiled_flex_attention():
     return torch.compile(flex, dynamic=False)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Varlen) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
     """All sequences of the batch in one row, with the offsets of documents."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -214,7 +214,7 @@ def query_blocks(length: int, window: int) -> list[tuple[int, int, int]]:
     return [(start, end, max(0, start - window + 1) if window else 0) for start, end in blocks]
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Windowed | None) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | WindowMask | None) -> Tensor:
     """Matmuls and a softmax, one block of queries at a time, on the keys that it sees; as many queries as keys.
 
     On a CPU it beats SDPA's kernel: compiled in all dtypes, eager in bf16. With SDPA's kernel, steps of `laptop` with
@@ -222,7 +222,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Windowed |
     and uses few blocks, to keep compilation short. Scores are rounded to the dtype of q; SDPA's are fp32.
     """
     (batch, n_head, length, head_dim), out, window = q.shape, [], 0
-    if isinstance(mask, Windowed):
+    if isinstance(mask, WindowMask):
         mask, window = mask
     if mask is None:
         position = torch.arange(length, device=q.device)

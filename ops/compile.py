@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ops.cpu import skip_trial_programs
+from ops.cpu import skip_inductor_isa_test
 
 
 def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.device) -> None:
@@ -21,7 +21,7 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.activation_memory_budget = budget
     if device.type == "cpu":
-        skip_trial_programs()
+        skip_inductor_isa_test()
     for block in model.blocks:
         block.compile(mode=mode, fullgraph=True, dynamic=False)
     # A CUDA graph would copy each chunk's logits into its memory

@@ -36,7 +36,7 @@ def densify(p: Tensor) -> None:
         p.grad = p.grad.to_dense()
 
 
-def add_gradients_in_place(table: nn.Embedding) -> None:
+def use_sparse_embedding_gradients(table: nn.Embedding) -> None:
     """Have a leaf table's micro-steps make sparse gradients, which are added to the dense one of the first.
 
     Dense ones are as large as the table: 8 micro-steps of 1,024 tokens take 48 ms instead of 6 with the n-grams of
@@ -47,7 +47,7 @@ def add_gradients_in_place(table: nn.Embedding) -> None:
         table.weight.register_post_accumulate_grad_hook(densify)
 
 
-def trains_eagerly(x: Tensor) -> bool:
+def use_cpu_functions(x: Tensor) -> bool:
     """Whether the functions below, which torch.func cannot transform, are faster than PyTorch's own."""
     plain = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
     return x.requires_grad and x.is_cpu and plain
@@ -60,10 +60,10 @@ def refuse_second_derivative() -> None:
         )
 
 
-class EagerRMSNorm(torch.autograd.Function):
+class CpuRMSNorm(torch.autograd.Function):
     """RMSNorm of x (..., D) from its output and a number per row, in the dtype of x: half the passes of PyTorch's own.
 
-    Without it and EagerReLUSquared, eager steps of the default run take 14 % longer (2 cores of a Xeon with AMX, bf16).
+    Without it and CpuReLUSquared, eager steps of the default run take 14 % longer (2 cores of a Xeon with AMX, bf16).
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class EagerRMSNorm(torch.autograd.Function):
         return torch.addcmul(grad, y, (grad * y).mean(-1, keepdim=True), value=-1).mul_(scale)
 
 
-class EagerReLUSquared(torch.autograd.Function):
+class CpuReLUSquared(torch.autograd.Function):
     """ReLU squared; PyTorch's own makes two more passes."""
 
     @staticmethod
@@ -98,7 +98,7 @@ class EagerReLUSquared(torch.autograd.Function):
         return (grad * positive).mul_(2)
 
 
-def skip_trial_programs() -> None:
+def skip_inductor_isa_test() -> None:
     """Skip the programs that Inductor compiles, for 4 seconds, to see if g++ supports the CPU's AMX instructions.
 
     Whether it accepts their flags tells as much, unless TORCHINDUCTOR_VEC_ISA_OK asks for the programs.

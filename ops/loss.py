@@ -71,7 +71,7 @@ class ChunkedLoss(torch.autograd.Function):
         return None, None, (dx.float() * grad).to(dx.dtype), None, *params
 
 
-def softcap_fwd_bwd(
+def fused_softcap_cross_entropy(
     logits: Tensor, targets: Tensor, softcap: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Summed cross entropy, fp32 (), of softcap * tanh(logits / softcap), and its gradient times `scale`.
@@ -94,7 +94,7 @@ def softcap_fwd_bwd(
 
 
 class SoftcapCrossEntropy(torch.autograd.Function):
-    """The mean of what a kernel like softcap_fwd_bwd sums, with the gradient that it makes in the forward pass."""
+    """The mean of what a kernel like fused_softcap_cross_entropy sums, with the gradient that it makes in the forward pass."""
 
     @staticmethod
     def forward(ctx, logits, targets, softcap, kernel):

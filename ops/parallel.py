@@ -114,7 +114,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def eval_mode(model: nn.Module, others: dict[str, Tensor]):
+def swap_in_eval_weights(model: nn.Module, others: dict[str, Tensor]):
     """Yields the model in eval mode, with the values of `others` for the parameters it names, sharded like them."""
     model.eval()
     swap_weights(model, others)
@@ -188,7 +188,7 @@ def chunk_sizes(n: int, world_size: int) -> list[int]:
     return [max(0, min(most, n - rank * most)) for rank in range(world_size)]
 
 
-def replica_part(params: list[Tensor]) -> slice:
+def my_share(params: list[Tensor]) -> slice:
     """Which of the parameters, all of one shape, this rank updates, alone or together with its shard group."""
     replicas = rank_groups(params[0])[1]
     n_parts, part = (replicas.size(), replicas.rank()) if replicas else (1, 0)
@@ -196,10 +196,10 @@ def replica_part(params: list[Tensor]) -> slice:
     return slice(part * most, (part + 1) * most)
 
 
-def gather_matrices(x: Tensor, param: Tensor) -> Tensor:
+def gather_whole_matrices(x: Tensor, param: Tensor) -> Tensor:
     """From this rank's rows of n matrices, (n, its rows, cols), to the whole matrices that it is to orthogonalize.
 
-    x: of the parameters of replica_part, which are like `param`. One all-to-all within the shard group, where matrix i
+    x: of the parameters of my_share, which are like `param`. One all-to-all within the shard group, where matrix i
     goes to rank i // ceil(n / world_size); x itself where parameters are whole.
     """
     shards = rank_groups(param)[0]
@@ -217,13 +217,13 @@ def gather_matrices(x: Tensor, param: Tensor) -> Tensor:
     return torch.cat(pieces, dim=1)
 
 
-def scatter_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
+def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
     """The inverse, for all ranks: from the updates that this rank made, (n, rows, cols), to its rows of every one's.
 
     Returns (len(params), its rows, cols), by an all-to-all within the shard group and an all-gather over replicas.
     """
     shards, replicas = rank_groups(params[0])
-    mine = replica_part(params)
+    mine = my_share(params)
     if shards:
         n, cols = len(params[mine]), updates.size(2)
         rank, world_size = shards.rank(), shards.size()

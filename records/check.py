@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from common import UserError
 from records import source
-from runtime.errors import UserError
 from runtime.flags import parse_flags
-from runtime.launch import SOURCE_FILES
 from runtime.log import SECTION
+from runtime.sources import SOURCE_FILES
 from train_gpt import Config, learning_rates, make_config
 
 SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes

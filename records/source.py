@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from runtime.errors import UserError
+from common import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.shards import TOKENIZER_SIZES, atomic_write
+from common import RunError, UserError, atomic_write
+from data.shards import TOKENIZER_SIZES
 from ops.parallel import shard_like, state_to_full, to_full
-from runtime.errors import RunError, UserError
 from runtime.log import RunLogger
 from runtime.ranks import run_on_rank0
 
@@ -90,7 +90,7 @@ def save_checkpoint(
     content |= dict(
         data=stream.fingerprint(),
         position=stream.position(content["step"]),
-        eval_part=stream.eval_part,
+        eval_part=stream.eval_subset,
     )
     content |= dict(
         tokenizer=stream.meta["tokenizer"], vocabulary=stream.vocabulary
@@ -186,7 +186,7 @@ def load_extra(model, saved: dict) -> dict:
     return restored(saved)
 
 
-def as_evaluated(checkpoint: dict) -> dict:
+def with_eval_weights(checkpoint: dict) -> dict:
     """The checkpoint with the weights that its run evaluated, if an edit keeps them apart from the trained ones."""
     return checkpoint | dict(
         model=checkpoint["model"] | checkpoint["extra"].get("eval_weights", {})

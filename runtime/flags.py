@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from decimal import Decimal
 
-from runtime.errors import UserError
+from common import UserError
 
 
 def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):

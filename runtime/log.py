@@ -18,11 +18,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.shards import atomic_write, recorded_hashes
+from common import RunError, UserError, atomic_write, error_sentence, nan_to_none
+from data.shards import recorded_hashes
+from data.stream import TokenStream
 from data.tokenizers import VOCABULARY_FILE
-from runtime.errors import RunError, UserError, catch_signals, explain
-from runtime.launch import SOURCE_FILES, device_summary, peak_flops, peak_memory_mb
-from runtime.ranks import DistContext, check_stop, dist_means, run_on_rank0
+from runtime.device import ALLOC_CONF_VARIABLES, device_summary, peak_flops, peak_memory_mb
+from runtime.ranks import DistContext, fail_on_ranks_without_signal, mean_over_ranks, run_on_rank0
+from runtime.signals import catch_signals
+from runtime.sources import SOURCE_FILES, software_versions
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
@@ -57,7 +60,9 @@ def open_run(out_dir: str, preset: str, dist_ctx: DistContext):
             yield logger, signals
         except Exception as error:
             if logger.log:  # the command line prints it on standard error, which may be lost
-                logger.write(logger.log, f"ended: {explain(error) or traceback.format_exc()}")
+                logger.write(
+                    logger.log, f"ended: {error_sentence(error) or traceback.format_exc()}"
+                )
             raise
 
 
@@ -206,11 +211,6 @@ def read_rows(metrics: str) -> list[dict]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def nan_to_none(value):
-    """The same dict or list with None for numbers that are not finite, which JSON does not have."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)
-
-
 class TrainTimer:
     """Seconds of training, which only training() counts, and `wall_time`, everything since this object was made, so
     without the imports. A resumed run adds the time from before."""
@@ -290,7 +290,7 @@ class Reporter:
         train_loss and metrics, what edits measure, are averaged over the ranks. groups: of the optimizer, of which the
         learning rate of Muon's is logged, or the first one's.
         """
-        metrics = dist_means(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
+        metrics = mean_over_ranks(self.dist_ctx, metrics | dict(train_loss=row["train_loss"]))
         row["train_loss"] = loss = metrics.pop("train_loss")
         row["lr"] = next((group for group in groups if group.get("kind") == "muon"), groups[0])[
             "lr"
@@ -326,7 +326,7 @@ class Reporter:
         )
         bits = f" | val_bpb {row['val_bpb']:.4f}" if math.isfinite(row["val_bpb"]) else ""
         metrics, end = (
-            dist_means(self.dist_ctx, metrics),
+            mean_over_ranks(self.dist_ctx, metrics),
             f"train_time {self.timer.train_time:.1f} s",
         )
         self.log_row(row, metrics, f"val_loss {val_loss:.4f}{bits}", end)
@@ -377,7 +377,7 @@ class Reporter:
             tokens_per_s=(tokens - self.first[0]) / trained_s if trained_s else math.nan,
         )
         summary |= dict(
-            machine=device_summary(self.dist_ctx), dtype=cfg.dtype, eval_part=stream.eval_part
+            machine=device_summary(self.dist_ctx), dtype=cfg.dtype, eval_part=stream.eval_subset
         )
         summary["val_tokens"] = stream.num_eval_seqs(cfg.eval_tokens) * stream.seq_len
         summary |= dict(files=recorded_hashes(stream.meta), data_wait_s=self.data_wait_s)
@@ -403,7 +403,7 @@ class Reporter:
         self.logger.info(
             f"stopped by {stopped_by} at step {step}: {times}; everything is in {name}\n{hint}"
         )
-        check_stop(self.dist_ctx, signals, stopped_by)
+        fail_on_ranks_without_signal(self.dist_ctx, signals, stopped_by)
         if stopped_by == "diverged":
             found = f"the loss or gradient was not finite in many steps in a row, to step {step}"
             advice = "try lower learning rates, --grad_clip 1 or --dtype fp32, or look at the data"
@@ -432,3 +432,50 @@ def run_trials(train: Callable, seed: int, trials: int, out_dir: str) -> list[di
             f"{statistics.stdev(losses):.4f}, train_time {seconds:.1f} s each"
         )
     return summaries
+
+
+def describe_run(
+    cfg, model, micro_batch: int, stream: TokenStream, dist_ctx: DistContext
+) -> list[str]:
+    """What is in effect in a run and what was derived from its flags, as lines for the console and log.txt."""
+    device, meta, world_size = dist_ctx.device, stream.meta, dist_ctx.world_size
+    parallel = (
+        "one process" if world_size == 1 else cfg.parallel if cfg.parallel != "auto" else "ddp"
+    )
+    grad_accum_steps = cfg.batch_tokens // cfg.seq_len // world_size // micro_batch
+    muon = f"muon_lr {cfg.muon_lr:.4g}, " if cfg.optimizer == "muon" else ""
+    ngrams = (
+        f", n-grams to {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}" if cfg.ngram > 1 else ""
+    )
+    n_eval, n_all = (stream.num_eval_seqs(n) * cfg.seq_len for n in (cfg.eval_tokens, 0))
+    mode = getattr(model.blocks[0], "ac_mode", "none")  # chosen with the micro-batch
+    part = (
+        ""
+        if n_eval == n_all
+        else dict(first=" (the first)", spread=" spread over the validation split")
+    )
+    n_params = sum(p.numel() for p in model.parameters())
+    n_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    lines = [
+        software_versions(device),
+        f"device: {device_summary(dist_ctx)}, {cfg.dtype}, compile {cfg.compile}, {parallel}, attention {cfg.attn}, "
+        f"loss_chunk {cfg.loss_chunk}, checkpointing {mode}, matmul precision {torch.get_float32_matmul_precision()}",
+        f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
+        f"tokenizer {meta['tokenizer']}{' (assumed: there is no meta.json)' if meta.get('assumed') else ''}, "
+        f"evaluation on {n_eval:,} tokens{part and part[stream.eval_subset]}",
+        f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, {n_params:,} parameters"
+        f"{f' ({n_frozen:,} frozen)' * (n_frozen > 0)}, "
+        f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {cfg.adam_lr:.4g}, "
+        f"weight_decay {cfg.weight_decay:g}{ngrams}",
+        f"batch: {cfg.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
+        f"micro_batch x {cfg.seq_len} seq_len; {cfg.max_steps:,} steps{' (about)' if cfg.minutes else ''}, "
+        f"{cfg.batch_tokens * cfg.max_steps / (stream.seqs_per_epoch * cfg.seq_len):.2f} epochs",
+    ]
+    if device.type == "cuda" and any(map(os.environ.get, ALLOC_CONF_VARIABLES)):
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        lines.append(
+            "allocator: " + ", ".join(f"{name} {value}" for name, value in settings.items())
+        )
+    if stream.tokenizer is None:
+        lines.append("no samples will be printed, as a rank has no tokenizer for this data")
+    return lines

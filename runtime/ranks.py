@@ -3,7 +3,6 @@
 import contextlib
 import os
 import platform
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,8 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from data.shards import sha256_of_file
-from runtime.errors import RunError, TrainerError, UserError
+from common import RunError, TrainerError, UserError, sha256_of_file
 
 PATIENCE_S = 600.0  # how long to wait for late ranks, as torchrun does for nodes
 RENDEZVOUS_ADVICE = "start the same command on every node, with torchrun --rdzv_backend=c10d "
@@ -82,7 +80,7 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
 
 
 @contextlib.contextmanager
-def agree(dist_ctx: DistContext):
+def raise_on_all_ranks(dist_ctx: DistContext):
     """If a rank raises a TrainerError in this block, all raise it at its end, and the first such rank prints it."""
     ours = None
     try:
@@ -97,7 +95,7 @@ def agree(dist_ctx: DistContext):
 
 def run_on_rank0(dist_ctx: DistContext, function):
     """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
-    with agree(dist_ctx):
+    with raise_on_all_ranks(dist_ctx):
         answer = [function() if dist_ctx.rank == 0 else None]
     if dist_ctx.world_size > 1:
         dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
@@ -112,7 +110,7 @@ def gather_objects(dist_ctx: DistContext, ours) -> list:
     return everyones
 
 
-def dist_max(dist_ctx: DistContext, *values: float) -> list[float]:
+def max_over_ranks(dist_ctx: DistContext, *values: float) -> list[float]:
     """The largest of all ranks' values, of each, on every rank; waits for no GPU."""
     box = torch.tensor(values, dtype=torch.float64)
     if dist_ctx.world_size > 1:
@@ -120,7 +118,7 @@ def dist_max(dist_ctx: DistContext, *values: float) -> list[float]:
     return box.tolist()
 
 
-def dist_means(dist_ctx: DistContext, values: dict) -> dict[str, float]:
+def mean_over_ranks(dist_ctx: DistContext, values: dict) -> dict[str, float]:
     """The mean of each number or 0-d tensor over the ranks that have it, by name; waits for the device."""
     ours = {
         name: float(v.full_tensor() if hasattr(v, "full_tensor") else v)
@@ -161,7 +159,7 @@ def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) ->
     )
 
 
-def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
+def fail_on_ranks_without_signal(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
     """Raises RunError on nodes whose ranks got no signal when that of another node ended the run.
 
     Their torchrun then starts them again, with the nodes that are left or when that one is back.
@@ -176,15 +174,3 @@ def check_stop(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
         if node not in told:
             text = "another node was told to stop; --resume continues from what has been saved"
             raise RunError(text, printed=dist_ctx.local_rank > 0)
-
-
-def exit_process(code: int) -> None:
-    """End this process with an exit code; under torchrun, without Python's clean-up.
-
-    A gloo thread that releases a tensor late would find the interpreter gone, and end the process with SIGABRT.
-    """
-    if "WORLD_SIZE" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

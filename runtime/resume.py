@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from common import UserError
 from runtime.checkpoint import (
     BEST,
     CorruptCheckpointError,
@@ -18,10 +19,9 @@ from runtime.checkpoint import (
     load_weights,
     read_checkpoint,
 )
-from runtime.errors import UserError
 from runtime.flags import check_values
 from runtime.log import RunLogger
-from runtime.ranks import agree, dist_max, run_on_rank0
+from runtime.ranks import max_over_ranks, raise_on_all_ranks, run_on_rank0
 
 RUN_FLAGS = ("resume", "out_dir", "init_from", "trials", "profile")  # not taken from a checkpoint
 SHAPE = (
@@ -189,15 +189,15 @@ class Start(NamedTuple):
         return load_extra(model, saved["extra"])
 
 
-def find_start(logger: RunLogger, resume: str, init_from: str, stream) -> Start:
+def load_init_checkpoint(logger: RunLogger, resume: str, init_from: str, stream) -> Start:
     """What --resume and --init_from mean, on every rank the same; also after torchrun's restart. Raises UserError."""
-    (restarts,) = dist_max(
+    (restarts,) = max_over_ranks(
         logger.dist_ctx, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     )  # not all count them
     path, resumes = run_on_rank0(
         logger.dist_ctx, lambda: find_checkpoint(logger, resume, init_from, restarts > 0)
     )
-    with agree(logger.dist_ctx):
+    with raise_on_all_ranks(logger.dist_ctx):
         checkpoint = read_checkpoint(path, verify=False) if path else None
         if path:
             was, vocabulary, now = (

@@ -11,18 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-OURS = (
-    "train_gpt",
-    "model",
-    "ops",
-    "generation",
-    "evaluation",
-    "sample",
-    "export",
-    "int8",
-    "data",
-    "runtime",
-)
+OURS = ("common", "train_gpt", "model", "ops", "inference", "sample", "export", "data", "runtime")
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -101,7 +90,7 @@ class Plain:
     def first(self, idx: Tensor) -> Tensor:
         return rms_norm(self.embed(idx))
 
-    def hidden(self, idx: Tensor) -> Tensor:
+    def backbone(self, idx: Tensor) -> Tensor:
         self.idx, x = idx, self.first(idx)
         for i in range(self.cfg.n_layer):
             x = self.block(x, i)
@@ -112,7 +101,7 @@ class Plain:
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def logits(self, idx: Tensor) -> Tensor:
-        return self.capped(self.hidden(idx))
+        return self.capped(self.backbone(idx))
 
     def token_losses(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none", ignore_index=-1)
@@ -189,7 +178,7 @@ class Weighted(Plain):
 
 class SecondHead(Plain):
     def loss(self, idx, y):
-        x, n = self.hidden(idx), y.size(1)
+        x, n = self.backbone(idx), y.size(1)
         loss = self.token_losses(self.capped(x), y).sum() / (y >= 0).sum()
         second = self.token_losses(self.capped(x[:, : n - 1], "second.weight"), y[:, 1:]).sum()
         return loss + 0.3 * second / (y >= 0).sum() if self.training else loss
@@ -197,7 +186,7 @@ class SecondHead(Plain):
 
 class Contrastive(Plain):
     def loss(self, idx, y):
-        loss, x = super().loss(idx, y), self.hidden(idx)
+        loss, x = super().loss(idx, y), self.backbone(idx)
         n = x.size(1)
         pairs = [
             F.relu(F.cosine_similarity(x[:, i], x[:, j]) - 0.5) for i in range(n) for j in range(i)
@@ -221,9 +210,9 @@ class Experts(Plain):
         self.balance = self.balance + 4 * torch.stack(parts).sum(0).mean()
         return out
 
-    def hidden(self, idx):
+    def backbone(self, idx):
         self.balance = 0.0
-        return super().hidden(idx)
+        return super().backbone(idx)
 
     def loss(self, idx, y):
         return super().loss(idx, y) + (0.01 * self.balance if self.training else 0)
@@ -292,10 +281,10 @@ def pages(repo: Path):
             "train_gpt",
             "model",
             "sample",
-            "generation",
+            "inference.generation",
             "runtime.checkpoint",
-            "runtime.launch",
-            "runtime.sizes",
+            "runtime.device",
+            "runtime.auto",
         )
         yield SimpleNamespace(
             **{name.split(".")[-1]: importlib.import_module(name) for name in names}

@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common import UserError
 from conftest import ROOT, make_data, quiet, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from data.tokenizers import get_tokenizer
-from runtime.errors import UserError
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -709,7 +709,7 @@ def test_fineweb(server, tmp_path, capsys):
             "tokens": array.size,
             "sha256": hashlib.sha256(content[base + name]).hexdigest(),
         }
-    assert TokenStream(folder, 4, 8).eval_part == "first"
+    assert TokenStream(folder, 4, 8).eval_subset == "first"
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
     assert (
         prepare.main([*command, "3"]) == 2
@@ -972,13 +972,17 @@ def test_windows_of_an_epoch(n_tokens, tmp_path):
         write_shard(tmp_path / f"{split}.bin", np.arange(n_tokens, dtype=np.uint16))
     stream, offsets = TokenStream(tmp_path, seq_len=32, batch_tokens=32, seed=3), set()
     for epoch in range(40):
-        starts = stream.sequence_starts(epoch * stream.per_epoch + np.arange(stream.per_epoch))
+        starts = stream.sequence_starts(
+            epoch * stream.seqs_per_epoch + np.arange(stream.seqs_per_epoch)
+        )
         offsets.add(int(starts.min()))
         assert np.array_equal(
-            np.sort(starts), starts.min() + 32 * np.arange(stream.per_epoch)
+            np.sort(starts), starts.min() + 32 * np.arange(stream.seqs_per_epoch)
         )  # every sequence once
         assert starts.min() >= 0 and starts.max() + 33 <= n_tokens
-    assert stream.per_epoch == max(1, n_tokens // 32 - 1) and (len(offsets) > 10 or n_tokens < 64)
+    assert stream.seqs_per_epoch == max(1, n_tokens // 32 - 1) and (
+        len(offsets) > 10 or n_tokens < 64
+    )
 
 
 def test_batches_hold_the_tokens_of_their_windows(data):

@@ -7,7 +7,7 @@ import torch
 
 import sample
 from conftest import TINY, final, run_main
-from runtime import sizes
+from runtime import auto, device
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
@@ -22,7 +22,7 @@ def pretend(monkeypatch):
     def speeds(fp32: float, bf16: float) -> list:
         known = {torch.float32: fp32, torch.bfloat16: bf16}
         monkeypatch.setattr(
-            sizes, "matmul_flops", lambda device, dtype, width: asked.append(width) or known[dtype]
+            device, "matmul_flops", lambda device, dtype, width: asked.append(width) or known[dtype]
         )
         return asked
 
@@ -37,8 +37,8 @@ def test_bf16_must_be_faster_on_a_cpu(pretend):
         (0.03, 0.009, "fp32"),
     ):
         pretend(fp32, bf16)
-        assert sizes.faster_dtype("auto", torch.device("cpu"), 128) == name
-    assert sizes.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
+        assert device.faster_dtype("auto", torch.device("cpu"), 128) == name
+    assert device.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
 
 
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
@@ -49,16 +49,16 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
         ("mps", True, "fp32"),
     ):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
-        assert sizes.faster_dtype("auto", torch.device(kind), 128) == name
+        assert device.faster_dtype("auto", torch.device(kind), 128) == name
     for saved, kind, name in (
         ("bf16", "cuda", "fp32"),
         ("fp16", "cuda", "fp16"),
         ("bf16", "mps", "fp32"),
     ):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-        assert sizes.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
+        assert device.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
     assert (
-        sizes.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16" and not asked
+        device.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16" and not asked
     )  # as asked for
 
 
@@ -77,18 +77,18 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
 )
 def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     cfg = dataclasses.asdict(make_config(**dict(window="L") | flags))
-    assert 0 < sizes.attention_s("blocked", (1, 1, 32, 8)) < 10
+    assert 0 < device.attention_s("blocked", (1, 1, 32, 8)) < 10
     monkeypatch.setattr(
-        sizes, "attention_s", lambda backend, shape: len(backend)
+        auto, "attention_s", lambda backend, shape: len(backend)
     )  # SDPA's is faster
-    slower = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get(
+    slower = auto.choose_auto_values(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get(
         "attn", attn
     )
     assert slower == ("sdpa" if cfg["dtype"] == "bf16" and cfg["attn"] == "auto" else attn)
-    monkeypatch.setattr(sizes, "attention_s", lambda backend, shape: -len(backend))
-    ours = cfg | sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu")))
+    monkeypatch.setattr(auto, "attention_s", lambda backend, shape: -len(backend))
+    ours = cfg | auto.choose_auto_values(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu")))
     assert (ours["attn"], ours["loss_chunk"]) == (attn, flags.get("loss_chunk", 2048))
-    on_gpu = sizes.settle_flags(cfg, cfg, 1e6, 1024, DistContext(torch.device("cuda")))
+    on_gpu = auto.choose_auto_values(cfg, cfg, 1e6, 1024, DistContext(torch.device("cuda")))
     assert "attn" not in on_gpu and on_gpu.get("loss_chunk", 0) == flags.get("loss_chunk", 4096)
 
 
@@ -106,7 +106,7 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
         model, _ = sample.load(
             sample.find_file(str(folder)), "cpu", given
         )  # samples are drawn in its dtype
-        assert model.compute_dtype == sizes.DTYPES[dtype]
+        assert model.compute_dtype == device.DTYPES[dtype]
     asked.clear()
     pretend(0.5, 0.1)
     assert run_main(["--resume", str(folder), "--max_steps", "3"], capsys)[0] == 0

@@ -8,10 +8,10 @@ import torch
 
 import data.choices
 import sample
+from common import UserError
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
-from evaluation import print_choices, score_endings
-from runtime.errors import UserError
+from inference.evaluation import print_choices, score_endings
 
 BYTES = get_tokenizer("bytes")
 QUESTIONS = [

@@ -13,7 +13,7 @@ import sample
 from conftest import flags_of, run_main, run_python, tiny_run
 from data.shards import PYTHON_VOCABULARY
 from data.tokenizers import get_tokenizer
-from generation import generate
+from inference.generation import generate
 
 
 @pytest.fixture(scope="module")

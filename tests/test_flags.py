@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import train_gpt
+from common import UserError, largest_divisor
 from conftest import TINY, final, flags_of, make_data, run_main, run_python, tiny_run
 from data.stream import TokenStream
-from runtime import launch, rules, sizes, wrap
-from runtime.errors import UserError
+from runtime import auto, device, flag_checks, wrap_model
+from runtime.auto import largest_size_for_time, max_epochs, tokens_within
 from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
 from runtime.ranks import DistContext
-from runtime.sizes import largest_divisor, most_epochs, sizes_within, tokens_within
 from train_gpt import Config, make_config, train
 
 CPU = DistContext(torch.device("cpu"))
@@ -149,7 +149,7 @@ def test_a_new_field_is_a_flag(capsys):
     with pytest.raises(
         UserError, match="--z_loss is -2.0; expected a finite number of at least -1"
     ):
-        rules.check_flags(Edited(z_loss=-2.0))
+        flag_checks.check_flags(Edited(z_loss=-2.0))
     with pytest.raises(UserError, match="field sizes of Config is a tuple; a flag is an int"):
         parse_flags(
             [],
@@ -162,7 +162,7 @@ def test_a_new_field_is_a_flag(capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# runtime/rules.py: a case for every sentence, of which no earlier one says anything
+# runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
     (dict(bf16=True, dtype="fp16"), "--bf16 and --dtype fp16 contradict each other"),
@@ -278,9 +278,9 @@ def check_device(device: str, **flags) -> list[str]:
         patch.setattr(torch.version, "hip", "7.0" if device == "amd" else None)
         patch.setattr(torch.backends.mps, "is_available", lambda: device == "apple")
         patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: device != "t4")
-        patch.setattr(rules, "check_compiler", lambda device: None)
+        patch.setattr(flag_checks, "check_compiler", lambda device: None)
         patch.setenv("PYTORCH_ALLOC_CONF", "")
-        return rules.check_device(cfg, preset, DistContext(torch.device(kind)), windows)
+        return flag_checks.check_device(cfg, preset, DistContext(torch.device(kind)), windows)
 
 
 @pytest.mark.parametrize("case, sentence", FLAG_CASES)
@@ -304,7 +304,9 @@ def test_a_flag_without_effect_is_told(device, flags, sentence):
 
 
 def test_every_sentence_of_the_rules_has_a_case(data, tmp_path, capsys):
-    said = [inspect.getsource(check) for check in (rules.check_flags, rules.check_device)]
+    said = [
+        inspect.getsource(check) for check in (flag_checks.check_flags, flag_checks.check_device)
+    ]
     assert said[0].count("raise UserError") == len(FLAG_CASES) and said[1].count(
         "notes.append"
     ) == len(NO_EFFECT_CASES)
@@ -320,22 +322,29 @@ def test_every_sentence_of_the_rules_has_a_case(data, tmp_path, capsys):
 
 
 def test_ranks_share_a_batch_and_copies_evenly():
-    assert rules.seqs_per_rank(512, 32, 4, 2) == 8 and rules.seqs_per_rank(512, 32, 0, 1) == 16
+    assert (
+        flag_checks.seqs_per_rank(512, 32, 4, 2) == 8
+        and flag_checks.seqs_per_rank(512, 32, 0, 1) == 16
+    )
     with pytest.raises(
         UserError,
         match="12 sequences of 32, which 5 ranks cannot share evenly; use --batch_tokens 320",
     ):
-        rules.seqs_per_rank(12 * 32, 32, 2, 5)
+        flag_checks.seqs_per_rank(12 * 32, 32, 2, 5)
     with pytest.raises(
         UserError, match="--micro_batch 2 does not divide the 3 sequences .* use --micro_batch 1"
     ):
-        rules.seqs_per_rank(12 * 32, 32, 2, 4)
-    assert [rules.ranks_per_copy(kind, 2, 8, 4) for kind in ("ddp", "fsdp", "hsdp")] == [1, 8, 2]
-    assert rules.ranks_per_copy("hsdp", 0, 8, 4) == 4
+        flag_checks.seqs_per_rank(12 * 32, 32, 2, 4)
+    assert [flag_checks.ranks_per_copy(kind, 2, 8, 4) for kind in ("ddp", "fsdp", "hsdp")] == [
+        1,
+        8,
+        2,
+    ]
+    assert flag_checks.ranks_per_copy("hsdp", 0, 8, 4) == 4
     with pytest.raises(
         UserError, match="--shard_size 3 does not divide the 8 ranks; use --shard_size 2"
     ):
-        rules.ranks_per_copy("hsdp", 3, 8, 4)
+        flag_checks.ranks_per_copy("hsdp", 3, 8, 4)
     assert [
         largest_divisor(n, most) for n, most in ((16, 5), (12, 6), (7, 6), (1, 0), (36, 100))
     ] == [4, 6, 1, 1, 36]
@@ -402,7 +411,7 @@ def test_open_flags_are_settled_once_and_kept(data, tmp_path, monkeypatch):
     )
     monkeypatch.setattr(
         train_gpt,
-        "settle_flags",
+        "choose_auto_values",
         lambda *_: dict(dtype="fp16", attn="math", loss_chunk=64, ngram=4),
     )
     train(make_config(**out_dir, resume="newest", max_steps=125))
@@ -417,7 +426,7 @@ def test_open_flags_are_settled_once_and_kept(data, tmp_path, monkeypatch):
         | dict(data=str(data))
     )
     monkeypatch.undo()
-    assert train_gpt.settle(given, CPU, stream, {}) == given  # what is given stays
+    assert train_gpt.resolve_auto(given, CPU, stream, {}) == given  # what is given stays
 
 
 def test_params_choose_sizes_that_flags_may_change(data, tmp_path):
@@ -462,7 +471,9 @@ def test_params_choose_sizes_that_flags_may_change(data, tmp_path):
 
 
 def test_minutes_choose_a_model_that_sees_enough_tokens():
-    chosen = [sizes_within(minutes, {}, 1024, 1024, 1e9, flop_s=1e12) for minutes in (1, 10, 60)]
+    chosen = [
+        largest_size_for_time(minutes, {}, 1024, 1024, 1e9, flop_s=1e12) for minutes in (1, 10, 60)
+    ]
     weights = [12 * flags["n_layer"] * flags["n_embd"] ** 2 for flags in chosen]
     assert weights == sorted(set(weights))
     for minutes, flags, n in zip((1, 10, 60), chosen, weights):
@@ -471,18 +482,18 @@ def test_minutes_choose_a_model_that_sees_enough_tokens():
             tokens_within(minutes, 1e12, flags["n_layer"], flags["n_embd"], 1024, 1024), rel=0.05
         )
         assert 10 * n <= 1.05 * tokens and 6 * n * tokens < 1e12 * 60 * minutes
-    small = sizes_within(
+    small = largest_size_for_time(
         60, {}, 1024, 1024, 1e5, flop_s=1e12
     )  # a small text allows a small model, and few epochs
     assert (
-        small["max_steps"] * small["batch_tokens"] <= 1.1 * most_epochs(small["weight_decay"]) * 1e5
+        small["max_steps"] * small["batch_tokens"] <= 1.1 * max_epochs(small["weight_decay"]) * 1e5
     )
     assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
 
 
 def test_minutes_on_a_small_text_ask_for_more_weight_decay_of_large_models(monkeypatch):
     preset = dataclasses.asdict(make_config())
-    monkeypatch.setattr(sizes, "matmul_flops", lambda *_: 1e12)
+    monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     for given, text_tokens, epochs, decay in (
         (dict(), 1e5, 12, 0.8),
         (dict(), 1e8, 6, 0.05),
@@ -490,7 +501,7 @@ def test_minutes_on_a_small_text_ask_for_more_weight_decay_of_large_models(monke
         (dict(weight_decay=0.1), 1e5, 6, 0.1),
     ):
         flags = preset | given | dict(minutes=5.0, dtype="fp32", params=-1)
-        settled = flags | sizes.settle_flags(flags, preset, text_tokens, 257, CPU)
+        settled = flags | auto.choose_auto_values(flags, preset, text_tokens, 257, CPU)
         assert settled["weight_decay"] == decay
         assert settled["max_steps"] * settled["batch_tokens"] <= 1.1 * epochs * text_tokens
 
@@ -503,13 +514,15 @@ def test_micro_batch_is_what_fits(monkeypatch):
     def fit(budget, n_seqs=64, seq_len=1024, modes=("none", "selective", "full")):
         mode, each, model = [], dict(none=10, selective=4, full=1), torch.nn.Linear(1, 1)
         model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-        monkeypatch.setattr(wrap, "apply_ac", lambda block, now: mode.append(now))
+        monkeypatch.setattr(wrap_model, "apply_ac", lambda block, now: mode.append(now))
         monkeypatch.setattr(
-            wrap,
+            wrap_model,
             "step_fits",
             lambda model, opt, m, _: tried.append(m) or m * each[mode[-1]] <= budget,
         )
-        return wrap.fit_micro_batch(model, lambda: None, n_seqs, seq_len, [*modes], CPU), mode[-1]
+        return wrap_model.fit_micro_batch(
+            model, lambda: None, n_seqs, seq_len, [*modes], CPU
+        ), mode[-1]
 
     assert fit(10**9) == (64, "none") and tried == [64]
     assert fit(100) == (8, "none") and tried[1:] == [64, 32, 16, 8]
@@ -548,7 +561,7 @@ def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
         monkeypatch.setattr(
             torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}"
         )
-        assert launch.peak_flops(torch.device("cuda"), "bf16") == (peak and 1e12 * peak), name
+        assert device.peak_flops(torch.device("cuda"), "bf16") == (peak and 1e12 * peak), name
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from common import UserError
 from conftest import built, final, quiet
 from data import prepare
 from data.stream import TokenStream
@@ -21,7 +22,6 @@ from runtime.checkpoint import (
     load_weights,
     read_checkpoint,
 )
-from runtime.errors import UserError
 
 
 def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:

@@ -21,8 +21,8 @@ from conftest import (
     run_python,
     tiny_run,
 )
-from generation import compile_decode_step, generate, on_host
-from int8 import quantize
+from inference.generation import compile_decode_step, generate, tokens_to_cpu
+from inference.int8 import quantize
 from model import GPT, GPTConfig
 from ops.attention import attention, attention_mask
 from ops.checkpointing import OFFLOAD_MIN_NUMEL, apply_offload, pack_to_host, unpack_to_device
@@ -279,10 +279,12 @@ def test_gpu_decoding_is_a_cuda_graph_and_writes_the_same_text():
     prompts = [torch.arange(9), torch.arange(30, 34)]
     step = compile_decode_step(torch.device("cuda"))
     counters.clear()
-    texts = [list(on_host(generate(gpt, prompts, 40, 65, 0, step=how))) for how in (None, step)]
+    texts = [
+        list(tokens_to_cpu(generate(gpt, prompts, 40, 65, 0, step=how))) for how in (None, step)
+    ]
     assert texts[0] == texts[1] and counters["inductor"]["cudagraph_skips"] == 0
     on_cpu = list(
-        on_host(generate(random_gpt(window="SL:5", ngram=3, std=0.3), prompts, 40, 65, 0))
+        tokens_to_cpu(generate(random_gpt(window="SL:5", ngram=3, std=0.3), prompts, 40, 65, 0))
     )
     assert (
         sum(a == b for a, b in zip(texts[0], on_cpu)) > 20
@@ -294,7 +296,7 @@ def test_gpu_int8_and_deterministic_draws():
     torch.use_deterministic_algorithms(True)
     try:
         drawn = [
-            list(on_host(generate(gpt, [torch.arange(9)], 40, 65, 0.8, seeds=[1])))
+            list(tokens_to_cpu(generate(gpt, [torch.arange(9)], 40, 65, 0.8, seeds=[1])))
             for _ in range(2)
         ]
     finally:
@@ -303,4 +305,4 @@ def test_gpu_int8_and_deterministic_draws():
     idx = torch.arange(48, device="cuda").view(2, 24)
     before = gpt(idx, idx).item()
     assert quantize(gpt)(idx, idx).item() == pytest.approx(before, rel=0.02)
-    assert len(list(on_host(generate(gpt, [torch.arange(9)], 40, 65, 0.8)))) == 40
+    assert len(list(tokens_to_cpu(generate(gpt, [torch.arange(9)], 40, 65, 0.8)))) == 40

@@ -17,31 +17,20 @@ import train_gpt
 from conftest import ROOT, run_python
 from data import prepare
 from runtime.flags import parse_flags
-from runtime.launch import SOURCE_FILES
+from runtime.sources import SOURCE_FILES
 from train_gpt import PRESETS, Config, make_config
 
-BELOW_THE_PAGE = ("runtime", "data", "model", "generation", "ops")
-TOOLS = (
-    "sample",
-    "export",
-    "evaluation",
-    "int8",
-    "bench",
-    "benchmarks",
-    "records",
-    "train_gpt",
-    *BELOW_THE_PAGE,
-)
-ARROWS = {  # a room -> the rooms that it may import, and the packages; runtime.errors is for all
-    "data": (("data",), {"numpy", "tiktoken", "tokenizers", "pyarrow"}),
-    "ops": (("ops",), {"torch", "numpy"}),
-    "generation": (("model", "ops"), {"torch"}),
-    "model": (("ops",), {"torch"}),
-    "int8": (("model", "generation", "ops"), {"torch"}),
-    "evaluation": (("model", "generation", "ops", "data"), {"torch", "numpy"}),
-    "runtime": (("runtime", "data", "ops"), {"torch", "numpy", "wandb"}),
+BELOW_THE_PAGE = ("inference", "runtime", "data", "model", "ops", "common")
+COMMANDS = ("sample", "export", "bench", "benchmarks", "records")
+ARROWS = {  # package -> the packages of ours that it may import, and those of others (None: any)
+    "common": ((), set()),
+    "data": (("data", "common"), {"numpy", "tiktoken", "tokenizers", "pyarrow"}),
+    "ops": (("ops", "common"), {"torch", "numpy"}),
+    "model": (("ops", "common"), {"torch"}),
+    "inference": (("inference", "model", "ops", "data", "common"), {"torch", "numpy"}),
+    "runtime": (("runtime", "data", "ops", "common"), {"torch", "numpy", "wandb"}),
     "train_gpt": (BELOW_THE_PAGE, {"torch", "numpy"}),
-    **dict.fromkeys(("sample", "export", "bench", "benchmarks", "records"), (TOOLS, None)),
+    **dict.fromkeys(COMMANDS, ((*COMMANDS, "train_gpt", *BELOW_THE_PAGE), None)),
 }
 PATHS = [path for folder in (".", *ARROWS) for path in sorted((ROOT / folder).glob("*.py"))]
 NAMES = [
@@ -49,11 +38,12 @@ NAMES = [
     for path in PATHS
 ]
 OURS = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in zip(NAMES, PATHS)}
-del (
-    OURS["conftest"],
-    OURS["test_train"],
-    OURS["modeling_gpt"],
-)  # which export.py copies to where nothing is ours
+for other in (
+    "conftest",
+    "test_train",
+    "inference.modeling_gpt",
+):  # the last imports nothing of ours
+    del OURS[other]
 
 
 def imported(name: str) -> set[str]:
@@ -76,9 +66,9 @@ def test_arrows_go_down_only(name):
     for module in imported(name):
         first = module.split(".")[0]
         if first in ARROWS:
-            assert first in rooms or module == "runtime.errors", f"{name} imports {module}"
+            assert first in rooms, f"{name} imports {module}"
         elif first not in sys.stdlib_module_names and packages is not None:
-            assert first in packages and name != "runtime.errors", f"{name} imports {module}"
+            assert first in packages, f"{name} imports {module}"
     names = {node.id for node in ast.walk(OURS[name]) if isinstance(node, ast.Name)}
     assert room not in BELOW_THE_PAGE or not names & {"Config", "TrainState"}, (
         "lower rooms do not know the trainer"
@@ -90,7 +80,8 @@ def test_the_sources_of_a_run_are_all_that_it_imports():
     while todo:
         found |= todo
         todo = set().union(*map(imported, todo)) & OURS.keys() - found
-    paths = {f"{name.replace('.', '/')}.py" for name in found} - {"runtime.py", "data.py"}
+    packages = {"runtime.py", "data.py", "inference.py"}
+    paths = {f"{name.replace('.', '/')}.py" for name in found} - packages
     assert paths <= set(SOURCE_FILES)
 
 

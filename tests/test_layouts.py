@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import model
 import sample
+from common import exit_process
 from conftest import (
     TINY,
     assert_same_run,
@@ -31,10 +32,9 @@ from conftest import (
 from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
-from runtime import sizes
+from runtime import device
 from runtime.checkpoint import read_checkpoint
-from runtime.launch import cpu_cores
-from runtime.ranks import exit_process
+from runtime.device import cpu_cores
 from train_gpt import make_config, train
 
 
@@ -180,7 +180,7 @@ def worker(folder: Path) -> None:
     """What each rank does: all cases, of which it leaves its weights beside the run's folder."""
     refuse_what_nccl_refuses()
     if os.environ["RANK"] == "1":
-        sizes.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
+        device.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
     model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
     cases = AS_PLAIN | AS_ONE_PROCESS | RESUMED | (COMPILED_CASES if compiler_works() else {})
     for case, flags in cases.items():

@@ -12,22 +12,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
-import generation
-import int8
 import model
 import sample
 import train_gpt
+from common import UserError
 from conftest import built, final, random_gpt, rows, tiny_run
-from generation import KVCache, check_cache, compile_decode_step, generate, sample_token
-from int8 import quantize, round_to_int8
+from inference import generation, int8
+from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token
+from inference.int8 import quantize, round_to_int8
 from model import GPT, CrossEntropy, GPTConfig
 from ops.attention import attention, attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
-from ops.cpu import EagerReLUSquared, EagerRMSNorm, add_gradients_in_place
+from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_sparse_embedding_gradients
 from ops.linear import Fp8Linear, apply_fp8
 from ops.loss import chunked_loss
-from runtime.errors import UserError
 from tests.edit_cases import Plain
 
 
@@ -297,7 +296,7 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
 def test_embeddings_add_gradients_in_place():
     """After three micro-steps, gradients are autograd's and dense, although they were added row by row."""
     pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
-    add_gradients_in_place(pair[1].ngrams)
+    use_sparse_embedding_gradients(pair[1].ngrams)
     for gpt in pair:
         gpt.ngram_dropout = 0.3
         gpt.ngrams.weight.register_hook(lambda grad: layouts.append(grad.layout))
@@ -307,7 +306,7 @@ def test_embeddings_add_gradients_in_place():
     for (name, want), got in zip(pair[0].named_parameters(), pair[1].parameters()):
         torch.testing.assert_close(got.grad, want.grad, msg=name)
     gpt = random_gpt(ngram=3, loss_chunk=8)
-    add_gradients_in_place(gpt.ngrams)
+    use_sparse_embedding_gradients(gpt.ngrams)
     gpt.loss(torch.randn(2, 24, 32), tokens(2)).backward()  # looks nothing up
 
 
@@ -393,13 +392,11 @@ def test_without_a_cache_the_context_is_read_again(monkeypatch):
     assert likeliest(gpt, PROMPTS[:1], 40) == [text[9:].tolist()]
 
 
-@pytest.mark.parametrize("ours", [EagerRMSNorm.apply, EagerReLUSquared.apply])
+@pytest.mark.parametrize("ours", [CpuRMSNorm.apply, CpuReLUSquared.apply])
 def test_eager_functions_are_pytorchs(ours):
     def plain(x):
         return (
-            F.relu(x).square()
-            if ours == EagerReLUSquared.apply
-            else F.rms_norm(x, (24,), eps=2**-23)
+            F.relu(x).square() if ours == CpuReLUSquared.apply else F.rms_norm(x, (24,), eps=2**-23)
         )
 
     x = torch.randn(4, 7, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[

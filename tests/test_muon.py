@@ -41,7 +41,7 @@ def test_muon_against_torch(monkeypatch):
         -1.25,
         0.375,
     )  # torch divides by another norm: only what converges is the same in the end
-    monkeypatch.setattr(model, "NEWTON_SCHULZ", 20 * [converging])
+    monkeypatch.setattr(model, "POLAR_EXPRESS_COEFFS", 20 * [converging])
     monkeypatch.setattr(model, "normalize_rows", lambda x: x)
     generator, settings = (
         torch.Generator().manual_seed(0),

@@ -1,7 +1,6 @@
 """Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and their deaths."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
+from common import RunError, UserError
 from conftest import (
     TINY,
     assert_same_run,
@@ -33,9 +33,15 @@ from conftest import (
 )
 from data.shards import write_shard
 from ops.parallel import to_full
-from runtime import launch, ranks
-from runtime.errors import RunError, UserError
-from runtime.ranks import DistContext, agree, dist_max, dist_means, gather_objects, run_on_rank0
+from runtime import dataset, device, ranks
+from runtime.ranks import (
+    DistContext,
+    gather_objects,
+    max_over_ranks,
+    mean_over_ranks,
+    raise_on_all_ranks,
+    run_on_rank0,
+)
 from train_gpt import make_config
 
 CPU = DistContext(torch.device("cpu"))
@@ -165,7 +171,7 @@ def test_checkpoints_of_any_shape_resume_in_any_other(two_nodes, plain, data, tm
 
 def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
     made = []
-    monkeypatch.setattr(launch, "HERE", data.parent)
+    monkeypatch.setattr(dataset, "DATA_DIR", data.parent / "data")
     (data.parent / "data").mkdir(exist_ok=True)
     (data.parent / "data" / "python").unlink(missing_ok=True)
 
@@ -173,9 +179,9 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
         made.append(source)
         out.symlink_to(data)
 
-    monkeypatch.setattr(launch, "prepare", make)
+    monkeypatch.setattr(dataset, "prepare", make)
     for local_rank in (0, 1, 0, 2):
-        launch.open_stream(
+        dataset.open_stream(
             "",
             DistContext(torch.device("cpu"), local_rank=local_rank),
             seq_len=32,
@@ -227,7 +233,7 @@ def mistaken_rank(folder: Path) -> None:
             codes[name] = train_gpt.main(
                 flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {}))
             )
-    check_agreement(launch.launch(make_config(device="cpu")))
+    check_agreement(device.init_device_and_ranks(make_config(device="cpu")))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
     ranks.exit_process(0)
@@ -241,18 +247,20 @@ def check_agreement(dist_ctx: DistContext) -> None:
         raise UserError(f"of rank {rank}")
 
     for only, found in ((0, "of rank 0"), (1, "of rank 1"), (None, "of rank 0")):
-        with pytest.raises(UserError, match=found) as caught, agree(dist_ctx):
+        with pytest.raises(UserError, match=found) as caught, raise_on_all_ranks(dist_ctx):
             if only in (rank, None):
                 fail()
         assert caught.value.printed == (rank != int(found[-1]))
     with pytest.raises(UserError, match="of rank 0"):
         run_on_rank0(dist_ctx, fail)
-    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5 and dist_max(dist_ctx, rank, -rank) == [
+    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5 and max_over_ranks(
+        dist_ctx, rank, -rank
+    ) == [
         1,
         0,
     ]
     assert gather_objects(dist_ctx, rank) == [0, 1]
-    assert dist_means(
+    assert mean_over_ranks(
         dist_ctx, dict(a=torch.tensor(2.0 + rank)) | (dict(b=7) if rank else {})
     ) == dict(a=2.5, b=7.0)
 
@@ -397,7 +405,7 @@ def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(
         if ends
         else contextlib.nullcontext()
     ):
-        ranks.check_stop(CPU, ["SIGTERM"] * (node == "0"), stopped_by)
+        ranks.fail_on_ranks_without_signal(CPU, ["SIGTERM"] * (node == "0"), stopped_by)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import train_gpt
+from common import UserError
 from conftest import ROOT, TINY, assert_same_run, flags_of, rows, run_main
 from data import prepare
 from records import check, source
-from runtime.errors import UserError
-from runtime.launch import SOURCE_FILES
+from runtime.sources import SOURCE_FILES
 from train_gpt import make_config, train
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import train_gpt
+from common import UserError, error_sentence, exit_process, is_out_of_memory
 from conftest import (
     ROOT,
     TINY,
@@ -37,12 +38,11 @@ from conftest import (
 from data.shards import write_shard
 from model import GPT, Optimizer
 from runtime import log
+from runtime.auto import get_progress
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.errors import UserError, explain, is_out_of_memory
-from runtime.launch import SOURCE_FILES
 from runtime.log import SECTION, RunLogger, run_trials
-from runtime.ranks import DistContext, exit_process
-from runtime.sizes import fraction_done
+from runtime.ranks import DistContext
+from runtime.sources import SOURCE_FILES
 from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, make_config, train
 
 CPU = DistContext(torch.device("cpu"))
@@ -214,12 +214,12 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
 
 def test_progress_of_a_run():
     steps, clock = make_config(max_steps=8), make_config(minutes=2.0)
-    assert [fraction_done(steps, step, 99, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
-    assert fraction_done(clock, 3, 0, wall_s=53, tail_s=10) == pytest.approx(
+    assert [get_progress(steps, step, 99, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
+    assert get_progress(clock, 3, 0, wall_s=53, tail_s=10) == pytest.approx(
         0.5
     )  # of 120 s - 10 s - 4 s
-    assert fraction_done(clock, 3, 6, 53, 10) == 1  # the text has been seen often enough
-    assert fraction_done(make_config(minutes=2.0, weight_decay=0.8), 3, 6, 53, 10) == 0.5
+    assert get_progress(clock, 3, 6, 53, 10) == 1  # the text has been seen often enough
+    assert get_progress(make_config(minutes=2.0, weight_decay=0.8), 3, 6, 53, 10) == 0.5
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     factors = [get_lr_multiplier(progress, cfg) for progress in (0, 0.04, 0.3, 0.5, 0.75, 1)]
     assert factors == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0])
@@ -679,16 +679,16 @@ def test_what_is_a_lack_of_memory():
         torch.OutOfMemoryError("CUDA out of memory."),
         torch.AcceleratorError("out of memory"),
     ):
-        assert is_out_of_memory(error) and explain(error).startswith("memory ran out"), error
+        assert is_out_of_memory(error) and error_sentence(error).startswith("memory ran out"), error
     no_matmul = RuntimeError("could not create a primitive descriptor for a matmul")
     for error in (no_matmul, UserError("--data 'out of memory'"), ValueError("out of memory")):
-        assert not is_out_of_memory(error) and not explain(error).startswith("memory ran out"), (
-            error
-        )
+        assert not is_out_of_memory(error) and not error_sentence(error).startswith(
+            "memory ran out"
+        ), error
     old = torch.AcceleratorError(
         "CUDA error: no kernel image is available for execution on the device"
     )
-    assert "whl/cu126`, for a newer one the newest PyTorch" in explain(old)
+    assert "whl/cu126`, for a newer one the newest PyTorch" in error_sentence(old)
 
 
 @pytest.mark.parametrize("trained, said", [(0.0, True), (1e9, False)])
@@ -704,7 +704,7 @@ def test_a_long_run_is_told_of_compile(trained, said, data, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     "place, name, call, step",
-    [(train_gpt, "train_step", 6, 6), (train_gpt, "dist_max", 9, 4), (torch, "save", 3, 7)],
+    [(train_gpt, "train_step", 6, 6), (train_gpt, "max_over_ranks", 9, 4), (torch, "save", 3, 7)],
 )
 def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
     place, name, call, step, data, tmp_path, monkeypatch
@@ -727,7 +727,7 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
         )
         summary = tiny_run(tmp_path / "run", **flags)
     assert summary["stopped_by"] == "SIGTERM" and summary["step"] == step
-    assert (None in values) == (name == "dist_max")  # not finished: little time may be left
+    assert (None in values) == (name == "max_over_ranks")  # not finished: little time may be left
     assert "to continue: python train_gpt.py --out_dir" in read_log(tmp_path / "run")
     tiny_run(tmp_path / "run", **flags, resume="auto")
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
@@ -736,7 +736,7 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
 
 def test_a_second_signal_ends_the_process_at_once():
     code = (
-        "import os, signal, time; from runtime.errors import catch_signals\n"
+        "import os, signal, time; from runtime.signals import catch_signals\n"
         "with catch_signals() as caught:\n"
         "    os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGTERM); print(caught, flush=True)\n"
         "    time.sleep(0.6); os.kill(os.getpid(), signal.SIGTERM); print('still here')"

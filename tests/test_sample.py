@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import evaluation
 import sample
 from conftest import random_gpt
+from inference import evaluation
 from runtime.checkpoint import read_checkpoint
 
 

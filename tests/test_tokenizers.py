@@ -11,6 +11,7 @@ import torch
 
 import export
 import sample
+from common import UserError
 from conftest import ROOT, TINY, final, flags_of, rows, run_main
 from data import corpus, prepare
 from data.shards import PYTHON_VOCABULARY, load_meta
@@ -23,7 +24,6 @@ from data.tokenizers import (
     train_vocabulary,
 )
 from runtime.checkpoint import read_checkpoint
-from runtime.errors import UserError
 from train_gpt import make_config, train
 
 SCRIPTS = (
@@ -283,7 +283,7 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, monkeypatch, text):
 
 def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
     stream = TokenStream(data, 32, 512)
-    assert stream.eval_part == "spread" and stream.eval_starts(1024)[:3].tolist() == [
+    assert stream.eval_subset == "spread" and stream.eval_starts(1024)[:3].tolist() == [
         0,
         4 * 32,
         8 * 32,
@@ -291,12 +291,12 @@ def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
     assert stream.eval_starts(0).tolist() == list(range(0, 135 * 32, 32))
     bare = shutil.copytree(data, tmp_path / "bare")
     (bare / "meta.json").unlink()
-    assert TokenStream(bare, 32, 512).eval_part == "first"
+    assert TokenStream(bare, 32, 512).eval_subset == "first"
     meta = json.loads((data / "meta.json").read_text())
     meta["source"] = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
     fineweb = shutil.copytree(data, tmp_path / "fineweb")
     (fineweb / "meta.json").write_text(json.dumps(meta))
-    assert TokenStream(fineweb, 32, 512).eval_part == "first"
+    assert TokenStream(fineweb, 32, 512).eval_subset == "first"
     flags = TINY | dict(
         data=str(data), max_steps=2, save_every=1, keep=0, eval_every=1, eval_tokens=512
     )

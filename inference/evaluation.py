@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common import UserError
 from data.choices import Question, read_questions
 from data.prepare import encode_file
 from model import GPT
-from runtime.errors import UserError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Perplexity

@@ -1,13 +1,18 @@
-"""What ends a run before its time: errors told in one sentence, with an exit code, and signals. Imports no torch."""
+"""What every package uses: errors and how they end a process, seeds, and files that are written whole or not at all.
+
+Imports nothing of this project, and no torch.
+"""
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import re
-import signal
 import sys
-import threading
-import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 
 class TrainerError(Exception):
@@ -26,40 +31,9 @@ class RunError(TrainerError):
     """What ends a run and is not the user's mistake: exit code 1."""
 
 
-@contextlib.contextmanager
-def catch_signals():
-    """Yields a list that collects SIGTERM, SIGINT, SIGUSR1 and SIGHUP by name; a second one ends the process at once.
-
-    Within half a second of the first it counts as the same: systemd and schedulers signal torchrun and its ranks.
-    """
-    caught, before, since = [], {}, 0.0
-
-    def note(number, _):
-        nonlocal since
-        if caught and time.monotonic() > since + 0.5:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        since = since or time.monotonic()
-        caught.append(signal.Signals(number).name)
-
-    if threading.current_thread() is threading.main_thread():
-        found = [
-            number
-            for number in signal.Signals
-            if number.name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-        ]
-        found = [
-            number for number in found if signal.getsignal(number) != signal.SIG_IGN
-        ]  # as nohup sets it
-        before = {number: signal.signal(number, note) for number in found}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
 # The words of PyTorch, CUDA, Triton, cuBLAS, the system, and oneDNN when it cannot allocate a kernel's code
 NO_MEMORY = re.compile(
     r"(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|could not create a primitive\b(?! desc)"
@@ -73,7 +47,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
 
 
-def explain(error: Exception) -> str:
+def error_sentence(error: Exception) -> str:
     """The sentence that says what ended a run; "" for what only a traceback can tell."""
     if isinstance(error, TrainerError):
         return str(error)
@@ -107,7 +81,7 @@ def report_error(error: Exception) -> int:
 
     Raises the error again when there is nothing better to say of it than its traceback.
     """
-    sentence, rank = explain(error), os.environ.get("RANK")
+    sentence, rank = error_sentence(error), os.environ.get("RANK")
     if not sentence:
         raise error
     if not getattr(error, "printed", False):
@@ -117,3 +91,65 @@ def report_error(error: Exception) -> int:
             flush=True,
         )
     return 2 if isinstance(error, (UserError, *PATH_ERRORS)) else 1
+
+
+def exit_process(code: int) -> None:
+    """End this process with an exit code; under torchrun, without Python's clean-up.
+
+    A gloo thread that releases a tensor late would find the interpreter gone, and end the process with SIGABRT.
+    """
+    if "WORLD_SIZE" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def derive_seed(*names) -> int:
+    """A 64-bit pseudo-random seed, a function of the names."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little")
+
+
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`; at least 1."""
+    for divisor in range(min(n, max(1, most)), 0, -1):
+        if n % divisor == 0:
+            return divisor
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A binary file, written under a name that starts with `.tmp`, then flushed to disk and renamed to `path`.
+
+    If anything fails, it is removed and `path` stays as it was.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # some systems cannot flush a folder, and so the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def sha256_of_file(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def printable(text: str) -> str:
+    """The text with control characters, which can change a terminal's state, replaced."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def nan_to_none(value):
+    """The same dict or list with None for numbers that are not finite, which JSON does not have."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

@@ -1,14 +1,12 @@
 """Autoregressive generation: the KV cache, and sampling one token at a time."""
 
-import re
-
 import torch
 from torch import Tensor, nn
 
-from model import shift_right, take_positions
+from common import UserError, printable
+from model import gather_positions, shift_right
 from ops.attention import add_bias
 from ops.parallel import reshard
-from runtime.errors import UserError
 
 
 class LayerCache:
@@ -26,7 +24,7 @@ class LayerCache:
         if name not in self.before:
             self.before[name] = torch.zeros_like(x[:, :1])
         if x.size(1) > 1:
-            before, last = shift_right(x), take_positions(x, self.length - 1)
+            before, last = shift_right(x), gather_positions(x, self.length - 1)
         else:
             before, last = self.before[name].clone(), x
         self.before[name].copy_(last)
@@ -116,7 +114,7 @@ class KVCache:
         return masks
 
 
-def some_tokens(model: nn.Module, n: int, length: int) -> Tensor:
+def random_tokens(model: nn.Module, n: int, length: int) -> Tensor:
     """Random tokens to try a model with, int64 (n, length), always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(model.cfg.vocab_size, (n, length), generator=generator).to(model.device)
@@ -128,7 +126,7 @@ def check_causal(model: nn.Module) -> None:
     half = min(model.cfg.seq_len, 32) // 2
     if not half:
         return
-    idx = some_tokens(model, 2, 2 * half)
+    idx = random_tokens(model, 2, 2 * half)
     other = torch.cat((idx[:, :half], (idx[:, half:] + 1) % model.cfg.vocab_size), dim=1)
     backend, model.attn_backend = (
         model.attn_backend,
@@ -156,14 +154,14 @@ def check_cache(model: nn.Module) -> None:
     n = min(model.cfg.seq_len, max(128, 2 * max(model.windows)))
     if n < 3:
         return
-    idx = some_tokens(model, 2, n)
+    idx = random_tokens(model, 2, n)
     lengths = torch.tensor(
         [n - 2, max(1, n // 2 - 1)], device=idx.device
     )  # of the prompts; then two tokens are read
     whole, cache = model(idx), KVCache(model, lengths)
     cached = [model.next_logits(idx[:, : n - 2], cache)]
-    cached += [model.next_logits(take_positions(idx, lengths + i), cache) for i in range(2)]
-    plain = [take_positions(whole, lengths - 1 + i) for i in range(3)]
+    cached += [model.next_logits(gather_positions(idx, lengths + i), cache) for i in range(2)]
+    plain = [gather_positions(whole, lengths - 1 + i) for i in range(3)]
     apart = (torch.cat(cached, 1) - torch.cat(plain, 1)).abs().max().item()
     reshard(model)
     rounded = model.compute_dtype != torch.float32 or any(
@@ -172,7 +170,7 @@ def check_cache(model: nn.Module) -> None:
     if not apart <= (0.5 if rounded else 1e-2) * whole.std().item() + 1e-6:
         raise UserError(
             f"logits with a KV cache differ by {apart:.2g} from those without: what looks at other tokens or positions "
-            "must pass through the cache, as previous() and GPT.attention_bias do; sample.py --no_cache does without it"
+            "must pass through the cache, as previous_token() and GPT.attention_bias do; sample.py --no_cache does without it"
         )
 
 
@@ -280,7 +278,7 @@ def sample_token(
     return order.gather(1, place)
 
 
-def on_host(tokens):
+def tokens_to_cpu(tokens):
     """What generate yields, as lists of ints; on a GPU, each is handed out while the next is being computed."""
     host, copied = None, None
     for token in tokens:
@@ -298,13 +296,8 @@ def on_host(tokens):
         yield token.tolist()
 
 
-def printable(text: str) -> str:
-    """The text with control characters, which can change a terminal's state, replaced."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
 @torch.no_grad()
-def complete(
+def sample_continuation(
     model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int, temperature: float = 0.8
 ) -> str:
     """The end of a prompt, integer (T,), ">>>" and the continuation by a model in eval mode; or why there is none."""
@@ -316,7 +309,7 @@ def complete(
             drawn = generate(
                 model, [prompt], n_tokens, tokenizer.vocab_size, temperature, seeds=[seed]
             )
-            tokens = [token for (token,) in on_host(drawn)]
+            tokens = [token for (token,) in tokens_to_cpu(drawn)]
     except Exception as error:  # of an edit that cannot be cached, which training does not need
         return f"(no sample: {'' if isinstance(error, UserError) else type(error).__name__ + ': '}{error})"
     end = prompt[-64:]

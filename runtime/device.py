@@ -7,40 +7,29 @@ import math
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from data.prepare import prepare
-from data.shards import PYTHON_VOCABULARY
-from data.stream import TokenStream
-from data.tokenizers import get_tokenizer
+from common import UserError
+from ops.attention import attention
 from ops.cpu import tune_glibc_malloc
-from runtime.errors import UserError
 from runtime.ranks import (
     DistContext,
-    agree,
     check_ranks,
-    check_same_on_all_ranks,
-    dist_max,
     rendezvous,
 )
+from runtime.sources import SOURCE_FILES
 
-HERE = Path(__file__).resolve().parent.parent
-ROOMS = sorted(path for room in ("data", "ops", "runtime") for path in HERE.glob(f"{room}/*.py"))
-PAGES = [HERE / name for name in ("train_gpt.py", "model.py", "generation.py")]
-SOURCE_FILES = {
-    path.relative_to(HERE).as_posix(): path for path in (*PAGES, *ROOMS, PYTHON_VOCABULARY)
-}
 ALLOC_CONF_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # of torchrun
 
 
-def launch(cfg) -> DistContext:
+def init_device_and_ranks(cfg) -> DistContext:
     """Choose the device, join the other ranks, if torchrun started any, and check that they match.
 
     Sets what belongs to the process: CUDA's allocator, threads, determinism, matmul precision, the flash kernel; may be
@@ -96,75 +85,6 @@ def launch(cfg) -> DistContext:
     dist_ctx = DistContext(device, rank, world_size, local_rank, local_world_size, cpu_group)
     check_ranks(dist_ctx, dataclasses.asdict(cfg), SOURCE_FILES)
     return dist_ctx
-
-
-def open_stream(folder: str, dist_ctx: DistContext, **options) -> TokenStream:
-    """Open a data folder and check it, also across ranks; "": the default corpus, made first where it is not there.
-
-    options: of TokenStream. Raises UserError.
-    """
-    path = Path(folder or HERE / "data" / "python")
-    with agree(dist_ctx):
-        # Each node has its own standard library
-        if not folder and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
-            prepare("python", out=path)
-    with agree(dist_ctx):
-        stream = TokenStream(path, **options)
-    check_same_on_all_ranks(dist_ctx, stream.facts(), f"give every node the same data in {path}")
-    try:
-        stream.tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
-    except UserError:  # tokens suffice to train
-        stream.tokenizer = None
-    if any(dist_max(dist_ctx, stream.tokenizer is None)):  # sampling under FSDP takes all ranks
-        stream.tokenizer = None
-    return stream
-
-
-def describe_run(
-    cfg, model, micro_batch: int, stream: TokenStream, dist_ctx: DistContext
-) -> list[str]:
-    """What is in effect in a run and what was derived from its flags, as lines for the console and log.txt."""
-    device, meta, world_size = dist_ctx.device, stream.meta, dist_ctx.world_size
-    parallel = (
-        "one process" if world_size == 1 else cfg.parallel if cfg.parallel != "auto" else "ddp"
-    )
-    grad_accum_steps = cfg.batch_tokens // cfg.seq_len // world_size // micro_batch
-    muon = f"muon_lr {cfg.muon_lr:.4g}, " if cfg.optimizer == "muon" else ""
-    ngrams = (
-        f", n-grams to {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}" if cfg.ngram > 1 else ""
-    )
-    n_eval, n_all = (stream.num_eval_seqs(n) * cfg.seq_len for n in (cfg.eval_tokens, 0))
-    mode = getattr(model.blocks[0], "ac_mode", "none")  # chosen with the micro-batch
-    part = (
-        ""
-        if n_eval == n_all
-        else dict(first=" (the first)", spread=" spread over the validation split")
-    )
-    n_params = sum(p.numel() for p in model.parameters())
-    n_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    lines = [
-        software_versions(device, HERE),
-        f"device: {device_summary(dist_ctx)}, {cfg.dtype}, compile {cfg.compile}, {parallel}, attention {cfg.attn}, "
-        f"loss_chunk {cfg.loss_chunk}, checkpointing {mode}, matmul precision {torch.get_float32_matmul_precision()}",
-        f"data: {stream.folder} ({meta['source']}), {stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
-        f"tokenizer {meta['tokenizer']}{' (assumed: there is no meta.json)' if meta.get('assumed') else ''}, "
-        f"evaluation on {n_eval:,} tokens{part and part[stream.eval_part]}",
-        f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, {n_params:,} parameters"
-        f"{f' ({n_frozen:,} frozen)' * (n_frozen > 0)}, "
-        f"{model.flops_per_token() / 1e6:,.1f} MFLOP a token; {muon}adam_lr {cfg.adam_lr:.4g}, "
-        f"weight_decay {cfg.weight_decay:g}{ngrams}",
-        f"batch: {cfg.batch_tokens:,} tokens = {world_size} ranks x {grad_accum_steps} grad_accum_steps x {micro_batch} "
-        f"micro_batch x {cfg.seq_len} seq_len; {cfg.max_steps:,} steps{' (about)' if cfg.minutes else ''}, "
-        f"{cfg.batch_tokens * cfg.max_steps / (stream.per_epoch * cfg.seq_len):.2f} epochs",
-    ]
-    if device.type == "cuda" and any(map(os.environ.get, ALLOC_CONF_VARIABLES)):
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        lines.append(
-            "allocator: " + ", ".join(f"{name} {value}" for name, value in settings.items())
-        )
-    if stream.tokenizer is None:
-        lines.append("no samples will be printed, as a rank has no tokenizer for this data")
-    return lines
 
 
 @functools.cache
@@ -278,20 +198,67 @@ def device_summary(dist_ctx: DistContext) -> str:
     return f"{dist_ctx.world_size} x {device.type} ({device_name(device)}{threads})"
 
 
-def software_versions(device: torch.device, repository: Path) -> str:
-    """Versions of PyTorch, Python, the system, CUDA and the repository, for log.txt."""
-    parts = [
-        f"torch {torch.__version__}",
-        f"python {platform.python_version()}",
-        platform.platform(),
-    ]
-    if shutil.which("git"):
-        command = ["git", "-C", str(repository), "describe", "--always", "--dirty", "--abbrev=40"]
-        parts.append(
-            "git "
-            + (subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown")
-        )
-    if device.type == "cuda":
-        build = f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"
-        parts += [build, f"cudnn {torch.backends.cudnn.version()}", torch.cuda.get_device_name()]
-    return ", ".join(parts)
+# Speed
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+BF16_GAIN = (
+    1.2  # how many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of that
+)
+
+
+def fastest_s(function: Callable, least: int = 1) -> float:
+    """Seconds of the fastest of the calls that 0.1 s allows, and of at least so many."""
+    seconds, end = [], time.perf_counter() + 0.1
+    while len(seconds) < least or time.perf_counter() < end:
+        t0 = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - t0)
+    return min(seconds)
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: float = 3e8) -> float:
+    """FLOP/s of matmuls of this width, of about `flop` each: the fastest of those that 0.1 s allows, at least one."""
+    rows = max(64, round(flop / (8 * width**2)))
+    x, w = (
+        torch.ones(rows, width, dtype=dtype, device=device),
+        torch.ones(width, 4 * width, dtype=dtype, device=device),
+    )
+    return (
+        8 * rows * width**2 / fastest_s(lambda: (x @ w)[0, 0].item())
+    )  # which waits for the device
+
+
+def attention_s(backend: str, shape: tuple[int, int, int, int]) -> float:
+    """Seconds of causal attention in bf16 on a CPU, forward and backward, of this shape (B, H, T, D)."""
+    q = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+    return fastest_s(lambda: attention(q, q, q, None, backend).sum().backward(), least=3)
+
+
+def hardware_dtype(dtype: str, device: torch.device) -> str:
+    """`dtype`; for auto bf16 on CUDA devices that have it and fp32 on other GPUs, but still auto on a CPU."""
+    if dtype != "auto" or device.type == "cpu":
+        return dtype
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_bf16 else "fp32"
+
+
+def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
+    """`dtype`; for auto, bf16 where it is there and, on a CPU, faster than fp32 in a block's matmuls."""
+    dtype = hardware_dtype(dtype, device)
+    if dtype != "auto":
+        return dtype
+    fp32, bf16 = (matmul_flops(device, DTYPES[name], min(n_embd, 512)) for name in ("fp32", "bf16"))
+    return "bf16" if bf16 >= BF16_GAIN * fp32 else "fp32"
+
+
+def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.device) -> str:
+    """What to run a model in: `dtype`; for auto what it was trained in, where the device is fast in that."""
+    if dtype != "auto" or trained_in == "fp32":
+        return trained_in if dtype == "auto" else dtype
+    return (
+        "fp16"
+        if device.type == "cuda" and trained_in == "fp16"
+        else faster_dtype("auto", device, n_embd)
+    )

@@ -6,11 +6,10 @@ import re
 
 import torch
 
-from runtime.errors import UserError
+from common import UserError, largest_divisor
+from runtime.device import ALLOC_CONF_VARIABLES, hardware_dtype
 from runtime.flags import check_ranges
-from runtime.launch import ALLOC_CONF_VARIABLES
 from runtime.ranks import DistContext
-from runtime.sizes import hardware_dtype, largest_divisor
 
 AC_MODES = ("none", "selective", "full")
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from common import UserError, is_out_of_memory, largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
-from ops.cpu import add_gradients_in_place
+from ops.cpu import use_sparse_embedding_gradients
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
-from runtime.errors import UserError, is_out_of_memory
-from runtime.ranks import DistContext, dist_max
-from runtime.rules import (
+from runtime.device import DTYPES
+from runtime.flag_checks import (
     AC_MODES,
     activation_budget,
     is_sharded,
@@ -20,7 +20,7 @@ from runtime.rules import (
     seqs_per_rank,
     uses_cudagraphs,
 )
-from runtime.sizes import DTYPES, largest_divisor
+from runtime.ranks import DistContext, max_over_ranks
 
 ENOUGH_TOKENS, MOST_TOKENS = (
     4096,
@@ -77,7 +77,7 @@ def wrap_model(
     elif device.type == "cpu" and micro_batch < n_seqs and isinstance(model.ngrams, nn.Embedding):
         lookups = micro_batch * cfg.seq_len * (cfg.ngram - 1)
         if 4 * lookups <= cfg.ngram_rows:  # for more, a dense gradient is faster
-            add_gradients_in_place(model.ngrams)
+            use_sparse_embedding_gradients(model.ngrams)
     if (
         compiled or on_gpu or world_size > 1
     ):  # compiles, loads kernels, allocates, connects: step 1 is like any other
@@ -151,7 +151,7 @@ def fit_micro_batch(
             del reserved
             model.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
-            if not any(dist_max(dist_ctx, not fits)):
+            if not any(max_over_ranks(dist_ctx, not fits)):
                 return micro_batch
             if micro_batch == 1:
                 break

@@ -1,0 +1,1 @@
+"""Generation with a KV cache, evaluation of a trained model, int8, and the model for Transformers."""
