@@ -1,7 +1,16 @@
-"""What is computed: GPT, the table of its parameters, and its optimizer (Muon + Adam).
+"""The GPT model, the initial values of its parameters, and its optimizer (Muon + Adam).
 
-Read from top to bottom: GPTConfig, modules, GPT, parameter table, optimizer. ops/ has other ways to compute the same
-(attention backends, chunks of the loss, fp8, checkpointing, sharding); inference/ generates text.
+Differences from GPT-2:
+- RMSNorm without gains, also on queries and keys (QK norm)
+- rotary position embeddings on half of each head
+- the other half of each key is the previous token's key (partial key offset)
+- value embeddings, with a gate per head
+- embeddings of hashed n-grams, added to the token embeddings
+- squared ReLU; no biases, no dropout; an untied head, and a tanh soft-cap on the logits
+- projections and head start at zero; the second layer starts as an induction head
+
+In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels that
+compute the same faster or in less memory (attention, loss, float8, sharding).
 """
 
 import re
@@ -14,15 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from ops.attention import (
-    ATTENTION_BACKENDS,
-    attention_mask,
-    cached_attention,
-    flex_attention,
-)
-from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_cpu_functions
-from ops.linear import is_matvec, matvec
-from ops.loss import SoftcapCrossEntropy, chunked_loss, fused_softcap_cross_entropy
+from common import derive_seed
+from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention, flex_attention
+from ops.linear import linear
+from ops.loss import chunked_loss, fused_softcap_cross_entropy, softcap_cross_entropy
+from ops.ngram import ngram_hashes, ngram_keep_mask, ngram_table_rows
 from ops.parallel import (
     exchange_updates,
     gather_whole_matrices,
@@ -31,27 +36,25 @@ from ops.parallel import (
     to_local,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. GPTConfig
+# --------------------------------------------------------------------------------------------------
+# 1. Config
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's shape. A checkpoint stores these fields, and nothing else is needed to rebuild the model."""
+    """The model's shape. Checkpoints store these fields; nothing else is needed to rebuild it."""
 
     vocab_size: int = 50304
     seq_len: int = 1024
     n_layer: int = 12
     n_head: int = 6
     n_embd: int = 768
-    window: str = "L"  # one letter per layer, tiled: L full context, S sliding window; "SSSL:256" sets its width
-    ngram: int = (
-        0  # longest n-gram with a hashed embedding, added to each token's own; below 2 disables
-    )
-    ngram_rows: int = 16384  # embeddings that all n-grams share, by hash
-    softcap: float = 15.0  # tanh soft-capping of logits to (-softcap, softcap); 0 disables
+    window: str = "L"  # a letter per layer, tiled: L full context, S sliding window
+    ngram: int = 0  # length of the longest n-gram with an embedding; below 2: none
+    ngram_rows: int = 16384  # size of the table that all n-grams share by hash
+    softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 3  # of the computation below; checkpoints of another version are refused
+    version: int = 3  # of the mathematics below; checkpoints of another version are refused
 
     @property
     def head_dim(self) -> int:
@@ -59,17 +62,17 @@ class GPTConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated by position; the others are free to carry content."""
-        return self.head_dim // 4 * 2
+        """Dimensions of a head that are rotated by position: half of them, an even number."""
+        return 2 * (self.head_dim // 4)
 
     def layer_windows(self) -> list[int]:
-        """Keys that each query sees in each layer, its own included (0 = the whole context)."""
-        pattern, _, width = self.window.partition(
-            ":"
-        )  # "SSSL:256": the pattern and the width of S layers
+        """How many keys a query attends to in each layer, its own included; 0 is all of them."""
+        # "SSSL:256" is the pattern SSSL and a window of 256 tokens; by default a quarter of seq_len
+        pattern, _, width = self.window.partition(":")
         window = int(width) if width else max(1, self.seq_len // 4)
         if window >= self.seq_len:
             window = 0
+
         windows = []
         for layer in range(self.n_layer):
             letter = pattern[layer % len(pattern)]
@@ -77,90 +80,65 @@ class GPTConfig:
         return windows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Modules
+# --------------------------------------------------------------------------------------------------
+# 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension of x (..., D), without a gain."""
-    if use_cpu_functions(x):
-        return CpuRMSNorm.apply(x)  # the same on a CPU, with half the memory traffic
+    """RMSNorm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """ReLU squared (So et al. 2021)."""
-    if use_cpu_functions(x):
-        return CpuReLUSquared.apply(x)
+    """Squared ReLU (So et al. 2021)."""
     return F.relu(x).square()
 
 
 class Linear(nn.Linear):
-    """Bias-free linear layer in the activations' dtype: the weight stays fp32 and is cast at each use.
+    """A linear layer without bias. Its weight is fp32 and is cast to the dtype of x at each use.
 
-    Several n_out: that many matrices stacked in one weight; Muon orthogonalizes each separately.
+    n_out: the number of outputs, or a list of them: that many matrices stacked in one weight,
+    which Muon orthogonalizes one by one.
     """
 
-    matmul = staticmethod(F.linear)  # or another way to compute x @ w.T, as with --fp8
+    matmul = staticmethod(linear)  # x @ w.T; --fp8 puts a float8 matmul here
 
-    def __init__(self, n_in: int, *n_out: int):
-        super().__init__(n_in, sum(n_out), bias=False)
-        self.split = n_out
+    def __init__(self, n_in: int, n_out: int | list[int]):
+        stacked = [n_out] if isinstance(n_out, int) else n_out
+        super().__init__(n_in, sum(stacked), bias=False)
+        self.stacked = tuple(stacked)
 
     def forward(self, x: Tensor) -> Tensor:
-        w = self.weight.to(x.dtype)
-        if is_matvec(x):  # one token at a time in the compiled decode step
-            return matvec(x, w).to(x.dtype)
-        return self.matmul(x, w)
-
-
-HASH_A, HASH_B, HASH_MODULUS = (
-    0x9E3779B1,
-    0x85EBCA6B,
-    1 << 31,
-)  # multipliers of xxHash and MurmurHash; int64 suffices
-
-
-def ngram_hashes(tokens: Tensor, length: int, longest: int, eot: int | None) -> Tensor:
-    """Hashes of the n-grams of 2 to `longest` tokens that end at each of the last `length` of tokens (B, S).
-
-    int64 (B, length, longest - 1). Where an n-gram would reach back past the start of the context, or of its document
-    (which begins with `eot`), it has "no token".
-    """
-    is_start = None if eot is None else tokens == eot
-    before = code = tokens.long() + 1  # 0 stands for "no token"
-    codes = []
-    for _ in range(2, longest + 1):
-        before = shift_right(before)  # one token further back
-        if is_start is not None:
-            before = before.masked_fill(is_start, 0)  # not past the start of the document
-        code = (code * HASH_A + before) % HASH_MODULUS
-        codes.append(code)
-    return torch.stack(codes, -1)[:, -length:]
-
-
-def mix(h: Tensor, value) -> Tensor:
-    """One round of MurmurHash-like mixing of value into the hashes h."""
-    h = (h ^ value) * HASH_A % HASH_MODULUS
-    h = (h ^ (h >> 15)) * HASH_B % HASH_MODULUS
-    return h ^ (h >> 13)
-
-
-def hashed_uniform(code, position, seed):
-    h = mix(code, position * HASH_B % HASH_MODULUS)
-    h = mix(h, seed % HASH_MODULUS)
-    return (h % 2**24) / 2**24
+        return self.matmul(x, self.weight.to(x.dtype))
 
 
 class NgramEmbedding(nn.Embedding):
-    def forward(self, rows: Tensor, weights: Tensor | None) -> Tensor:
-        """Sums of rows, int64 (N, M), with weights (N, M) or None (ones): fp32 (N, n_embd)."""
-        options = dict(mode="sum", per_sample_weights=weights, sparse=self.sparse)
-        return F.embedding_bag(rows, self.weight.float(), **options)
+    """A table of embeddings in which each n-gram has the row that its hash selects."""
+
+    def forward(self, rows: Tensor, keep: Tensor | None) -> Tensor:
+        """Sum the rows of each token's n-grams: fp32 (B, T, C).
+
+        rows: int64 (B, T, N), for n-grams of N lengths. keep: their weights in the sum, of that
+        shape; None for ones.
+        """
+        B, T, N = rows.shape
+        if keep is not None:
+            keep = keep.view(B * T, N)
+        summed = F.embedding_bag(
+            rows.view(B * T, N),
+            self.weight.float(),
+            mode="sum",
+            per_sample_weights=keep,
+            sparse=self.sparse,
+        )
+        return summed.view(B, T, -1)
 
 
-def rotary_tables(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Frequencies (R/2,) and their cos and sin at each position (seq_len, 1, R/2), fp32; computed in fp64 on the CPU."""
+def precompute_rotary(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the rotary frequencies (R/2,) and their cos and sin (seq_len, 1, R/2), fp32.
+
+    In fp64 on the CPU, so that they are the same on every device. R: cfg.rotary_dim.
+    """
     half = cfg.rotary_dim // 2
     channel = torch.arange(half, dtype=torch.float64, device="cpu")
     position = torch.arange(cfg.seq_len, dtype=torch.float64, device="cpu")
@@ -170,60 +148,78 @@ def rotary_tables(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of x (B, T, H, D) in its first R dimensions; cos, sin (T, 1, R/2)."""
+    """Rotate pairs of x's first R dimensions by angles that grow with the position (Su et al. 2021).
+
+    x: (B, T, n_head, head_dim). cos, sin: (T, 1, R/2) or (B, T, 1, R/2).
+    """
     half = cos.size(-1)
     x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+    y1 = x1 * cos + x2 * sin
+    y2 = x2 * cos - x1 * sin
+    return torch.cat((y1, y2, rest), dim=-1)
+
+
+def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
+    """True where a query may attend to a key. Every attention mask is made of this.
+
+    query, key: positions. window: how many keys back, the query's own included; 0 is all.
+    query_doc, key_doc: the numbers of their documents, with --doc_mask.
+    """
+    allowed = key <= query
+    if window:
+        allowed = allowed & (key > query - window)
+    if query_doc is not None:
+        allowed = allowed & (query_doc == key_doc)
+    return allowed
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str) -> Tensor:
-    """Causal softmax attention, q, k, v: (B, n_head, T, head_dim). mask: of attention_mask; None is plain causal."""
+    """Softmax attention. q, k, v: (B, n_head, T, head_dim); backend: a value of --attn.
+
+    mask: of GPT.attention_masks, in the form that this backend takes; None is plain causal.
+    """
     if backend in ("auto", "sdpa"):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask_like(q, mask), is_causal=mask is None
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     if backend == "flex":
-        return flex_attention(q, k, v, mask)
-    return ATTENTION_BACKENDS[backend](q, k, v, mask)  # the same on other kernels: ops/attention.py
-
-
-def mask_like(q, mask):
-    return mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
+        return flex_attention(q, k, v, block_mask=mask)
+    # The same by another kernel: flash, cudnn, varlen, blocks of queries on a CPU, ...
+    return ATTENTION_KERNELS[backend](q, k, v, mask)
 
 
 class AttnContext(NamedTuple):
-    """What a block gets besides x (B, T, n_embd)."""
+    """What a block needs besides x."""
 
-    cos: Tensor  # (T, 1, rotary_dim / 2) or (B, T, 1, rotary_dim / 2), in the compute dtype
+    cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
-    doc_starts: Tensor | None  # bool (B, T, 1, 1), where a document begins; None: ignore documents
-    mask: object  # attention_mask's result for this layer's window
+    doc_starts: Tensor | None  # bool (B, T, 1, 1), where a document starts, with --doc_mask
+    mask: object  # for this layer's window
     attn_backend: str
-    value_embed: Tensor  # of the tokens, (B, T, n_embd)
-    kv_cache: object = None  # this layer's KV cache (generation.LayerCache), during generation only
+    value_embed: Tensor  # (B, T, C)
+    kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
 
 
 def shift_right(x: Tensor) -> Tensor:
-    """x (B, T, ...) shifted right by one position, with zeros in the first."""
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (1, -1))
+    """Shift x (B, T, ...) right by one position, with zeros in the first."""
+    no_padding = (0, 0) * (x.dim() - 2)
+    return F.pad(x, (*no_padding, 1, -1))
 
 
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:
-    """The entry of x (B, T, ...) at each row's own index, int64 (B,); returns (B, 1, ...)."""
+    """Take the entry of x (B, T, ...) at each row's own index, int64 (B,): (B, 1, ...)."""
     rows = torch.arange(len(x), device=x.device)
     return x[rows, index][:, None]
 
 
-def previous_token(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
-    """x (B, T, ...) of the previous token, also in cached decoding; zeros where there is none.
+def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
+    """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
 
-    name: the key of this use in the layer's cache, unique within the layer.
+    In generation it comes from the layer's cache, under this name, which no other use there has.
     """
     if ctx.kv_cache is None:
         before = shift_right(x)
     else:
         before = ctx.kv_cache.shift(name, x)
-    if ctx.doc_starts is not None:  # nothing comes before the first token of a document
+    if ctx.doc_starts is not None:
         starts = ctx.doc_starts
         while starts.dim() > x.dim():
             starts = starts.squeeze(-1)
@@ -232,65 +228,74 @@ def previous_token(name: str, x: Tensor, ctx: AttnContext) -> Tensor:
 
 
 def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
-    """Keys (B, T, H, D) whose dimensions beyond rotary_dim are the previous token's; zeros where there is none.
+    """Take the dimensions beyond rotary_dim of each key (B, T, n_head, head_dim) from the previous token.
 
-    Partial key offset (NanoGPT speedrun): one layer instead of two is enough to find what followed an earlier token
-    like the query's (one-layer induction).
+    A query that matches what an earlier token was then finds the token after it, so that one layer
+    can do induction, which otherwise takes two (NanoGPT speedrun).
     """
     k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    return torch.cat((k_rot, previous_token("key", k_pass, ctx)), dim=-1)
+    return torch.cat((k_rot, previous_token(k_pass, ctx, "key")), dim=-1)
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head causal attention with QK-norm (Henry et al. 2020) and gated value embeddings (NanoGPT speedrun)."""
+    """Multi-head attention with QK norm (Henry et al. 2020) and value embeddings (speedrun)."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.rotary_dim = cfg.rotary_dim
-        self.qkv = Linear(
-            cfg.n_embd, cfg.n_embd, cfg.n_embd, cfg.n_embd
-        )  # three stacked matrices: W_q, W_k, W_v
-        self.gate = Linear(cfg.n_embd, cfg.n_head)  # of the value embeddings, one per head
+        # W_q, W_k and W_v, stacked in one weight
+        self.qkv = Linear(cfg.n_embd, [cfg.n_embd, cfg.n_embd, cfg.n_embd])
+        # Gate of the value embeddings, one per head
+        self.gate = Linear(cfg.n_embd, cfg.n_head)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def init_as_induction_head(self) -> None:
-        """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token."""
-        w_q, w_k, _ = self.qkv.weight.split(self.qkv.split)
+        """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token.
+
+        The layer then attends to the token after an earlier occurrence of the query's token, and
+        can copy it: an induction head (Olsson et al. 2022). From random weights, some runs never
+        learn that. Starting from a known pattern is mimetic initialization (Trockman and Kolter
+        2023).
+        """
+        w_q, w_k, _ = self.qkv.weight.split(self.qkv.stacked)
         w_q = w_q.view(self.n_head, self.head_dim, -1)
         w_k = w_k.view(self.n_head, self.head_dim, -1)
         w_k[:, self.rotary_dim :] = w_q[:, self.rotary_dim :]
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim).split(self.n_head, dim=2)
 
-        # Value embeddings: each head adds the tokens' own, times a gate between 0 and 2
+        # Queries, keys and values of all heads, each (B, T, n_head, head_dim)
+        qkv = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim)
+        q, k, v = qkv.split(self.n_head, dim=2)
+
+        # Each head adds its part of the value embedding, times a gate between 0 and 2
         gate = 2 * self.gate(x).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
-        q, k = norm(q), norm(k)  # QK norm
+        # QK norm, key offset, positions
+        q, k = norm(q), norm(k)
         k = partial_key_offset(k, self.rotary_dim, ctx)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)
         k = apply_rotary_emb(k, ctx.cos, ctx.sin)
 
-        q, k, v = (
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-        )  # (B, n_head, T, head_dim)
+        # Heads before positions: (B, n_head, T, head_dim)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if ctx.kv_cache is None:
             y = attention(q, k, v, ctx.mask, ctx.attn_backend)
-        else:  # generation
+        else:
             k, v = ctx.kv_cache.append(k, v)
             y = cached_attention(q, k, v, ctx.mask)
+
+        # All heads side by side again
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.proj(y)
 
 
 class MLP(nn.Module):
-    """Feed-forward layer with a hidden width of 4 * n_embd and squared ReLU."""
+    """Feed-forward layer with a hidden width of 4 * n_embd."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -314,42 +319,43 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
-def softcap(logits: Tensor, cap: float) -> Tensor:
-    """tanh soft-capping to (-cap, cap) (Gemma 2, 2024); 0 disables."""
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
 class CrossEntropy(nn.Module):
-    """The loss, in training and evaluation: the mean over targets that are not -1."""
+    """The loss, in training and in evaluation."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.softcap = cfg.softcap
-        self.kernel = fused_softcap_cross_entropy
-        self.fused = 0 < cfg.softcap < 35  # the same loss and gradient in one pass (ops/loss.py)
+        self.kernel = fused_softcap_cross_entropy  # --compile puts its compiled form here
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits: of the head, not yet capped, in the compute dtype, (N, vocab_size); targets: int64 (N,)."""
-        if self.fused and logits.requires_grad:  # delete these two lines to edit the loss below
-            return SoftcapCrossEntropy.apply(logits, targets, self.softcap, self.kernel)
-        logits = softcap(logits.float(), self.softcap)
-        return F.cross_entropy(logits, targets, ignore_index=-1)
+        """The mean loss over the targets (N,) that are not -1, in nats, as a scalar in fp32.
+
+        logits: (N, vocab_size), before the soft-cap, in the compute dtype.
+        """
+        # With logits = softcap * tanh(logits / softcap), in fp32, this is
+        #     F.cross_entropy(logits, targets, ignore_index=-1)
+        # with loss and gradient in one pass. To train on another loss, replace or extend this line
+        return softcap_cross_entropy(logits, targets, self.softcap, self.kernel)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # 3. GPT: embeddings, blocks, head, loss
 
 
 class GPT(nn.Module):
-    """Token ids in, loss or logits out. Weights are fp32; activations have the dtype `compute_dtype`.
+    """Takes token ids; returns the loss, or logits if there are no targets. Parameters are fp32.
 
-    Only speed, memory and rounding depend on `attn`, the attention backend, and `loss_chunk`, how many tokens' logits
-    exist at once (0 = all). `doc_eot` is the token that starts a document; if given, tokens do not attend across
-    documents. `ngram_dropout` is the probability of dropping an n-gram in training mode, which depends on the n-gram,
-    its position and `step_seed` (new each step), not on ranks or micro-batches.
+    cfg: the shape
+    compute_dtype: dtype of the activations
+    loss_chunk: tokens per chunk of head and loss, so that few logits exist at once; 0 is all
+    attn: attention backend. Neither it nor loss_chunk changes the result, except for rounding
+    doc_eot: the token that starts a document; if given, no token attends to another document
+    ngram_dropout: probability of dropping an n-gram's embedding in training
     """
 
-    extrapolates = True  # False: positions end at seq_len, so longer texts are drawn from their last seq_len tokens
+    # False for a model that cannot go beyond seq_len, as with learned positions: generation then
+    # reads the last seq_len tokens again for every new one
+    extrapolates = True
 
     def __init__(
         self,
@@ -367,51 +373,33 @@ class GPT(nn.Module):
         self.attn_backend = attn
         self.doc_eot = doc_eot
         self.ngram_dropout = ngram_dropout
-        self.step_seed = 0  # set by train_step, new in each step
+        self.step_seed = 0  # train_step sets it, the same on all ranks; n-gram dropout follows it
         self.windows = cfg.layer_windows()
+
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.value_embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd) if cfg.ngram > 1 else None
+        self.ngrams = None
+        if cfg.ngram > 1:
+            self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
         self.cross_entropy = CrossEntropy(cfg)
-        frequency, cos, sin = rotary_tables(cfg)
-        device = self.wte.weight.device
-        self.register_buffer("cos", cos.to(device), persistent=False)
-        self.register_buffer("sin", sin.to(device), persistent=False)
-        self.register_buffer("frequency", frequency.to(device), persistent=False)
+
+        # Tables of rotary embedding: buffers that checkpoints need not hold
+        frequency, cos, sin = precompute_rotary(cfg)
+        self.register_buffer("cos", cos.to(self.device), persistent=False)
+        self.register_buffer("sin", sin.to(self.device), persistent=False)
+        self.register_buffer("frequency", frequency.to(self.device), persistent=False)
 
     @property
     def device(self) -> torch.device:
         return self.wte.weight.device
 
-    def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """A bias added to the attention scores, fp32 (..., H, T, S), or None: ALiBi and relative positions go here.
-
-        query, key: positions, int64 (..., T) and (..., S). Called in training, evaluation and generation.
-        """
-        return None
-
-    def attention_masks(self, backend: str, idx: Tensor) -> dict[int, object]:
-        """The attention mask for each distinct window, by window; idx: tokens (B, T)."""
-        position = torch.arange(idx.size(1), device=idx.device)
-        bias = self.attention_bias(position, position)
-        return {w: attention_mask(backend, idx, w, self.doc_eot, bias) for w in set(self.windows)}
-
-    def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of rotary position embedding; position: as in embed."""
-        if position.dim() == 1:  # 0, 1, 2, ...
-            cos, sin = self.cos[: position.size(0)], self.sin[: position.size(0)]
-        else:  # during generation, which may exceed the context
-            angle = position[..., None, None] * self.frequency
-            cos, sin = angle.cos(), angle.sin()
-        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
-
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """idx and targets: integer (B, T), T <= seq_len; targets of -1 are ignored.
+        """idx, targets: integer (B, T), T <= seq_len; targets of -1 are left out of the loss.
 
-        With targets: their mean loss in nats, fp32 (), or 0 if there are none; the caller weights it by their number.
-        Without: fp32 logits (B, T, vocab_size).
+        With targets: the mean loss over them in nats, as a scalar in fp32; 0 if all are -1.
+        Without: logits, fp32 (B, T, vocab_size).
         """
         position = torch.arange(idx.size(1), device=idx.device)
         masks = self.attention_masks(self.attn_backend, idx)
@@ -420,126 +408,171 @@ class GPT(nn.Module):
             return self.logits(x)
         return self.loss(x, targets)
 
-    def backbone(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        masks: dict,
-        backend: str,
-        layers: list | None = None,
-    ) -> Tensor:
-        """The last block's output, normalized, (B, T, n_embd); for training, evaluation and generation.
-
-        tokens, position: as in embed. masks: attention masks of this backend by window. layers: the KV caches.
-        """
-        cos, sin = self.rotary_tables(position)
-        idx = tokens[:, -position.size(-1) :]  # without the tokens that only n-grams reach back to
-        doc_starts = None if self.doc_eot is None else (idx == self.doc_eot)[..., None, None]
-        value_embed = self.value_embed(idx).to(self.compute_dtype)
-
-        x = self.embed(tokens, position).to(self.compute_dtype)
-        x = norm(x)
-        for i, block in enumerate(self.blocks):
-            ctx = AttnContext(
-                cos=cos,
-                sin=sin,
-                doc_starts=doc_starts,
-                mask=masks[self.windows[i]],
-                attn_backend=backend,
-                value_embed=value_embed,
-                kv_cache=layers[i] if layers else None,
-            )
-            x = block(x, ctx)
-        return norm(x)
-
     def next_logits(self, idx: Tensor, cache=None) -> Tensor:
         """Logits of the token that follows each row of idx (B, T): fp32 (B, 1, vocab_size).
 
-        cache: a generation.KVCache. Empty, it reads idx as prompts; after that idx is (B, 1), each row's newest token.
+        cache: an inference.generation.KVCache. An empty one reads idx as prompts, padded on the
+        right; after that, idx is the newest token of each row, (B, 1).
         """
         position = torch.arange(idx.size(1), device=idx.device)
         if cache is None:
             masks = self.attention_masks(self.attn_backend, idx)
             x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
+
         tokens = cache.read(idx, self.doc_eot)
-        if idx.size(1) > 1:  # prompts, padded on the right
+        if idx.size(1) > 1:  # prompts
             masks = self.attention_masks("sdpa", idx)
-            x = self.backbone(tokens, position, masks, "sdpa", cache.layers)
+            x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
             return self.logits(gather_positions(x, cache.length - 1))
+
         position = cache.length[:, None] - 1
         masks = cache.masks(self, position)
-        x = self.backbone(tokens, position, masks, "sdpa", cache.layers)
+        x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
         return self.logits(x)
 
-    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """Summed embeddings of the last T of tokens (B, S) and of the n-grams ending at each: (B, T, n_embd).
+    def backbone(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        masks: dict[int, object],
+        attn_backend: str,
+        kv_caches: list | None = None,
+    ) -> Tensor:
+        """Embeddings and blocks: the normalized output of the last block, (B, T, C).
 
-        position: of those T tokens in the context, int64 (T,) or (B, T). Hashed n-grams as in Over-Tokenized
-        Transformer (Huang et al. 2025): attention need not learn what follows a few letters.
+        tokens: integer (B, S), of which the last T are read. The others, in generation only, are
+        earlier tokens that n-grams reach back to.
+        position: int64 (T,), or (B, T) in generation.
+        masks: the attention mask of each window.
+        kv_caches: one per layer, in generation.
         """
-        length = position.size(-1)
-        x = self.wte(tokens[:, -length:])
+        idx = tokens[:, -position.size(-1) :]
+        cos, sin = self.rotary_tables(position)
+        doc_starts = None
+        if self.doc_eot is not None:
+            doc_starts = (idx == self.doc_eot)[..., None, None]
+        value_embed = self.value_embed(idx).to(self.compute_dtype)
+
+        x = self.embed(tokens, position).to(self.compute_dtype)
+        x = norm(x)
+        for layer, block in enumerate(self.blocks):
+            ctx = AttnContext(
+                cos=cos,
+                sin=sin,
+                doc_starts=doc_starts,
+                mask=masks[self.windows[layer]],
+                attn_backend=attn_backend,
+                value_embed=value_embed,
+                kv_cache=kv_caches[layer] if kv_caches else None,
+            )
+            x = block(x, ctx)
+        return norm(x)
+
+    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Add the embeddings of the n-grams that end at each token to the token's own: (B, T, C).
+
+        tokens, position: of backbone. Hashed n-grams: Over-Tokenized Transformer (Huang et al.
+        2025).
+        """
+        T = position.size(-1)
+        x = self.wte(tokens[:, -T:])
         if self.ngrams is None:
             return x
-        codes = ngram_hashes(tokens, length, self.cfg.ngram, self.doc_eot).flatten(0, 1)
-        weights = None
-        if self.ngram_dropout and self.training:
-            place = torch.arange(length, device=tokens.device).repeat(len(tokens))[:, None]
-            kept = hashed_uniform(codes, place, self.step_seed) >= self.ngram_dropout
-            weights = kept / (1 - self.ngram_dropout)
-        rows = ((codes * HASH_B) >> 7) % self.cfg.ngram_rows
-        return x + self.ngrams(rows, weights).view(x.shape).to(x.dtype)
+        hashes = ngram_hashes(tokens, T, longest=self.cfg.ngram, doc_eot=self.doc_eot)
+        keep = None
+        if self.training and self.ngram_dropout:
+            keep = ngram_keep_mask(hashes, self.ngram_dropout, self.step_seed)
+        rows = ngram_table_rows(hashes, self.cfg.ngram_rows)
+        return x + self.ngrams(rows, keep).to(x.dtype)
+
+    def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of rotary embedding at these positions, in the compute dtype."""
+        if position.dim() == 1:  # 0, 1, 2, ...
+            cos = self.cos[: len(position)]
+            sin = self.sin[: len(position)]
+        else:  # in generation, which may go beyond seq_len
+            angle = position[..., None, None] * self.frequency
+            cos, sin = angle.cos(), angle.sin()
+        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
+
+    def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """A bias added to the attention scores, (..., n_head, T, S), or None.
+
+        ALiBi and relative positions go here; training, evaluation and generation call it.
+        query, key: positions, int64 (..., T) and (..., S).
+        """
+        return None
+
+    def attention_masks(self, attn_backend: str, idx: Tensor) -> dict[int, object]:
+        """The attention mask of each window, for idx (B, T), in the form that the backend takes."""
+        position = torch.arange(idx.size(1), device=idx.device)
+        bias = self.attention_bias(position, position)
+        if bias is not None:
+            bias = bias.to(self.compute_dtype)
+        masks = {}
+        for window in set(self.windows):
+            # None where may_attend gives plain causal attention: no window, documents or bias
+            masks[window] = attention_mask(
+                attn_backend, may_attend, idx, window, doc_eot=self.doc_eot, bias=bias
+            )
+        return masks
 
     def logits(self, x: Tensor) -> Tensor:
-        """Soft-capped logits, fp32 (..., vocab_size), of the last block's normalized output x (..., n_embd)."""
-        return softcap(self.head(x).float(), self.cfg.softcap)
+        """Head and soft-cap (Gemma 2, 2024): fp32 (..., vocab_size), of the backbone's x (..., C)."""
+        logits = self.head(x).float()
+        if self.cfg.softcap:
+            logits = self.cfg.softcap * torch.tanh(logits / self.cfg.softcap)
+        return logits
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of x (B, T, n_embd) against targets (B, T), fp32 (), `loss_chunk` tokens at a time."""
+        """Head and loss, `loss_chunk` tokens at a time: the mean over targets, a scalar in fp32."""
 
         def head_loss(x: Tensor, targets: Tensor) -> Tensor:
             return self.cross_entropy(self.head(x), targets)
 
-        x, targets = x.flatten(0, 1), targets.flatten()
-        return chunked_loss(head_loss, list(self.parameters()), x, targets, self.loss_chunk)
-
-    def freeze(self) -> "GPT":
-        """For inference: no gradients; weight matrices are cast to the compute dtype once, not at each use."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.weight.data = module.weight.data.to(self.compute_dtype)
-        return self.eval().requires_grad_(False)
+        x = x.flatten(0, 1)  # (B * T, C)
+        targets = targets.flatten()
+        return chunked_loss(head_loss, list(self.parameters()), x, targets, chunk=self.loss_chunk)
 
     def flops_per_token(self) -> float:
-        """Forward and backward FLOPs per token, averaged over a full context.
+        """FLOPs of forward and backward per token: 6 per weight of a matmul, and attention's.
 
-        6 per matmul weight, counted once per use, and 12 * n_embd per token attended to, in each layer.
+        Attention takes 12 * n_embd in each layer for every key that a query attends to.
         """
+        # Keys that an average query of a full context attends to, summed over the layers
         T = self.cfg.seq_len
-        attended = 0  # keys that an average query attends to, summed over the layers
+        attended = 0
         for window in self.windows:
             longest = window or T
             attended += sum(min(position, longest) for position in range(1, T + 1)) / T
+
+        # All parameters but tables, which are looked up. A tied weight counts at each of its uses
         matmul_weights = 0
-        for name, p in self.named_parameters(
-            remove_duplicate=False
-        ):  # a tied weight counts at each use
-            if not name.startswith(("wte", "value_embed", "ngrams")):  # lookups
+        for name, p in self.named_parameters(remove_duplicate=False):
+            if not name.startswith(("wte", "value_embed", "ngrams")):
                 matmul_weights += p.numel()
         return 6 * matmul_weights + 12 * self.cfg.n_embd * attended
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. The parameter table
+# --------------------------------------------------------------------------------------------------
+# 4. Parameter table
 
 
-def normal(std: float, by_fan_in: bool = True) -> Callable:
-    """Normal with this standard deviation; with by_fan_in, that of matrices is scaled by fan_in ** -0.5."""
+def normal(std: float) -> Callable:
+    """Normal distribution with this standard deviation."""
 
     def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        scale = x.size(-1) ** 0.5 if by_fan_in and x.dim() > 1 else 1.0
-        return x.normal_(0, 1, generator=generator).mul_(std / scale)
+        return x.normal_(0, 1, generator=generator).mul_(std)
+
+    return fill
+
+
+def scaled_normal(std: float) -> Callable:
+    """Normal distribution with a standard deviation of std / sqrt(number of inputs)."""
+
+    def fill(x: Tensor, generator: torch.Generator) -> Tensor:
+        return x.normal_(0, 1, generator=generator).mul_(std / x.size(-1) ** 0.5)
 
     return fill
 
@@ -552,32 +585,29 @@ class ParamSpec(NamedTuple):
     """How the parameters whose names match are initialized and optimized."""
 
     pattern: str = ""  # regular expression for the whole name
-    init: Callable | None = (
-        None  # fills a tensor on the CPU with a generator; None: as the module made it
-    )
-    optim: str = (
-        ""  # "muon" or "adam"; "": Muon for matrices inside the blocks, Adam for everything else
-    )
-    lr_mul: float = 1.0  # multiple of muon_lr or adam_lr
+    init: Callable | None = None  # None: as its module made it
+    optim: str = ""  # "muon", "adam"; "": Muon for matrices in blocks, Adam for the rest
+    lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # of Adam
 
 
-# Only for what differs: a parameter without a row starts as its module made it, and is trained as ParamSpec says.
-# Head and projections start at zero, so that a new model predicts every token alike, and blocks pass x through. The
-# rates of embedding and n-grams are the best of a few for `laptop`; the speedrun's embedding has 100 times the head's.
+# One row per exception; the first that matches counts. A parameter without a row keeps what its
+# module drew, and ParamSpec's defaults. The rates of the embeddings are the best of a few for the
+# laptop preset (the speedrun's embedding has 100 times the head's).
 PARAM_TABLE = [
-    ParamSpec(r"wte\.weight", normal(1.0, by_fan_in=False), lr_mul=75.0),
-    ParamSpec(r"ngrams\.weight", zeros, lr_mul=12.0),
-    ParamSpec(r"head\.weight", zeros),
-    ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", normal(0.33**0.5)),
-    ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", zeros),
-    ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", zeros, "adam"),
-    ParamSpec(r"value_embed\.weight", zeros, lr_mul=5.0),
+    ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0),
+    ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0),
+    ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0),
+    # Zero: a new model gives all tokens the same probability, and its blocks pass x through
+    ParamSpec(r"head\.weight", init=zeros),
+    ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
+    ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
+    ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
 
 def get_spec(name: str, param: Tensor) -> ParamSpec:
-    """The first row of the table that matches a parameter's name, or the default, with its optimizer filled in."""
+    """The row of a parameter, or the defaults, with its optimizer filled in."""
     found = ParamSpec()
     for spec in PARAM_TABLE:
         if re.fullmatch(spec.pattern, name):
@@ -590,14 +620,19 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 
 @torch.no_grad()
-def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
-    """Draw the initial values of the table, each parameter's whole, on the CPU, by the seed of its name."""
+def init_weights(model: GPT, seed: int) -> None:
+    """Initialize the parameters of PARAM_TABLE, and the second layer as an induction head.
+
+    Values are drawn on the CPU, for the whole parameter, from a seed per name: they do not depend
+    on device, sharding or other parameters.
+    """
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            generator = torch.Generator().manual_seed(seed_of(name))
+            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # 63 bits
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
+
     if len(model.blocks) > 1:
         for module in model.blocks[1].modules():
             if isinstance(module, CausalSelfAttention):
@@ -607,35 +642,26 @@ def init_weights(model: GPT, seed_of: Callable[[str], int]) -> None:
 def optimizer_groups(
     model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float
 ) -> list[dict]:
-    """Parameter groups for `Optimizer`: parameters with equal settings share one.
+    """Parameter groups for Optimizer: parameters with equal settings share one.
 
-    "adamw": Adam for all, with one learning rate and decay.
+    optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
     """
-    groups: dict[tuple, dict] = {}  # by settings
+    groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
         spec = get_spec(name, param)
         if optimizer == "adamw":
-            settings = dict(
-                kind="adam", lr=adam_lr, weight_decay=weight_decay, betas=(0.9, 0.95), fused=True
-            )
+            settings = dict(kind="adam", lr=adam_lr, weight_decay=weight_decay, betas=(0.9, 0.95))
         elif spec.optim == "muon":
-            split = rows_of_stacked_matrices(model, name, param)
-            settings = dict(
-                kind="muon",
-                lr=spec.lr_mul * muon_lr,
-                weight_decay=weight_decay,
-                momentum=0.95,
-                split=split,
-            )
+            settings = dict(kind="muon", lr=spec.lr_mul * muon_lr, weight_decay=weight_decay)
+            settings["momentum"] = 0.95
+            settings["stacked"] = stacked_matrices(model, name, param)
         else:
-            settings = dict(
-                kind=spec.optim,
-                lr=spec.lr_mul * adam_lr,
-                weight_decay=0.0,
-                betas=spec.betas,
-                fused=True,
-            )
+            settings = dict(kind=spec.optim, lr=spec.lr_mul * adam_lr, weight_decay=0.0)
+            settings["betas"] = spec.betas
+        if settings["kind"] != "muon":
+            settings["fused"] = True  # so that load_state_dict keeps `step` on the device
         settings["initial_lr"] = settings["lr"]  # what the schedule multiplies
+
         key = tuple(settings.values())
         if key not in groups:
             groups[key] = dict(params=[], **settings)
@@ -643,55 +669,62 @@ def optimizer_groups(
     return list(groups.values())
 
 
-def rows_of_stacked_matrices(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
-    """Heights of the matrices stacked in a Linear's weight, which Muon orthogonalizes one by one."""
+def stacked_matrices(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
+    """How many rows each matrix has that is stacked in this parameter, which may be just one."""
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, Linear) and name.endswith(".weight"):
-        return module.split
+        return module.stacked
     return (len(param),)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. Muon + Adam
+# --------------------------------------------------------------------------------------------------
+# 5. Optimizer: Muon + Adam
 
-MAX_STACK_NUMEL = (
-    2**26
-)  # elements that a rank orthogonalizes at once; this takes several times their memory
-# Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal on the
-# singular-value interval left by the previous one, starting from [0.01, 1], with a 1 % safety margin.
-POLAR_EXPRESS_COEFFS = (
+# Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal
+# on the interval of singular values left by the previous one, from [0.01, 1], with a 1 % margin
+POLAR_EXPRESS_COEFFS = [
     (7.9339, -22.2516, 15.7938),
     (3.5701, -2.5678, 0.4861),
     (2.6780, -1.9908, 0.4541),
-)
+]
+
+# Elements that a rank orthogonalizes at once; Newton-Schulz takes several times their memory
+MAX_STACK_NUMEL = 2**26
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """A nearly semi-orthogonal matrix for each of x (M, rows, cols), by Muon's quintic Newton-Schulz iteration.
+    """Find the nearest semi-orthogonal matrix to each x (M, rows, cols), approximately.
 
-    Jordan et al. 2024. x is first divided by |x x^T| ** 0.5, at least its largest singular value; those that are then
-    above 0.01 end up in [0.7, 1.3], and smaller ones grow 76-fold. Zeros stay zero.
+    Muon's quintic Newton-Schulz iteration (Jordan et al. 2024). x is first scaled so that no
+    singular value exceeds 1; those above 0.01 then end up in [0.7, 1.3]. Zeros stay zero.
     """
     tall = x.size(1) > x.size(2)
     if tall:
         x = x.mT
+
+    # The norm of x x^T bounds the square of the largest singular value, tighter than the norm of x
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
-    gram, x = gram / scale, x / scale.sqrt()
+    gram = gram / scale
+    x = x / scale.sqrt()
+
+    # x <- a x + (b gram + c gram^2) x
     for i, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFS):
         if i > 0:
             gram = x @ x.mT
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b * gram + c * gram @ gram
-        x = torch.baddbmm(x, poly, x, beta=a)  # a * x + poly @ x
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a)
+
     if tall:
         x = x.mT
     return x
 
 
 def normalize_rows(x: Tensor) -> Tensor:
-    """Rescale the rows of each of x (M, rows, cols) to equal norm, keeping its Frobenius norm; zero rows stay zero.
+    """Give the rows of each x (M, rows, cols) the same norm, and keep x's own; zeros stay zero.
 
-    Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides by a running mean, this by the norm.
+    Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides by a running mean
+    of the rows' norms instead.
     """
 
     def frobenius_norm(t: Tensor) -> Tensor:
@@ -703,68 +736,83 @@ def normalize_rows(x: Tensor) -> Tensor:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Muon's update of each of x (M, rows, cols): rows have equal norm, times max(1, rows / cols) ** 0.5."""
-    return normalize_rows(newton_schulz(x)) * max(1.0, x.size(1) / x.size(2)) ** 0.5
+    """Muon's update for each x (M, rows, cols)."""
+    x = normalize_rows(newton_schulz(x))
+    return x * max(1.0, x.size(1) / x.size(2)) ** 0.5
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Muon for the matrices inside the blocks, Adam (decoupled weight decay) for all else; for 1..N ranks.
+    """Muon for matrices in blocks, Adam (with decoupled weight decay) for the rest.
 
-    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), for one matrix w with gradient g:
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), for a matrix w with
+    gradient g:
 
         momentum.lerp_(g, 1 - beta)
         update = newton_schulz(g.lerp(momentum, beta))  # Nesterov
         update = normalize_rows(update) * max(1, rows / cols) ** 0.5
         w -= lr * (update + weight_decay * w)
 
-    Parameters of one shape are orthogonalized together, in `ns_dtype`. Under DDP, ranks take a part of them each and
-    exchange the updates; under FSDP, a matrix is gathered on one rank, as no shard may be orthogonalized alone; with
-    hybrid sharding both apply. `state[p]` is as large as this rank's part of p, and on its device or, with `offload`,
-    in (pinned) CPU memory.
+    One process does this for all matrices of a shape together. With several ranks:
+    - DDP: each rank orthogonalizes its share of the matrices, then all exchange the updates
+    - FSDP: a matrix is gathered on one rank first, as no shard can be orthogonalized alone
+    - HSDP: both
+
+    groups: of optimizer_groups. ns_dtype: of Newton-Schulz. eps: of Adam. offload: keep the state
+    in pinned CPU memory. state[p] has the shape of this rank's shard of p.
     """
 
     def __init__(
         self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False
     ):
         super().__init__(groups, {})
-        self.ns_dtype, self.eps, self.offload = ns_dtype, eps, offload
+        self.ns_dtype = ns_dtype
+        self.eps = eps
+        self.offload = offload
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update every parameter that has a gradient, at its group's current settings; leave the others alone."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
-            update = getattr(self, group["kind"])  # muon or adam, below
             for params in by_shape.values():
-                update(group, params)
+                if group["kind"] == "muon":
+                    self.muon(group, params)
+                else:
+                    self.adam(group, params)
 
     def state_tensors(self, name: str, params: list[Tensor]) -> list[Tensor]:
-        """The state tensors of this name, one per parameter; zeros at first."""
+        """The state tensor of this name of each parameter, on the CPU with `offload`; 0 at first."""
         for p in params:
-            kept = to_local(self.state[p][name] if name in self.state[p] else torch.zeros_like(p))
-            self.state[p][name] = kept.cpu().pin_memory() if self.offload and kept.is_cuda else kept
+            state = self.state[p]
+            if name not in state:
+                state[name] = torch.zeros_like(p)
+            state[name] = to_local(state[name])
+            if self.offload and state[name].is_cuda:
+                state[name] = state[name].cpu().pin_memory()
         return [self.state[p][name] for p in params]
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
-        """Muon for parameters of one shape, as many at a time as MAX_STACK_NUMEL allows."""
-        n_ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        """Update parameters of one shape by Muon, as many at a time as memory allows."""
+        n_ranks = 1
+        if torch.distributed.is_initialized():
+            n_ranks = torch.distributed.get_world_size()
         at_once = n_ranks * max(1, MAX_STACK_NUMEL // params[0].numel())
         for first in range(0, len(params), at_once):
             self.muon_at_once(group, params[first : first + at_once])
 
     def muon_at_once(self, group: dict, params: list[Tensor]) -> None:
-        lr, beta, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
+        device = weights[0].device
+        lr, beta = group["lr"], group["momentum"]
 
-        # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes (without DDP: all)
+        # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes
         mine = my_share(params)
-        with state_on_device(weights[0].device, self.state_tensors("momentum", params)) as (
-            momenta,
-        ):
+        momenta = self.state_tensors("momentum", params)
+        with state_on_device(device, momenta) as (momenta,):
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
         if nesterov:
@@ -774,24 +822,23 @@ class Optimizer(torch.optim.Optimizer):
 
         # Orthogonalize whole matrices, then send every rank its rows of all updates
         x = gather_whole_matrices(x.to(self.ns_dtype), params[0])
-        parts = x.split(group["split"], dim=1)  # q, k and v are stacked in one weight
+        parts = x.split(group["stacked"], dim=1)
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)
-        updates = exchange_updates(x, params)
+        updates = exchange_updates(x, params).to(weights[0].dtype)
 
-        torch._foreach_mul_(weights, 1 - lr * weight_decay)
-        torch._foreach_add_(weights, list(updates.to(weights[0].dtype)), alpha=-lr)
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, list(updates), alpha=-lr)
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
-        """Adam for parameters of one shape, by PyTorch's fused kernel."""
+        """Update parameters of one shape by Adam, with PyTorch's fused kernel."""
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
+        device = weights[0].device
         steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
-        exp_avgs, exp_avg_sqs = (
-            self.state_tensors("exp_avg", params),
-            self.state_tensors("exp_avg_sq", params),
-        )
+        exp_avgs = self.state_tensors("exp_avg", params)
+        exp_avg_sqs = self.state_tensors("exp_avg_sq", params)
         beta1, beta2 = group["betas"]
-        with state_on_device(weights[0].device, exp_avgs, exp_avg_sqs) as (exp_avgs, exp_avg_sqs):
+        with state_on_device(device, exp_avgs, exp_avg_sqs) as (exp_avgs, exp_avg_sqs):
             adamw(
                 weights,
                 grads,

@@ -1,7 +1,14 @@
-"""Train a GPT: `python train_gpt.py [flags]`, or `torchrun --nproc_per_node=N train_gpt.py [flags]` on many devices.
+"""Train a GPT.
 
-Read from top to bottom: config, build, step and evaluation, the run and its loop, the command line. The model and its
-optimizer are in model.py. From Python, call `train(make_config(n_layer=2, ...))`, as often as you like per process.
+    python train_gpt.py                                        # one device, the laptop preset
+    python train_gpt.py --preset gpt2-small --data data/fineweb10B --compile
+    torchrun --nproc_per_node=8 train_gpt.py --preset gpt2-small --data data/fineweb10B
+    python train_gpt.py --out_dir runs/NAME --resume
+
+From Python: `summary = train(make_config(n_layer=2, max_steps=100))`.
+
+In this file: 1 config, 2 build, 3 one training step and evaluation, 4 the training loop, 5 command
+line. The model and its optimizer are in model.py.
 """
 
 import contextlib
@@ -14,59 +21,70 @@ from dataclasses import dataclass
 from runtime import set_environment
 
 if __name__ == "__main__":
-    set_environment()  # variables that PyTorch reads at import
+    set_environment()  # OpenMP and Inductor settings, which PyTorch reads when it is imported
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import derive_seed, exit_process, report_error
+# Data and model
+from common import command, derive_seed, exit_process
 from data.stream import TokenStream, prefetch
 from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
+
+# How the same is computed on several ranks
 from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import maybe_no_sync, sum_over_ranks, swap_in_eval_weights, to_full
+
+# Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values, flags_for_size, get_progress
-from runtime.checkpoint import save_checkpoint
+from runtime.checkpoint import save_best_weights, save_checkpoint
 from runtime.dataset import open_stream
 from runtime.device import DTYPES, init_device_and_ranks
 from runtime.flag_checks import check_device, check_flags
 from runtime.flags import flag, parse_flags
-from runtime.log import Reporter, describe_run, open_run, run_trials
-from runtime.profiler import profile_steps
-from runtime.ranks import DistContext, max_over_ranks, raise_on_all_ranks
+from runtime.ranks import DistContext, any_rank, max_over_ranks, raise_on_all_ranks
 from runtime.resume import flags_of_run, load_init_checkpoint
+from runtime.run import Run, open_run, run_trials
 from runtime.wrap_model import wrap_model
 
-PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 1. Config: every flag, declared once. The command line, help, checks, log and checkpoint follow from here.
+# --------------------------------------------------------------------------------------------------
+# 1. Config
 
-SMALL = dict(ngram=-1, eval_tokens=262144)
-LAPTOP = dict(
-    n_layer=2,
-    n_head=1,
-    n_embd=128,
-    ngram_rows=131072,
-    batch_tokens=8192,
-    max_steps=300,
-    eval_every=150,
-)
-MINI = dict(
-    n_layer=6,
-    n_head=8,
-    n_embd=512,
-    seq_len=512,
-    ngram_rows=65536,
-    batch_tokens=16384,
-    max_steps=1000,
-)
+# What a preset changes of the defaults in Config: the model, then training, then evaluation
 PRESETS = {
-    "laptop": SMALL | LAPTOP | dict(seq_len=2048, window="SL:512", short_frac=0.7),
-    "mini": SMALL | MINI,
+    # About a minute on a laptop's CPU
+    "laptop": dict(
+        n_layer=2,
+        n_head=1,
+        n_embd=128,
+        seq_len=2048,
+        window="SL:512",
+        ngram=-1,
+        ngram_rows=131072,
+        batch_tokens=8192,
+        max_steps=300,
+        short_frac=0.7,
+        eval_every=150,
+        eval_tokens=262144,
+    ),
+    # Some minutes on a GPU, some hours on a CPU
+    "mini": dict(
+        n_layer=6,
+        n_head=8,
+        n_embd=512,
+        seq_len=512,
+        ngram=-1,
+        ngram_rows=65536,
+        batch_tokens=16384,
+        max_steps=1000,
+        eval_tokens=262144,
+    ),
+    # The sizes of GPT-2
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
@@ -74,192 +92,140 @@ PRESETS = {
 }
 
 
+# Each field is a flag: flag(default, help, choices). The command line, --help, checks, log and
+# checkpoints follow from it. const: the value of the flag without one, as in --compile. min: the
+# least number, 0 by default.
 @dataclass(frozen=True)
 class Config:
-    """The flags of a run. The defaults here suit gpt2-small; make_config overrides them with the preset's values."""
+    """The flags of a run. These defaults suit gpt2-small; a preset overrides them."""
 
     # run
-    preset: str = flag(
-        "laptop", "sizes and schedule to start from; any other flag overrides it", PRESETS
-    )
-    data: str = flag(
-        "",
-        "folder of token shards from data/prepare.py (default: Python's standard library, made here)",
-    )
-    out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
+    preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
+    data: str = flag("", "dataset folder made by data/prepare.py; default: Python's own source code")
+    out_dir: str = flag("", "folder of this run; default: runs/<time>-<preset>")
     resume: str = flag(
         "",
-        "continue the run in out_dir (or this folder or file); auto: if one exists",
+        "resume from the newest checkpoint in out_dir, or from this run or checkpoint; "
+        "auto: if there is one, else start",
         const="newest",
     )
-    init_from: str = flag(
-        "", "run or checkpoint file to take the weights from, with a fresh schedule"
-    )
+    init_from: str = flag("", "run or checkpoint to take the weights from, for a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
-    trials: int = flag(
-        1, "number of runs, with seeds seed, seed+1, ..., in subfolders of out_dir", min=1
-    )
-    device: str = flag(
-        "auto", "auto is cuda if there is one, else cpu", ("auto", "cpu", "cuda", "mps")
-    )
+    trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., in subfolders", min=1)
+    device: str = flag("auto", "auto: cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
     params: int = flag(
         0,
-        "weights in the blocks, e.g. 10M: sets shape, batch, steps; -1: as suits --minutes",
+        "parameters in the blocks, e.g. 10M: chooses layers, width, batch and steps; "
+        "-1: the size that suits --minutes",
         min=-1,
     )
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
-    window: str = flag(
-        "L", "per-layer pattern, tiled: L full, S sliding window; SSSL:256 sets the width"
-    )
-    vocab_size: int = flag(
-        0, "rows of embedding and head; 0 is the tokenizer's, rounded up to a multiple of 64"
-    )
+    window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
+    vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, padded to 64")
     ngram: int = flag(
-        0,
-        "add hashed embeddings of n-grams of length 2..N; 0 disables, -1: 6 for bytes, else 3",
-        min=-1,
+        0, "add embeddings of hashed n-grams of 2..N tokens; 0 disables, -1 = auto", min=-1
     )
-    ngram_rows: int = flag(16384, "rows of the hash table shared by all n-grams", min=1)
+    ngram_rows: int = flag(16384, "rows of the table that all n-grams share", min=1)
     ngram_dropout: float = flag(
-        -1.0, "probability of dropping an n-gram embedding in training; -1 = by epochs", min=-1
+        -1.0, "probability of dropping an n-gram in training; -1 = by epochs", min=-1
     )
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(
-        -1, "tokens per chunk of lm_head + cross-entropy; 0 disables chunking, -1 = auto", min=-1
+        -1, "tokens per chunk of lm_head + cross-entropy; 0 disables, -1 = auto", min=-1
     )
     # optimizer
-    optimizer: str = flag(
-        "muon", "Muon for matrices and Adam for the rest, or the baseline adamw", ("muon", "adamw")
-    )
-    muon_lr: float = flag(
-        0.0, "learning rate of Muon; 0 = set from max_steps (docs/rates.md)", min=0
-    )
-    adam_lr: float = flag(
-        0.0, "learning rate of Adam; 0 = set from the width (docs/rates.md)", min=0
-    )
-    weight_decay: float = flag(
-        0.05, "decoupled decay (times LR) of the blocks' matrices; with adamw, of all weights"
-    )
+    optimizer: str = flag("muon", "Muon for matrices + Adam; or adamw alone", ("muon", "adamw"))
+    muon_lr: float = flag(0.0, "learning rate of Muon; 0 = by max_steps (docs/rates.md)")
+    adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
+    weight_decay: float = flag(0.05, "decoupled, of the blocks' matrices; with adamw, of all")
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
-    micro_batch: int = flag(
-        0, "sequences per device per micro-step; 0 = auto (CUDA: what fits; else 8,192 tokens)"
-    )
-    max_steps: int = flag(
-        5000, "optimizer steps; the learning-rate schedule is fractions of it", min=1
-    )
-    minutes: float = flag(
-        0.0, "end the whole run after N minutes: schedules follow the clock, not steps; 0 disables"
-    )
-    max_minutes: float = flag(
-        0.0, "stop this process after N minutes, wherever the schedule is; 0 = never"
-    )
+    micro_batch: int = flag(0, "sequences per device and micro-step; 0 = auto")
+    max_steps: int = flag(5000, "optimizer steps; schedules are fractions of it", min=1)
+    minutes: float = flag(0.0, "length of the run: schedules follow the clock; 0 = by max_steps")
+    max_minutes: float = flag(0.0, "stop this process after so long; 0 = never")
     target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
-    short_frac: float = flag(
-        0.0, "fraction of steps, at first, on sequences of an eighth of seq_len, which are faster"
-    )
+    short_frac: float = flag(0.0, "first fraction of steps, on sequences of an eighth of seq_len")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
     # systems
-    compile: str = flag(
-        "off",
-        "torch.compile blocks and loss (not yet run on a GPU)",
-        COMPILE_MODES,
-        const="default",
-    )
-    dtype: str = flag(
-        "auto", "activation dtype; auto = bf16 if faster, else fp32", ("auto", *DTYPES)
-    )
+    compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
+    dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
-    fp8: bool = flag(
-        False,
-        "float8 matmuls in MLP and head (CUDA sm89 or newer; not yet run on a GPU)",
-        const=True,
-    )
+    fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
     matmul_precision: str = flag(
         "highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium")
     )
     attn: str = flag(
-        "auto", "backend (flex, varlen, fa3, fa4: not yet run on a GPU)", ATTENTION_BACKENDS
+        "auto", "attention backend (varlen, fa3, fa4: not yet run on a GPU)", ATTENTION_BACKENDS
     )
     checkpointing: str = flag(
-        "auto", "of activations: none, selective, full, a budget in (0, 1) for torch.compile"
+        "auto",
+        "activation checkpointing: none, selective, full, or a torch.compile memory budget in (0, 1)",
     )
     offload: str = flag(
-        "none",
-        "what stays in CPU memory (not yet run on a GPU)",
-        ("none", "activations", "optimizer"),
+        "none", "what to keep in CPU memory", ("none", "activations", "optimizer")
     )
     parallel: str = flag(
-        "auto", "auto is ddp; fsdp shards over all ranks, hsdp over --shard_size", PARALLEL_MODES
+        "auto", "ddp (auto), fsdp, or hsdp: shards of --shard_size", ("auto", "ddp", "fsdp", "hsdp")
     )
-    shard_size: int = flag(
-        0, "ranks that share one copy of the weights under hsdp; 0 = the ranks of a node"
-    )
-    grad_comm: str = flag(
-        "fp32", "dtype of the gradient reduction; bf16 halves traffic but rounds", ("fp32", "bf16")
-    )
+    shard_size: int = flag(0, "ranks that share one copy of the weights under hsdp; 0 = a node's")
+    grad_comm: str = flag("fp32", "dtype of gradient reduction; bf16: half the traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
-    alloc_conf: str = flag(
-        "", "CUDA allocator settings, e.g. expandable_segments:True,max_split_size_mb:512"
-    )
-    deterministic: bool = flag(
-        False, "use only operations that give the same bits in every run", const=True
-    )
-    doc_align: bool = flag(
-        False, "start sequences at document boundaries; drop the remainder", const=True
-    )
+    alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
+    deterministic: bool = flag(False, "only operations that always give the same bits", const=True)
+    doc_align: bool = flag(False, "start sequences at documents; drop the remainder", const=True)
     doc_mask: bool = flag(False, "mask attention across documents", const=True)
     # logging and checkpoints
     eval_every: int = flag(250, "steps between evaluations; 0 = at the end only")
-    eval_tokens: int = flag(
-        10485760, "validation tokens, spread over the split (FineWeb: the first ones); 0 = all"
-    )
-    save_every: int = flag(
-        0, "steps between checkpoints; 0 = at the end only (the best weights are saved as well)"
-    )
+    eval_tokens: int = flag(10485760, "validation tokens, spread over the split; 0 = all")
+    save_every: int = flag(0, "steps between checkpoints; 0 = at the end only")
     keep: int = flag(2, "how many of the newest checkpoints to keep; 0 = all")
     sample_every: int = flag(0, "steps between text samples; 0 = at the end only")
     log_every: int = flag(10, "steps between log lines", min=1)
-    profile: int = flag(
-        0, "steps to profile: a trace in out_dir and the ten most expensive operations", const=5
-    )
-    wandb: bool = flag(
-        False, "log to Weights & Biases too (WANDB_MODE=offline needs no network)", const=True
-    )
+    profile: int = flag(0, "steps to profile: a trace in out_dir and a table", const=5)
+    wandb: bool = flag(False, "log to Weights & Biases too", const=True)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.compile != "off"
 
     @property
     def uses_cudagraphs(self) -> bool:
         return self.compile in ("reduce-overhead", "max-autotune")
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the weights only."""
+        return self.parallel in ("fsdp", "hsdp")
+
 
 def make_config(**flags) -> Config:
-    """A checked Config: the preset's values (with `resume`, those of the run), overridden by `flags`.
+    """Make a checked Config from the flags that are given. Raises UserError for a wrong one.
 
-    What it leaves open (a dtype of auto, learning rates of 0, ...) is settled when the run starts. Raises UserError for
-    a wrong name or value.
+    Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
+    data and device are known.
     """
-    given, saved = flags_of_run(
-        flags, dataclasses.fields(Config)
-    )  # saved: of the run to resume, or {}
+    # saved: the flags of the run that --resume names (of --init_from: the model's shape), or {}
+    given, saved = flags_of_run(flags, dataclasses.fields(Config))
     size_flags = {"preset", "params", "n_layer", "n_embd", "n_head"}
     if given.get("minutes") and not saved and not size_flags & given.keys():
-        given["params"] = -1  # chosen in settle, once the speed of this machine is known
+        given["params"] = -1
     preset_name = given.get("preset") or saved.get("preset") or "laptop"
     preset = dict(PRESETS[preset_name])
     if given.get("params", 0) > 0:
         preset.update(flags_for_size(given["params"], given))
 
-    # What wins, from last to first: flags, the resumed run, the preset (unless it is given anew), the defaults of Config
+    # The last of these counts: defaults, preset, resumed run, flags. A new preset replaces the run's
     if "preset" in given and preset_name != saved.get("preset"):
-        values = saved | preset
+        values = saved | preset | given
     else:
-        values = preset | saved
-    cfg = Config(**values | given)
+        values = preset | saved | given
+    cfg = Config(**values)
     check_flags(cfg)
     if cfg.bf16:
         cfg = dataclasses.replace(cfg, dtype="bf16")
@@ -267,49 +233,49 @@ def make_config(**flags) -> Config:
 
 
 def resolve_auto(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict) -> Config:
-    """The flags with all that they leave open, once and for all; `saved`: those of a run that is resumed, or {}."""
-    flags, preset = dataclasses.asdict(cfg), dataclasses.asdict(Config(**PRESETS[cfg.preset]))
-    chosen = choose_auto_values(
-        flags, preset, stream.train.n_tokens, stream.meta["vocab_size"], dist_ctx
+    """Replace every automatic value (dtype auto, learning rates of 0, ...) by this run's own.
+
+    saved: the flags in the checkpoint that is resumed, which keeps what was chosen then; or {}.
+    """
+    preset = Config(**PRESETS[cfg.preset])
+    chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
+    resolved = dataclasses.replace(cfg, **chosen)
+
+    muon_lr, adam_lr = learning_rates(resolved)
+    epochs = resolved.max_steps * resolved.batch_tokens / (stream.seqs_per_epoch * resolved.seq_len)
+    ngram_dropout = get_ngram_dropout(resolved, epochs)
+    resolved = dataclasses.replace(
+        resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
     )
-    final = dataclasses.replace(cfg, **chosen)
-    muon_lr, adam_lr = learning_rates(final)
-    epochs = final.max_steps * final.batch_tokens / (stream.seqs_per_epoch * final.seq_len)
-    ngram_dropout = get_ngram_dropout(final, epochs)
-    final = dataclasses.replace(
-        final, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
-    )
-    # A resumed run keeps what was chosen when it started
-    for field in dataclasses.fields(Config):
-        was_chosen = getattr(final, field.name) != getattr(cfg, field.name)
-        if was_chosen and field.name in saved:
-            final = dataclasses.replace(final, **{field.name: saved[field.name]})
-    stream.seqs_per_batch = (
-        final.batch_tokens // final.seq_len
-    )  # --minutes may have chosen another batch
-    return final
+
+    was_auto = [name for name in saved if getattr(resolved, name) != getattr(cfg, name)]
+    return dataclasses.replace(resolved, **{name: saved[name] for name in was_auto})
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
-    """Learning rates of Muon (the blocks' matrices) and Adam (all else; everything under --optimizer adamw).
+    """Learning rates of Muon (the blocks' matrices) and of Adam (the rest; with adamw, everything).
 
-    A flag of 0 means by rule: close to the best at each width and number of steps measured in docs/rates.md, and equal
-    to the NanoGPT speedrun's 0.02 and 0.006 at GPT-2's small size and 5,000 steps.
+    Rates of 0 are replaced by rules that come close to the best at each width and number of steps
+    in docs/rates.md. At GPT-2 small's size and 5,000 steps they are the NanoGPT speedrun's.
     """
     muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
     adam_lr = 0.006 * (768 / cfg.n_embd) ** 0.4
     if cfg.optimizer == "adamw":
         muon_lr = 0.0
         adam_lr = 0.002 * (768 / cfg.n_embd) ** 0.75
-    # three digits, as the log shows them; a rate that is given wins
+
+    # A rate that is given counts; the others have three digits, as in the log
     muon_lr = cfg.muon_lr or float(f"{muon_lr:.3g}")
     adam_lr = cfg.adam_lr or float(f"{adam_lr:.3g}")
     return muon_lr, adam_lr
 
 
 def get_ngram_dropout(cfg: Config, epochs: float) -> float:
-    """--ngram_dropout. For -1 it grows with the epochs, because n-grams of a repeated text are memorized:
-    0 up to 0.75 epochs, then such that each n-gram is kept about twice in the whole run."""
+    """Probability of dropping an n-gram's embedding; --ngram_dropout -1 chooses it by the epochs.
+
+    n-grams of a dataset that is repeated are memorized. So there is no dropout up to 0.75 epochs,
+    and then as much as leaves each n-gram in use about twice in the whole run.
+    """
     if cfg.ngram < 2:
         return 0.0
     if cfg.ngram_dropout >= 0:
@@ -318,32 +284,35 @@ def get_ngram_dropout(cfg: Config, epochs: float) -> float:
     return 1 - 1 / (1 + 0.45 * repeats)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Build: the model, what goes around it, its optimizer
+# --------------------------------------------------------------------------------------------------
+# 2. Build
 
 
 @dataclass(slots=True)
 class TrainState:
-    """What a training step works on. `model` is called in training; `raw_model` is the same without DDP around it."""
+    """What a training step works on."""
 
     cfg: Config
     dist_ctx: DistContext
     raw_model: GPT
-    model: nn.Module
+    model: nn.Module  # raw_model, or DDP around it: called in training
     micro_batch: int
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    step: int = 0  # updates done, skipped ones included
+    step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
-    # For your edits: name -> number or 0-d tensor; averaged over ranks and logged with the loss until you change it
-    # (with the validation loss, if evaluate sets it).
+
+    # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
+    # at every log line; set them in train_step, or in evaluate for its line
     metrics: dict = dataclasses.field(default_factory=dict)
-    # For your edits, saved in checkpoints: tensors, numbers, strings, lists, dicts. A tensor named like a parameter is
-    # sharded like it; extra["eval_weights"] (name -> tensor) is what is evaluated, sampled and saved as the best.
+
+    # For your changes: what you want in checkpoints. Tensors, numbers, strings, lists, dicts. A
+    # tensor with the name of a parameter is sharded like it. extra["eval_weights"], name -> tensor
+    # (an EMA, say), is evaluated, sampled and saved as the best weights
     extra: dict = dataclasses.field(default_factory=dict)
 
     def evaluating(self):
-        """Context manager: the model in eval mode with eval_weights, as it is evaluated, sampled and saved as best."""
+        """Context: the model in eval mode, with extra["eval_weights"] where there are any."""
         return swap_in_eval_weights(self.raw_model, self.extra.get("eval_weights", {}))
 
 
@@ -364,14 +333,15 @@ def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
 
 
 def build(
-    cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None, start=None
+    cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None, init=None
 ) -> TrainState:
-    """The model and its optimizer, ready to step. Weights are drawn from the seed, or taken from a checkpoint, `start`.
+    """Make the model and its optimizer, ready for the first step. Raises UserError.
 
-    vocab_size, eot: of the tokenizer. Raises UserError.
+    vocab_size, eot: of the tokenizer. init: a checkpoint to take the weights from.
     """
+    # The model
     torch.manual_seed(cfg.seed)  # for parameters that no row of PARAM_TABLE initializes
-    with dist_ctx.device:  # parameters are created there
+    with dist_ctx.device:
         raw_model = GPT(
             gpt_config(cfg, vocab_size),
             compute_dtype=DTYPES[cfg.dtype],
@@ -380,52 +350,66 @@ def build(
             doc_eot=eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
         )
-    check_causal(raw_model)  # before head and projections are zero, which would hide a leak
-    init_weights(raw_model, lambda name: derive_seed(cfg.seed, name) >> 1)  # 63 bits
-    if start and start.path:
-        start.load_weights(raw_model)
+    check_causal(raw_model)  # before init_weights: zeros in head and projections would hide a leak
+    init_weights(raw_model, cfg.seed)
+    if init:
+        init.load_weights(raw_model)
 
-    # fp8, checkpointing, compile, DDP or FSDP; and the micro-batch that fits, found by steps on dummy data
+    # fp8, activation checkpointing, compile, DDP or FSDP. Steps on dummy data find the micro-batch
+    # that fits and trigger compilation; weights do not change
     seq_lens = {get_seq_len(0.0, cfg), get_seq_len(1.0, cfg)}
-    model, micro_batch = wrap_model(
-        raw_model, lambda: make_optimizer(cfg, raw_model), cfg, dist_ctx, seq_lens
-    )
+    model, micro_batch = wrap_model(raw_model, cfg, make_optimizer, dist_ctx, seq_lens)
+
+    # Its optimizer
     optimizer = make_optimizer(cfg, raw_model)
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])  # what the schedule multiplies
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
-    return TrainState(cfg, dist_ctx, raw_model, model, micro_batch, optimizer, scaler)
+    return TrainState(
+        cfg=cfg,
+        dist_ctx=dist_ctx,
+        raw_model=raw_model,
+        model=model,
+        micro_batch=micro_batch,
+        optimizer=optimizer,
+        scaler=scaler,
+    )
 
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
-    """Muon + Adam, with fresh state. Any torch.optim optimizer whose step() needs no closure works too."""
-    groups = optimizer_groups(model, cfg.optimizer, cfg.muon_lr, cfg.adam_lr, cfg.weight_decay)
-    ns_dtype = (
-        torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
-    )  # GPUs that need fp16 have no bf16
+    """Muon + Adam. Any torch.optim optimizer works here whose step() needs no closure."""
+    groups = optimizer_groups(
+        model,
+        optimizer=cfg.optimizer,
+        muon_lr=cfg.muon_lr,
+        adam_lr=cfg.adam_lr,
+        weight_decay=cfg.weight_decay,
+    )
+    # Newton-Schulz: fp32 for fp16, as GPUs that need fp16 have no bf16
+    ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 3. Step and evaluation
+# --------------------------------------------------------------------------------------------------
+# 3. One training step, and evaluation
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
-    """Factor on the learning rates at this fraction of the run: a trapezoidal (WSD) schedule."""
+    """Learning rate at this fraction of the run, relative to its peak: warm-up, flat, decay to 0."""
     if progress < cfg.warmup_frac:
-        return min(1.0, (progress + 1 / cfg.max_steps) / cfg.warmup_frac)
+        return min(1.0, (progress + 1 / cfg.max_steps) / cfg.warmup_frac)  # not 0 at first
     if progress > 1 - cfg.cooldown_frac:
         return (1 - progress) / cfg.cooldown_frac
     return 1.0
 
 
 def get_momentum(step: int) -> float:
-    """Muon's momentum in update number `step`: from 0.85 up to 0.95 over the first 300 (NanoGPT speedrun)."""
+    """Muon's momentum: from 0.85 to 0.95 over the first 300 steps (NanoGPT speedrun)."""
     return 0.95 - 0.1 * max(0.0, 1 - step / 300)
 
 
 def get_seq_len(progress: float, cfg: Config) -> int:
-    """The context in training at this fraction of the run: shorter at first, when a model learns what is near."""
+    """Sequence length at this fraction of the run: an eighth of seq_len in the first short_frac."""
     can_shorten = cfg.seq_len % 8 == 0 and not cfg.doc_align
     if progress < cfg.short_frac and can_shorten:
         return cfg.seq_len // 8
@@ -433,6 +417,7 @@ def get_seq_len(progress: float, cfg: Config) -> int:
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
+    """This rank's part of the global batch, int64 (sequences, seq_len + 1), on the CPU."""
     batch = torch.from_numpy(stream.batch(step, dist_ctx.rank, dist_ctx.world_size))
     if dist_ctx.device.type == "cuda":
         batch = batch.pin_memory()  # lets .to(device, non_blocking=True) return at once
@@ -440,11 +425,10 @@ def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
 
 
 def seed_random(state: TrainState) -> None:
-    """Seed every generator by (seed, step, rank), so that a resumed run draws the same without saved RNG states."""
+    """Seed every generator for this step, so that checkpoints need not hold their states."""
     seed, step, rank = state.cfg.seed, state.step, state.dist_ctx.rank
-    state.raw_model.step_seed = derive_seed(
-        seed, "step", step
-    )  # of n-gram dropout: the same on all ranks
+    # n-gram dropout must not depend on ranks; what else is random differs between them
+    state.raw_model.step_seed = derive_seed(seed, "step", step)
     rank_seed = derive_seed(seed, "step", step, rank)
     random.seed(rank_seed)
     np.random.seed(rank_seed % 2**32)
@@ -452,78 +436,83 @@ def seed_random(state: TrainState) -> None:
 
 
 def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
-    """One optimizer step on this rank's batch, int64 (sequences, seq_len + 1), at this fraction of the run.
+    """One optimizer step on this rank's batch, at this fraction of the run.
 
-    Returns this rank's loss, fp32 (), whose mean over ranks is the mean loss of the global batch, and the global
-    gradient norm before clipping. If that is not finite, every rank skips the update.
+    Returns the loss, a scalar in fp32 whose mean over the ranks is the mean over all targets of the
+    global batch, and the gradient norm before clipping. If that is not finite, there is no update.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # Inputs, and as targets the next tokens. To leave tokens out of the loss, set their targets to -1
+    # The targets are the next tokens. A target of -1 is ignored by the loss
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
 
-    # Cut into micro-batches of as many tokens, also while sequences are short
+    # Cut the batch into micro-batches, all of as many tokens, also while sequences are short
     seq_len = get_seq_len(progress, cfg)
     micro_batch = state.micro_batch * cfg.seq_len // seq_len
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over all targets of all ranks. Ranks and micro-batches may have different numbers of them, so
-    # each micro-batch's mean is weighted by its share. DDP and FSDP average gradients, hence targets per rank
-    targets_per_rank = sum_over_ranks((targets >= 0).sum()).clamp(min=1) / dist_ctx.world_size
+    # The loss is the mean over all targets of all ranks. The number of targets may differ between
+    # micro-batches and ranks, so each micro-batch's mean is weighted by its number of them. DDP and
+    # FSDP average gradients over ranks, hence targets per rank
+    n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
+    targets_per_rank = n_targets / dist_ctx.world_size
+
+    # Forward and backward
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with maybe_no_sync(state.model, is_last):  # reduce gradients over ranks only once
+        with maybe_no_sync(state.model, is_last):  # ranks reduce their gradients once, at the last
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
     state.tokens += targets.numel() * dist_ctx.world_size
 
-    # Gradient norm, for clipping and the log
+    # Gradient norm, for the log; clipping
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in params])
     if cfg.grad_clip:
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
 
-    # Schedules
+    # Learning rates and momentum
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * get_lr_multiplier(progress, cfg)
         if group.get("kind") == "muon":
             group["momentum"] = get_momentum(state.step)
 
-    # Step, unless the gradient overflowed
-    grad_norm = to_full(norm).item()  # waits for the device, once per step
+    # Update, unless a gradient is not finite. Reading the norm waits for the device, once a step
+    grad_norm = to_full(norm).item()
     if math.isfinite(grad_norm):
         state.scaler.step(optimizer)
     state.scaler.update()
-    # CUDA graphs need gradients to stay at their addresses
-    optimizer.zero_grad(set_to_none=not cfg.uses_cudagraphs)
+    optimizer.zero_grad(set_to_none=not cfg.uses_cudagraphs)  # CUDA graphs need fixed addresses
     state.step += 1
     return loss, grad_norm
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None:
-    """Mean loss over --eval_tokens validation tokens, in nats; independent of ranks and micro-batch.
+def evaluate(state: TrainState, stream: TokenStream, signals: list = ()) -> float | None:
+    """Mean loss over --eval_tokens validation tokens, in nats, whatever the ranks and micro-batch.
 
-    All ranks run as many batches; padding is not counted. None if a rank has caught a signal, as time may be short.
+    None if a rank has received a signal meanwhile: there may be little time left.
     """
-    cfg, dist_ctx, device = state.cfg, state.dist_ctx, state.dist_ctx.device
+    cfg, dist_ctx = state.cfg, state.dist_ctx
+    batches = stream.eval_batches(
+        cfg.eval_tokens, state.micro_batch, rank=dist_ctx.rank, world_size=dist_ctx.world_size
+    )
     loss_sum, n_targets = 0.0, 0
     with state.evaluating() as model:
-        for x, y in stream.eval_batches(
-            cfg.eval_tokens, state.micro_batch, dist_ctx.rank, dist_ctx.world_size
-        ):
-            if any(max_over_ranks(dist_ctx, bool(signals))):
+        for x, y in batches:  # as many on every rank; the last may hold padding, of targets -1
+            if any_rank(dist_ctx, bool(signals)):
                 return None
-            loss = model(torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
-            n = int((y >= 0).sum())  # 0 in a batch of padding alone
-            loss_sum += loss.item() * n
+            x = torch.from_numpy(x).to(dist_ctx.device)
+            y = torch.from_numpy(y).to(dist_ctx.device)
+            n = int((y >= 0).sum())
+            loss_sum += model(x, y).item() * n
             n_targets += n
     sums = torch.tensor([loss_sum, n_targets], dtype=torch.float64)
     loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
@@ -531,231 +520,176 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
-    """The end of the evaluated text, ">>>", and the model's continuation; the same for the same weights."""
+    """The end of the validation tokens, ">>>", and the model's continuation."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]
     with state.evaluating() as model:
-        return sample_continuation(model, prompt, stream.tokenizer, n_tokens, state.cfg.seed)
+        return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. The run and its loop
+# --------------------------------------------------------------------------------------------------
+# 4. The training loop
 
-MAX_BAD_STEPS = 10  # skipped in a row, which end a run
+MAX_BAD_STEPS = 10  # end the run after so many steps in a row without a finite gradient
 
 
 def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
-    """A whole run, from data to the last checkpoint; returns what summary.json holds, and the model if asked for.
+    """Run from data to the last checkpoint; returns what summary.json holds, and perhaps the model.
 
-    on_step(state, loss), if given, is called on each rank after each step, with its TrainState and the loss that
-    train_step returned. Raises TrainerError.
+    on_step(state, loss) is called after each step on each rank, with the loss of train_step.
+    Raises UserError or RunError.
     """
-    # Device and ranks; the run's folder
+    # Device and ranks; then the run's folder, its log and its clock
     dist_ctx = init_device_and_ranks(cfg)
-    with open_run(cfg.out_dir, cfg.preset, dist_ctx) as (logger, signals):
-        with raise_on_all_ranks(dist_ctx):  # an error on one rank is raised on all
-            preset, windows = (
-                Config(**PRESETS[cfg.preset]),
-                gpt_config(cfg, vocab_size=0).layer_windows(),
-            )
+    with open_run(cfg, dist_ctx) as run:
+        with raise_on_all_ranks(dist_ctx):
+            preset, windows = Config(**PRESETS[cfg.preset]), gpt_config(cfg, 0).layer_windows()
             warnings = check_device(cfg, preset, dist_ctx, windows)
 
-        # Data
-        stream = open_stream(
-            cfg.data,
-            dist_ctx,
-            seq_len=cfg.seq_len,
-            batch_tokens=cfg.batch_tokens,
-            seed=cfg.seed,
-            vocab_size=cfg.vocab_size,
-            doc_align=cfg.doc_align,
-        )
+        # Data, and the checkpoint of --resume or --init_from, if there is one
+        stream = open_stream(cfg, dist_ctx)
+        init = load_init_checkpoint(cfg, run, stream)
+        resuming = init is not None and init.resumes
 
-        # The checkpoint that --resume or --init_from names, if any
-        start = load_init_checkpoint(logger, cfg.resume, cfg.init_from, stream)
-        checkpoint = start.checkpoint if start.resumes else None
-        cfg = resolve_auto(cfg, dist_ctx, stream, checkpoint["config"] if checkpoint else {})
+        # Automatic values. With --minutes they may include the batch size
+        saved_flags = init.checkpoint["config"] if resuming else {}
+        cfg = resolve_auto(cfg, dist_ctx, stream, saved_flags)
+        stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
 
         # Model and optimizer
         with raise_on_all_ranks(dist_ctx):
             check_flags(cfg)
-            state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"], start)
-            if checkpoint:
-                state.step = checkpoint["step"]
-                state.tokens = checkpoint["tokens"]
-                extra = start.load_state(state.raw_model, state.optimizer, state.scaler, stream)
-                state.extra.update(extra)
-                stream.eval_subset = checkpoint["eval_part"]
-                logger.timer.train_time = checkpoint["clock"]["train_time"]
-                logger.timer.wall_before = checkpoint["clock"]["wall_time"]
-        del start, checkpoint  # free their tensors
+            vocab_size, eot = stream.meta["vocab_size"], stream.meta["eot"]
+            state = build(cfg, dist_ctx, vocab_size, eot=eot, init=init)
+            if resuming:
+                init.restore(state, stream, run)
+        del init  # its tensors
 
-        # Say what runs, train, say how it ended
-        history = logger.open(dataclasses.asdict(cfg), state.step, stream.vocabulary)
-        for line in (
-            describe_run(cfg, state.raw_model, state.micro_batch, stream, dist_ctx) + warnings
-        ):
-            logger.info(line)
-        reporter = Reporter(
-            logger, history, state.tokens, state.raw_model.flops_per_token(), cfg, stream
-        )
-        stopped_by = loop(state, stream, logger, reporter, signals, on_step)
-        summary = reporter.summary(stopped_by, state.step, state.tokens, signals)
+        # Open the log and say what is in effect; train; write the summary
+        run.begin(state, stream, warnings)
+        stopped_by = loop(state, stream, run, on_step)
+        summary = run.finish(state, stopped_by)
     if return_model:
         return summary, state.raw_model
     return summary
 
 
-def save(state: TrainState, stream: TokenStream, logger, must: bool = False) -> None:
-    """Save a checkpoint to resume from; raises RunError if it must succeed and does not."""
-    content = checkpoint_content(state, logger)
-    save_checkpoint(
-        logger, stream, content, state.raw_model, state.optimizer, state.extra, state.cfg.keep, must
-    )
-
-
-def save_best(state: TrainState, stream: TokenStream, logger) -> None:
-    """Save the weights that were just evaluated as ckpt_best.pt, without optimizer."""
-    content = checkpoint_content(state, logger)
-    with state.evaluating():
-        save_checkpoint(logger, stream, content, state.raw_model, None, {}, keep=0, must=False)
-
-
-def checkpoint_content(state: TrainState, logger) -> dict:
-    """What a checkpoint holds besides tensors."""
-    return dict(
-        step=state.step,
-        tokens=state.tokens,
-        clock=dict(train_time=logger.timer.train_time, wall_time=logger.timer.wall_time),
-        config=dataclasses.asdict(state.cfg),
-        model_config=dataclasses.asdict(state.raw_model.cfg),
-        scaler=state.scaler.state_dict(),
-    )
-
-
 def is_due(every: int, step: int) -> bool:
-    return 0 < every and 0 < step and step % every == 0
+    return every > 0 and step > 0 and step % every == 0
 
 
-def loop(
-    state: TrainState, stream: TokenStream, logger, reporter: Reporter, signals: list, on_step=None
-) -> str:
-    """Train from state.step until something ends the run; returns the reason: max_steps, minutes, max_minutes,
-    target_val_loss, diverged or a signal's name ("signal" on ranks that caught none)."""
-    cfg, dist_ctx, timer = state.cfg, state.dist_ctx, logger.timer
-    first_step = saved_at = state.step
-    loss, norm, bad_steps = None, None, 0
+def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
+    """Train until something ends the run, and return what: max_steps, minutes, max_minutes,
+    target_val_loss, diverged, or the name of a signal ("signal" on ranks that received none)."""
+    cfg, dist_ctx = state.cfg, state.dist_ctx
+    first_step = state.step
+    saved_step = state.step
+    bad_steps = 0  # in a row
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
-    profiling = profile_steps(cfg.profile, cfg.max_steps - state.step, logger)
-    with contextlib.closing(batches), profiling as profiler_step:
+    with contextlib.closing(batches), run.profiling(cfg.max_steps - state.step) as profiler_step:
         while True:
-            progress, ran_s, signaled = ask_ranks(state, stream, timer, signals)
-            step, last_eval = state.step, reporter.last_eval["step"]
-            trained = (
-                step > first_step
-            )  # a restarted job takes at least one step, whatever else says stop
+            # What is due after the last step; a resumed run begins here, too
+            step = state.step
+            progress, process_s, signaled = ask_ranks(state, stream, run)
+            has_trained = step > first_step
 
-            # Why the run ends here, if it does
+            # Does the run end here? The last reason counts. All but the first need a step of this
+            # process, so that a job that is restarted again and again makes progress
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
-            if trained and cfg.max_minutes and ran_s >= 60 * cfg.max_minutes:
+            if has_trained and cfg.max_minutes and process_s >= 60 * cfg.max_minutes:
                 stop = "max_minutes"
-            if trained and bad_steps == MAX_BAD_STEPS:
+            if has_trained and bad_steps == MAX_BAD_STEPS:
                 stop = "diverged"
-            if trained and signaled:
+            if has_trained and signaled:
                 stop = "signal"
 
-            # Log
-            if trained and (stop or is_due(cfg.log_every, step) or step == 1):
-                row = dict(step=step, train_loss=loss, grad_norm=norm, tokens=state.tokens)
-                reporter.log_step(row, state.optimizer.param_groups, state.metrics)
+            # Once in a while: log (the line is made in runtime/run.py)
+            if has_trained and (stop or is_due(cfg.log_every, step) or step == 1):
+                run.log_step(state, loss, grad_norm)
 
-            # Save before evaluating: there may be little time left
-            if (stop or is_due(cfg.save_every, step)) and step != saved_at:
-                save(state, stream, logger, must=bool(stop))
-                saved_at = step
+            # Once in a while: save a checkpoint
+            if (stop or is_due(cfg.save_every, step)) and step != saved_step:
+                save_checkpoint(state, stream, run, required=bool(stop))
+                saved_step = step
+
+            # After a signal there may be little time left
             if stop in ("signal", "diverged"):
                 break
 
-            # Evaluate
-            if (stop or is_due(cfg.eval_every, step)) and step != last_eval:
-                with timer.evaluating():
-                    val_loss = evaluate(state, stream, signals)
-                if val_loss is None:  # a signal came meanwhile
+            # Once in a while: evaluate
+            if (stop or is_due(cfg.eval_every, step)) and step != run.last_eval_step:
+                with run.evaluating():
+                    val_loss = evaluate(state, stream, run.signals)
+                if val_loss is None:
                     stop = "signal"
                     break
-                is_best = reporter.log_eval(step, val_loss, state.tokens, state.metrics)
-                only_one = (
-                    stop and len(reporter.evaluations) == 1
-                )  # then the last checkpoint has the same weights
-                if is_best and not only_one:
-                    save_best(state, stream, logger)
+                is_best = run.log_eval(state, val_loss)
+                # The weights of a run's only evaluation, at its end, are in the last checkpoint
+                if is_best and not (stop and run.n_evals == 1):
+                    save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
                     stop = "target_val_loss"
 
-            # Sample
+            # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
-                logger.info(f"--- sample at step {step}\n{sample_text(state, stream)}\n---")
+                run.info(f"--- sample at step {step}\n{sample_text(state, stream)}\n---")
 
             if stop:
                 break
 
-            # Train
-            with timer.training():
-                batch = reporter.next_batch(batches)
-                loss, norm = train_step(state, batch, progress)
-            if math.isfinite(norm):
+            # A single training step
+            with run.training():
+                batch = run.next_batch(batches)
+                loss, grad_norm = train_step(state, batch, progress)
+            if math.isfinite(grad_norm):
                 bad_steps = 0
             else:
                 bad_steps += 1
-                logger.info(
-                    f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)"
-                )
+                run.info(f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)")
             if on_step:
                 on_step(state, loss)
             profiler_step()
-    if saved_at != state.step:
-        save(state, stream, logger, must=True)
-    if stop == "signal" and signals:
-        return signals[0]
+
+    # target_val_loss may be reached at a step that was not saved
+    if saved_step != state.step:
+        save_checkpoint(state, stream, run, required=True)
+    if stop == "signal" and run.signals:
+        return run.signals[0]
     return stop
 
 
-def ask_ranks(
-    state: TrainState, stream: TokenStream, timer, signals: list
-) -> tuple[float, float, bool]:
-    """How much of the run is done, seconds of this process, whether a rank has caught a signal: the same on all ranks."""
+def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:
+    """What all ranks must see alike: the fraction of the run that is done, the seconds of this
+    process, and whether a rank has received a signal."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    tail_s = timer.tail_s(stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch)
-    progress = get_progress(state.cfg, state.step, epochs, timer.wall_time, tail_s)
-    ran_s = timer.wall_time - timer.wall_before
-    progress, ran_s, signaled = max_over_ranks(state.dist_ctx, progress, ran_s, bool(signals))
-    return progress, ran_s, bool(signaled)
+    eval_steps = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
+    progress = get_progress(
+        state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_steps)
+    )
+    signaled = bool(run.signals)
+    progress, process_s, signaled = max_over_ranks(
+        state.dist_ctx, [progress, run.process_time, signaled]
+    )
+    return progress, process_s, bool(signaled)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. The command line
+# --------------------------------------------------------------------------------------------------
+# 5. Command line
+
+HELP = "Train a GPT. In brackets: the defaults of --preset laptop."
 
 
-def main(argv: list[str]) -> int:
-    """The command line; returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
-    sys.stdout.reconfigure(errors="replace")  # samples may hold what a terminal cannot encode
-    try:
-        description = __doc__.split("\n")[0] + " In brackets: the defaults of --preset laptop."
-        cfg = make_config(
-            **parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], description)
-        )
-        run_trials(
-            lambda **which: train(dataclasses.replace(cfg, **which)),
-            cfg.seed,
-            cfg.trials,
-            cfg.out_dir,
-        )
-    except Exception as error:
-        return report_error(error)
-    if dist.is_initialized():  # not after an error: it would wait for the other ranks
+@command
+def main(argv: list[str]) -> None:
+    """Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
+    cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], HELP))
+    if cfg.trials == 1:
+        train(cfg)
+    else:
+        run_trials(train, cfg)
+    if dist.is_initialized():
         dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from benchmarks.harness import (
     table,
     timed,
 )
-from ops.attention import ATTENTION_BACKENDS, attention, attention_mask
+from model import attention, may_attend
+from ops.attention import ATTENTION_BACKENDS, attention_mask
 from runtime.device import DTYPES, faster_dtype, init_device_and_ranks
 from runtime.flag_checks import check_device
 from train_gpt import Config, gpt_config, make_config
@@ -75,7 +76,10 @@ def attention_case(flags: dict, name: str, length: int, variant: str, tokens: in
 
     def call() -> tuple[float, float]:
         forward_s, out = timed(
-            device, lambda: function(*inputs, attention_mask(backend, idx, window, eot), backend)
+            device,
+            lambda: function(
+                *inputs, attention_mask(backend, may_attend, idx, window, eot), backend
+            ),
         )
         return forward_s, timed(device, lambda: torch.autograd.grad(out, inputs, d_out))[0]
 

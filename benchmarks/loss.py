@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.harness import Bench, median_min_max, progress, run_python, table
 from records.check import t_test
-from runtime.sources import REPO
 from runtime.log import read_rows
+from runtime.sources import REPO
 from train_gpt import make_config
 
 

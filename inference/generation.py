@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from common import UserError, printable
-from model import gather_positions, shift_right
+from model import gather_positions, may_attend, shift_right
 from ops.attention import add_bias
 from ops.parallel import reshard
 
@@ -104,13 +104,19 @@ class KVCache:
         return tokens
 
     def masks(self, model: nn.Module, position: Tensor) -> dict[int, Tensor]:
-        """For each window, what the token at `position` (B, 1) attends to: the slots of its own document."""
+        """For each window, the slots that the token at `position` (B, 1) attends to."""
         masks = {}
         for window, layer in zip(model.windows, self.layers):
-            if window not in masks:
-                slots = layer.positions()
-                seen = (slots >= self.doc_start[:, None])[:, None, None]
-                masks[window] = add_bias(seen, model.attention_bias(position, slots))
+            if window in masks:
+                continue
+            slots = layer.positions()
+            query, key = position[:, :, None], slots[:, None]  # (B, 1, 1), (B, 1, size)
+            allowed = may_attend(query, key, window, True, key >= self.doc_start[:, None, None])
+            allowed = (allowed & (key >= 0))[:, None]  # negative: an empty slot
+            bias = model.attention_bias(position, slots)
+            if bias is not None:
+                bias = bias.to(model.compute_dtype)
+            masks[window] = add_bias(allowed, bias)
         return masks
 
 

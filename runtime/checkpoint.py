@@ -249,7 +249,7 @@ SET_BY_FLAGS = (
     "betas",
     "momentum",
     "kind",
-    "split",
+    "stacked",
     "fused",
     "params",
 )

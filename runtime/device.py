@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
-from ops.attention import attention
+from ops.attention import blocked_attention
 from ops.cpu import tune_glibc_malloc
 from runtime.ranks import (
     DistContext,
@@ -233,7 +233,10 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: flo
 def attention_s(backend: str, shape: tuple[int, int, int, int]) -> float:
     """Seconds of causal attention in bf16 on a CPU, forward and backward, of this shape (B, H, T, D)."""
     q = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
-    return fastest_s(lambda: attention(q, q, q, None, backend).sum().backward(), least=3)
+    if backend == "blocked":
+        return fastest_s(lambda: blocked_attention(q, q, q, None).sum().backward(), least=3)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return fastest_s(lambda: sdpa(q, q, q, is_causal=True).sum().backward(), least=3)
 
 
 def hardware_dtype(dtype: str, device: torch.device) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 from common import UserError, is_out_of_memory, largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
-from ops.cpu import use_sparse_embedding_gradients
+from ops.cpu import use_cpu_functions, use_sparse_embedding_gradients
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.device import DTYPES
@@ -45,6 +45,8 @@ def wrap_model(
     )
     n_seqs = seqs_per_rank(cfg.batch_tokens, cfg.seq_len, cfg.micro_batch, world_size)
     shards = ranks_per_copy(cfg.parallel, cfg.shard_size, world_size, dist_ctx.local_world_size)
+    if device.type == "cpu":
+        use_cpu_functions(type(model).backbone.__globals__)
     blocks = [*dict.fromkeys(model.blocks)]  # an edit may use one several times
     if cfg.fp8:
         feed_forward = [

@@ -12,6 +12,7 @@ import torch
 import bench
 from benchmarks import attention, harness, infer, ladder, loss, plot
 from conftest import ROOT, measured, run_python, tiny_run
+from model import may_attend
 from ops.attention import attention as attention_op
 from ops.attention import attention_mask
 from records.check import t_test
@@ -323,7 +324,7 @@ def test_explicit_attention_is_attention():
     torch.testing.assert_close(
         attention.naive_attention(q, k, v, None), attention_op(q, k, v, None)
     )
-    mask = attention_mask("sdpa", torch.zeros(2, 50, dtype=torch.long), 7, None)
+    mask = attention_mask("sdpa", may_attend, torch.zeros(2, 50, dtype=torch.long), 7, None)
     torch.testing.assert_close(
         attention.naive_attention(q, k, v, mask), attention_op(q, k, v, mask)
     )

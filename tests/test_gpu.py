@@ -23,8 +23,8 @@ from conftest import (
 )
 from inference.generation import compile_decode_step, generate, tokens_to_cpu
 from inference.int8 import quantize
-from model import GPT, GPTConfig
-from ops.attention import attention, attention_mask
+from model import GPT, GPTConfig, attention, may_attend
+from ops.attention import attention_mask
 from ops.checkpointing import OFFLOAD_MIN_NUMEL, apply_offload, pack_to_host, unpack_to_device
 from ops.compile import apply_compile
 from ops.linear import Fp8Linear
@@ -141,9 +141,13 @@ def test_gpu_attention_means_the_same(backend, window, docs):
     )
     idx = torch.randint(0, 50, (2, 256), device="cuda")
     eot = 3 if docs else None
-    got = attention(q, k, v, attention_mask(backend, idx, window, eot), backend)
+    got = attention(q, k, v, attention_mask(backend, may_attend, idx, window, eot), backend)
     want = attention(
-        q.float(), k.float(), v.float(), attention_mask("sdpa", idx, window, eot), "math"
+        q.float(),
+        k.float(),
+        v.float(),
+        attention_mask("sdpa", may_attend, idx, window, eot),
+        "math",
     )
     assert (got - want).norm() / want.norm() < 0.01
     for a, b in zip(

@@ -20,8 +20,8 @@ from conftest import built, final, random_gpt, rows, tiny_run
 from inference import generation, int8
 from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token
 from inference.int8 import quantize, round_to_int8
-from model import GPT, CrossEntropy, GPTConfig
-from ops.attention import attention, attention_mask
+from model import GPT, CrossEntropy, GPTConfig, attention, may_attend
+from ops.attention import attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
 from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_sparse_embedding_gradients
@@ -66,7 +66,7 @@ def test_attention_against_pytorchs_with_an_explicit_mask(
         torch.randn(3, 290, 290, generator=torch.Generator().manual_seed(1)).to(dtype),
     )
     seen = explicit_mask(idx, window, eot)
-    mask = attention_mask(backend, idx, window, eot, bias.float() if biased else None)
+    mask = attention_mask(backend, may_attend, idx, window, eot, bias.to(dtype) if biased else None)
     exact_mask, results = torch.where(seen, bias.double(), -math.inf) if biased else seen, []
     for function, kind in (
         (lambda q, k, v: attention(q, k, v, mask, backend), dtype),
@@ -85,16 +85,16 @@ def test_attention_against_pytorchs_with_an_explicit_mask(
 def test_varlen_takes_offsets_and_some_backends_take_no_bias():
     idx = torch.ones((2, 48), dtype=torch.int64)
     idx[0, 0] = idx[0, 7] = idx[1, 10] = 3
-    mask = attention_mask("varlen", idx, 5, 3)
+    mask = attention_mask("varlen", may_attend, idx, 5, 3)
     assert mask.cu_seqlens.tolist() == [0, 7, 48, 58, 96] and mask.cu_seqlens.dtype == torch.int32
     assert mask.max_seqlen == 48 and mask.window == (
         4,
         0,
     )  # ours counts the query itself, varlen_attn's does not
-    assert attention_mask("varlen", idx, 0, None).cu_seqlens.tolist() == [0, 48, 96]
+    assert attention_mask("varlen", may_attend, idx, 0, None).cu_seqlens.tolist() == [0, 48, 96]
     for backend in ("flash", "flex", "varlen"):
         with pytest.raises(UserError, match=f"--attn {backend} adds no bias"):
-            attention_mask(backend, idx, 0, None, torch.zeros(2, 48, 48))
+            attention_mask(backend, may_attend, idx, 0, None, torch.zeros(2, 48, 48))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -100,8 +100,8 @@ def plain_muon(groups: list[dict], momenta: dict) -> None:
         for p in group["params"]:
             momentum = momenta[p].lerp_(p.grad, 1 - group["momentum"])
             for w, x in zip(
-                p.split(group["split"]),
-                p.grad.lerp(momentum, group["momentum"]).split(group["split"]),
+                p.split(group["stacked"]),
+                p.grad.lerp(momentum, group["momentum"]).split(group["stacked"]),
             ):
                 x = newton_schulz(x[None])[0]
                 even = x / x.norm(dim=1, keepdim=True) * x.norm() / math.sqrt(len(x))
@@ -128,7 +128,7 @@ def test_muon_is_a_plain_loop_over_matrices(table_rows, splits, at_once, monkeyp
     for plain in (False, True):
         gpt, generator = random_gpt(), torch.Generator().manual_seed(0)
         for (place, split), block in itertools.product(splits.items(), gpt.blocks):
-            block.get_submodule(place).split = split
+            block.get_submodule(place).stacked = split
         optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
         muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
         momenta = {p: torch.zeros_like(p) for group in muon for p in group["params"]}

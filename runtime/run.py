@@ -1,0 +1,556 @@
+"""A run as the user sees it: its folder (log.txt, metrics.jsonl, summary.json), console and clock."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+import traceback
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import RunError, UserError, atomic_write, error_sentence, nan_to_none
+from data.shards import recorded_hashes
+from data.stream import TokenStream
+from data.tokenizers import VOCABULARY_FILE
+from runtime.log_header import describe_run
+from runtime.device import device_summary, peak_flops, peak_memory_mb
+from runtime.profiler import profile_steps
+from runtime.ranks import DistContext, gather_objects, mean_over_ranks, run_on_rank0
+from runtime.signals import catch_signals
+from runtime.sources import copy_sources, source_hashes
+
+try:
+    import fcntl  # not on Windows, where a run's folder is not locked
+except ImportError:
+    fcntl = None
+
+SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
+
+# --compile is advised after so many seconds of training: on two cores it takes 45 s the first time,
+# and saves a sixth of the rest
+COMPILE_PAYS_S = 300
+
+
+@contextlib.contextmanager
+def open_run(cfg, dist_ctx: DistContext):
+    """Make a run's folder, lock it and catch signals; yields the Run. Raises UserError.
+
+    An error that ends the run is written to log.txt, whichever rank it is on.
+    """
+    folder = cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset))
+    with catch_signals() as signals:
+        run = Run(Path(folder), cfg, dist_ctx, signals)
+        try:
+            run_on_rank0(dist_ctx, run.lock_folder)
+            yield run
+        except Exception as error:
+            cause = run.log_error(error)
+            if cause is error:
+                raise
+            raise cause from None
+        finally:
+            run.close()
+
+
+def new_run_folder(name: str) -> Path:
+    """Make runs/<time>-<name>; a second later if another run has just made it."""
+    while True:
+        path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        time.sleep(0.1)
+
+
+class Run:
+    """What a run reports, and its clock. Only rank 0 writes and prints.
+
+    signals: the names of those received. train_time: seconds of training, measured by training().
+    """
+
+    def __init__(self, folder: Path, cfg, dist_ctx: DistContext, signals: list[str]):
+        self.folder = folder
+        self.cfg = cfg
+        self.dist_ctx = dist_ctx
+        self.signals = signals
+        self.is_rank0 = dist_ctx.rank == 0
+
+        # Files, open from begin() on
+        self.log = None
+        self.metrics = None
+        self.wandb = None
+        self.lock_file = None
+        self.early_lines = []  # for log.txt, from before it is open
+
+        # Clock
+        self.created = time.perf_counter()
+        self.earlier_wall_time = 0.0  # of the starts before a resume
+        self.train_time = 0.0
+        self.data_wait_s = 0.0
+        self.last_step_s = 0.0
+        self.typical_step_s = 0.0
+        self.last_eval_s = 0.0
+
+    # ----------------------------------------------------------------------------------------------
+    # Clock
+
+    @property
+    def process_time(self) -> float:
+        """Seconds since this process began the run, without imports."""
+        return time.perf_counter() - self.created
+
+    @property
+    def wall_time(self) -> float:
+        return self.earlier_wall_time + self.process_time
+
+    @contextlib.contextmanager
+    def training(self):
+        """Context of a training step, until the device has finished it."""
+        began = time.perf_counter()
+        yield
+        if self.dist_ctx.device.type != "cpu":
+            torch.accelerator.synchronize()
+        took = time.perf_counter() - began
+        self.train_time += took
+        # A step that compiles or stalls does not tell how long the next one takes
+        self.typical_step_s = min(self.last_step_s or took, took)
+        self.last_step_s = took
+
+    @contextlib.contextmanager
+    def evaluating(self):
+        """Context of an evaluation."""
+        began = time.perf_counter()
+        yield
+        self.last_eval_s = time.perf_counter() - began
+
+    def time_to_finish(self, eval_steps: float) -> float:
+        """Seconds for one more step and the last evaluation.
+
+        eval_steps: size of an evaluation in training steps, of which it takes about 0.4 the time.
+        """
+        eval_s = self.last_eval_s or 0.4 * eval_steps * self.typical_step_s
+        return 1.5 * self.typical_step_s + eval_s
+
+    def next_batch(self, batches):
+        """Take the next batch, and count the time that training waits for it."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.data_wait_s += time.perf_counter() - asked
+        return batch
+
+    def profiling(self, steps_left: int):
+        """Context of the training loop, for --profile."""
+        return profile_steps(self.cfg.profile, steps_left, self)
+
+    # ----------------------------------------------------------------------------------------------
+    # The folder, and the start and end of its files
+
+    def lock_folder(self) -> None:
+        """Make the folder, lock it against other runs, and delete partial files of a dead run.
+
+        After a restart by torchrun it waits half a minute: ranks of the last start may still end.
+        Raises UserError.
+        """
+        patience_s = 0
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+            patience_s = 30
+        deadline = time.monotonic() + patience_s
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock_file = open(self.folder / ".lock", "a")
+        while fcntl:
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"another run is using {self.folder}; give another --out_dir or wait"
+                    ) from None
+                time.sleep(0.2)
+            except OSError as error:  # some network file systems have no locks
+                self.info(f"{self.folder} is not locked against a second run ({error})")
+                break
+        self.lock_file = lock_file
+        for partial in self.folder.glob(".tmp-*"):
+            partial.unlink()
+
+    def begin(self, state, stream: TokenStream, warnings: list[str]) -> None:
+        """Open log.txt and metrics.jsonl, and say what is in effect. Raises UserError.
+
+        A resumed run continues its files after its last step. log.txt gets the flags, the command
+        and the SHA-256 of the sources, which are copied to source/, or to source_<step>/ if they
+        have changed before a resume.
+        """
+        self.cfg = state.cfg
+        self.stream = stream
+        self.first_tokens = self.logged_tokens = state.tokens
+        self.first_train_time = self.logged_train_time = self.train_time
+        self.flops_per_token = state.raw_model.flops_per_token()
+        self.peak_flops = math.nan
+        peak = peak_flops(self.dist_ctx.device, self.cfg.dtype)
+        if peak:
+            self.peak_flops = peak * self.dist_ctx.world_size
+        self.bits_per_nat = math.nan
+        counts = stream.meta["splits"].get("val") or {}
+        if counts.get("bytes"):
+            self.bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2)
+
+        # What was logged before the step that is resumed, the same on all ranks
+        history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
+        self.evaluations = [row for row in history if row.get("val_loss") is not None]
+        losses = [row["train_loss"] for row in history if row.get("train_loss") is not None]
+        self.recent_losses = deque(losses, maxlen=10)
+
+        for line in describe_run(state, stream) + warnings:
+            self.info(line)
+
+    def open_files(self, step: int) -> list[dict]:
+        """Open the files on rank 0, cut to this step; returns the rows of metrics.jsonl up to it."""
+        if self.stream.vocabulary:
+            with atomic_write(self.folder / VOCABULARY_FILE) as file:
+                file.write(self.stream.vocabulary.encode())
+
+        # metrics.jsonl
+        path = self.folder / "metrics.jsonl"
+        history = []
+        if step and path.exists():
+            for row in read_rows(path.read_text(encoding="utf-8", errors="replace")):
+                if isinstance(row.get("step"), int) and row["step"] <= step:
+                    history.append(row)
+        with atomic_write(path) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in history)
+        self.metrics = open(path, "a", encoding="utf-8")
+
+        # log.txt, with the sources of the last start
+        path = self.folder / "log.txt"
+        last_sources = ""
+        if step and path.exists():
+            log = path.read_text(encoding="utf-8", errors="replace")
+            last_sources = log.rpartition("\nsources: ")[2]
+        self.log = open(path, "a" if step else "w", encoding="utf-8", errors="replace")
+        hashes = source_hashes()
+        flags = dataclasses.asdict(self.cfg)
+        self.write(self.log, f"{SECTION} run")
+        self.write(self.log, json.dumps(flags))
+        self.write(self.log, f"command: {shlex.join(sys.argv)}")
+        self.write(self.log, f"sources: {', '.join(hashes.values())}")
+        for line in self.early_lines:
+            self.write(self.log, line)
+
+        # source/
+        changed = [name for name in hashes if hashes[name] not in last_sources]
+        if changed:
+            copies = self.folder / (f"source_{step}" if step else "source")
+            copy_sources(copies)
+            if step:
+                names = ", ".join(changed)
+                self.info(f"the code has changed since the last start: {names}; see {copies}")
+
+        if self.cfg.wandb:
+            self.start_wandb(flags)
+        return history
+
+    def start_wandb(self, flags: dict) -> None:
+        try:
+            import wandb
+
+            self.wandb = wandb.init(
+                project="train_gpt", name=self.folder.name, dir=self.folder, config=flags
+            )
+        except Exception as error:  # no package, no login, no network
+            raise UserError(
+                f"--wandb could not start ({error}); use `wandb login` or WANDB_MODE=offline"
+            ) from None
+
+    def log_error(self, error: Exception) -> Exception:
+        """Write the error that ends the run on this rank to log.txt, and tell the other ranks.
+
+        Returns what to raise: if another rank has ended first, an error that says why.
+        """
+        cause = error_sentence(error) or traceback.format_exc()
+        others = self.dist_ctx.error_of_others(cause)
+        if others:
+            error = RunError(others, printed=False)
+            cause = others
+        log = self.folder / "log.txt"
+        if not getattr(error, "printed", False) and log.exists():
+            with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
+                file.write(f"ended: {cause}\n")
+        return error
+
+    def close(self) -> None:
+        """Close the files, and remove a folder that was made for a run that has not begun."""
+        if self.lock_file and not self.log:
+            with contextlib.suppress(OSError):  # something else is in it
+                (self.folder / ".lock").unlink(missing_ok=True)  # while it is locked
+                self.folder.rmdir()
+        for file in (self.log, self.metrics, self.lock_file):
+            if file:
+                with contextlib.suppress(OSError):  # a full disk has been reported
+                    file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+    # ----------------------------------------------------------------------------------------------
+    # Lines and rows
+
+    def write(self, file, line: str) -> None:
+        """Append a line to a file; a full disk does not end the run."""
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            print(f"WARNING: {file.name} cannot be written ({error.strerror})", flush=True)
+
+    def info(self, text: str) -> None:
+        """Print a line, and keep it in log.txt."""
+        if not self.is_rank0:
+            return
+        print(text, flush=True)
+        if self.log:
+            self.write(self.log, text)
+        else:
+            self.early_lines.append(text)
+
+    def sync_metrics(self) -> None:
+        """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
+        self.metrics.flush()  # what a full disk held back
+        os.fsync(self.metrics.fileno())
+
+    def log_step(self, state, loss: torch.Tensor, grad_norm: float) -> None:
+        """Log a training step, with the mean over ranks of its loss and of state.metrics."""
+        metrics = mean_over_ranks(self.dist_ctx, {**state.metrics, "train_loss": loss})
+        loss = metrics.pop("train_loss")
+
+        # The learning rate is that of Muon's group, or of the first
+        groups = state.optimizer.param_groups
+        muon_groups = [group for group in groups if group.get("kind") == "muon"]
+        lr = (muon_groups or groups)[0]["lr"]
+
+        # Speed since the last logged step
+        seconds = max(self.train_time - self.logged_train_time, 1e-9)
+        speed = (state.tokens - self.logged_tokens) / seconds
+        self.logged_tokens = state.tokens
+        self.logged_train_time = self.train_time
+        mfu = speed * self.flops_per_token / self.peak_flops
+        memory = peak_memory_mb(self.dist_ctx.device)
+
+        spike = ""
+        recent = self.recent_losses
+        if len(recent) >= 5 and loss > np.mean(recent) + max(0.1, 4 * np.std(recent)):
+            spike = " SPIKE"
+        if math.isfinite(loss):
+            recent.append(loss)
+
+        left_s = self.typical_step_s * (self.cfg.max_steps - state.step)
+        if self.cfg.minutes:
+            left_s = 60 * self.cfg.minutes - self.wall_time
+        clock = f"{as_time(self.wall_time)} < {as_time(left_s)}"
+
+        begin = f"loss {loss:.4f}{spike} | lr {lr:.2e} | norm {grad_norm:.3f}"
+        end = f"{speed:,.0f} tok/s | {memory:,.0f} MiB | {clock}"
+        if math.isfinite(mfu):
+            end = f"{speed:,.0f} tok/s | mfu {mfu:.1%} | {memory:,.0f} MiB | {clock}"
+        row = dict(
+            step=state.step,
+            train_loss=loss,
+            grad_norm=grad_norm,
+            tokens=state.tokens,
+            lr=lr,
+            tokens_per_s=speed,
+            mfu=mfu,
+            peak_mem_mb=memory,
+        )
+        self.log_row(row, metrics, begin, end)
+
+    def log_eval(self, state, val_loss: float) -> bool:
+        """Log a validation loss, in nats per token, and state.metrics; True if it is the lowest."""
+        metrics = mean_over_ranks(self.dist_ctx, state.metrics)
+        val_bpb = val_loss * self.bits_per_nat
+        begin = f"val_loss {val_loss:.4f}"
+        if math.isfinite(val_bpb):
+            begin += f" | val_bpb {val_bpb:.4f}"
+        row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
+        self.log_row(row, metrics, begin, f"train_time {self.train_time:.1f} s")
+
+        earlier = [row["val_loss"] for row in self.evaluations]
+        self.evaluations.append(row)
+        return math.isfinite(val_loss) and not any(loss <= val_loss for loss in earlier)
+
+    def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
+        """Record a row with metrics and the clock; print a line, with metrics between begin, end."""
+        row["train_time_s"] = self.train_time
+        row["wall_time_s"] = self.wall_time
+        max_steps = str(self.cfg.max_steps)
+        parts = [f"step {row['step']:>{len(max_steps)}}/{max_steps}", begin]
+        parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        self.info(" | ".join([*parts, end]))
+        if not self.is_rank0:
+            return
+        values = nan_to_none(row | metrics)
+        self.write(self.metrics, json.dumps(values))
+        if self.wandb:
+            step = values.pop("step")
+            self.wandb.log(values, step=step)
+
+    @property
+    def last_eval_step(self) -> int | None:
+        return self.evaluations[-1]["step"] if self.evaluations else None
+
+    @property
+    def n_evals(self) -> int:
+        return len(self.evaluations)
+
+    # ----------------------------------------------------------------------------------------------
+    # The end
+
+    def finish(self, state, stopped_by: str) -> dict:
+        """Write summary.json, say how the run ended and what to try next; returns the summary.
+
+        Raises RunError for a run that diverged, and on a node that received none of the signals
+        that ended the run, so that its torchrun starts it again.
+        """
+        summary = self.summary(state, stopped_by)
+        # A run that was complete before keeps its figures
+        path = self.folder / "summary.json"
+        has_trained = state.tokens > self.first_tokens
+        if self.is_rank0 and (has_trained or not path.exists()):
+            with atomic_write(path) as file:
+                file.write(json.dumps(summary, indent=1).encode() + b"\n")
+
+        trained_s = self.train_time - self.first_train_time
+        stall = self.data_wait_s / max(trained_s, 1e-9)
+        self.info(
+            f"stopped by {stopped_by} at step {state.step}: train_time {self.train_time:.1f} s "
+            f"(data stall {stall:.2%}), wall time {self.wall_time:.1f} s; "
+            f"everything is in {shlex.quote(str(self.folder))}"
+        )
+        self.info(self.hint(state.step, stopped_by, trained_s))
+
+        if stopped_by.lower().startswith("sig"):
+            fail_on_nodes_without_signal(self.dist_ctx, self.signals)
+        if stopped_by == "diverged":
+            raise RunError(
+                "the loss or gradient was not finite in many steps in a row, to step "
+                f"{state.step} (ckpt_{state.step}.pt has the weights from before); try lower "
+                "learning rates, --grad_clip 1 or --dtype fp32, or look at the data",
+                printed=not self.is_rank0,
+            )
+        return summary
+
+    def summary(self, state, stopped_by: str) -> dict:
+        """What summary.json holds."""
+        last = dict(val_loss=math.nan, val_bpb=math.nan)
+        if self.evaluations:
+            last = self.evaluations[-1]
+        losses = [row["val_loss"] for row in self.evaluations]
+        target_reached = None
+        for row in self.evaluations:
+            if row["val_loss"] <= self.cfg.target_val_loss:
+                target_reached = dict(step=row["step"], train_time_s=row["train_time_s"])
+                break
+        tokens_per_s = math.nan
+        if self.train_time > self.first_train_time:
+            trained_s = self.train_time - self.first_train_time
+            tokens_per_s = (state.tokens - self.first_tokens) / trained_s
+        val_seqs = self.stream.num_eval_seqs(self.cfg.eval_tokens)
+        return nan_to_none(
+            dict(
+                stopped_by=stopped_by,
+                step=state.step,
+                val_loss=last["val_loss"],
+                val_bpb=last["val_bpb"],
+                best_val_loss=min(filter(math.isfinite, losses), default=math.nan),
+                target_reached=target_reached,
+                tokens=state.tokens,
+                tokens_per_s=tokens_per_s,
+                machine=device_summary(self.dist_ctx),
+                dtype=self.cfg.dtype,
+                eval_part=self.stream.eval_subset,
+                val_tokens=val_seqs * self.stream.seq_len,
+                files=recorded_hashes(self.stream.meta),
+                data_wait_s=self.data_wait_s,
+                train_time_s=self.train_time,
+                wall_time_s=self.wall_time,
+            )
+        )
+
+    def hint(self, step: int, stopped_by: str, trained_s: float) -> str:
+        """What to try next."""
+        folder = shlex.quote(str(self.folder))
+        resume = f"python train_gpt.py --out_dir {folder} --resume"
+        if stopped_by not in ("max_steps", "minutes", "target_val_loss"):
+            return f"to continue: {resume}"
+        hints = [
+            f"next: python sample.py --run {folder}",
+            f"longer: {resume} --max_steps {2 * step}",
+            "on your own text: python data/prepare.py files PATH",
+            "larger: --params 10M",
+        ]
+        can_compile = self.cfg.compile == "off" and self.dist_ctx.device.type != "mps"
+        if can_compile and trained_s > COMPILE_PAYS_S:
+            hints.append("faster: --compile")
+        return " | ".join(hints)
+
+
+def as_time(seconds: float) -> str:
+    return str(timedelta(seconds=int(max(0, seconds))))
+
+
+def read_rows(metrics: str) -> list[dict]:
+    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+    rows = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def fail_on_nodes_without_signal(dist_ctx: DistContext, signals: list[str]) -> None:
+    """Raise RunError on nodes whose ranks received no signal, when another node's ended the run.
+
+    Their torchrun then starts them again, with the nodes that are left or when that one is back.
+    """
+    node = os.environ.get("GROUP_RANK", "0")
+    signaled = set()
+    for other_node, has_signals in gather_objects(dist_ctx, (node, bool(signals))):
+        if has_signals:
+            signaled.add(other_node)
+    if node not in signaled:
+        raise RunError(
+            "another node was told to stop; --resume continues from what has been saved",
+            printed=dist_ctx.local_rank > 0,
+        )
+
+
+def run_trials(train, cfg) -> list[dict]:
+    """Train cfg.trials runs that differ in their seed, print the mean loss; returns the summaries.
+
+    Ends after a run that was stopped early.
+    """
+    folder = Path(cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials")
+    summaries = []
+    for seed in range(cfg.seed, cfg.seed + cfg.trials):
+        out_dir = str(folder / f"seed_{seed}")
+        summary = train(dataclasses.replace(cfg, seed=seed, out_dir=out_dir, trials=1))
+        summaries.append(summary)
+        if summary["stopped_by"] not in ("max_steps", "minutes"):
+            return summaries
+
+    losses = [summary["val_loss"] for summary in summaries]
+    if int(os.environ.get("RANK", 0)) == 0 and None not in losses:
+        seconds = statistics.mean(summary["train_time_s"] for summary in summaries)
+        print(
+            f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} +- "
+            f"{statistics.stdev(losses):.4f}, train_time {seconds:.1f} s each"
+        )
+    return summaries
