@@ -1,22 +1,27 @@
-"""What every package uses: errors and how they end a process, seeds, and files that are written whole or not at all.
+"""What every package uses: errors and exit codes, seeds, and files that are written whole.
 
 Imports nothing of this project, and no torch.
 """
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+# --------------------------------------------------------------------------------------------------
+# Errors
+
 
 class TrainerError(Exception):
-    """The base of every error that is reported in one sentence: what was found, what was expected, what to do."""
+    """An error that is reported in one sentence: what was found, what was expected, what to do."""
 
     def __init__(self, text: str, printed: bool = False):
         super().__init__(text)
@@ -31,72 +36,105 @@ class RunError(TrainerError):
     """What ends a run and is not the user's mistake: exit code 1."""
 
 
+# What the system raises for a wrong path: exit code 2
 PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
+NO_ROOM = (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None))
 
-# The words of PyTorch, CUDA, Triton, cuBLAS, the system, and oneDNN when it cannot allocate a kernel's code
+# The words of PyTorch, CUDA, Triton, cuBLAS, the system, and of oneDNN when it cannot allocate
 NO_MEMORY = re.compile(
-    r"(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory|could not create a primitive\b(?! desc)"
+    r"(?i)out of ?memory|alloc(ation)?_failed|allocate memory|not enough memory"
+    r"|could not create a primitive\b(?! desc)"
+)
+
+# The words of gloo and NCCL
+NO_CONNECTION = re.compile(
+    r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited"
 )
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that memory ran out, on the device or the host."""
+    """Whether memory ran out, on the device or the host."""
     if isinstance(error, RuntimeError):
         return bool(NO_MEMORY.search(str(error)))
     return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
 
 
+def is_lost_connection(error: Exception) -> bool:
+    """Whether another rank has ended."""
+    several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    lost = isinstance(error, RuntimeError) and NO_CONNECTION.search(str(error))
+    return several_ranks and bool(lost)
+
+
 def error_sentence(error: Exception) -> str:
     """The sentence that says what ended a run; "" for what only a traceback can tell."""
+    text = str(error).strip()
     if isinstance(error, TrainerError):
-        return str(error)
+        return text
     if is_out_of_memory(error):
-        text = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        advice = "try a smaller --micro_batch, then --checkpointing full, --offload optimizer, a smaller model"
-        return f"memory ran out ({text}); {advice} (sampling: --num_samples); --resume continues from what was saved"
-    if "no kernel image is available" in str(error):
-        old = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-        advice = f"for Maxwell, Pascal and Volta `{old}`, for a newer one the newest PyTorch"
-        return f"this build of PyTorch has no kernels for this GPU; {advice}, or use --device cpu"
-    if isinstance(error, OSError) and error.errno in (
-        errno.ENOSPC,
-        errno.EROFS,
-        getattr(errno, "EDQUOT", None),
-    ):
-        return f"{error.filename or 'a file'} could not be written ({error.strerror}); make room and --resume"
+        first_line = (text or type(error).__name__).splitlines()[0][:160]
+        return (
+            f"memory ran out ({first_line}); try a smaller --micro_batch, then --checkpointing "
+            "full, --offload optimizer, a smaller model (sampling: --num_samples); --resume "
+            "continues from what was saved"
+        )
+    if "no kernel image is available" in text:
+        return (
+            "this build of PyTorch has no kernels for this GPU; for Maxwell, Pascal and Volta "
+            "`pip install torch --index-url https://download.pytorch.org/whl/cu126`, for a newer "
+            "one the newest PyTorch, or use --device cpu"
+        )
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        path = error.filename or "a file"
+        return f"{path} could not be written ({error.strerror}); make room and --resume"
     if isinstance(error, PATH_ERRORS) and error.filename:
-        return f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix its permissions"
-    lost = re.search(
-        r"(?i)connection (closed|reset|refused)|broken pipe|timed out|remote process exited",
-        str(error),
-    )
-    if lost and isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        return f"another rank has ended ({lost[0]}); its own message says why"
+        return (
+            f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix "
+            "its permissions"
+        )
+    if is_lost_connection(error):
+        return f"another rank has ended ({text.splitlines()[0][:160]}); its own message says why"
     return ""
 
 
-def report_error(error: Exception) -> int:
-    """Print an error's sentence on standard error and return the exit code: 2 for the user's mistakes, 1 for the rest.
+def command(main: Callable) -> Callable:
+    """Decorate a script's main(argv): it returns the exit code, after an error has been printed.
 
-    Raises the error again when there is nothing better to say of it than its traceback.
+    The code is what main returns (None is 0), 2 after a user's mistake, 1 after another error.
+    An error is printed as one sentence if it has one, else as a traceback.
     """
-    sentence, rank = error_sentence(error), os.environ.get("RANK")
+
+    @functools.wraps(main)
+    def run_command(argv: list[str]) -> int:
+        for stream in (sys.stdout, sys.stdin):
+            with contextlib.suppress(AttributeError, ValueError):
+                stream.reconfigure(errors="replace")  # what a terminal cannot encode
+        try:
+            return main(argv) or 0
+        except Exception as error:
+            return report_error(error)
+
+    return run_command
+
+
+def report_error(error: Exception) -> int:
+    """Print what ended the script on standard error; returns the exit code."""
+    sentence = error_sentence(error)
     if not sentence:
-        raise error
-    if not getattr(error, "printed", False):
-        print(
-            f"error [rank {rank}]: {sentence}" if rank else f"error: {sentence}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return 2 if isinstance(error, (UserError, *PATH_ERRORS)) else 1
+        traceback.print_exception(error)
+    elif not getattr(error, "printed", False):
+        rank = os.environ.get("RANK")
+        begin = f"error [rank {rank}]" if rank else "error"
+        print(f"{begin}: {sentence}", file=sys.stderr, flush=True)
+    is_mistake = isinstance(error, (UserError, *PATH_ERRORS))
+    return 2 if is_mistake else 1
 
 
 def exit_process(code: int) -> None:
-    """End this process with an exit code; under torchrun, without Python's clean-up.
+    """End this process; under torchrun without Python's clean-up.
 
-    A gloo thread that releases a tensor late would find the interpreter gone, and end the process with SIGABRT.
+    A gloo thread that releases a tensor late would find the interpreter gone, and abort.
     """
     if "WORLD_SIZE" in os.environ:
         sys.stdout.flush()
@@ -105,9 +143,14 @@ def exit_process(code: int) -> None:
     sys.exit(code)
 
 
+# --------------------------------------------------------------------------------------------------
+# Numbers, texts and files
+
+
 def derive_seed(*names) -> int:
     """A 64-bit pseudo-random seed, a function of the names."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, names)).encode()).digest()[:8], "little")
+    digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
+    return int.from_bytes(digest[:8], "little")
 
 
 def largest_divisor(n: int, most: int) -> int:
@@ -117,11 +160,27 @@ def largest_divisor(n: int, most: int) -> int:
             return divisor
 
 
+def nan_to_none(value):
+    """Replace numbers that are not finite, which JSON does not have, by None in a dict or list."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which can change a terminal's state."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+def sha256_of_file(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A binary file, written under a name that starts with `.tmp`, then flushed to disk and renamed to `path`.
+    """Open a binary file that appears at `path` only once it is complete and on the disk.
 
-    If anything fails, it is removed and `path` stays as it was.
+    Until then its name begins with .tmp; if anything fails, it is removed and `path` stays.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -133,23 +192,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some systems cannot flush a folder, and so the new name
+    with contextlib.suppress(OSError):  # some systems cannot flush a folder
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-
-
-def sha256_of_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def printable(text: str) -> str:
-    """The text with control characters, which can change a terminal's state, replaced."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
-def nan_to_none(value):
-    """The same dict or list with None for numbers that are not finite, which JSON does not have."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)

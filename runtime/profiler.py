@@ -4,39 +4,42 @@ import contextlib
 
 import torch
 
-from runtime.log import RunLogger
+SKIPPED_STEPS = 3  # two, and one to warm the profiler up
 
 
 @contextlib.contextmanager
-def profile_steps(n_steps: int, steps_left: int, logger: RunLogger):
-    """Yields a function to call after each step; it skips 2, warms up for one, and reports the n_steps after.
+def profile_steps(n_steps: int, steps_left: int, run):
+    """Profile n_steps steps after the first three; yields a function to call after each step.
 
-    The trace (and on CUDA the history of memory) goes to the run's folder, the table to the log. For 0 steps, or more
-    than are left, it does nothing.
+    The trace (and on CUDA the history of memory) goes to the folder of the Run, the table to its
+    log. For 0 steps, or more than are left, it does nothing.
     """
-    folder, rank, cuda = logger.folder, logger.dist_ctx.rank, logger.dist_ctx.device.type == "cuda"
-
-    def report(profiler) -> None:
-        profiler.export_chrome_trace(str(folder / f"trace_rank{rank}.json"))
-        by = "self_device_time_total" if cuda else "self_cpu_time_total"
-        logger.info(
-            profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60)
-        )
-        if cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{rank}.pickle"))
-
-    if not n_steps or steps_left < n_steps + 3:
-        if n_steps:
-            logger.info(
-                f"--profile {n_steps} has no effect: it starts after 3 steps, and {steps_left} are left"
-            )
+    if n_steps and steps_left < n_steps + SKIPPED_STEPS:
+        why = f"it starts after {SKIPPED_STEPS} steps, and {steps_left} are left"
+        run.info(f"--profile {n_steps} has no effect: {why}")
+        n_steps = 0
+    if not n_steps:
         yield lambda: None
         return
+
+    rank = run.dist_ctx.rank
+    on_cuda = run.dist_ctx.device.type == "cuda"
+
+    def report(profiler) -> None:
+        profiler.export_chrome_trace(str(run.folder / f"trace_rank{rank}.json"))
+        sort_by = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        run.info(averages.table(sort_by=sort_by, row_limit=10, max_name_column_width=60))
+        if on_cuda:
+            torch.cuda.memory._dump_snapshot(str(run.folder / f"memory_rank{rank}.pickle"))
+
     with contextlib.ExitStack() as stack:
-        if cuda:
+        if on_cuda:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
             stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
-        schedule = torch.profiler.schedule(wait=2, warmup=1, active=n_steps, repeat=1)
-        # there is one cycle: acc_events keeps 2.11 from warning of others
+        schedule = torch.profiler.schedule(
+            wait=SKIPPED_STEPS - 1, warmup=1, active=n_steps, repeat=1
+        )
+        # There is one cycle: acc_events keeps PyTorch 2.11 from warning of others
         profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report, acc_events=True)
         yield stack.enter_context(profiler).step
