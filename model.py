@@ -9,8 +9,8 @@ Differences from GPT-2:
 - squared ReLU; no biases, no dropout; an untied head, and a tanh soft-cap on the logits
 - projections and head start at zero; the second layer starts as an induction head
 
-In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels that
-compute the same faster or in less memory (attention, loss, float8, sharding).
+In this file: 1 config, 2 layers, 3 n-grams, 4 GPT, 5 parameter table, 6 optimizer. In ops/: kernels
+that compute the same faster or in less memory (attention, loss, float8, sharding).
 """
 
 import re
@@ -27,7 +27,6 @@ from common import derive_seed
 from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention, flex_attention
 from ops.linear import linear
 from ops.loss import chunked_loss, fused_softcap_cross_entropy, softcap_cross_entropy
-from ops.ngram import ngram_hashes, ngram_keep_mask, ngram_table_rows
 from ops.parallel import (
     exchange_updates,
     gather_whole_matrices,
@@ -112,28 +111,6 @@ class Linear(nn.Linear):
         return self.matmul(x, self.weight.to(x.dtype))
 
 
-class NgramEmbedding(nn.Embedding):
-    """A table of embeddings in which each n-gram has the row that its hash selects."""
-
-    def forward(self, rows: Tensor, keep: Tensor | None) -> Tensor:
-        """Sum the rows of each token's n-grams: fp32 (B, T, C).
-
-        rows: int64 (B, T, N), for n-grams of N lengths. keep: their weights in the sum, of that
-        shape; None for ones.
-        """
-        B, T, N = rows.shape
-        if keep is not None:
-            keep = keep.view(B * T, N)
-        summed = F.embedding_bag(
-            rows.view(B * T, N),
-            self.weight.float(),
-            mode="sum",
-            per_sample_weights=keep,
-            sparse=self.sparse,
-        )
-        return summed.view(B, T, -1)
-
-
 def precompute_rotary(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the rotary frequencies (R/2,) and their cos and sin (seq_len, 1, R/2), fp32.
 
@@ -148,9 +125,9 @@ def precompute_rotary(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of x's first R dimensions by angles that grow with the position (Su et al. 2021).
+    """Rotate pairs of x's first R dimensions by angles that grow with the position.
 
-    x: (B, T, n_head, head_dim). cos, sin: (T, 1, R/2) or (B, T, 1, R/2).
+    Su et al. 2021. x: (B, T, n_head, head_dim). cos, sin: (T, 1, R/2) or (B, T, 1, R/2).
     """
     half = cos.size(-1)
     x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
@@ -228,10 +205,10 @@ def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
 
 
 def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
-    """Take the dimensions beyond rotary_dim of each key (B, T, n_head, head_dim) from the previous token.
+    """Take the dimensions beyond rotary_dim of each key from the previous token.
 
     A query that matches what an earlier token was then finds the token after it, so that one layer
-    can do induction, which otherwise takes two (NanoGPT speedrun).
+    can do induction, which otherwise takes two (NanoGPT speedrun). k: (B, T, n_head, head_dim).
     """
     k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
     return torch.cat((k_rot, previous_token(k_pass, ctx, "key")), dim=-1)
@@ -339,7 +316,81 @@ class CrossEntropy(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. GPT: embeddings, blocks, head, loss
+# 3. Embeddings of hashed n-grams (Over-Tokenized Transformer, Huang et al. 2025)
+
+# Multipliers of xxHash and MurmurHash. Hashes have 31 bits, so that products fit into int64
+HASH_A = 0x9E3779B1
+HASH_B = 0x85EBCA6B
+HASH_MODULUS = 2**31
+
+
+def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None) -> Tensor:
+    """Hash the n-grams that end at each of the last `length` tokens.
+
+    Returns int64 (B, length, longest - 1). tokens: integer (B, S). longest: n-grams have 2 to so
+    many tokens. Before the start of the context, or of a document (the token doc_eot, if given),
+    there is "no token".
+    """
+    hashes = []
+    before = code = tokens.long() + 1  # 0 stands for "no token"
+    for _ in range(2, longest + 1):
+        before = shift_right(before)  # one token further back
+        if doc_eot is not None:
+            before = before.masked_fill(tokens == doc_eot, 0)
+        code = (code * HASH_A + before) % HASH_MODULUS
+        hashes.append(code)
+    return torch.stack(hashes, dim=-1)[:, -length:]
+
+
+def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
+    """The row of each n-gram in a table of n_rows embeddings."""
+    return ((hashes * HASH_B) >> 7) % n_rows
+
+
+def ngram_keep_mask(hashes: Tensor, dropout: float, seed: int) -> Tensor:
+    """Weights of n-grams under dropout: 0 with this probability, else 1 / (1 - dropout), in fp32.
+
+    hashes: (B, T, N). A function of hash, position and seed, so that ranks and micro-batches do
+    not matter.
+    """
+    position = torch.arange(hashes.size(1), device=hashes.device)[:, None]
+    mixed = mix(hashes, position * HASH_B % HASH_MODULUS)
+    mixed = mix(mixed, seed % HASH_MODULUS)
+    uniform = (mixed % 2**24) / 2**24
+    return (uniform >= dropout) / (1 - dropout)
+
+
+def mix(hashes: Tensor, value: Tensor | int) -> Tensor:
+    """Mix a value into hashes, as MurmurHash does: multiply and fold, twice."""
+    hashes = (hashes ^ value) * HASH_A % HASH_MODULUS
+    hashes = (hashes ^ (hashes >> 15)) * HASH_B % HASH_MODULUS
+    return hashes ^ (hashes >> 13)
+
+
+class NgramEmbedding(nn.Embedding):
+    """A table of embeddings in which each n-gram has the row that its hash selects."""
+
+    def forward(self, rows: Tensor, keep: Tensor | None) -> Tensor:
+        """Sum the rows of each token's n-grams: fp32 (B, T, C).
+
+        rows: int64 (B, T, N), for n-grams of N lengths. keep: their weights in the sum, of that
+        shape; None for ones.
+        """
+        B, T, N = rows.shape
+        if keep is not None:
+            keep = keep.view(B * T, N)
+        summed = F.embedding_bag(
+            rows.view(B * T, N),
+            self.weight.float(),
+            mode="sum",
+            per_sample_weights=keep,
+            sparse=self.sparse,
+        )
+        return summed.view(B, T, -1)
+
+
+# --------------------------------------------------------------------------------------------------
+# 4. GPT: embeddings, blocks, head, loss
 
 
 class GPT(nn.Module):
@@ -472,8 +523,7 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Add the embeddings of the n-grams that end at each token to the token's own: (B, T, C).
 
-        tokens, position: of backbone. Hashed n-grams: Over-Tokenized Transformer (Huang et al.
-        2025).
+        tokens, position: of backbone.
         """
         T = position.size(-1)
         x = self.wte(tokens[:, -T:])
@@ -519,7 +569,7 @@ class GPT(nn.Module):
         return masks
 
     def logits(self, x: Tensor) -> Tensor:
-        """Head and soft-cap (Gemma 2, 2024): fp32 (..., vocab_size), of the backbone's x (..., C)."""
+        """Apply head and soft-cap (Gemma 2, 2024) to x (..., C): fp32 (..., vocab_size)."""
         logits = self.head(x).float()
         if self.cfg.softcap:
             logits = self.cfg.softcap * torch.tanh(logits / self.cfg.softcap)
@@ -556,7 +606,7 @@ class GPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 4. Parameter table
+# 5. Parameter table
 
 
 def normal(std: float) -> Callable:
@@ -678,10 +728,11 @@ def stacked_matrices(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Optimizer: Muon + Adam
+# 6. Optimizer: Muon + Adam
 
-# Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is minimax-optimal
-# on the interval of singular values left by the previous one, from [0.01, 1], with a 1 % margin
+# Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is
+# minimax-optimal on the interval of singular values that the previous one leaves, starting from
+# [0.01, 1], with a 1 % margin
 POLAR_EXPRESS_COEFFS = [
     (7.9339, -22.2516, 15.7938),
     (3.5701, -2.5678, 0.4861),
@@ -784,7 +835,7 @@ class Optimizer(torch.optim.Optimizer):
                     self.adam(group, params)
 
     def state_tensors(self, name: str, params: list[Tensor]) -> list[Tensor]:
-        """The state tensor of this name of each parameter, on the CPU with `offload`; 0 at first."""
+        """The state tensors of this name, one per parameter; zeros at first."""
         for p in params:
             state = self.state[p]
             if name not in state:

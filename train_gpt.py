@@ -14,8 +14,11 @@ line. The model and its optimizer are in model.py.
 import contextlib
 import dataclasses
 import math
+import os
 import random
+import statistics
 import sys
+import time
 from dataclasses import dataclass
 
 from runtime import set_environment
@@ -47,9 +50,11 @@ from runtime.flag_checks import check_device, check_flags
 from runtime.flags import flag, parse_flags
 from runtime.ranks import DistContext, any_rank, max_over_ranks, raise_on_all_ranks
 from runtime.resume import flags_of_run, load_init_checkpoint
-from runtime.run import Run, open_run, run_trials
+from runtime.run import Run, open_run
 from runtime.wrap_model import wrap_model
 
+PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
+MATMUL_PRECISIONS = ("highest", "high", "medium")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # --------------------------------------------------------------------------------------------------
@@ -92,103 +97,75 @@ PRESETS = {
 }
 
 
-# Each field is a flag: flag(default, help, choices). The command line, --help, checks, log and
-# checkpoints follow from it. const: the value of the flag without one, as in --compile. min: the
-# least number, 0 by default.
+# Each field is a flag: flag(default, help, choices). The command line, checks, log and checkpoints
+# follow from it. const: what the flag means without a value. min: the least number, 0 unless given
 @dataclass(frozen=True)
 class Config:
     """The flags of a run. These defaults suit gpt2-small; a preset overrides them."""
 
     # run
     preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
-    data: str = flag("", "dataset folder made by data/prepare.py; default: Python's own source code")
-    out_dir: str = flag("", "folder of this run; default: runs/<time>-<preset>")
-    resume: str = flag(
-        "",
-        "resume from the newest checkpoint in out_dir, or from this run or checkpoint; "
-        "auto: if there is one, else start",
-        const="newest",
-    )
-    init_from: str = flag("", "run or checkpoint to take the weights from, for a new schedule")
+    data: str = flag("", "folder from data/prepare.py; default: Python's standard library")
+    out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
+    resume: str = flag("", "continue out_dir, or this run or file; auto: if any", const="newest")
+    init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
-    trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., in subfolders", min=1)
-    device: str = flag("auto", "auto: cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
+    trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
+    device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(
-        0,
-        "parameters in the blocks, e.g. 10M: chooses layers, width, batch and steps; "
-        "-1: the size that suits --minutes",
-        min=-1,
-    )
+    params: int = flag(0, "model size: parameters in blocks, e.g. 10M; -1 = by --minutes", min=-1)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
-    vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, padded to 64")
-    ngram: int = flag(
-        0, "add embeddings of hashed n-grams of 2..N tokens; 0 disables, -1 = auto", min=-1
-    )
-    ngram_rows: int = flag(16384, "rows of the table that all n-grams share", min=1)
-    ngram_dropout: float = flag(
-        -1.0, "probability of dropping an n-gram in training; -1 = by epochs", min=-1
-    )
+    vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, padded to 64s")
+    ngram: int = flag(0, "hashed n-gram embeddings up to length N; 0 disables, -1 = auto", min=-1)
+    ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
+    ngram_dropout: float = flag(-1.0, "training dropout of n-grams; -1 = by epochs", min=-1)
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
-    loss_chunk: int = flag(
-        -1, "tokens per chunk of lm_head + cross-entropy; 0 disables, -1 = auto", min=-1
-    )
+    loss_chunk: int = flag(-1, "tokens per chunk of head and loss; 0 disables, -1 = auto", min=-1)
     # optimizer
-    optimizer: str = flag("muon", "Muon for matrices + Adam; or adamw alone", ("muon", "adamw"))
+    optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
     muon_lr: float = flag(0.0, "learning rate of Muon; 0 = by max_steps (docs/rates.md)")
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
-    weight_decay: float = flag(0.05, "decoupled, of the blocks' matrices; with adamw, of all")
+    weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
-    micro_batch: int = flag(0, "sequences per device and micro-step; 0 = auto")
+    micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
     max_steps: int = flag(5000, "optimizer steps; schedules are fractions of it", min=1)
-    minutes: float = flag(0.0, "length of the run: schedules follow the clock; 0 = by max_steps")
-    max_minutes: float = flag(0.0, "stop this process after so long; 0 = never")
-    target_val_loss: float = flag(0.0, "stop when the validation loss is this low; 0 = never")
-    short_frac: float = flag(0.0, "first fraction of steps, on sequences of an eighth of seq_len")
+    minutes: float = flag(0.0, "length of the run; schedules then follow the clock; 0 disables")
+    max_minutes: float = flag(0.0, "stop this process after N minutes, to resume later; 0 disables")
+    target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
+    short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
-    fp8: bool = flag(False, "float8 matmuls in MLP and head (CUDA sm89 or newer)", const=True)
-    matmul_precision: str = flag(
-        "highest", "of fp32 matmuls; high is TF32 on CUDA", ("highest", "high", "medium")
-    )
-    attn: str = flag(
-        "auto", "attention backend (varlen, fa3, fa4: not yet run on a GPU)", ATTENTION_BACKENDS
-    )
-    checkpointing: str = flag(
-        "auto",
-        "activation checkpointing: none, selective, full, or a torch.compile memory budget in (0, 1)",
-    )
-    offload: str = flag(
-        "none", "what to keep in CPU memory", ("none", "activations", "optimizer")
-    )
-    parallel: str = flag(
-        "auto", "ddp (auto), fsdp, or hsdp: shards of --shard_size", ("auto", "ddp", "fsdp", "hsdp")
-    )
-    shard_size: int = flag(0, "ranks that share one copy of the weights under hsdp; 0 = a node's")
-    grad_comm: str = flag("fp32", "dtype of gradient reduction; bf16: half the traffic", ("fp32", "bf16"))
+    fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
+    matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
+    attn: str = flag("auto", "attention (varlen, fa3, fa4: never run on a GPU)", ATTENTION_BACKENDS)
+    checkpointing: str = flag("auto", "activations: none, selective, full, or a budget in (0, 1)")
+    offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
+    parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
+    shard_size: int = flag(0, "ranks per copy of the weights with hsdp; 0 = those of a node")
+    grad_comm: str = flag("fp32", "dtype of gradient reduction; bf16 rounds", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
-    deterministic: bool = flag(False, "only operations that always give the same bits", const=True)
+    deterministic: bool = flag(False, "use only operations with reproducible results", const=True)
     doc_align: bool = flag(False, "start sequences at documents; drop the remainder", const=True)
     doc_mask: bool = flag(False, "mask attention across documents", const=True)
     # logging and checkpoints
-    eval_every: int = flag(250, "steps between evaluations; 0 = at the end only")
-    eval_tokens: int = flag(10485760, "validation tokens, spread over the split; 0 = all")
-    save_every: int = flag(0, "steps between checkpoints; 0 = at the end only")
-    keep: int = flag(2, "how many of the newest checkpoints to keep; 0 = all")
-    sample_every: int = flag(0, "steps between text samples; 0 = at the end only")
+    eval_every: int = flag(250, "steps between evaluations; 0 = only at the end")
+    eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
+    save_every: int = flag(0, "steps between checkpoints; 0 = only at the end")
+    keep: int = flag(2, "number of newest checkpoints to keep; 0 = all")
+    sample_every: int = flag(0, "steps between text samples; 0 = only at the end")
     log_every: int = flag(10, "steps between log lines", min=1)
-    profile: int = flag(0, "steps to profile: a trace in out_dir and a table", const=5)
-    wandb: bool = flag(False, "log to Weights & Biases too", const=True)
+    profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
+    wandb: bool = flag(False, "also log to Weights & Biases", const=True)
 
     @property
     def is_compiled(self) -> bool:
@@ -220,7 +197,8 @@ def make_config(**flags) -> Config:
     if given.get("params", 0) > 0:
         preset.update(flags_for_size(given["params"], given))
 
-    # The last of these counts: defaults, preset, resumed run, flags. A new preset replaces the run's
+    # What counts, from least to most: defaults, preset, resumed run, flags. A preset that is given
+    # counts more than the run
     if "preset" in given and preset_name != saved.get("preset"):
         values = saved | preset | given
     else:
@@ -395,7 +373,7 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
-    """Learning rate at this fraction of the run, relative to its peak: warm-up, flat, decay to 0."""
+    """Learning rate relative to its peak: linear warm-up, flat, linear decay to 0."""
     if progress < cfg.warmup_frac:
         return min(1.0, (progress + 1 / cfg.max_steps) / cfg.warmup_frac)  # not 0 at first
     if progress > 1 - cfg.cooldown_frac:
@@ -583,6 +561,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     cfg, dist_ctx = state.cfg, state.dist_ctx
     first_step = state.step
     saved_step = state.step
+    loss, grad_norm = None, None  # of the last step
     bad_steps = 0  # in a row
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
     with contextlib.closing(batches), run.profiling(cfg.max_steps - state.step) as profiler_step:
@@ -646,7 +625,9 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 bad_steps = 0
             else:
                 bad_steps += 1
-                run.info(f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)")
+                run.info(
+                    f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)"
+                )
             if on_step:
                 on_step(state, loss)
             profiler_step()
@@ -687,9 +668,30 @@ def main(argv: list[str]) -> None:
     if cfg.trials == 1:
         train(cfg)
     else:
-        run_trials(train, cfg)
+        run_trials(cfg)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def run_trials(cfg: Config) -> None:
+    """Train with seeds seed, seed+1, ... in subfolders of out_dir, and print the mean loss."""
+    folder = cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"
+    losses, seconds = [], []
+    for seed in range(cfg.seed, cfg.seed + cfg.trials):
+        trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
+        summary = train(trial)
+        if summary["stopped_by"] not in ("max_steps", "minutes"):
+            return
+        losses.append(summary["val_loss"])
+        seconds.append(summary["train_time_s"])
+
+    is_rank0 = int(os.environ.get("RANK", 0)) == 0
+    if is_rank0 and None not in losses:  # None: not finite
+        mean, deviation = statistics.mean(losses), statistics.stdev(losses)
+        print(
+            f"{cfg.trials} trials in {folder}: val_loss {mean:.4f} +- {deviation:.4f}, "
+            f"train_time {statistics.mean(seconds):.1f} s each"
+        )
 
 
 if __name__ == "__main__":

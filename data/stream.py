@@ -265,7 +265,7 @@ class TokenStream:
         last = self.eval_starts(eval_tokens)[-1:]
         return self.val.read_sequences(last, self.seq_len)[:, -length:]
 
-    def position(self, step: int) -> dict:
+    def stream_state(self, step: int) -> dict:
         """Where in the stream the batch of `step` starts, and what decides which stream it is."""
         epoch, window = divmod(step * self.seqs_per_batch, self.seqs_per_epoch)
         return dict(

@@ -71,7 +71,8 @@ def attention_mask(
     if doc_eot is not None:
         docs = (idx == doc_eot).cumsum(1)  # each token's document, by number
     if backend == "flex":
-        return flex_mask(may_attend, window, length, idx.device, docs)
+        make_mask = cached_flex_mask if docs is None else flex_mask
+        return make_mask(may_attend, window, length, idx.device, docs)
     if window == 0 and docs is None and bias is None:
         return None
 
@@ -96,25 +97,21 @@ def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: Tensor | None):
-    """Make FlexAttention's BlockMask. Without documents it is the same for all batches: cached."""
-    if docs is None:
-        return causal_block_mask(may_attend, window, length, device)
+    """Make FlexAttention's BlockMask."""
 
     def mask_mod(b, h, query, key):
+        if docs is None:
+            return may_attend(query, key, window)
         return may_attend(query, key, window, docs[b, query], docs[b, key])
 
-    # Uncompiled, it makes the whole (B, T, T)
-    create = flex_functions(compiled=device.type == "cuda").create_block_mask
-    return create(mask_mod, len(docs), None, length, length, device=device)
+    # With documents it is a mask per sequence; uncompiled, the whole (B, T, T) would be made
+    batch = None if docs is None else len(docs)
+    compiled = docs is not None and device.type == "cuda"
+    create_block_mask = flex_functions(compiled).create_block_mask
+    return create_block_mask(mask_mod, batch, None, length, length, device=device)
 
 
-@functools.cache
-def causal_block_mask(may_attend: Callable, window: int, length: int, device: torch.device):
-    def mask_mod(b, h, query, key):
-        return may_attend(query, key, window)
-
-    create = flex_functions(compiled=False).create_block_mask
-    return create(mask_mod, None, None, length, length, device=device)
+cached_flex_mask = functools.cache(flex_mask)  # without documents, it is the same in all steps
 
 
 def varlen_mask(idx: Tensor, window: int, doc_eot: int | None) -> VarlenMask:

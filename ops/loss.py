@@ -1,4 +1,4 @@
-"""The loss in chunks of tokens, so that the logits of a whole batch never exist; and a fused loss."""
+"""The loss in chunks of tokens, so that the logits of a whole batch never exist."""
 
 from collections.abc import Callable
 

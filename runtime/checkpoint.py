@@ -196,7 +196,7 @@ def load_optimizer(
 
 
 def load_extra(model: nn.Module, saved: dict) -> dict:
-    """TrainState.extra, on the model's device. Tensors named like a parameter are sharded like it."""
+    """TrainState.extra, on the model's device; tensors named like a parameter are sharded."""
     params = dict(model.named_parameters())
 
     def load(value, name: str = ""):

@@ -1,4 +1,4 @@
-"""A run as the user sees it: its folder (log.txt, metrics.jsonl, summary.json), console and clock."""
+"""What the user sees of a run: log.txt, metrics.jsonl, summary.json, the console; and its clock."""
 
 import contextlib
 import dataclasses
@@ -6,26 +6,22 @@ import json
 import math
 import os
 import shlex
-import statistics
 import sys
 import time
 import traceback
-from collections import deque
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from common import RunError, UserError, atomic_write, error_sentence, nan_to_none
+from common import RunError, UserError, atomic_write, catch_signals, error_sentence, nan_to_none
 from data.shards import recorded_hashes
 from data.stream import TokenStream
 from data.tokenizers import VOCABULARY_FILE
-from runtime.log_header import describe_run
 from runtime.device import device_summary, peak_flops, peak_memory_mb
+from runtime.log_header import describe_run
 from runtime.profiler import profile_steps
 from runtime.ranks import DistContext, gather_objects, mean_over_ranks, run_on_rank0
-from runtime.signals import catch_signals
 from runtime.sources import copy_sources, source_hashes
 
 try:
@@ -187,8 +183,7 @@ class Run:
         """Open log.txt and metrics.jsonl, and say what is in effect. Raises UserError.
 
         A resumed run continues its files after its last step. log.txt gets the flags, the command
-        and the SHA-256 of the sources, which are copied to source/, or to source_<step>/ if they
-        have changed before a resume.
+        and the SHA-256 of the sources, which are copied to source/, or source_<step>/ at a resume.
         """
         self.cfg = state.cfg
         self.stream = stream
@@ -207,14 +202,12 @@ class Run:
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
         self.evaluations = [row for row in history if row.get("val_loss") is not None]
-        losses = [row["train_loss"] for row in history if row.get("train_loss") is not None]
-        self.recent_losses = deque(losses, maxlen=10)
 
         for line in describe_run(state, stream) + warnings:
             self.info(line)
 
     def open_files(self, step: int) -> list[dict]:
-        """Open the files on rank 0, cut to this step; returns the rows of metrics.jsonl up to it."""
+        """Open the files on rank 0; returns the rows of metrics.jsonl up to this step."""
         if self.stream.vocabulary:
             with atomic_write(self.folder / VOCABULARY_FILE) as file:
                 file.write(self.stream.vocabulary.encode())
@@ -230,30 +223,18 @@ class Run:
             file.writelines(json.dumps(row).encode() + b"\n" for row in history)
         self.metrics = open(path, "a", encoding="utf-8")
 
-        # log.txt, with the sources of the last start
+        # log.txt and source/
         path = self.folder / "log.txt"
-        last_sources = ""
-        if step and path.exists():
-            log = path.read_text(encoding="utf-8", errors="replace")
-            last_sources = log.rpartition("\nsources: ")[2]
         self.log = open(path, "a" if step else "w", encoding="utf-8", errors="replace")
-        hashes = source_hashes()
         flags = dataclasses.asdict(self.cfg)
         self.write(self.log, f"{SECTION} run")
         self.write(self.log, json.dumps(flags))
         self.write(self.log, f"command: {shlex.join(sys.argv)}")
-        self.write(self.log, f"sources: {', '.join(hashes.values())}")
+        self.write(self.log, f"sources: {', '.join(source_hashes())}")
         for line in self.early_lines:
             self.write(self.log, line)
 
-        # source/
-        changed = [name for name in hashes if hashes[name] not in last_sources]
-        if changed:
-            copies = self.folder / (f"source_{step}" if step else "source")
-            copy_sources(copies)
-            if step:
-                names = ", ".join(changed)
-                self.info(f"the code has changed since the last start: {names}; see {copies}")
+        copy_sources(self.folder / (f"source_{step}" if step else "source"))
 
         if self.cfg.wandb:
             self.start_wandb(flags)
@@ -344,19 +325,12 @@ class Run:
         mfu = speed * self.flops_per_token / self.peak_flops
         memory = peak_memory_mb(self.dist_ctx.device)
 
-        spike = ""
-        recent = self.recent_losses
-        if len(recent) >= 5 and loss > np.mean(recent) + max(0.1, 4 * np.std(recent)):
-            spike = " SPIKE"
-        if math.isfinite(loss):
-            recent.append(loss)
-
         left_s = self.typical_step_s * (self.cfg.max_steps - state.step)
         if self.cfg.minutes:
             left_s = 60 * self.cfg.minutes - self.wall_time
         clock = f"{as_time(self.wall_time)} < {as_time(left_s)}"
 
-        begin = f"loss {loss:.4f}{spike} | lr {lr:.2e} | norm {grad_norm:.3f}"
+        begin = f"loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f}"
         end = f"{speed:,.0f} tok/s | {memory:,.0f} MiB | {clock}"
         if math.isfinite(mfu):
             end = f"{speed:,.0f} tok/s | mfu {mfu:.1%} | {memory:,.0f} MiB | {clock}"
@@ -387,7 +361,7 @@ class Run:
         return math.isfinite(val_loss) and not any(loss <= val_loss for loss in earlier)
 
     def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
-        """Record a row with metrics and the clock; print a line, with metrics between begin, end."""
+        """Record a row with metrics and clock; print a line with metrics between begin and end."""
         row["train_time_s"] = self.train_time
         row["wall_time_s"] = self.wall_time
         max_steps = str(self.cfg.max_steps)
@@ -530,27 +504,3 @@ def fail_on_nodes_without_signal(dist_ctx: DistContext, signals: list[str]) -> N
             "another node was told to stop; --resume continues from what has been saved",
             printed=dist_ctx.local_rank > 0,
         )
-
-
-def run_trials(train, cfg) -> list[dict]:
-    """Train cfg.trials runs that differ in their seed, print the mean loss; returns the summaries.
-
-    Ends after a run that was stopped early.
-    """
-    folder = Path(cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials")
-    summaries = []
-    for seed in range(cfg.seed, cfg.seed + cfg.trials):
-        out_dir = str(folder / f"seed_{seed}")
-        summary = train(dataclasses.replace(cfg, seed=seed, out_dir=out_dir, trials=1))
-        summaries.append(summary)
-        if summary["stopped_by"] not in ("max_steps", "minutes"):
-            return summaries
-
-    losses = [summary["val_loss"] for summary in summaries]
-    if int(os.environ.get("RANK", 0)) == 0 and None not in losses:
-        seconds = statistics.mean(summary["train_time_s"] for summary in summaries)
-        print(
-            f"{len(losses)} trials in {folder}: val_loss {statistics.mean(losses):.4f} +- "
-            f"{statistics.stdev(losses):.4f}, train_time {seconds:.1f} s each"
-        )
-    return summaries

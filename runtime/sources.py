@@ -24,9 +24,9 @@ def find_sources() -> dict[str, Path]:
 SOURCE_FILES = find_sources()
 
 
-def source_hashes() -> dict[str, str]:
-    """A text with the SHA-256 of each source, by name."""
-    return {name: f"{name} sha256 {sha256_of_file(path)}" for name, path in SOURCE_FILES.items()}
+def source_hashes() -> list[str]:
+    """A text with the name and SHA-256 of each source."""
+    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in SOURCE_FILES.items()]
 
 
 def copy_sources(folder: Path) -> None:
