@@ -244,16 +244,16 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         B, T, C = x.shape
 
-        # Queries, keys and values of all heads, each (B, T, n_head, head_dim)
+        # Queries and keys, and values: all heads, (B, T, ..., head_dim)
         qkv = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim)
-        q, k, v = qkv.split(self.n_head, dim=2)
+        qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
 
         # Each head adds its part of the value embedding, times a gate between 0 and 2
         gate = 2 * self.gate(x).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
-        # QK norm, key offset, positions
-        q, k = norm(q), norm(k)
+        # QK norm, for both at once; then key offset and positions
+        q, k = norm(qk).split(self.n_head, dim=2)
         k = partial_key_offset(k, self.rotary_dim, ctx)
         q = apply_rotary_emb(q, ctx.cos, ctx.sin)
         k = apply_rotary_emb(k, ctx.cos, ctx.sin)

@@ -5,6 +5,7 @@ message of one that fails says what an edit like that usually did, and what to d
 """
 
 import copy
+import dataclasses
 import functools
 import math
 import random
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+import model as model_page
 import train_gpt
 from common import UserError, exit_process
 from conftest import TINY, add_noise, built, compiler_works, final, rows, run_ranks, some_batch
@@ -28,6 +30,7 @@ from export import traced
 from inference.generation import KVCache, gather_positions
 from inference.int8 import quantize
 from model import GPT, GPTConfig, get_spec
+from ops.attention import add_bias
 from ops.parallel import to_full
 from runtime.checkpoint import load_weights
 from runtime.ranks import DistContext
@@ -229,6 +232,19 @@ def test_initial_values():
     )
 
 
+def test_flags_reach_the_model():
+    cfg = make_config(**FLAGS)
+    for field in dataclasses.fields(GPTConfig):
+        if not hasattr(cfg, field.name):
+            continue
+        value = getattr(cfg, field.name)
+        other = "LS:9" if isinstance(value, str) else 2 * value + 1
+        changed = dataclasses.replace(cfg, **{field.name: other})
+        assert getattr(train_gpt.gpt_config(changed, 257), field.name) == other, (
+            f"--{field.name} does not reach the model: pass it on in gpt_config"
+        )
+
+
 def test_checkpoint_rebuilds_the_model(whole):
     folder, model = whole
     checkpoint, idx = final(folder), some_batch(4)[:, :-1]
@@ -261,14 +277,49 @@ def test_cached_decoding(flags):
         )
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "blocked"])
+@pytest.mark.parametrize(
+    "flags", [{}, dict(window="SL:5", doc_mask=True)], ids=["plain", "window and documents"]
+)
+@torch.no_grad()
+def test_attention_masks(flags, backend, monkeypatch):
+    model, idx = scrambled(**flags).eval(), some_batch(2)[:, :-1]
+    idx[:, 12] = EOT
+    model.attn_backend = backend
+    logits = model(idx)
+
+    def whole_masks(self, attn_backend, idx):
+        position = torch.arange(idx.size(1))
+        docs = (None, None)
+        if self.doc_eot is not None:
+            number = (idx == self.doc_eot).cumsum(1)
+            docs = number[:, None, :, None], number[:, None, None, :]
+        bias = self.attention_bias(position, position)
+        masks = {}
+        for window in self.windows:
+            mask = model_page.may_attend(position[:, None], position, window, *docs)
+            masks[window] = add_bias(mask, bias)
+        return masks
+
+    monkeypatch.setattr(GPT, "attention_masks", whole_masks)
+    model.attn_backend = "sdpa"
+    found = difference(logits, model(idx), "the logits", 1e-4)
+    assert not found, (
+        f"with --attn {backend}, {found} from attention by a whole mask of may_attend: "
+        "attention_mask in ops/attention.py leaves the mask out where attention is plainly causal, "
+        "and blocked attention the keys outside of a window; change them like may_attend, or train "
+        "with --attn sdpa and a mask in all cases"
+    )
+
+
 def test_evaluated_loss():
     model, batch = scrambled().eval(), masked_batch()
     x, y = batch[:, :-1].clamp(min=0), batch[:, 1:]
     with torch.no_grad():
         evaluated, logits = model(x, y), model(x)
     assert not (found := difference(model(x, y), evaluated, "the loss")), (
-        f"in eval mode, {found} with gradients from without: CrossEntropy has a branch whose gradient is written by "
-        "hand; an edit of the loss belongs above it, or remove the branch"
+        f"in eval mode, {found} with gradients from without: softcap_cross_entropy has its gradient "
+        "written by hand; to change the loss, replace its line in CrossEntropy"
     )
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     assert not (found := difference(evaluated, expected, "the loss")), (

@@ -25,7 +25,7 @@ from ops.attention import attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
 from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_sparse_embedding_gradients
-from ops.linear import Fp8Linear, apply_fp8
+from ops.linear import linear, Fp8Linear, apply_fp8
 from ops.loss import chunked_loss
 from tests.edit_cases import Plain
 
@@ -637,7 +637,7 @@ def test_fp8_takes_layers_by_their_type(scaled_mm):
         in_fp8 = [
             name
             for name, m in gpt.named_modules()
-            if isinstance(m, model.Linear) and m.matmul is not F.linear
+            if isinstance(m, model.Linear) and m.matmul is not linear
         ]
         assert in_fp8 == fp8 * [
             *(f"blocks.{i}.mlp.{name}" for i in range(3) for name in ("fc", "proj")),

@@ -37,10 +37,11 @@ from conftest import (
 )
 from data.shards import write_shard
 from model import GPT, Optimizer
-from runtime import log
+from runtime import run as run_module
+from runtime import sources
 from runtime.auto import get_progress
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.log import SECTION, RunLogger, run_trials
+from runtime.run import SECTION, Run
 from runtime.ranks import DistContext
 from runtime.sources import SOURCE_FILES
 from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, make_config, train
@@ -100,7 +101,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
         summary["val_loss"] == evaluations[-1]["val_loss"] and summary["stopped_by"] == "max_steps"
     )
     text = read_log(folder)
-    assert {"train_gpt.py", "model.py", "ops/loss.py", "data/stream.py", "runtime/log.py"} <= set(
+    assert {"train_gpt.py", "model.py", "ops/loss.py", "data/stream.py", "runtime/run.py"} <= set(
         SOURCE_FILES
     )
     for name in SOURCE_FILES:
@@ -131,25 +132,25 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     assert [(folder / name).read_bytes() for name in ("summary.json", "metrics.jsonl")] == before
 
 
-def test_sources_that_changed_before_a_resume_are_kept_too(tmp_path, monkeypatch):
+def opened_run(folder: Path, step: int = 0, **flags) -> Run:
+    """A Run with its files open, as after begin() at this step."""
+    opened = Run(folder, make_config(**flags), CPU, [])
+    opened.stream = SimpleNamespace(vocabulary=None)
+    opened.lock_folder()
+    opened.open_files(step)
+    return opened
+
+
+def test_a_resumed_run_keeps_its_sources_too(tmp_path, monkeypatch):
     source, folder = tmp_path / "train_gpt.py", tmp_path / "run"
-    monkeypatch.setattr(log, "SOURCE_FILES", {"train_gpt.py": source})
-    for step, text in ((0, "first"), (5, "first"), (9, "second")):
+    monkeypatch.setattr(sources, "SOURCE_FILES", {"train_gpt.py": source})
+    for step, text in ((0, "first"), (9, "second")):
         source.write_text(text)
-        with contextlib.closing(RunLogger(folder, CPU)) as logger:
-            logger.lock()
-            logger.open(dict(wandb=False), step)
-    assert sorted(path.parent.name for path in folder.glob("source*/train_gpt.py")) == [
-        "source",
-        "source_9",
-    ]
+        opened_run(folder, step).close()
     assert (folder / "source" / "train_gpt.py").read_text() == "first"
-    hashes, text = (
-        [hashlib.sha256(text).hexdigest() for text in (b"first", b"first", b"second")],
-        read_log(folder),
-    )
-    assert re.findall(r"^sources: train_gpt.py sha256 (\w+)$", text, re.M) == hashes
-    assert re.findall("the code has changed .*: (.*); see .*source_9", text) == ["train_gpt.py"]
+    assert (folder / "source_9" / "train_gpt.py").read_text() == "second"
+    hashes = [hashlib.sha256(text).hexdigest() for text in (b"first", b"second")]
+    assert re.findall(r"^sources: train_gpt.py sha256 (\w+)$", read_log(folder), re.M) == hashes
 
 
 def test_target_profile_and_a_failed_start(data, tmp_path, capsys):
@@ -198,8 +199,8 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=plain)), capsys)
     assert code == 2 and "already holds ckpt_20.pt; add --resume" in err
     flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1))
-    holder = RunLogger(tmp_path / "run", CPU)
-    holder.lock()
+    holder = Run(tmp_path / "run", make_config(), CPU, [])
+    holder.lock_folder()
     code, err = run_main(flags, capsys)
     assert code == 2 and "another run is using" in err
     holder.close()
@@ -238,7 +239,7 @@ def clock(monkeypatch) -> list[float]:
         return call
 
     monkeypatch.setattr(
-        log, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+        run_module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
     )
     monkeypatch.setattr(train_gpt, "train_step", take(1, step))
     monkeypatch.setattr(train_gpt, "evaluate", take(3, evaluate))
@@ -292,20 +293,23 @@ def test_max_minutes_leave_the_schedule_alone(clock, data, tmp_path):
     assert_weights_equal(tmp_path / "run", tmp_path / "whole")
 
 
-def test_trials_end_with_the_first_that_does_not(capsys):
-    def fake(ends, **which):
-        return dict(val_loss=2.0 + which["seed"], train_time_s=3.0, stopped_by=ends[which["seed"]])
+def test_trials_end_with_the_first_that_does_not(monkeypatch, capsys):
+    ends = ["max_steps"] * 3
+    trained = []
 
-    assert len(run_trials(lambda **which: fake(["max_steps"] * 3, **which), 0, 3, "runs/x")) == 3
-    assert (
-        "3 trials in runs/x: val_loss 3.0000 +- 1.0000, train_time 3.0 s each"
-        in capsys.readouterr().out
-    )
-    assert (
-        len(run_trials(lambda **which: fake(["max_steps", "SIGTERM"], **which), 0, 3, "runs/x"))
-        == 2
-    )
-    assert "trials" not in capsys.readouterr().out
+    def fake(cfg):
+        trained.append(cfg.out_dir)
+        return dict(val_loss=2.0 + cfg.seed, train_time_s=3.0, stopped_by=ends[cfg.seed])
+
+    monkeypatch.setattr(train_gpt, "train", fake)
+    cfg = make_config(trials=3, out_dir="runs/x")
+    train_gpt.run_trials(cfg)
+    expected = "3 trials in runs/x: val_loss 3.0000 +- 1.0000, train_time 3.0 s each"
+    assert expected in capsys.readouterr().out
+    assert trained == ["runs/x/seed_0", "runs/x/seed_1", "runs/x/seed_2"]
+    ends[1] = "SIGTERM"
+    train_gpt.run_trials(cfg)
+    assert len(trained) == 5 and "trials" not in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -592,12 +596,6 @@ def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
     assert all(torch.equal(w, before[name]) for name, w in final(tmp_path / "run")["model"].items())
 
 
-def test_loss_spikes_are_marked(data, tmp_path, monkeypatch, capsys):
-    spoil(monkeypatch, {3, 15}, 4.0)  # too early to say, and a spike
-    tiny_run(tmp_path / "run", data=data, micro_batch=16)
-    assert re.findall(r"step +(\d+)/20 \| loss \S+ SPIKE", capsys.readouterr().out) == ["15"]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Full disks and memory
 
@@ -648,14 +646,14 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, mon
 
 def test_a_checkpoint_waits_for_the_rows_before_it(tmp_path, capsys):
     """A row that a full disk held back is on the disk before a checkpoint that would resume behind it."""
-    with contextlib.closing(RunLogger(tmp_path, CPU)) as logger:
-        logger.open_files(dict(wandb=False), 0, {})
-        with no_room(10):
-            logger.log_metrics(dict(step=1, train_loss=math.nan))
-            with pytest.raises(OSError):
-                logger.sync()
-        logger.sync()
-        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null}\n'
+    opened = opened_run(tmp_path)
+    with no_room(10):
+        opened.write(opened.metrics, '{"step": 1}')
+        with pytest.raises(OSError):
+            opened.sync_metrics()
+    opened.sync_metrics()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    opened.close()
 
 
 def test_out_of_memory_is_one_sentence(data, tmp_path, capsys):
@@ -693,7 +691,7 @@ def test_what_is_a_lack_of_memory():
 
 @pytest.mark.parametrize("trained, said", [(0.0, True), (1e9, False)])
 def test_a_long_run_is_told_of_compile(trained, said, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(log, "COMPILE_PAYS_S", trained)
+    monkeypatch.setattr(run_module, "COMPILE_PAYS_S", trained)
     tiny_run(tmp_path / "run", data=data, max_steps=2)
     assert read_log(tmp_path / "run").rstrip().endswith(" | faster: --compile") == said
 
@@ -736,7 +734,7 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
 
 def test_a_second_signal_ends_the_process_at_once():
     code = (
-        "import os, signal, time; from runtime.signals import catch_signals\n"
+        "import os, signal, time; from common import catch_signals\n"
         "with catch_signals() as caught:\n"
         "    os.kill(os.getpid(), signal.SIGUSR1); os.kill(os.getpid(), signal.SIGTERM); print(caught, flush=True)\n"
         "    time.sleep(0.6); os.kill(os.getpid(), signal.SIGTERM); print('still here')"

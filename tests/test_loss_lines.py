@@ -1,0 +1,90 @@
+"""What one writes into a line of the loss on the page is what is trained, eager and compiled."""
+
+import ast
+import sys
+import types
+
+import pytest
+import torch
+
+from conftest import ROOT
+from ops.compile import apply_compile
+
+SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
+
+# A line of the loss -> the same, changed
+EDITS = {
+    "return softcap_cross_entropy(logits, targets, self.softcap, self.kernel)": (
+        "loss = softcap_cross_entropy(logits, targets, self.softcap, self.kernel)\n"
+        "        return loss + 0.1 * logits.float().square().mean()"
+    ),
+    "return self.cross_entropy(self.head(x), targets)": (
+        "return self.cross_entropy(self.head(2 * x), targets)"
+    ),
+    "x = x.flatten(0, 1)": "x = 2 * x.flatten(0, 1)",
+    "targets = targets.flatten()": "targets = targets.flatten().roll(1)",
+    "return chunked_loss(head_loss": "return 2 * chunked_loss(head_loss",
+}
+
+
+def lines_of_the_loss() -> list[str]:
+    """The statements of CrossEntropy.forward, GPT.loss and its inner function, without docstrings."""
+    found = []
+    for node in ast.walk(ast.parse(SOURCE)):
+        is_loss = isinstance(node, ast.FunctionDef) and node.name in ("loss", "head_loss")
+        if isinstance(node, ast.ClassDef) and node.name == "CrossEntropy":
+            node = next(part for part in node.body if getattr(part, "name", "") == "forward")
+            is_loss = True
+        if is_loss:
+            plain = [s for s in node.body if not isinstance(s, (ast.Expr, ast.FunctionDef))]
+            found += [SOURCE.splitlines()[statement.lineno - 1].strip() for statement in plain]
+    return found
+
+
+def test_every_line_has_a_case():
+    assert len(lines_of_the_loss()) == len(EDITS)
+    for line in lines_of_the_loss():
+        assert any(line.startswith(known) for known in EDITS), line
+
+
+def gradients(source: str, compiled: str | None, monkeypatch) -> dict[str, torch.Tensor]:
+    """The gradients of a training step of the model in this source."""
+    page = types.ModuleType("edited_model")
+    monkeypatch.setitem(sys.modules, "edited_model", page)
+    exec(compile(source, "edited_model", "exec"), page.__dict__)
+    cfg = page.GPTConfig(vocab_size=70, seq_len=24, n_layer=1, n_head=2, n_embd=32)
+    gpt = page.GPT(cfg, loss_chunk=16)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.normal_(0, 0.1, generator=generator)
+    if compiled:
+        real = torch.compile
+        fast = lambda function, mode, **how: real(function, backend="aot_eager", **how)  # noqa: E731
+        monkeypatch.setattr(torch, "compile", fast)
+        apply_compile(gpt, "default", 1.0, torch.device(compiled))
+    idx = torch.randint(70, (2, 25), generator=generator)
+    gpt(idx[:, :-1], idx[:, 1:]).backward()
+    return {name: p.grad for name, p in gpt.named_parameters()}
+
+
+@pytest.mark.parametrize("compiled", [None, "cpu", "cuda"])
+@pytest.mark.parametrize("line", EDITS)
+def test_an_edit_of_a_line_changes_what_is_trained(line, compiled, monkeypatch):
+    assert SOURCE.count(line) == 1
+    with monkeypatch.context() as patch:
+        plain = gradients(SOURCE, None, patch)
+    with monkeypatch.context() as patch:
+        edited = gradients(SOURCE.replace(line, EDITS[line]), compiled, patch)
+    change = edited["head.weight"] - plain["head.weight"]
+    assert change.norm() > 0.01 * plain["head.weight"].norm()
+
+
+@pytest.mark.parametrize("compiled", ["cpu", "cuda"])
+def test_compiling_the_loss_changes_nothing(compiled, monkeypatch):
+    with monkeypatch.context() as patch:
+        plain = gradients(SOURCE, None, patch)
+    with monkeypatch.context() as patch:
+        found = gradients(SOURCE, compiled, patch)
+    for name, grad in plain.items():
+        assert (found[name] - grad).norm() <= 1e-5 * grad.norm(), name
