@@ -25,7 +25,7 @@ from ops.attention import attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
 from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_sparse_embedding_gradients
-from ops.linear import linear, Fp8Linear, apply_fp8
+from ops.linear import Fp8Linear, apply_fp8, linear
 from ops.loss import chunked_loss
 from tests.edit_cases import Plain
 
