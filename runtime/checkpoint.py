@@ -89,7 +89,7 @@ def save_checkpoint(
     content |= collect_tensors(model, optimizer, extra, logger.dist_ctx.rank)
     content |= dict(
         data=stream.fingerprint(),
-        position=stream.position(content["step"]),
+        position=stream.stream_state(content["step"]),
         eval_part=stream.eval_subset,
     )
     content |= dict(

@@ -171,7 +171,7 @@ class Start(NamedTuple):
 
         Raises UserError for other data, another place in them, or another optimizer.
         """
-        saved, path, position = self.checkpoint, self.path, stream.position(self.checkpoint["step"])
+        saved, path, position = self.checkpoint, self.path, stream.stream_state(self.checkpoint["step"])
         if saved["data"] != stream.fingerprint():
             advice = f"give the same --data, or start a new run with --init_from {path}"
             raise UserError(
