@@ -52,8 +52,7 @@ def _parse_question(line):
         return None
     if type(context) is not str or type(endings) is not list or type(label) is not int:
         return None
-    if not all(type(ending) is str and ending for ending in endings):
-        return None
-    if not 0 <= label < len(endings):
+    is_text = all(type(ending) is str and ending for ending in endings)
+    if not is_text or not 0 <= label < len(endings):
         return None
     return Question(context, endings, label)

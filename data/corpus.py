@@ -70,8 +70,9 @@ def python_files():
     """Return the Python files of this Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = _files_under(root, NOT_PYTHON.__contains__)
-    paths = [path for path in paths if path.suffix == ".py"]
-    return sort_by_hash((path.relative_to(root).as_posix(), path) for path in paths)
+    return sort_by_hash(
+        (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
+    )
 
 
 def find_files(arguments, include, say):
@@ -85,7 +86,7 @@ def find_files(arguments, include, say):
     for argument in map(os.path.abspath, arguments):
         for name, path in _matching_files(argument, include):
             is_named = str(path) == argument or argument.endswith(".npy")
-            if is_named or is_parquet(path) or _begins_as_text(path):
+            if is_named or file_format(path) == ".parquet" or _begins_as_text(path):
                 names.setdefault(path, name)
             else:
                 skipped.add(path.name)
@@ -93,8 +94,10 @@ def find_files(arguments, include, say):
         examples = ", ".join(sorted(skipped)[:10])
         say(f"skipped {len(skipped):,} files that are not text in UTF-8: {examples}")
     if not names:
-        found = f"there is no text in {list(map(str, arguments))}"
-        raise UserError(f"{found}: give PATHs of files, folders or globs")
+        raise UserError(
+            f"there is no text in {list(map(str, arguments))}: give PATHs of files, folders or "
+            "globs"
+        )
     return sort_by_hash((name, path) for path, name in names.items())
 
 
@@ -104,23 +107,25 @@ def _matching_files(argument, include):
     if not os.path.exists(argument):
         matches = sorted(glob.glob(argument, recursive=True))
     if not matches:
-        found = f"{argument} is not a file or folder, nor a glob that matches any"
-        raise UserError(f"{found}: check the path")
+        raise UserError(
+            f"{argument} is not a file or folder, nor a glob that matches any: check the path"
+        )
     for match in map(Path, matches):
         paths = [match]
         if match.is_dir():
             paths = _files_under(match, lambda name: name.startswith("."))
-            paths = [path for path in paths if _is_included(path, include)]
+            paths = [path for path in paths if _is_included(path.name, include)]
         for path in paths:
             yield path.relative_to(match.parent).as_posix(), path
 
 
-def _is_included(path, include):
-    return not include or any(fnmatch.fnmatchcase(path.name, pattern) for pattern in include)
+def _is_included(name, include):
+    return not include or any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
 
 
-def is_parquet(path):
-    return path.name.lower().endswith(".parquet")
+def file_format(path):
+    """Return the last part of a file's name, without .gz and in lower case, such as ".csv"."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def _begins_as_text(path):
@@ -160,8 +165,9 @@ def read_document(split, stream, path, size=sys.maxsize):
         try:
             rest[:cut].decode()
         except UnicodeDecodeError as error:
-            found = f"{path} is not UTF-8 text at byte {begin + error.start:,}"
-            raise UserError(f"{found}: convert or remove it") from None
+            raise UserError(
+                f"{path} is not UTF-8 text at byte {begin + error.start:,}: convert or remove it"
+            ) from None
         if cut:
             yield split, begin == first, rest[:cut]
         rest = rest[cut:]
@@ -189,39 +195,35 @@ def read_files(files, val_fraction, keys):
     keys: of the texts of a row, joined by newlines.
     Raises UserError, which names the place, for what cannot be read.
     """
-    is_single = len(files) == 1
     for name, path in files:
-        split = split_of(name, val_fraction)
+        if len(files) == 1:
+            train_fraction = 1 - val_fraction
+        else:
+            train_fraction = 1 if split_of(name, val_fraction) == "train" else 0
         try:
             with open_file(path) as stream:
                 if path.suffix == ".npy":
-                    if is_single:
-                        train_fraction = 1 - val_fraction
-                    else:
-                        train_fraction = 1 if split == "train" else 0
                     yield from _read_integers(path, train_fraction)
-                elif _has_rows(path):
+                elif file_format(path) in (".jsonl", ".csv", ".parquet"):
                     for number, text in _read_rows(stream, path, keys):
                         row = io.BytesIO(text.encode("utf-8", errors="replace"))
-                        row_split = split_of(f"{name}:{number}", val_fraction)
-                        yield from read_document(row_split, row, path)
-                elif is_single:
-                    size = _train_size(stream, val_fraction)
-                    yield from read_document("train", stream, path, size)
-                    yield from read_document("val", stream, path)
+                        split = split_of(f"{name}:{number}", val_fraction)
+                        yield from read_document(split, row, path)
                 else:
-                    yield from read_document(split, stream, path)
+                    yield from _read_text(stream, path, train_fraction)
         except DAMAGED_GZIP as error:
             raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
 
 
-def _train_size(stream, val_fraction):
-    """Return how many bytes of a text file are for training: whole characters."""
+def _read_text(stream, path, train_fraction):
+    """Yield the pieces of a text file as one document in each split, cut between characters."""
     n_bytes = stream.seek(0, os.SEEK_END)
-    size = stream.seek(int(n_bytes * (1 - val_fraction)))
+    size = stream.seek(int(n_bytes * train_fraction))
     following = stream.read(3)
+    size += len(following) - len(following.lstrip(CONTINUATION))
     stream.seek(0)
-    return size + len(following) - len(following.lstrip(CONTINUATION))
+    yield from read_document("train", stream, path, size)
+    yield from read_document("val", stream, path)
 
 
 def _read_integers(path, train_fraction):
@@ -231,8 +233,9 @@ def _read_integers(path, train_fraction):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
     except ValueError as error:
-        expected = f"{path}: expected a .npy file of integers, 1-D ({error})"
-        raise UserError(f"{expected}; save it with numpy.save") from None
+        raise UserError(
+            f"{path}: expected a .npy file of integers, 1-D ({error}); save it with numpy.save"
+        ) from None
     n_train = int(train_fraction * len(tokens))
     for split, part in (("train", tokens[:n_train]), ("val", tokens[n_train:])):
         for begin in range(0, len(part), PIECE):
@@ -243,16 +246,11 @@ def _read_integers(path, train_fraction):
 # Rows of .jsonl, .csv and Parquet files
 
 
-def _has_rows(path):
-    name = path.name.lower().removesuffix(".gz")
-    return is_parquet(path) or name.endswith((".jsonl", ".csv"))
-
-
 def _read_rows(stream, path, keys):
     """Yield (number, text) of each row of a file; the text of a blank line of .jsonl is ""."""
-    if is_parquet(path):
+    if file_format(path) == ".parquet":
         rows = _parquet_rows(stream, path, keys)
-    elif path.name.lower().endswith((".csv", ".csv.gz")):
+    elif file_format(path) == ".csv":
         csv.field_size_limit(1 << 26)
         text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         # More cells than columns make a list of the first text, which is an error below

@@ -85,8 +85,9 @@ def _fetch(url, partial, say):
                 file.write(block)
                 progress.add(len(block))
     if progress.done < total:
-        found = f"{progress.done} of {total} bytes"
-        raise http.client.HTTPException(f"the connection ended after {found}")
+        raise http.client.HTTPException(
+            f"the connection ended after {progress.done} of {total} bytes"
+        )
     return redirects.sha256
 
 
@@ -130,8 +131,9 @@ def download(url, path, sha256=None, say=print):
     digest = sha256_of_file(arrived)
     if sha256 not in (None, digest):
         arrived.unlink()
-        found = f"{url} gave SHA-256 {digest} instead of {sha256}"
-        raise UserError(f"{found}: it is deleted, run this again")
+        raise UserError(
+            f"{url} gave SHA-256 {digest} instead of {sha256}: it is deleted, run this again"
+        )
     os.replace(arrived, path)
     return digest
 
@@ -145,22 +147,22 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
     if (folder / "meta.json").exists() and len(load_meta(folder)["files"]) > shards:
         say(f"already there: {folder}")
         return
-    size = f"{shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all"
-    say(f"fineweb10B: {size}, to {folder}")
+    say(
+        f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB "
+        f"in all, to {folder}"
+    )
 
     files = {}
-    n_tokens = {"train": 0, "val": 0}
+    splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
         sha256 = download(FINEWEB + name, folder / name, say=say)
         length = read_shard(folder / name).size
         files[name] = {"tokens": length, "sha256": sha256}
-        n_tokens[split] += length
+        splits[split]["tokens"] += length
 
     vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-    meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "splits": {}}
-    for split, count in n_tokens.items():
-        meta["splits"][split] = {"tokens": count, "bytes": None, "documents": None}
+    meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "splits": splits}
     meta |= {"source": FINEWEB, "files": files, "command": command}
     write_meta(folder, meta)

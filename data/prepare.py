@@ -23,7 +23,7 @@ if __name__ == "__main__":
     # A script's first import path is its own folder, whose tokenizers.py hides a package's name
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common import UserError, report_error
+from common import UserError, report_error, sha256_of_file
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_meta, write_shard
@@ -33,7 +33,6 @@ from data.tokenizers import (
     get_tokenizer,
     read_vocabulary,
     train_vocabulary,
-    vocabulary_hash,
 )
 
 # Source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
@@ -44,6 +43,7 @@ SOURCES = {
     "wikitext2": "gpt2",
     "wikitext103": "gpt2",
 }
+WITHOUT_VOCABULARY = ("gpt2", "bytes", "integers")  # tokenizers without a file of their own
 DEFAULT_VOCAB_SIZE = 1024  # of --tokenizer bpe
 SMALL_TEXT_BYTES = 10**6  # below, small models do better on bytes than on byte pairs (docs/data.md)
 BPE_SAMPLE_BYTES = 64 << 20  # at most so much text trains a vocabulary
@@ -55,25 +55,30 @@ BATCH_BYTES = 1 << 20  # given to a thread at once
 
 
 def _batches(documents):
-    """Yield (split, pieces) with about BATCH_BYTES of pieces, (whether a document starts, bytes)."""
-    batches = {"train": [], "val": []}
-    sizes = {"train": 0, "val": 0}
-    for split, starts_document, piece in documents:
-        batches[split].append((starts_document, piece))
-        sizes[split] += len(piece)
-        if sizes[split] >= BATCH_BYTES:
-            yield split, batches[split]
-            batches[split] = []
-            sizes[split] = 0
-    yield from batches.items()
+    """Yield lists of pieces of about BATCH_BYTES in all."""
+    batch = []
+    n_bytes = 0
+    for piece in documents:
+        batch.append(piece)
+        n_bytes += len(piece[-1])
+        if n_bytes >= BATCH_BYTES:
+            yield batch
+            batch = []
+            n_bytes = 0
+    yield batch
 
 
-def _encode(tokenizer, pieces):
-    """Encode pieces, with end-of-text before each document: 1-D uint16 tokens, and their counts."""
+def _encode(tokenizer, pieces, split):
+    """Encode the pieces of a split, with end-of-text before each document.
+
+    Returns 1-D uint16 tokens, and how many tokens, bytes and documents they are.
+    """
     end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
     parts = [np.empty(0, dtype=np.uint16)]
     counts = {"tokens": 0, "bytes": 0, "documents": 0}
-    for starts_document, piece in pieces:
+    for piece_split, starts_document, piece in pieces:
+        if piece_split != split:
+            continue  # it is encoded in another call
         if starts_document:
             parts.append(end_of_text)
             counts["documents"] += 1
@@ -90,8 +95,8 @@ def encode_file(path, tokenizer):
     Raises UserError if it is not UTF-8.
     """
     with open(path, "rb") as file:
-        pieces = [piece for _, *piece in corpus.read_document("train", file, path)]
-    tokens, counts = _encode(tokenizer, pieces)
+        pieces = corpus.read_document("train", file, path)
+        tokens, counts = _encode(tokenizer, pieces, "train")
     return tokens[1:], counts["bytes"]  # without the end-of-text before it
 
 
@@ -139,23 +144,22 @@ def _write_shards(documents, tokenizer, folder, shard_tokens, progress):
     """Encode on all cores and write in order. Returns "splits" and "files" of meta.json."""
     for path in folder.glob("*.bin"):  # of a run that was killed
         path.unlink()
+    writers = [SplitWriter(folder, split, shard_tokens) for split in ("train", "val")]
 
     def encode(batch):
-        split, pieces = batch
-        return split, *_encode(tokenizer, pieces)
+        return [_encode(tokenizer, batch, writer.split) for writer in writers]
 
-    writers = {split: SplitWriter(folder, split, shard_tokens) for split in ("train", "val")}
     threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
-    encoded = map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads)
-    for split, tokens, counts in encoded:
-        writers[split].add(tokens, counts)
-        progress.add(counts["bytes"])
+    for encoded in map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads):
+        for writer, (tokens, counts) in zip(writers, encoded):
+            writer.add(tokens, counts)
+        progress.add(sum(counts["bytes"] for _, counts in encoded))
 
     splits = {}
     files = {}
-    for split, writer in writers.items():
+    for writer in writers:
         writer.close()
-        splits[split] = writer.counts
+        splits[writer.split] = writer.counts
         files |= writer.files
     return splits, files
 
@@ -185,8 +189,10 @@ def _choose_tokenizer_by_size(n_bytes, say):
     tokenizer = "bytes"
     if n_bytes >= SMALL_TEXT_BYTES and importlib.util.find_spec("tokenizers"):
         tokenizer = "bpe"
-    size = f"{n_bytes / 1e6:.1f} MB of text"
-    say(f"tokenizer {tokenizer}, for {size} (for GPT-2's presets: --tokenizer gpt2)")
+    say(
+        f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text "
+        "(for GPT-2's presets: --tokenizer gpt2)"
+    )
     return tokenizer
 
 
@@ -206,11 +212,10 @@ def _load_tokenizer(name, vocab_size, documents, n_bytes, say):
 
     name: "gpt2", "bytes", "integers:N", "bpe", or the path of a vocabulary.
     """
-    if name in ("gpt2", "bytes") or name.startswith("integers:"):
+    if name.split(":")[0] in WITHOUT_VOCABULARY:
         return get_tokenizer(name), None
     if name == "bpe":
-        size = f"{min(n_bytes, BPE_SAMPLE_BYTES) / 1e6:.1f} MB"
-        say(f"training byte pairs on the first {size}")
+        say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE_BYTES) / 1e6:.1f} MB")
         vocabulary = train_vocabulary(_sample(documents), vocab_size or DEFAULT_VOCAB_SIZE)
     else:
         vocabulary = read_vocabulary(name)
@@ -257,15 +262,13 @@ def prepare(
     has_integers = any(os.fspath(path).endswith(".npy") for path in (*paths, *val))
     tokenizer = _resolve_tokenizer(source, tokenizer, vocab_size, has_integers)
     if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
-        found = f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}"
-        raise UserError(f"{found}: expected a fraction and a count")
+        raise UserError(
+            f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and "
+            "a count"
+        )
     folder = Path(out or _default_folder(source, tokenizer))
-    if (folder / "meta.json").exists():
-        found = f"{folder} (of {load_meta(folder)['source']})"
-        say(f"already there: {found}; for other data remove it, or choose another --out")
+    if _is_prepared(folder, say):
         return folder
-    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-        raise UserError(f"{folder} holds something else than prepared data: choose another --out")
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
         origin, files, val_files = _find_texts(source, paths, val, include, temporary, say)
@@ -284,8 +287,9 @@ def prepare(
         encoder, vocabulary = _load_tokenizer(tokenizer, vocab_size, documents(), n_bytes, say)
         meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
         if vocabulary:
-            (temporary / VOCABULARY_FILE).write_bytes(vocabulary.encode())
-            meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
+            path = temporary / VOCABULARY_FILE
+            path.write_bytes(vocabulary.encode())
+            meta["vocabulary"] = {"sha256": sha256_of_file(path)}
         if len(files) > 1:
             meta["order"] = corpus.ORDER
         progress = Progress(f"preparing {source}", n_bytes, say)
@@ -310,12 +314,24 @@ def _default_folder(source, tokenizer):
     """Return data/<source>, with the kind of tokenizer if it is not the source's default."""
     if tokenizer == SOURCES[source]:
         return DATA_DIR / source
-    kind = "bpe"
-    if tokenizer in ("gpt2", "bytes"):
-        kind = tokenizer
-    elif tokenizer.startswith("integers:"):
-        kind = "integers"
+    kind = tokenizer.split(":")[0]
+    if kind not in WITHOUT_VOCABULARY:
+        kind = "bpe"
     return DATA_DIR / f"{source}_{kind}"
+
+
+def _is_prepared(folder, say):
+    """Return whether a folder is complete. Raises UserError if it holds something else."""
+    if (folder / "meta.json").exists():
+        origin = load_meta(folder)["source"]
+        say(
+            f"already there: {folder} (of {origin}); for other data remove it, or choose another "
+            "--out"
+        )
+        return True
+    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+        raise UserError(f"{folder} holds something else than prepared data: choose another --out")
+    return False
 
 
 @contextlib.contextmanager
@@ -356,16 +372,17 @@ def _find_texts(source, paths, val, include, folder, say):
     val_files = corpus.find_files(val, include, say)
     in_both = {path for _, path in files} & {path for _, path in val_files}
     if in_both:
-        found = f"{min(in_both)} is given for training and as --val"
-        raise UserError(f"{found}; a text must be in one of them only")
+        raise UserError(
+            f"{min(in_both)} is given for training and as --val; a text must be in one of them only"
+        )
     return origin, files, val_files
 
 
 def _text_size(file):
     """Return about how many bytes of text a file, (name, path), holds."""
     _, path = file
-    n_bytes = path.stat().st_size
-    return 3 * n_bytes if corpus.is_parquet(path) else n_bytes  # Parquet is compressed
+    is_parquet = corpus.file_format(path) == ".parquet"  # compressed
+    return path.stat().st_size * (3 if is_parquet else 1)
 
 
 # -----------------------------------------------------------------------------
@@ -388,25 +405,54 @@ def make_parser():
     )
     add = parser.add_argument
     several = dict(nargs="+", action="extend")
-    sources = [*SOURCES, "fineweb10B", "hellaswag"]
-    add("source", choices=sources, help="hellaswag: questions for sample.py --choices")
-    paths_help = "files: text; .jsonl, .csv, .parquet; .npy; folders, globs"
-    add("paths", nargs="*", metavar="PATH", help=paths_help)
-    tokenizer_help = "gpt2, bytes, bpe (trained on it), or a folder with a vocabulary"
-    add("--tokenizer", metavar="NAME|PATH", help=tokenizer_help)
-    size_help = f"tokens of --tokenizer bpe (default: {DEFAULT_VOCAB_SIZE}), or in .npy"
-    add("--vocab_size", type=int, metavar="N", help=size_help)
+    add(
+        "source",
+        choices=[*SOURCES, "fineweb10B", "hellaswag"],
+        help="hellaswag: questions for sample.py --choices",
+    )
+    add(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="files: text; .jsonl, .csv, .parquet; .npy; folders, globs",
+    )
+    add(
+        "--tokenizer",
+        metavar="NAME|PATH",
+        help="gpt2, bytes, bpe (trained on it), or a folder with a vocabulary",
+    )
+    add(
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help=f"tokens of --tokenizer bpe (default: {DEFAULT_VOCAB_SIZE}), or in .npy",
+    )
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
-    val_help = "files: texts for validation, instead of a fraction of PATHs"
-    add("--val", **several, metavar="PATH", help=val_help)
+    add(
+        "--val",
+        **several,
+        metavar="PATH",
+        help="files: texts for validation, instead of a fraction of PATHs",
+    )
     add("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
     add("--shard_tokens", type=int, help="max tokens per shard (default: 100000000)")
-    shards_help = "fineweb10B: training shards, 200 MB each (default: 103, which is all)"
-    add("--shards", type=int, help=shards_help)
-    key_help = "files: .jsonl keys, .csv and .parquet columns to join (text)"
-    add("--text_key", **several, metavar="KEY", help=key_help)
-    include_help = "files: names to read inside folders, such as '*.md' '*.txt'"
-    add("--include", **several, metavar="PATTERN", help=include_help)
+    add(
+        "--shards",
+        type=int,
+        help="fineweb10B: training shards, 200 MB each (default: 103, which is all)",
+    )
+    add(
+        "--text_key",
+        **several,
+        metavar="KEY",
+        help="files: .jsonl keys, .csv and .parquet columns to join (text)",
+    )
+    add(
+        "--include",
+        **several,
+        metavar="PATTERN",
+        help="files: names to read inside folders, such as '*.md' '*.txt'",
+    )
     return parser
 
 

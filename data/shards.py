@@ -23,27 +23,26 @@ HEADER_BYTES = 1024
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 
 
-def write_shard(path: str | Path, tokens: np.ndarray) -> dict:
+def write_shard(path, tokens):
     """Write a 1-D uint16 or uint32 array as a shard, and return its entry in meta.json.
 
     Raises ValueError for other arrays.
     """
-    magics = {dtype: magic for magic, (_, dtype) in FORMATS.items()}
-    fits_int32 = 0 < tokens.size < 2**31
-    if tokens.dtype not in magics or tokens.ndim != 1 or not fits_int32:
+    header = np.zeros(256, dtype="<i4")
+    for magic, (version, dtype) in FORMATS.items():
+        if tokens.dtype == dtype:
+            header[:3] = magic, version, tokens.size
+    # The count is an int32
+    if not header[0] or tokens.ndim != 1 or not 0 < tokens.size < 2**31:
         found = f"{tokens.dtype} of shape {tokens.shape}"
         raise ValueError(f"tokens must be 1-D uint16 or uint32, not {found}")
-    magic = magics[tokens.dtype]
-    version, _ = FORMATS[magic]
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = magic, version, tokens.size
     with open(path, "wb") as file:
         file.write(header)
         file.write(np.ascontiguousarray(tokens))
     return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 
-def read_shard(path: str | Path) -> np.memmap:
+def read_shard(path):
     """Map a shard into memory and return it, a read-only 1-D np.memmap of uint16 or uint32.
 
     Raises UserError for a file that is not an intact shard.
@@ -66,23 +65,22 @@ def read_shard(path: str | Path) -> np.memmap:
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-def find_shards(folder: str | Path, split: str) -> list[Path]:
+def find_shards(folder, split):
     """Return the sorted paths of the shards of a split, "train" or "val".
 
     Raises UserError if there are none.
     """
-    folder = Path(folder)
-    paths = sorted(folder.glob(f"*{split}*.bin"))
-    paths = [path for path in paths if not path.name.startswith(".")]
-    if not paths:
+    paths = Path(folder).glob(f"*{split}*.bin")
+    shards = sorted(path for path in paths if not path.name.startswith("."))
+    if not shards:
         found = f"there is no folder {folder}"
-        if folder.is_dir():
+        if Path(folder).is_dir():
             found = f"{folder} has no shards *{split}*.bin"
         raise UserError(f"{found}: expected a folder that `python data/prepare.py SOURCE` made")
-    return paths
+    return shards
 
 
-def load_meta(folder: str | Path) -> dict:
+def load_meta(folder):
     """Return meta.json of a prepared folder; without one, GPT-2's tokenizer and "assumed": True.
 
     Keys: tokenizer, vocab_size, eot, source, splits ({"train" and "val": {tokens, bytes,
@@ -95,47 +93,43 @@ def load_meta(folder: str | Path) -> dict:
     if not path.exists():
         find_shards(folder, "train")
         vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-        meta = dict(tokenizer="gpt2", vocab_size=vocab_size, eot=eot, splits={}, files={})
-        return meta | dict(source="unknown", assumed=True)
+        sizes = dict(vocab_size=vocab_size, eot=eot)
+        return dict(tokenizer="gpt2", **sizes, splits={}, source="unknown", files={}, assumed=True)
     try:
         meta = json.loads(path.read_bytes())
-        valid = _is_valid_meta(meta)
+        if _is_valid_meta(meta):
+            return meta
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        valid = False
-    if not valid:
-        raise UserError(f"{path} is damaged: delete the folder and prepare it again")
-    return meta
+        pass
+    raise UserError(f"{path} is damaged: delete the folder and prepare it again")
 
 
-def _is_valid_meta(meta: dict) -> bool:
+def _is_valid_meta(meta):
     """Check the values of meta.json. Raises KeyError, TypeError and the like for missing ones."""
-    sizes = (meta["vocab_size"], meta["eot"])
-    counts = [*sizes]
+    vocab_size, eot = sizes = meta["vocab_size"], meta["eot"]
+    counts = [vocab_size, eot]
     texts = [meta["tokenizer"], meta["source"]]
-    for split in ("train", "val"):
-        counts.append(meta["splits"][split]["tokens"])
-        counts.append(meta["splits"][split].get("bytes") or 0)
+    for part in (meta["splits"]["train"], meta["splits"]["val"]):
+        counts += [part["tokens"], part.get("bytes") or 0]
     for shard in meta["files"].values():
         counts.append(shard["tokens"])
-        texts.append(shard.get("sha256") or "")
     if meta["tokenizer"] == "bpe":
         texts.append(meta["vocabulary"]["sha256"])
 
-    if any(type(count) is not int or count < 0 for count in counts):
-        return False
-    if any(type(text) is not str for text in texts):
-        return False
-    if not meta["eot"] < meta["vocab_size"] <= 2**20:
-        return False
-    return sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
+    return (
+        all(type(count) is int and count >= 0 for count in counts)
+        and all(type(text) is str for text in texts)
+        and eot < vocab_size <= 2**20
+        and sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
+    )
 
 
-def write_meta(folder: Path, meta: dict) -> None:
+def write_meta(folder, meta):
     """Write meta.json of a prepared folder."""
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode())
 
 
-def recorded_hashes(meta: dict) -> dict[str, str | None]:
+def recorded_hashes(meta):
     """Return the SHA-256 of each shard, by name, as meta.json records it."""
     return {name: shard.get("sha256") for name, shard in meta["files"].items()}

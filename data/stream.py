@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,8 +28,12 @@ class TokenShards:
     # hash. All tokens are checked against the vocabulary when they are read.
     CHECKED = 1 << 28
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str | None]):
-        """sha256: of the shards, by name, where it is known. Raises UserError for wrong shards."""
+    def __init__(self, folder, split, vocab_size, sha256):
+        """Open the shards of a split, "train" or "val". Raises UserError for wrong shards.
+
+        vocab_size: of the model; tokens must be less.
+        sha256: of the shards, by name; None where it is not known.
+        """
         self.split = split
         self.vocab_size = vocab_size
         self.paths = find_shards(folder, split)
@@ -45,14 +48,15 @@ class TokenShards:
                 self.check_vocab(tokens[:unchecked], path)
             expected = sha256.get(path.name)
             if expected and len(tokens) <= unchecked and sha256_of_file(path) != expected:
-                found = f"{path} is not the shard whose hash meta.json holds"
-                raise UserError(f"{found}; prepare the data again")
+                raise UserError(
+                    f"{path} is not the shard whose hash meta.json holds; prepare the data again"
+                )
             unchecked -= len(tokens)
         self.n_tokens = sum(self.lengths)
         # The position of each shard's first token in the whole sequence
         self.offsets = np.cumsum([0, *self.lengths[:-1]])
 
-    def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
+    def check_vocab(self, tokens, path):
         """Raise UserError if a token is not in the vocabulary."""
         largest = int(tokens.max())
         if largest >= self.vocab_size:
@@ -61,7 +65,7 @@ class TokenShards:
                 "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
             )
 
-    def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
+    def read_tokens(self, i, begin, count):
         """Read at most `count` tokens of shard i from its token `begin` on, of the file's dtype.
 
         Raises UserError.
@@ -74,13 +78,14 @@ class TokenShards:
             file.seek(HEADER_BYTES + begin * itemsize)
             raw = file.read(n_bytes)
         if len(raw) < n_bytes:
-            found = f"{path} was truncated while in use"
-            raise UserError(f"{found}; put the whole shard back and --resume")
+            raise UserError(
+                f"{path} was truncated while in use; put the whole shard back and --resume"
+            )
         tokens = np.frombuffer(raw, self.dtypes[i])
         self.check_vocab(tokens, path)
         return tokens
 
-    def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
+    def read_sequences(self, starts, length):
         """Read a sequence of `length` tokens from each start: int64 (len(starts), length)."""
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts.tolist()):
@@ -94,7 +99,7 @@ class TokenShards:
                 i += 1
         return out
 
-    def hash_shards(self) -> dict[str, str]:
+    def hash_shards(self):
         """Hash 16 chunks of 2,048 tokens, evenly spread over each shard: all of a small one.
 
         Returns the number of tokens and the hash, by the shard's name.
@@ -109,14 +114,14 @@ class TokenShards:
         return hashes
 
 
-def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
+def feistel_permute(index, n, key):
     """Apply the pseudo-random permutation of range(n) with this key to each index: uint64.
 
     A Feistel network permutes range(m), where m is a power of four and at least n. It is applied
     until the result is below n (cycle walking, Black and Rogaway 2002). Nothing is stored.
     """
-    half_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half_bits)) - 1)
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
     round_keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
     out = index.astype(np.uint64)
     todo = np.ones(len(out), dtype=bool)
@@ -124,15 +129,15 @@ def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
         left = out[todo] >> half_bits
         right = out[todo] & mask
         for round_key in round_keys:
-            mixed = (right + round_key) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+            mixed = (right + round_key) * 0x9E3779B97F4A7C15
+            mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9
+            left, right = right, left ^ ((mixed >> 32) & mask)
         out[todo] = (left << half_bits) | right
         todo = out >= n
     return out
 
 
-def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
+def document_sequences(shards, eot, seq_len):
     """Find sequences that begin a document and do not overlap; return their starts, int64 (n,).
 
     The remainders of documents are dropped.
@@ -200,28 +205,25 @@ class TokenStream:
                 )
 
         # Speedruns evaluate the first tokens: those on FineWeb, and on shards without meta.json
-        self.eval_subset = "spread"
-        if self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/"):
-            self.eval_subset = "first"
-        if self.meta.get("assumed"):
-            self.eval_subset = "first"
+        is_fineweb = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
+        self.eval_subset = "first" if is_fineweb or "assumed" in self.meta else "spread"
 
-    def check_lengths(self) -> None:
+    def check_lengths(self):
         """Raise UserError if shards are not as long as meta.json says, or a split is too short."""
         found = {}
         for shards in (self.train, self.val):
             for path, length in zip(shards.paths, shards.lengths):
                 found[path.name] = length
-        recorded = {name: shard["tokens"] for name, shard in self.meta["files"].items()}
-        if recorded:
-            for name in sorted(found.keys() | recorded.keys()):
-                length = found.get(name, "no")
-                expected = recorded.get(name, "nothing")
-                if length != expected:
-                    raise UserError(
-                        f"{self.folder / name} has {length} tokens, where meta.json says "
-                        f"{expected}; prepare the data again"
-                    )
+        files = self.meta["files"]
+        recorded = {name: shard["tokens"] for name, shard in files.items()} or found
+        for name in sorted(found.keys() | recorded.keys()):
+            length = found.get(name, "no")
+            expected = recorded.get(name, "nothing")
+            if length != expected:
+                raise UserError(
+                    f"{self.folder / name} has {length} tokens, where meta.json says {expected}; "
+                    "prepare the data again"
+                )
 
         smaller = min((self.train, self.val), key=lambda shards: shards.n_tokens)
         if smaller.n_tokens <= self.seq_len:
@@ -244,8 +246,8 @@ class TokenStream:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             key = derive_seed(self.seed, epoch)
-            index_in_epoch = index[here] % self.seqs_per_epoch
-            order = feistel_permute(index_in_epoch, self.seqs_per_epoch, key).astype(np.int64)
+            order = feistel_permute(index[here] % self.seqs_per_epoch, self.seqs_per_epoch, key)
+            order = order.astype(np.int64)
             if self.aligned is not None:  # --doc_align
                 starts[here] = self.aligned[order]
             else:
@@ -282,9 +284,7 @@ class TokenStream:
             index = index * self.num_eval_seqs(0) // n_seqs
         return index * self.seq_len
 
-    def eval_batches(
-        self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1
-    ) -> Iterator:
+    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1):
         """Yield this rank's part of an evaluation: inputs, targets, int64 (micro_batch, seq_len).
 
         Yields equally often on every rank. The last batches are padded with targets of -1, so that
@@ -341,7 +341,7 @@ class TokenStream:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def map_ahead(function, items, depth: int, threads: int) -> Iterator:
+def map_ahead(function, items, depth, threads):
     """Yield function(item) of each item, in order, computed by threads `depth` items ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
@@ -356,6 +356,6 @@ def map_ahead(function, items, depth: int, threads: int) -> Iterator:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def prefetch(load, first: int, depth: int) -> Iterator:
+def prefetch(load, first, depth):
     """Yield load(first), load(first + 1), ... without end; a thread is `depth` calls ahead."""
     return map_ahead(load, itertools.count(first), depth, threads=1)

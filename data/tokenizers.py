@@ -4,15 +4,13 @@ The package `tokenizers` trains a byte-pair vocabulary, which is stored as a pla
 encodes and decodes with it.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from common import UserError
+from common import UserError, sha256_of_file
 from data.shards import TOKENIZER_SIZES
 
 VOCABULARY_FILE = "tokenizer.json"
@@ -26,7 +24,7 @@ PATTERNS = {
     ),
 }
 PATTERN = "gpt4-digits2"
-END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT = b"<|endoftext|>"
 MIN_SIZE = 258  # bytes, one pair and end-of-text
 MAX_SIZE = 65536  # uint16 shards hold no more
 
@@ -34,26 +32,26 @@ MAX_SIZE = 65536  # uint16 shards hold no more
 class Tokenizer:
     """Byte pairs by tiktoken, given its Encoding."""
 
-    def __init__(self, name: str, encoding):
+    def __init__(self, name, encoding):
         self.name = name
         self.tiktoken = encoding
         self.vocab_size = encoding.n_vocab
         self.eot = encoding.eot_token
 
-    def encode(self, text: str) -> np.ndarray:
-        """Encode text as a 1-D uint16 array.
+    def encode(self, text):
+        """Encode a str as a 1-D uint16 array.
 
         Special tokens are encoded as ordinary text, lone surrogates become "?".
         """
         return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
 
-    def encode_raw(self, raw: bytes) -> np.ndarray:
-        """Encode UTF-8 as a 1-D array of unsigned integers. Invalid bytes become U+FFFD."""
+    def encode_raw(self, raw):
+        """Encode UTF-8 bytes as a 1-D array of unsigned integers. Invalid ones become U+FFFD."""
         text = raw.decode("utf-8", errors="replace")
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Decode a sequence of tokens to bytes. End-of-text becomes b"<|endoftext|>"."""
+    def decode_bytes(self, tokens):
+        """Decode a sequence or array of tokens to bytes. End-of-text becomes b"<|endoftext|>"."""
         return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
 
@@ -64,51 +62,52 @@ class ByteTokenizer(Tokenizer):
         self.name = "bytes"
         self.vocab_size, self.eot = TOKENIZER_SIZES["bytes"]
 
-    def encode_raw(self, raw: bytes) -> np.ndarray:
+    def encode_raw(self, raw):
         return np.frombuffer(raw, dtype=np.uint8)
 
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        texts = [END_OF_TEXT.encode() if t == self.eot else bytes([t]) for t in map(int, tokens)]
-        return b"".join(texts)
+    def decode_bytes(self, tokens):
+        tokens = np.asarray(tokens).tolist()
+        parts = [END_OF_TEXT if token == self.eot else bytes([token]) for token in tokens]
+        return b"".join(parts)
 
 
 class IntegerTokenizer(Tokenizer):
     """For data that are not text: tokens 0..size - 1, written as numbers; `size` is end-of-text."""
 
-    def __init__(self, size: int):
+    def __init__(self, size):
         if not 0 < size < MAX_SIZE:
             raise UserError(f"--vocab_size {size}: for integers it must be 1 to {MAX_SIZE - 1}")
         self.name = f"integers:{size}"
         self.vocab_size = size + 1
         self.eot = size
 
-    def encode_raw(self, raw: bytes | np.ndarray) -> np.ndarray:
+    def encode_raw(self, raw):
         """Encode numbers, in an array or as text with blanks between. Raises UserError."""
         numbers = raw if isinstance(raw, np.ndarray) else raw.split()
         try:
             tokens = np.array(numbers, dtype=np.int64)
         except (ValueError, OverflowError):
-            expected = "text of integers between blanks, as this data needs"
-            raise UserError(f"{raw[:40]!r} is not {expected}") from None
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
-            found = f"found integers from {tokens.min()} to {tokens.max()}"
             raise UserError(
-                f"{found}, where tokens are 0 to {self.eot - 1}; correct them, or prepare the data "
-                "with a larger --vocab_size"
+                f"{raw[:40]!r} is not text of integers between blanks, as this data needs"
+            ) from None
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
+            raise UserError(
+                f"found integers from {tokens.min()} to {tokens.max()}, where tokens are 0 to "
+                f"{self.eot - 1}; correct them, or prepare the data with a larger --vocab_size"
             )
         return tokens.astype(np.uint16)
 
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        texts = [f" {END_OF_TEXT if token == self.eot else token}" for token in map(int, tokens)]
-        return "".join(texts).encode()
+    def decode_bytes(self, tokens):
+        tokens = np.asarray(tokens).tolist()
+        parts = [END_OF_TEXT if token == self.eot else b"%d" % token for token in tokens]
+        return b"".join(b" " + part for part in parts)
 
 
-def get_tokenizer(
-    name: str, vocabulary: str | None = None, where: str = "the vocabulary"
-) -> Tokenizer:
-    """Return the tokenizer called "gpt2", "bytes", "integers:N" or "bpe".
+def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
+    """Return the Tokenizer called "gpt2", "bytes", "integers:N" or "bpe".
 
-    vocabulary: the content of its file, for "bpe"; `where` is the path that errors name.
+    vocabulary: the content of its file, for "bpe".
+    where: the path of that file, for errors.
     Raises UserError for other names, and for a vocabulary that cannot be loaded or is damaged.
     """
     if name == "bytes":
@@ -119,8 +118,10 @@ def get_tokenizer(
     if name == "bpe" and vocabulary:
         pattern, ranks = parse_vocabulary(vocabulary, where)
     elif name != "gpt2":
-        expected = "gpt2, bytes, integers:N, or bpe with its vocabulary"
-        raise UserError(f"unknown tokenizer {name!r}: it must be {expected}")
+        raise UserError(
+            f"unknown tokenizer {name!r}: it must be gpt2, bytes, integers:N, or bpe with its "
+            "vocabulary"
+        )
     try:
         import tiktoken
 
@@ -131,7 +132,7 @@ def get_tokenizer(
                 name,
                 pat_str=pattern,
                 mergeable_ranks=ranks,
-                special_tokens={END_OF_TEXT: len(ranks)},  # the last token
+                special_tokens={END_OF_TEXT.decode(): len(ranks)},  # the last token
             )
     except Exception as error:  # anything may go wrong in tiktoken's own download
         raise UserError(
@@ -142,9 +143,10 @@ def get_tokenizer(
     return Tokenizer(name, encoding)
 
 
-def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
-    """Train a byte-pair vocabulary on UTF-8 texts, and return the content of its file.
+def train_vocabulary(texts, vocab_size):
+    """Train a byte-pair vocabulary on texts, and return the content of its file, a str.
 
+    texts: an iterable of UTF-8 bytes.
     vocab_size: its tokens, end-of-text included, which is the last; little text may give fewer.
     The same texts give the same vocabulary. Invalid bytes become U+FFFD.
     Raises UserError if the package is missing, or the texts hold no pair of bytes.
@@ -152,8 +154,9 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
     try:
         import tokenizers
     except ImportError:
-        advice = "run `pip install tokenizers`"
-        raise UserError(f"--tokenizer bpe needs the package tokenizers: {advice}") from None
+        raise UserError(
+            "--tokenizer bpe needs the package tokenizers: run `pip install tokenizers`"
+        ) from None
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
         raise UserError(f"--vocab_size {vocab_size}: it must be {MIN_SIZE} to {MAX_SIZE}")
 
@@ -172,28 +175,26 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
 
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     if not merges:
-        found = "the text has no pair of bytes to make a token of"
-        raise UserError(f"{found}: give more, or --tokenizer bytes")
+        raise UserError(
+            "the text has no pair of bytes to make a token of: give more, or --tokenizer bytes"
+        )
     byte_of = bytes_of_letters()
     tokens = {}  # as an ordered set: different pairs can make the same token
     for first, second in merges:
-        token = bytes(byte_of[letter] for letter in first + second)
-        tokens[token.hex()] = None
+        tokens[bytes(byte_of[letter] for letter in first + second).hex()] = None
     content = dict(format="byte pairs", pattern=PATTERN, tokens=list(tokens))
     return json.dumps(content, indent=0) + "\n"
 
 
-def bytes_of_letters() -> dict[str, int]:
-    """Return the byte that each letter of GPT-2's byte-level alphabet stands for."""
+def bytes_of_letters():
+    """Return the byte that each letter of GPT-2's byte-level alphabet stands for, a dict."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in visible]
-    letters = {chr(byte): byte for byte in visible}
-    for i, byte in enumerate(others):
-        letters[chr(256 + i)] = byte
-    return letters
+    letters = [*map(chr, visible), *map(chr, range(256, 256 + len(others)))]
+    return dict(zip(letters, visible + others))
 
 
-def parse_vocabulary(text: str, where: str) -> tuple[str, dict[bytes, int]]:
+def parse_vocabulary(text, where):
     """Return the pattern that splits text, and the rank of each token's bytes.
 
     Raises UserError, which says `where` the vocabulary comes from, if it is damaged.
@@ -210,18 +211,15 @@ def parse_vocabulary(text: str, where: str) -> tuple[str, dict[bytes, int]]:
         ranks.setdefault(token, len(ranks))
     is_distinct = len(ranks) == 256 + len(tokens)
     if not is_distinct or not MIN_SIZE <= len(ranks) + 1 <= MAX_SIZE or b"" in ranks:
-        expected = "a vocabulary that `data/prepare.py --tokenizer bpe` made"
-        raise UserError(f"{where} is not {expected}, or is damaged")
+        raise UserError(
+            f"{where} is not a vocabulary that `data/prepare.py --tokenizer bpe` made, or is "
+            "damaged"
+        )
     return pattern, ranks
 
 
-def vocabulary_hash(text: str) -> str:
-    """Return the SHA-256 of a vocabulary file's content, in hex."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
-    """Return the content of a vocabulary file, or of the one in a folder.
+def read_vocabulary(path, sha256=None):
+    """Return the content of a vocabulary file, or of the one in a folder, a str.
 
     Raises UserError if it is missing or has another hash than sha256.
     """
@@ -231,9 +229,10 @@ def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        found = f"there is no vocabulary {path} ({error})"
-        raise UserError(f"{found}: put it back, or prepare the data again") from None
-    digest = vocabulary_hash(text)
+        raise UserError(
+            f"there is no vocabulary {path} ({error}): put it back, or prepare the data again"
+        ) from None
+    digest = sha256_of_file(path)
     if sha256 and digest != sha256:
         raise UserError(
             f"{path} has the hash {digest[:12]}, and the data were made with {sha256[:12]}: put "
