@@ -153,8 +153,9 @@ def read_document(split, stream, path, size=sys.maxsize):
     the place in the file `path`, if the bytes are not UTF-8.
     """
     first = stream.tell()
-    begin = first  # where `rest` begins
+    # What was read but not yielded yet, and where it begins in the file
     rest = b""
+    begin = first
     at_end = False
     while not at_end:
         block = stream.read(min(size, PIECE))
@@ -196,6 +197,7 @@ def read_files(files, val_fraction, keys):
     Raises UserError, which names the place, for what cannot be read.
     """
     for name, path in files:
+        # Of a single file, one part is for training; of several, each is for one split as a whole
         if len(files) == 1:
             train_fraction = 1 - val_fraction
         else:
@@ -219,6 +221,7 @@ def _read_text(stream, path, train_fraction):
     """Yield the pieces of a text file as one document in each split, cut between characters."""
     n_bytes = stream.seek(0, os.SEEK_END)
     size = stream.seek(int(n_bytes * train_fraction))
+    # Complete the last character: at most three bytes of it follow
     following = stream.read(3)
     size += len(following) - len(following.lstrip(CONTINUATION))
     stream.seek(0)
@@ -256,7 +259,7 @@ def _read_rows(stream, path, keys):
         # More cells than columns make a list of the first text, which is an error below
         rows = csv.DictReader(text, restkey=keys[0], strict=True)
     else:
-        rows = (json.loads(line) if line.strip() else None for line in stream)
+        rows = _jsonl_rows(stream)
     number = 0
     try:
         for row in rows:
@@ -271,6 +274,12 @@ def _read_rows(stream, path, keys):
             f"{path}, after row {number}: expected {{{expected}}} "
             f"({type(error).__name__}: {error}); correct it, or give --text_key"
         ) from None
+
+
+def _jsonl_rows(stream):
+    """Yield the rows of a .jsonl file, None for blank lines."""
+    for line in stream:
+        yield json.loads(line) if line.strip() else None
 
 
 def _parquet_rows(stream, path, keys):
@@ -300,6 +309,7 @@ def read_wikitext(archive):
     """Yield the pieces of a WikiText archive: its own splits, with a document for each article."""
     with zipfile.ZipFile(archive) as members:
         for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
+            # The folder in the archive is not always the same
             (name,) = [name for name in members.namelist() if name.endswith(member)]
             article = bytearray()
             previous = b""

@@ -75,12 +75,14 @@ def _fetch(url, partial, say):
     request = urllib.request.Request(url, headers=headers)
     redirects = _Redirects()
     with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
-        if response.status != 206:  # no ranges here: the whole file comes again
+        # A server without ranges sends the whole file again
+        if response.status != 206:
             have = 0
         total = have + int(response.headers.get("Content-Length", 0))
         progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total, say)
         progress.add(have)
-        with open(partial, "ab" if have else "wb") as file:
+        mode = "ab" if have else "wb"
+        with open(partial, mode) as file:
             while block := response.read(1 << 18):
                 file.write(block)
                 progress.add(len(block))
@@ -99,11 +101,13 @@ def _fetch_with_retries(url, partial, say):
     for wait_s in (1, 2, 4, None):
         try:
             return _fetch(url, partial, say)
-        # ValueError: not a URL
         except (OSError, http.client.HTTPException, ValueError) as error:
+            # A ValueError says that it is not a URL
             code = getattr(error, "code", 0)
-            if code == 416:  # the partial file is as long as the whole, or longer
+            # The partial file is as long as the whole, or longer
+            if code == 416:
                 partial.unlink()
+            # Other errors of the 4xx range would come again
             is_final = 400 <= code < 500 and code not in (408, 416, 429)
             if is_final or wait_s is None:
                 raise UserError(
@@ -123,6 +127,7 @@ def download(url, path, sha256=None, say=print):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Only a file that is complete and verified gets the name `path`
     arrived = path
     if not path.exists():
         arrived = path.with_name(f".tmp-{path.name}")

@@ -45,7 +45,8 @@ SOURCES = {
 }
 WITHOUT_VOCABULARY = ("gpt2", "bytes", "integers")  # tokenizers without a file of their own
 DEFAULT_VOCAB_SIZE = 1024  # of --tokenizer bpe
-SMALL_TEXT_BYTES = 10**6  # below, small models do better on bytes than on byte pairs (docs/data.md)
+# Below so much text, a small model does better on bytes than on byte pairs (docs/data.md)
+SMALL_TEXT_BYTES = 10**6
 BPE_SAMPLE_BYTES = 64 << 20  # at most so much text trains a vocabulary
 BATCH_BYTES = 1 << 20  # given to a thread at once
 
@@ -142,14 +143,16 @@ class SplitWriter:
 
 def _write_shards(documents, tokenizer, folder, shard_tokens, progress):
     """Encode on all cores and write in order. Returns "splits" and "files" of meta.json."""
-    for path in folder.glob("*.bin"):  # of a run that was killed
+    # Remove the shards of a run that was killed
+    for path in folder.glob("*.bin"):
         path.unlink()
     writers = [SplitWriter(folder, split, shard_tokens) for split in ("train", "val")]
 
     def encode(batch):
         return [_encode(tokenizer, batch, writer.split) for writer in writers]
 
-    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
+    # Threads suffice: tiktoken and numpy release the GIL
+    threads = min(os.cpu_count() or 1, 16)
     for encoded in map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads):
         for writer, (tokens, counts) in zip(writers, encoded):
             writer.add(tokens, counts)
@@ -259,8 +262,9 @@ def prepare(
     The folder is made under another name and renamed, so several processes may run this at once.
     Raises UserError.
     """
+    # What to prepare, and where
     has_integers = any(os.fspath(path).endswith(".npy") for path in (*paths, *val))
-    tokenizer = _resolve_tokenizer(source, tokenizer, vocab_size, has_integers)
+    tokenizer = _resolve_tokenizer(source, tokenizer, vocab_size, has_integers=has_integers)
     if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
         raise UserError(
             f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and "
@@ -271,8 +275,11 @@ def prepare(
         return folder
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
-        origin, files, val_files = _find_texts(source, paths, val, include, temporary, say)
+        origin, files, val_files = _find_texts(
+            source, paths, val, include=include, folder=temporary, say=say
+        )
 
+        # Read from the beginning at each call: to train the vocabulary, and to encode
         def documents():
             if source.startswith("wikitext"):
                 yield from corpus.read_wikitext(files[0][1])
@@ -282,9 +289,12 @@ def prepare(
             else:
                 yield from corpus.read_files(files, val_fraction, text_key)
 
+        # The tokenizer, whose vocabulary is trained or read
         n_bytes = sum(map(_text_size, files + val_files))
         tokenizer = tokenizer or _choose_tokenizer_by_size(n_bytes, say)
-        encoder, vocabulary = _load_tokenizer(tokenizer, vocab_size, documents(), n_bytes, say)
+        encoder, vocabulary = _load_tokenizer(
+            tokenizer, vocab_size, documents(), n_bytes=n_bytes, say=say
+        )
         meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
         if vocabulary:
             path = temporary / VOCABULARY_FILE
@@ -292,20 +302,28 @@ def prepare(
             meta["vocabulary"] = {"sha256": sha256_of_file(path)}
         if len(files) > 1:
             meta["order"] = corpus.ORDER
+
+        # The shards
         progress = Progress(f"preparing {source}", n_bytes, say)
-        splits, shards = _write_shards(documents(), encoder, temporary, shard_tokens, progress)
+        splits, shards = _write_shards(
+            documents(), encoder, temporary, shard_tokens=shard_tokens, progress=progress
+        )
         if has_integers:
             for counts in splits.values():
                 counts["bytes"] = None
         command = command or f"python data/prepare.py {source}"
         meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
         write_meta(temporary, meta)
-        with contextlib.suppress(OSError):  # another process was first
+
+        # Renaming fails if another process was first: then its folder is used
+        with contextlib.suppress(OSError):
             os.rename(temporary, folder)
         load_meta(folder)
 
     for split, counts in splits.items():
-        size = "" if has_integers else f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
+        size = ""
+        if not has_integers:
+            size = f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
         say(f"{folder}: {counts['tokens']:,} tokens ({encoder.name}{size}) in {split}")
     return folder
 
@@ -359,7 +377,7 @@ def _find_texts(source, paths, val, include, folder, say):
     if source in DOWNLOADS:
         url, sha256 = DOWNLOADS[source]
         path = folder / url.rpartition("/")[2]
-        download(url, path, sha256, say)
+        download(url, path, sha256, say=say)
         return url, [(source, path)], []
     if source == "python":
         return f"standard library of Python {platform.python_version()}", corpus.python_files(), []
@@ -381,8 +399,10 @@ def _find_texts(source, paths, val, include, folder, say):
 def _text_size(file):
     """Return about how many bytes of text a file, (name, path), holds."""
     _, path = file
-    is_parquet = corpus.file_format(path) == ".parquet"  # compressed
-    return path.stat().st_size * (3 if is_parquet else 1)
+    n_bytes = path.stat().st_size
+    if corpus.file_format(path) == ".parquet":  # compressed
+        n_bytes *= 3
+    return n_bytes
 
 
 # -----------------------------------------------------------------------------
@@ -483,8 +503,8 @@ def main(argv=None):
         run_command(options.pop("source"), options, command)
     except UserError as error:
         return report_error(error)
-    # A full disk, a folder without permission; Ctrl-C
     except (OSError, KeyboardInterrupt) as error:
+        # A full disk, a folder without permission; Ctrl-C
         reason = str(error) or "by Ctrl-C"
         print(f"stopped: {reason}; run the same command again to resume", file=sys.stderr)
         return 1

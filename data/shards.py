@@ -28,6 +28,7 @@ def write_shard(path, tokens):
 
     Raises ValueError for other arrays.
     """
+    # The dtype of the tokens decides the magic and the version
     header = np.zeros(256, dtype="<i4")
     for magic, (version, dtype) in FORMATS.items():
         if tokens.dtype == dtype:
@@ -47,6 +48,7 @@ def read_shard(path):
 
     Raises UserError for a file that is not an intact shard.
     """
+    # A file that is missing or too short gets a header of zeros
     path = Path(path)
     size = path.stat().st_size if path.is_file() else 0
     magic, version, count = 0, 0, 0
@@ -106,7 +108,8 @@ def load_meta(folder):
 
 def _is_valid_meta(meta):
     """Check the values of meta.json. Raises KeyError, TypeError and the like for missing ones."""
-    vocab_size, eot = sizes = meta["vocab_size"], meta["eot"]
+    vocab_size = meta["vocab_size"]
+    eot = meta["eot"]
     counts = [vocab_size, eot]
     texts = [meta["tokenizer"], meta["source"]]
     for part in (meta["splits"]["train"], meta["splits"]["val"]):
@@ -120,7 +123,7 @@ def _is_valid_meta(meta):
         all(type(count) is int and count >= 0 for count in counts)
         and all(type(text) is str for text in texts)
         and eot < vocab_size <= 2**20
-        and sizes == TOKENIZER_SIZES.get(meta["tokenizer"], sizes)
+        and TOKENIZER_SIZES.get(meta["tokenizer"]) in (None, (vocab_size, eot))
     )
 
 

@@ -89,9 +89,11 @@ class TokenShards:
         """Read a sequence of `length` tokens from each start: int64 (len(starts), length)."""
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts.tolist()):
+            # i: the shard that holds the first token
             i = int(np.searchsorted(self.offsets, start, side="right")) - 1
             filled = 0
-            while filled < length:  # the sequence may run over the end of a shard
+            # The sequence may run over the end of a shard
+            while filled < length:
                 begin = start + filled - int(self.offsets[i])
                 tokens = self.read_tokens(i, begin, length - filled)
                 row[filled : filled + len(tokens)] = tokens
@@ -120,9 +122,11 @@ def feistel_permute(index, n, key):
     A Feistel network permutes range(m), where m is a power of four and at least n. It is applied
     until the result is below n (cycle walking, Black and Rogaway 2002). Nothing is stored.
     """
+    # Each half of an index has so many bits
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     round_keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
+    # Apply the network again to those that are not below n yet
     out = index.astype(np.uint64)
     todo = np.ones(len(out), dtype=bool)
     while todo.any():
@@ -142,6 +146,7 @@ def document_sequences(shards, eot, seq_len):
 
     The remainders of documents are dropped.
     """
+    # Where documents start in the whole sequence
     starts = []
     for path, offset in zip(shards.paths, shards.offsets):
         starts.append(np.flatnonzero(read_shard(path) == eot) + offset)
@@ -180,21 +185,25 @@ class TokenStream:
         self.seed = seed
         self.seqs_per_batch = batch_tokens // seq_len
         self.meta = load_meta(self.folder)
-        self.vocabulary = None  # the content of the vocabulary file of a custom tokenizer
+        # The content of the vocabulary file, if the tokenizer has one
+        self.vocabulary = None
         if self.meta["tokenizer"] == "bpe":
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
         if 0 < vocab_size < self.meta["vocab_size"]:
             needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
 
+        # Open the shards of both splits
         vocab_size = max(vocab_size, self.meta["vocab_size"])
         sha256 = recorded_hashes(self.meta)
-        self.train = TokenShards(self.folder, "train", vocab_size, sha256)
-        self.val = TokenShards(self.folder, "val", vocab_size, sha256)
+        self.train = TokenShards(self.folder, "train", vocab_size, sha256=sha256)
+        self.val = TokenShards(self.folder, "val", vocab_size, sha256=sha256)
         self.check_lengths()
 
-        self.aligned = None  # with doc_align: where all sequences start, int64 (seqs_per_epoch,)
+        # One sequence less than there are, so that an epoch can begin at any of seq_len offsets
         self.seqs_per_epoch = max(1, self.train.n_tokens // seq_len - 1)
+        # With doc_align: where all sequences start, int64 (seqs_per_epoch,)
+        self.aligned = None
         if doc_align:
             self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
             self.seqs_per_epoch = len(self.aligned)
@@ -210,6 +219,7 @@ class TokenStream:
 
     def check_lengths(self):
         """Raise UserError if shards are not as long as meta.json says, or a split is too short."""
+        # The number of tokens of each shard, by name, in the folder and in meta.json
         found = {}
         for shards in (self.train, self.val):
             for path, length in zip(shards.paths, shards.lengths):
@@ -225,6 +235,7 @@ class TokenStream:
                     "prepare the data again"
                 )
 
+        # Each split needs the inputs of one sequence and one more target
         smaller = min((self.train, self.val), key=lambda shards: shards.n_tokens)
         if smaller.n_tokens <= self.seq_len:
             fitting = 1 << max(0, (smaller.n_tokens - 1).bit_length() - 1)
@@ -234,7 +245,7 @@ class TokenStream:
                 f"or --seq_len {fitting}"
             )
 
-    def sequence_starts(self, index: np.ndarray) -> np.ndarray:
+    def sequence_starts(self, index: np.ndarray):
         """Return where the training sequences with these numbers start, int64 (len(index),).
 
         Each epoch cuts the stream into sequences of seq_len tokens from its own offset, or takes
@@ -245,6 +256,7 @@ class TokenStream:
         epochs = index // self.seqs_per_epoch
         for epoch in np.unique(epochs):
             here = epochs == epoch
+            # The order of the epoch is a function of (seed, epoch)
             key = derive_seed(self.seed, epoch)
             order = feistel_permute(index[here] % self.seqs_per_epoch, self.seqs_per_epoch, key)
             order = order.astype(np.int64)
@@ -255,24 +267,25 @@ class TokenStream:
                 starts[here] = offset + self.seq_len * order
         return starts
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+    def batch(self, step: int, rank: int = 0, world_size: int = 1):
         """Return this rank's part of the global batch of `step`: int64 (sequences, seq_len + 1).
 
         A sequence is the inputs and one more target.
         """
+        # The number of this rank's first sequence, counted from the beginning of the run
         per_rank = self.seqs_per_batch // world_size
         first = step * self.seqs_per_batch + rank * per_rank
         starts = self.sequence_starts(first + np.arange(per_rank, dtype=np.int64))
         return self.train.read_sequences(starts, self.seq_len + 1)
 
-    def num_eval_seqs(self, eval_tokens: int) -> int:
+    def num_eval_seqs(self, eval_tokens: int):
         """Count the sequences of an evaluation: whole ones, at least one; eval_tokens 0 is all."""
         available = (self.val.n_tokens - 1) // self.seq_len
         if eval_tokens == 0:
             return available
         return min(available, max(1, eval_tokens // self.seq_len))
 
-    def eval_starts(self, eval_tokens: int) -> np.ndarray:
+    def eval_starts(self, eval_tokens: int):
         """Return where the sequences of an evaluation start, int64 (n,), ascending.
 
         They are spread evenly over the validation split, or are its first ones if eval_subset is
@@ -290,6 +303,7 @@ class TokenStream:
         Yields equally often on every rank. The last batches are padded with targets of -1, so that
         there is one static shape to compile.
         """
+        # Each rank takes the same number of consecutive sequences, the last ones perhaps fewer
         starts = self.eval_starts(eval_tokens)
         per_rank = -(-len(starts) // world_size)
         mine = starts[rank * per_rank : (rank + 1) * per_rank]
@@ -301,12 +315,12 @@ class TokenStream:
             targets[len(part) :] = -1
             yield sequences[:, :-1], targets
 
-    def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
+    def eval_end(self, eval_tokens: int, length: int):
         """Return the last tokens of an evaluation, int64 (1, at most length and seq_len)."""
         last = self.eval_starts(eval_tokens)[-1:]
         return self.val.read_sequences(last, self.seq_len)[:, -length:]
 
-    def stream_state(self, step: int) -> dict:
+    def stream_state(self, step: int):
         """Return which stream this is and where in it the batch of `step` starts.
 
         In the keys of checkpoints, a window is a sequence.
@@ -321,10 +335,10 @@ class TokenStream:
         )
 
     @functools.cached_property
-    def shard_hashes(self) -> dict[str, str]:
+    def shard_hashes(self):
         return self.train.hash_shards() | self.val.hash_shards()
 
-    def identity(self) -> dict[str, str]:
+    def identity(self):
         """Return what tells this dataset from others, by name, for ranks to compare."""
         identity = {}
         for name, shard_hash in self.shard_hashes.items():
@@ -335,7 +349,7 @@ class TokenStream:
             identity[f"meta.json's {key}"] = str(self.meta.get(key))
         return identity
 
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         """Hash the hashes of the shards and those in meta.json: names the data in checkpoints."""
         text = json.dumps([self.shard_hashes, self.meta["files"]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -345,6 +359,7 @@ def map_ahead(function, items, depth, threads):
     """Yield function(item) of each item, in order, computed by threads `depth` items ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
+        # The results that were started but not yielded, in order
         ahead = deque()
         for item in items:
             ahead.append(pool.submit(function, item))
@@ -358,4 +373,4 @@ def map_ahead(function, items, depth, threads):
 
 def prefetch(load, first, depth):
     """Yield load(first), load(first + 1), ... without end; a thread is `depth` calls ahead."""
-    return map_ahead(load, itertools.count(first), depth, threads=1)
+    return map_ahead(load, itertools.count(first), depth=depth, threads=1)

@@ -134,7 +134,8 @@ def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
                 mergeable_ranks=ranks,
                 special_tokens={END_OF_TEXT.decode(): len(ranks)},  # the last token
             )
-    except Exception as error:  # anything may go wrong in tiktoken's own download
+    except Exception as error:
+        # Anything may go wrong in tiktoken's own download
         raise UserError(
             f"the {name} vocabulary could not be loaded ({type(error).__name__}): connect to the "
             "network, point TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use "
@@ -160,6 +161,7 @@ def train_vocabulary(texts, vocab_size):
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
         raise UserError(f"--vocab_size {vocab_size}: it must be {MIN_SIZE} to {MAX_SIZE}")
 
+    # Split text by the pattern, then each part into bytes; merge byte pairs within a part
     pre_tokenizers = tokenizers.pre_tokenizers
     split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[PATTERN]), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -178,8 +180,10 @@ def train_vocabulary(texts, vocab_size):
         raise UserError(
             "the text has no pair of bytes to make a token of: give more, or --tokenizer bytes"
         )
+    # The package writes tokens in letters that stand for bytes; the vocabulary file has hex
     byte_of = bytes_of_letters()
-    tokens = {}  # as an ordered set: different pairs can make the same token
+    # A dict, as an ordered set: different pairs can make the same token
+    tokens = {}
     for first, second in merges:
         tokens[bytes(byte_of[letter] for letter in first + second).hex()] = None
     content = dict(format="byte pairs", pattern=PATTERN, tokens=list(tokens))
@@ -206,6 +210,7 @@ def parse_vocabulary(text, where):
     except (ValueError, KeyError, TypeError, RecursionError):
         pattern = ""
         tokens = []
+    # Bytes are the first tokens, then the merges follow in their order
     ranks = {bytes([byte]): byte for byte in range(256)}
     for token in tokens:
         ranks.setdefault(token, len(ranks))
