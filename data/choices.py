@@ -1,4 +1,4 @@
-"""Multiple-choice questions: HellaSwag's file, and your own in a like format, which docs/data.md describes."""
+"""Multiple-choice questions: HellaSwag's, or your own in the format that docs/data.md describes."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 from common import UserError
 
-EXPECTED = 'expected lines of {"context": TEXT, "endings": [TEXT, ...], "label": INDEX OF THE RIGHT ENDING}'
+EXPECTED = (
+    'expected lines of {"context": TEXT, "endings": [TEXT, ...], '
+    '"label": INDEX OF THE RIGHT ENDING}'
+)
 
 
 class Question(NamedTuple):
@@ -16,31 +19,40 @@ class Question(NamedTuple):
 
 
 def read_questions(path):
-    """The questions of a file, a list of Question. Raises UserError, which names the line.
+    """Return the questions of a .jsonl file, a list of Question.
 
-    HellaSwag's own rows have "ctx", and no space before the endings: it is added, as llm.c does.
+    Raises UserError, which names the line.
     """
     questions = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-                if "ctx" in row:
-                    row |= dict(
-                        context=row["ctx"], endings=[f" {ending}" for ending in row["endings"]]
-                    )
-                question = Question(*(row[key] for key in Question._fields))
-                valid = (
-                    all(type(text) is str and text for text in question.endings)
-                    and type(question.context) is str
-                )
-                valid = valid and type(question.endings) is list and type(question.label) is int
-                valid = valid and 0 <= question.label < len(question.endings)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                valid = False
-            if not valid:
-                raise UserError(f"{path}, line {number} is not a question; {EXPECTED}")
-            questions.append(question)
+        if not line.strip():
+            continue
+        question = _parse_question(line)
+        if question is None:
+            raise UserError(f"{path}, line {number} is not a question; {EXPECTED}")
+        questions.append(question)
     if not questions:
         raise UserError(f"{path} holds no questions; {EXPECTED}")
     return questions
+
+
+def _parse_question(line):
+    """Return the Question that a line of JSON holds, or None if it does not hold one."""
+    try:
+        row = json.loads(line)
+        if "ctx" in row:
+            # HellaSwag's rows have no space before the endings: it is added, as llm.c does
+            context = row["ctx"]
+            endings = [f" {ending}" for ending in row["endings"]]
+        else:
+            context = row["context"]
+            endings = row["endings"]
+        label = row["label"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if type(context) is not str or type(endings) is not list or type(label) is not int:
+        return None
+    is_text = all(type(ending) is str and ending for ending in endings)
+    if not is_text or not 0 <= label < len(endings):
+        return None
+    return Question(context, endings, label)

@@ -1,54 +1,58 @@
 """Resumable, verified downloads, and progress lines of long jobs."""
 
 import http.client
-import json
 import os
 import time
 import urllib.request
 from pathlib import Path
 
-from common import UserError, atomic_write, sha256_of_file
-from data.shards import DATA_DIR, TOKENIZER_SIZES, load_meta, read_shard
+from common import UserError, sha256_of_file
+from data.shards import DATA_DIR, TOKENIZER_SIZES, load_meta, read_shard, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
-SHAKESPEARE = f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-WIKITEXT2 = f"{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip"
-WIKITEXT103 = f"{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip"
-HELLASWAG = (
-    f"{GITHUB}/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
-)
+HELLASWAG_COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
-DOWNLOADS = {  # source -> address, SHA-256
+# Source -> URL, SHA-256
+DOWNLOADS = {
     "shakespeare": (
-        SHAKESPEARE,
+        f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
     ),
-    "wikitext2": (WIKITEXT2, "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11"),
+    "wikitext2": (
+        f"{HUB}/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
+        "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11",
+    ),
     "wikitext103": (
-        WIKITEXT103,
+        f"{HUB}/mattdangerw/wikitext-103-raw/resolve/main/wikitext-103-raw-v1.zip",
         "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
     ),
-    "hellaswag": (HELLASWAG, "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"),
+    "hellaswag": (
+        f"{GITHUB}/rowanz/hellaswag/{HELLASWAG_COMMIT}/data/hellaswag_val.jsonl",
+        "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
+    ),
 }
 
 
 class Progress:
-    """Says every 5 seconds, and at its end, how much of a job of `total` bytes is done."""
+    """Prints, every 5 seconds and at its end, how much of a job of `total` bytes is done."""
 
-    def __init__(self, doing, total, say):
-        self.doing, self.total, self.say, self.done = doing, total, say, 0
-        self.start = self.shown = time.monotonic()
+    def __init__(self, job, total, say):
+        self.job = job
+        self.total = total
+        self.say = say
+        self.done = 0
+        self.started = time.monotonic()
+        self.shown = self.started
 
-    def add(self, size):
+    def add(self, n_bytes):
         now = time.monotonic()
-        self.done += size
+        self.done += n_bytes
         if now - self.shown > 5 or self.done == self.total:
             self.shown = now
-            rate = self.done / 1e6 / max(now - self.start, 1e-6)
-            self.say(
-                f"{self.doing}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s"
-            )
+            done_mb = self.done / 1e6
+            rate = done_mb / max(now - self.started, 1e-6)
+            self.say(f"{self.job}: {done_mb:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -62,58 +66,73 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _fetch(url, partial, say):
-    """One attempt to complete `partial`. Returns the SHA-256 that Hugging Face names, or None."""
+    """Try once to complete the file `partial`.
+
+    Returns the SHA-256 that Hugging Face names, or None from other servers.
+    """
     have = partial.stat().st_size if partial.exists() else 0
+    headers = {"User-Agent": "prepare.py", "Range": f"bytes={have}-"}
+    request = urllib.request.Request(url, headers=headers)
     redirects = _Redirects()
-    request = urllib.request.Request(
-        url, headers={"User-Agent": "prepare.py", "Range": f"bytes={have}-"}
-    )
     with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
-        have = (
-            have if response.status == 206 else 0
-        )  # a server without Range sends the whole file again
+        # A server without ranges sends the whole file again
+        if response.status != 206:
+            have = 0
         total = have + int(response.headers.get("Content-Length", 0))
         progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total, say)
         progress.add(have)
-        with open(partial, "ab" if have else "wb") as file:
+        mode = "ab" if have else "wb"
+        with open(partial, mode) as file:
             while block := response.read(1 << 18):
                 file.write(block)
                 progress.add(len(block))
-        if progress.done < total:
-            raise http.client.HTTPException(
-                f"the connection ended after {progress.done} of {total} bytes"
-            )
+    if progress.done < total:
+        raise http.client.HTTPException(
+            f"the connection ended after {progress.done} of {total} bytes"
+        )
     return redirects.sha256
 
 
-def download(url, path, sha256=None, say=print):
-    """Downloads `url` to `path` unless it is there, and returns its SHA-256 in hex.
+def _fetch_with_retries(url, partial, say):
+    """Try up to four times to complete the file `partial`; return what _fetch does.
 
-    Partial content stays beside it as `.tmp-<name>`: further attempts and runs resume from there. Raises UserError when
-    four attempts fail, or when the hash is not the one given here or named by the server.
+    Raises UserError.
+    """
+    for wait_s in (1, 2, 4, None):
+        try:
+            return _fetch(url, partial, say)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            # A ValueError says that it is not a URL
+            code = getattr(error, "code", 0)
+            # The partial file is as long as the whole, or longer
+            if code == 416:
+                partial.unlink()
+            # Other errors of the 4xx range would come again
+            is_final = 400 <= code < 500 and code not in (408, 416, 429)
+            if is_final or wait_s is None:
+                raise UserError(
+                    f"{url} could not be downloaded ({error}): run this again to resume, "
+                    "set HF_ENDPOINT to a mirror, or use `python data/prepare.py python`"
+                ) from error
+            say(f"{error}; trying again in {wait_s} s")
+            time.sleep(wait_s)
+
+
+def download(url, path, sha256=None, say=print):
+    """Download `url` to `path` unless it is there, and return its SHA-256 in hex.
+
+    A partial file stays beside it as `.tmp-<name>`: later attempts and runs resume from there.
+    Raises UserError if four attempts fail, or if the hash is not `sha256` or, without one, the
+    hash that the server names.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".tmp-{path.name}")
-    for wait in () if path.exists() else (1, 2, 4, None):
-        try:
-            named = _fetch(url, partial, say)
-            sha256 = sha256 or named
-            break
-        except (
-            OSError,
-            http.client.HTTPException,
-            ValueError,
-        ) as error:  # ValueError: not an address
-            code = getattr(error, "code", 0)
-            if code == 416:  # what we have is as long as the file, or longer
-                partial.unlink()
-            if wait is None or (400 <= code < 500 and code not in (408, 416, 429)):
-                advice = "run this again to resume, set HF_ENDPOINT to a mirror, or use `python data/prepare.py python`"
-                raise UserError(f"{url} could not be downloaded ({error}): {advice}") from error
-            say(f"{error}; trying again in {wait} s")
-            time.sleep(wait)
-    arrived = path if path.exists() else partial
+    # Only a file that is complete and verified gets the name `path`
+    arrived = path
+    if not path.exists():
+        arrived = path.with_name(f".tmp-{path.name}")
+        server_sha256 = _fetch_with_retries(url, arrived, say)
+        sha256 = sha256 or server_sha256
     digest = sha256_of_file(arrived)
     if sha256 not in (None, digest):
         arrived.unlink()
@@ -125,23 +144,30 @@ def download(url, path, sha256=None, say=print):
 
 
 def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=print):
-    """Downloads FineWeb's shards unchanged, except those in `out`, and writes meta.json. Raises UserError."""
-    folder, files = Path(out), {}
+    """Download FineWeb's shards, except those in the folder `out`, and write meta.json.
+
+    shards: of the training split. Raises UserError.
+    """
+    folder = Path(out)
     if (folder / "meta.json").exists() and len(load_meta(folder)["files"]) > shards:
-        return say(f"already there: {folder}")
+        say(f"already there: {folder}")
+        return
     say(
-        f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB in all, to {folder}"
+        f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB "
+        f"in all, to {folder}"
     )
+
+    files = {}
     splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
         sha256 = download(FINEWEB + name, folder / name, say=say)
-        files[name] = {"tokens": read_shard(folder / name).size, "sha256": sha256}
-        splits[split]["tokens"] += files[name]["tokens"]
+        length = read_shard(folder / name).size
+        files[name] = {"tokens": length, "sha256": sha256}
+        splits[split]["tokens"] += length
+
     vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-    meta = dict(
-        tokenizer="gpt2", vocab_size=vocab_size, eot=eot, splits=splits, source=FINEWEB, files=files
-    )
-    with atomic_write(folder / "meta.json") as file:
-        file.write(json.dumps(meta | {"command": command}, indent=1).encode())
+    meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "splits": splits}
+    meta |= {"source": FINEWEB, "files": files, "command": command}
+    write_meta(folder, meta)

@@ -1,287 +1,430 @@
-"""Prepares token shards: `python data/prepare.py python|shakespeare|wikitext2|wikitext103|fineweb10B|files PATH...`
+"""Prepare token shards: `python data/prepare.py SOURCE`.
 
-data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A complete folder is
-left as it is; after a run that was stopped, the same command resumes its downloads.
+SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, or files PATH...
+
+data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A
+complete folder is left as it is; after a run that was stopped, the same command resumes its
+downloads.
 """
 
 import argparse
 import contextlib
 import importlib.util
-import itertools
-import json
 import os
 import platform
 import shlex
 import shutil
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-if (
-    __name__ == "__main__"
-):  # a script's first import path is its own folder, whose tokenizers.py hides a package's name
-    HERE = Path(__file__).resolve().parent
-    sys.path[:] = [str(HERE.parent), *(path for path in sys.path if path != str(HERE))]
+if __name__ == "__main__":
+    # A script's first import path is its own folder, whose tokenizers.py hides a package's name
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common import UserError, atomic_write
+from common import UserError, report_error, sha256_of_file
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb
-from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_shard
+from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_meta, write_shard
 from data.stream import map_ahead
 from data.tokenizers import (
     VOCABULARY_FILE,
     get_tokenizer,
     read_vocabulary,
     train_vocabulary,
-    vocabulary_hash,
 )
 
-BATCH = 1 << 20  # bytes given to a thread at once
-BPE_SAMPLE = 64 << 20  # the most bytes of text that a vocabulary is trained on
+# Source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
+SOURCES = {
+    "python": str(PYTHON_VOCABULARY),
+    "files": None,
+    "shakespeare": "bytes",
+    "wikitext2": "gpt2",
+    "wikitext103": "gpt2",
+}
+WITHOUT_VOCABULARY = ("gpt2", "bytes", "integers")  # tokenizers without a file of their own
+DEFAULT_VOCAB_SIZE = 1024  # of --tokenizer bpe
+# Below so much text, a small model does better on bytes than on byte pairs (docs/data.md)
+SMALL_TEXT_BYTES = 10**6
+BPE_SAMPLE_BYTES = 64 << 20  # at most so much text trains a vocabulary
+BATCH_BYTES = 1 << 20  # given to a thread at once
+
+
+# -----------------------------------------------------------------------------
+# Documents to shards
 
 
 def _batches(documents):
-    """(split, about BATCH bytes of its pieces), each piece with whether a document starts there."""
-    batches, sizes = {"train": [], "val": []}, Counter()
-    for split, starts, piece in documents:
-        batches[split].append((starts, piece))
-        sizes[split] += len(piece)
-        if sizes[split] >= BATCH:
-            yield split, batches[split]
-            batches[split], sizes[split] = [], 0
-    yield from batches.items()
+    """Yield lists of pieces of about BATCH_BYTES in all."""
+    batch = []
+    n_bytes = 0
+    for piece in documents:
+        batch.append(piece)
+        n_bytes += len(piece[-1])
+        if n_bytes >= BATCH_BYTES:
+            yield batch
+            batch = []
+            n_bytes = 0
+    yield batch
 
 
-def _encode(tokenizer, split, pieces):
-    """The split, and of its pieces 1-D uint16 tokens, and how many tokens, bytes and documents they are."""
+def _encode(tokenizer, pieces, split):
+    """Encode the pieces of a split, with end-of-text before each document.
+
+    Returns 1-D uint16 tokens, and how many tokens, bytes and documents they are.
+    """
     end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
-    parts = [
-        part
-        for starts, piece in pieces
-        for part in [end_of_text] * starts + [tokenizer.encode_raw(piece)]
-    ]
-    tokens = np.concatenate([end_of_text[:0], *parts], dtype=np.uint16)
-    n_bytes, n_documents = (
-        sum(memoryview(piece).nbytes for _, piece in pieces),
-        sum(starts for starts, _ in pieces),
-    )
-    return split, tokens, dict(tokens=tokens.size, bytes=n_bytes, documents=n_documents)
+    parts = [np.empty(0, dtype=np.uint16)]
+    counts = {"tokens": 0, "bytes": 0, "documents": 0}
+    for piece_split, starts_document, piece in pieces:
+        if piece_split != split:
+            continue  # it is encoded in another call
+        if starts_document:
+            parts.append(end_of_text)
+            counts["documents"] += 1
+        parts.append(tokenizer.encode_raw(piece))
+        counts["bytes"] += memoryview(piece).nbytes
+    tokens = np.concatenate(parts, dtype=np.uint16)
+    counts["tokens"] = tokens.size
+    return tokens, counts
 
 
 def encode_file(path, tokenizer):
-    """A text file's tokens, as preparation makes them, in a 1-D uint16 array, and the bytes of the text.
+    """Encode a text file as preparation does: 1-D uint16 tokens, and the number of bytes.
 
-    Raises UserError where it is not UTF-8.
+    Raises UserError if it is not UTF-8.
     """
     with open(path, "rb") as file:
-        pieces = [piece for _, *piece in corpus.document("train", file, path)]
-    _, tokens, counts = _encode(tokenizer, "train", pieces)
+        pieces = corpus.read_document("train", file, path)
+        tokens, counts = _encode(tokenizer, pieces, "train")
     return tokens[1:], counts["bytes"]  # without the end-of-text before it
 
 
-def _write_documents(documents, tokenizer, folder, shard_tokens, progress):
-    """Encodes on all cores and writes in order. Returns "splits" and "files" of meta.json."""
-    splits = {split: Counter(tokens=0, bytes=0, documents=0) for split in ("train", "val")}
-    shards, files = {split: np.empty(shard_tokens, dtype=np.uint16) for split in splits}, {}
+class SplitWriter:
+    """Writes the tokens of one split to shards, and counts them."""
 
-    def write(split, n_tokens):
-        name = f"{split}_{sum(name.startswith(split) for name in files):06d}.bin"
-        files[name] = write_shard(folder / name, shards[split][:n_tokens])
+    def __init__(self, folder, split, shard_tokens):
+        self.folder = folder
+        self.split = split
+        self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
+        self.files = {}  # shard -> its entry in meta.json
+        self.buffer = np.empty(shard_tokens, dtype=np.uint16)
+        self.filled = 0
 
-    for path in folder.glob("*.bin"):  # of a run that was killed
-        path.unlink()
-    threads = min(os.cpu_count() or 1, 16)  # tiktoken and numpy release the GIL
-    batches = map_ahead(
-        lambda batch: _encode(tokenizer, *batch), _batches(documents), 2 * threads, threads
-    )
-    for split, tokens, counts in batches:
-        filled = splits[split]["tokens"] % shard_tokens
-        splits[split].update(counts)  # adds them
-        progress.add(counts["bytes"])
-        for part in np.split(tokens, range(shard_tokens - filled, tokens.size, shard_tokens)):
-            shards[split][filled : filled + part.size] = part
-            filled += part.size
-            if filled == shard_tokens:
-                write(split, filled)
-                filled = 0
-    for split, counts in splits.items():
-        if not counts["tokens"]:
+    def add(self, tokens, counts):
+        """Append tokens, and write each shard that is full."""
+        for key in self.counts:
+            self.counts[key] += counts[key]
+        while tokens.size:
+            part = tokens[: self.buffer.size - self.filled]
+            tokens = tokens[part.size :]
+            self.buffer[self.filled : self.filled + part.size] = part
+            self.filled += part.size
+            if self.filled == self.buffer.size:
+                self.write_shard()
+
+    def write_shard(self):
+        """Write the tokens in the buffer as a shard."""
+        name = f"{self.split}_{len(self.files):06d}.bin"
+        self.files[name] = write_shard(self.folder / name, self.buffer[: self.filled])
+        self.filled = 0
+
+    def close(self):
+        """Write the last shard. Raises UserError if there is no text in the split."""
+        if not self.counts["tokens"]:
             raise UserError(
-                f"no text is in the {split} split: give more, a single text, --val PATH or another --val_fraction"
+                f"no text is in the {self.split} split: give more, a single text, --val PATH or "
+                "another --val_fraction"
             )
-        if counts["tokens"] % shard_tokens:
-            write(split, counts["tokens"] % shard_tokens)
-    return splits, dict(sorted(files.items()))
+        if self.filled:
+            self.write_shard()
 
 
-# Source -> its default tokenizer, or a file with its vocabulary; None: chosen by size
-SOURCES = {"python": str(PYTHON_VOCABULARY), "files": None, "shakespeare": "bytes"}
-SOURCES |= {"wikitext2": "gpt2", "wikitext103": "gpt2"}
-DEFAULT_SIZE = 1024  # tokens of a custom vocabulary
-SMALL = (
-    10**6
-)  # bytes of text, below which a small model does better on bytes than on byte pairs (docs/data.md)
+def _write_shards(documents, tokenizer, folder, shard_tokens, progress):
+    """Encode on all cores and write in order. Returns "splits" and "files" of meta.json."""
+    # Remove the shards of a run that was killed
+    for path in folder.glob("*.bin"):
+        path.unlink()
+    writers = [SplitWriter(folder, split, shard_tokens) for split in ("train", "val")]
+
+    def encode(batch):
+        return [_encode(tokenizer, batch, writer.split) for writer in writers]
+
+    # Threads suffice: tiktoken and numpy release the GIL
+    threads = min(os.cpu_count() or 1, 16)
+    for encoded in map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads):
+        for writer, (tokens, counts) in zip(writers, encoded):
+            writer.add(tokens, counts)
+        progress.add(sum(counts["bytes"] for _, counts in encoded))
+
+    splits = {}
+    files = {}
+    for writer in writers:
+        writer.close()
+        splits[writer.split] = writer.counts
+        files |= writer.files
+    return splits, files
 
 
-def prepare(
-    source,  # a key of SOURCES
-    paths=(),  # files, folders and globs, for "files"
-    tokenizer=None,  # "gpt2", "bytes", "bpe" or a folder or file with a vocabulary (None: by source; of files, by size)
-    out=None,  # the folder (None: beside this file)
-    val_fraction=0.1,  # for validation: of documents, or of a single text's bytes
-    shard_tokens=10**8,  # the most that one shard holds
-    text_key=(
-        "text",
-    ),  # keys of .jsonl, columns of .csv and .parquet, whose texts are joined by newlines
-    include=(),  # name patterns; files inside folders must match one of them
-    vocab_size=None,  # of bpe, end-of-text included (None: DEFAULT_SIZE), or of the integers in .npy files
-    val=(),  # like paths, for validation: instead of val_fraction
-    say=print,  # gets each line of output
-    command=None,  # recorded in meta.json
-):
-    """Makes a folder of token shards and returns its Path. A folder that has a meta.json is used as it is.
+# -----------------------------------------------------------------------------
+# Tokenizers
 
-    It is made under another name and renamed, so that several processes may run this at once. Raises UserError.
-    """
-    own, integers = (
-        SOURCES[source],
-        any(os.fspath(path).endswith(".npy") for path in (*paths, *val)),
-    )
-    if integers:
+
+def _resolve_tokenizer(source, tokenizer, vocab_size, has_integers):
+    """Return what the arguments of prepare name: a tokenizer, a path, or None for one by size."""
+    if has_integers:
         if tokenizer or vocab_size is None:
             raise UserError(
-                "a .npy file holds tokens: give --vocab_size N, how many different ones, no --tokenizer"
+                "a .npy file holds tokens: give --vocab_size N, how many different ones, "
+                "no --tokenizer"
             )
-        tokenizer, vocab_size = f"integers:{vocab_size}", None
-    tokenizer = tokenizer or (own if vocab_size is None else "bpe")
-    kind = "integers" if integers else tokenizer if tokenizer in (None, "gpt2", "bytes") else "bpe"
-    folder = Path(out or DATA_DIR / (source if tokenizer == own else f"{source}_{kind}"))
+        return f"integers:{vocab_size}"
+    if not tokenizer:
+        tokenizer = SOURCES[source] if vocab_size is None else "bpe"
     if vocab_size is not None and tokenizer != "bpe":
         raise UserError(f"--vocab_size {vocab_size}: it is for --tokenizer bpe")
-    if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
-        raise UserError(
-            f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and a count"
-        )
-    if (folder / "meta.json").exists():
-        meta = load_meta(folder)
-        say(
-            f"already there: {folder} (of {meta['source']}); for other data remove it, or choose another --out"
-        )
-        return folder
-    if folder.exists() and (folder.is_file() or any(folder.iterdir())):
-        raise UserError(f"{folder} holds something else than prepared data: choose another --out")
-    unique = (
-        "" if source in DOWNLOADS else f"-{os.urandom(4).hex()}"
-    )  # a download resumes where it was
-    work = folder.with_name(f".tmp-{folder.name}{unique}")
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        if source in DOWNLOADS:
-            origin, sha256 = DOWNLOADS[source]
-            files = [(source, work / origin.rpartition("/")[2])]
-            download(origin, files[0][1], sha256, say)
-        elif source == "python":
-            origin, files = (
-                f"standard library of Python {platform.python_version()}",
-                corpus.python_files(),
-            )
-        else:
-            origin, files = (
-                f"files {' '.join(map(os.fspath, paths))}",
-                corpus.given_files(paths, include, say),
-            )
-        val_files = corpus.given_files(val, include, say) if val else []
-        if twice := sorted({str(path) for _, path in files} & {str(path) for _, path in val_files}):
-            raise UserError(
-                f"{twice[0]} is given for training and as --val; a text must be in one of them only"
-            )
-        origin += f" --val {' '.join(map(os.fspath, val))}" if val else ""
-        n_bytes = sum(
-            (3 if corpus.is_parquet(p) else 1) * p.stat().st_size for _, p in files + val_files
-        )  # packed
-        if not tokenizer:  # docs/data.md measures what suits a small model that trains for a minute
-            tokenizer = (
-                "bpe" if n_bytes >= SMALL and importlib.util.find_spec("tokenizers") else "bytes"
-            )
-            say(
-                f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: --tokenizer gpt2)"
-            )
+    return tokenizer
 
-        def documents():
-            if source.startswith("wikitext"):
-                return corpus.read_wikitext(files[0][1])
-            parts = ((files, 0), (val_files, 1)) if val_files else ((files, val_fraction),)
-            return itertools.chain.from_iterable(
-                corpus.read_files(*part, text_key) for part in parts
-            )
 
-        vocabulary = None
-        if tokenizer == "bpe":
-            say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE) / 1e6:.1f} MB")
-            vocabulary = train_vocabulary(_sample(documents()), vocab_size or DEFAULT_SIZE)
-        elif tokenizer not in ("gpt2", "bytes") and not integers:
-            vocabulary = read_vocabulary(tokenizer)
-        encoder = get_tokenizer("bpe" if vocabulary else tokenizer, vocabulary, tokenizer)
-        meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
-        if vocabulary:
-            (work / VOCABULARY_FILE).write_bytes(vocabulary.encode())
-            meta["vocabulary"] = {"sha256": vocabulary_hash(vocabulary)}
-        if len(files) > 1:
-            meta["order"] = corpus.ORDER
-        progress = Progress(f"preparing {source}", n_bytes, say)
-        meta["splits"], shards = _write_documents(
-            documents(), encoder, work, shard_tokens, progress
-        )
-        if integers:
-            for counts in meta["splits"].values():
-                counts["bytes"] = None
-        meta |= {
-            "source": origin,
-            "files": shards,
-            "command": command or f"python data/prepare.py {source}",
-        }
-        with atomic_write(work / "meta.json") as file:
-            file.write(json.dumps(meta, indent=1).encode())
-        with contextlib.suppress(OSError):  # another process was first
-            os.rename(work, folder)
-        load_meta(folder)
-    finally:
-        if source not in DOWNLOADS:
-            shutil.rmtree(work, ignore_errors=True)
-    for split, counts in meta["splits"].items():
-        size = "" if integers else f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
-        say(f"{folder}: {counts['tokens']:,} tokens ({meta['tokenizer']}{size}) in {split}")
-    return folder
+def _choose_tokenizer_by_size(n_bytes, say):
+    """Return the tokenizer for a small model that trains for a minute (docs/data.md)."""
+    tokenizer = "bytes"
+    if n_bytes >= SMALL_TEXT_BYTES and importlib.util.find_spec("tokenizers"):
+        tokenizer = "bpe"
+    say(
+        f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text "
+        "(for GPT-2's presets: --tokenizer gpt2)"
+    )
+    return tokenizer
 
 
 def _sample(documents):
-    """The first BPE_SAMPLE bytes of the training split."""
+    """Yield the first BPE_SAMPLE_BYTES of the training split."""
     size = 0
     for split, _, piece in documents:
         if split == "train":
             yield piece
             size += len(piece)
-            if size >= BPE_SAMPLE:
+            if size >= BPE_SAMPLE_BYTES:
                 return
 
 
-OPTIONS = ("tokenizer", "vocab_size", "val_fraction", "shard_tokens")
-TAKES = {
-    "hellaswag": (),
-    "fineweb10B": ("shards",),
-    "files": (*OPTIONS, "paths", "val", "text_key", "include"),
+def _load_tokenizer(name, vocab_size, documents, n_bytes, say):
+    """Return the tokenizer and the content of its vocabulary file, or None: trained, or read.
+
+    name: "gpt2", "bytes", "integers:N", "bpe", or the path of a vocabulary.
+    """
+    if name.split(":")[0] in WITHOUT_VOCABULARY:
+        return get_tokenizer(name), None
+    if name == "bpe":
+        say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE_BYTES) / 1e6:.1f} MB")
+        vocabulary = train_vocabulary(_sample(documents), vocab_size or DEFAULT_VOCAB_SIZE)
+    else:
+        vocabulary = read_vocabulary(name)
+    return get_tokenizer("bpe", vocabulary, where=name), vocabulary
+
+
+# -----------------------------------------------------------------------------
+# Preparation
+
+
+def prepare(
+    source,
+    paths=(),
+    tokenizer=None,
+    out=None,
+    val_fraction=0.1,
+    shard_tokens=10**8,
+    text_key=("text",),
+    include=(),
+    vocab_size=None,
+    val=(),
+    say=print,
+    command=None,
+):
+    """Make a folder of token shards and return its Path; one that has a meta.json stays as it is.
+
+    source: a key of SOURCES.
+    paths: files, folders and globs, for "files".
+    tokenizer: "gpt2", "bytes", "bpe", or a folder or file with a vocabulary. None: by source, or
+        by size for "files".
+    out: the folder. None: beside this file.
+    val_fraction: the part for validation, of the documents or of a single text's bytes.
+    shard_tokens: at most so many tokens are in a shard.
+    text_key: keys of .jsonl, columns of .csv and .parquet; their texts are joined by newlines.
+    include: patterns of names; files in folders must match one of them.
+    vocab_size: of "bpe", end-of-text included, or of the integers in .npy files.
+    val: like paths, for validation instead of val_fraction.
+    say: gets each line of output.
+    command: recorded in meta.json.
+
+    The folder is made under another name and renamed, so several processes may run this at once.
+    Raises UserError.
+    """
+    # What to prepare, and where
+    has_integers = any(os.fspath(path).endswith(".npy") for path in (*paths, *val))
+    tokenizer = _resolve_tokenizer(source, tokenizer, vocab_size, has_integers=has_integers)
+    if not 0 < val_fraction < 1 or not 0 < shard_tokens < 2**31:
+        raise UserError(
+            f"--val_fraction {val_fraction} --shard_tokens {shard_tokens}: expected a fraction and "
+            "a count"
+        )
+    folder = Path(out or _default_folder(source, tokenizer))
+    if _is_prepared(folder, say):
+        return folder
+
+    with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
+        origin, files, val_files = _find_texts(
+            source, paths, val, include=include, folder=temporary, say=say
+        )
+
+        # Read from the beginning at each call: to train the vocabulary, and to encode
+        def documents():
+            if source.startswith("wikitext"):
+                yield from corpus.read_wikitext(files[0][1])
+            elif val_files:
+                yield from corpus.read_files(files, 0, text_key)
+                yield from corpus.read_files(val_files, 1, text_key)
+            else:
+                yield from corpus.read_files(files, val_fraction, text_key)
+
+        # The tokenizer, whose vocabulary is trained or read
+        n_bytes = sum(map(_text_size, files + val_files))
+        tokenizer = tokenizer or _choose_tokenizer_by_size(n_bytes, say)
+        encoder, vocabulary = _load_tokenizer(
+            tokenizer, vocab_size, documents(), n_bytes=n_bytes, say=say
+        )
+        meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
+        if vocabulary:
+            path = temporary / VOCABULARY_FILE
+            path.write_bytes(vocabulary.encode())
+            meta["vocabulary"] = {"sha256": sha256_of_file(path)}
+        if len(files) > 1:
+            meta["order"] = corpus.ORDER
+
+        # The shards
+        progress = Progress(f"preparing {source}", n_bytes, say)
+        splits, shards = _write_shards(
+            documents(), encoder, temporary, shard_tokens=shard_tokens, progress=progress
+        )
+        if has_integers:
+            for counts in splits.values():
+                counts["bytes"] = None
+        command = command or f"python data/prepare.py {source}"
+        meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
+        write_meta(temporary, meta)
+
+        # Renaming fails if another process was first: then its folder is used
+        with contextlib.suppress(OSError):
+            os.rename(temporary, folder)
+        load_meta(folder)
+
+    for split, counts in splits.items():
+        size = ""
+        if not has_integers:
+            size = f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
+        say(f"{folder}: {counts['tokens']:,} tokens ({encoder.name}{size}) in {split}")
+    return folder
+
+
+def _default_folder(source, tokenizer):
+    """Return data/<source>, with the kind of tokenizer if it is not the source's default."""
+    if tokenizer == SOURCES[source]:
+        return DATA_DIR / source
+    kind = tokenizer.split(":")[0]
+    if kind not in WITHOUT_VOCABULARY:
+        kind = "bpe"
+    return DATA_DIR / f"{source}_{kind}"
+
+
+def _is_prepared(folder, say):
+    """Return whether a folder is complete. Raises UserError if it holds something else."""
+    if (folder / "meta.json").exists():
+        origin = load_meta(folder)["source"]
+        say(
+            f"already there: {folder} (of {origin}); for other data remove it, or choose another "
+            "--out"
+        )
+        return True
+    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+        raise UserError(f"{folder} holds something else than prepared data: choose another --out")
+    return False
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder, keep):
+    """Make a folder beside `folder` and yield its path.
+
+    keep: it stays if preparation fails, so that its downloads resume; else it has a name of its
+    own and is removed.
+    """
+    unique = "" if keep else f"-{os.urandom(4).hex()}"
+    temporary = folder.with_name(f".tmp-{folder.name}{unique}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    try:
+        yield temporary
+    finally:
+        if not keep:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _find_texts(source, paths, val, include, folder, say):
+    """Find the texts of a source, or download them to `folder`.
+
+    Returns where they come from, and the files, (name, path), for training and for validation.
+    """
+    if source in DOWNLOADS:
+        url, sha256 = DOWNLOADS[source]
+        path = folder / url.rpartition("/")[2]
+        download(url, path, sha256, say=say)
+        return url, [(source, path)], []
+    if source == "python":
+        return f"standard library of Python {platform.python_version()}", corpus.python_files(), []
+
+    origin = f"files {' '.join(map(os.fspath, paths))}"
+    files = corpus.find_files(paths, include, say)
+    if not val:
+        return origin, files, []
+    origin += f" --val {' '.join(map(os.fspath, val))}"
+    val_files = corpus.find_files(val, include, say)
+    in_both = {path for _, path in files} & {path for _, path in val_files}
+    if in_both:
+        raise UserError(
+            f"{min(in_both)} is given for training and as --val; a text must be in one of them only"
+        )
+    return origin, files, val_files
+
+
+def _text_size(file):
+    """Return about how many bytes of text a file, (name, path), holds."""
+    _, path = file
+    n_bytes = path.stat().st_size
+    if corpus.file_format(path) == ".parquet":  # compressed
+        n_bytes *= 3
+    return n_bytes
+
+
+# -----------------------------------------------------------------------------
+# Command line
+
+# The options of a source, besides --out
+OPTIONS = {"tokenizer", "vocab_size", "val_fraction", "shard_tokens"}
+OPTIONS_OF = {
+    "hellaswag": set(),
+    "fineweb10B": {"shards"},
+    "files": OPTIONS | {"paths", "val", "text_key", "include"},
 }
 
 
-def main(argv=None):
-    """The command line. Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
-    about = __doc__.split("\n")[0]
+def make_parser():
     parser = argparse.ArgumentParser(
-        description=about, argument_default=argparse.SUPPRESS, allow_abbrev=False
+        description=__doc__.split("\n")[0],
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
-    add, several = parser.add_argument, dict(nargs="+", action="extend")
+    add = parser.add_argument
+    several = dict(nargs="+", action="extend")
     add(
         "source",
         choices=[*SOURCES, "fineweb10B", "hellaswag"],
@@ -302,7 +445,7 @@ def main(argv=None):
         "--vocab_size",
         type=int,
         metavar="N",
-        help=f"tokens of --tokenizer bpe (default: {DEFAULT_SIZE}), or in .npy",
+        help=f"tokens of --tokenizer bpe (default: {DEFAULT_VOCAB_SIZE}), or in .npy",
     )
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
     add(
@@ -330,35 +473,40 @@ def main(argv=None):
         metavar="PATTERN",
         help="files: names to read inside folders, such as '*.md' '*.txt'",
     )
+    return parser
+
+
+def run_command(source, options, command):
+    """Prepare or download a source. Raises UserError."""
+    unused = options.keys() - OPTIONS_OF.get(source, OPTIONS) - {"out"}
+    if unused:
+        raise UserError(f"{source} does not take {min(unused)}: remove it")
+    if {"val", "val_fraction"} <= options.keys():
+        raise UserError("--val and --val_fraction contradict each other; give one of them")
+    if source == "hellaswag":
+        path = Path(options.get("out", DATA_DIR / source), "hellaswag_val.jsonl")
+        url, sha256 = DOWNLOADS[source]
+        download(url, path, sha256)
+        print(f"next: python sample.py --run RUN --choices {path}")
+    elif source == "fineweb10B":
+        prepare_fineweb(**options, command=command)
+    else:
+        prepare(source, **options, command=command)
+
+
+def main(argv=None):
+    """Run the command line; return the exit code: 0 done, 2 a user's mistake, 1 anything else."""
+    options = vars(make_parser().parse_intermixed_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    command = shlex.join(["python", "data/prepare.py", *words])
     try:
-        given = vars(parser.parse_intermixed_args(argv))
-        source, command = (
-            given.pop("source"),
-            ["python", "data/prepare.py", *(sys.argv[1:] if argv is None else argv)],
-        )
-        if unused := given.keys() - {"out", *TAKES.get(source, OPTIONS)}:
-            raise UserError(f"{source} does not take {min(unused)}: remove it")
-        if {"val", "val_fraction"} <= given.keys():
-            raise UserError("--val and --val_fraction contradict each other; give one of them")
-        if source in SOURCES:
-            prepare(source, **given, command=shlex.join(command))
-        elif source == "fineweb10B":
-            prepare_fineweb(**given, command=shlex.join(command))
-        else:
-            path = Path(given.get("out", DATA_DIR / source), "hellaswag_val.jsonl")
-            download(DOWNLOADS[source][0], path, DOWNLOADS[source][1])
-            print(f"next: python sample.py --run RUN --choices {path}")
+        run_command(options.pop("source"), options, command)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (
-        OSError,
-        KeyboardInterrupt,
-    ) as error:  # a full disk, a folder without permission; Ctrl-C
-        print(
-            f"stopped: {str(error) or 'by Ctrl-C'}; run the same command again to resume",
-            file=sys.stderr,
-        )
+        return report_error(error)
+    except (OSError, KeyboardInterrupt) as error:
+        # A full disk, a folder without permission; Ctrl-C
+        reason = str(error) or "by Ctrl-C"
+        print(f"stopped: {reason}; run the same command again to resume", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,6 @@
-"""Shards to batches: the training stream is a pure function of (seed, step). numpy only, and usable alone:
+"""Shards to batches: the training stream is a pure function of (seed, step).
+
+It needs numpy only, and can be used without the trainer:
 
 stream = TokenStream("data/python", seq_len=256, batch_tokens=4096)
 stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
@@ -9,7 +11,6 @@ import hashlib
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,113 +24,138 @@ from data.tokenizers import read_vocabulary
 class TokenShards:
     """The shards of one split as one long token sequence, read when needed."""
 
-    CHECKED = (
-        1 << 28
-    )  # first tokens, checked on opening against the vocabulary, and by hash where whole shards fit
+    # Only so many tokens are checked on opening, against the vocabulary and, shard by shard, by
+    # hash. All tokens are checked against the vocabulary when they are read.
+    CHECKED = 1 << 28
 
-    def __init__(self, folder: Path, split: str, vocab_size: int, sha256: dict[str, str | None]):
-        """sha256: of the shards, by name, where it is known. Raises UserError for shards that are wrong."""
-        self.paths, self.vocab_size, self.lengths, self.dtypes = (
-            find_shards(folder, split),
-            vocab_size,
-            [],
-            [],
-        )
+    def __init__(self, folder, split, vocab_size, sha256):
+        """Open the shards of a split, "train" or "val". Raises UserError for wrong shards.
+
+        vocab_size: of the model; tokens must be less.
+        sha256: of the shards, by name; None where it is not known.
+        """
+        self.split = split
+        self.vocab_size = vocab_size
+        self.paths = find_shards(folder, split)
+        self.lengths = []
+        self.dtypes = []
         unchecked = self.CHECKED
-        for path in self.paths:  # none stays mapped: that takes a file handle
-            tokens = read_shard(path)
+        for path in self.paths:
+            tokens = read_shard(path)  # not kept: a memory map takes a file handle
             self.lengths.append(len(tokens))
             self.dtypes.append(tokens.dtype)
             if unchecked > 0:
                 self.check_vocab(tokens[:unchecked], path)
-            expected = sha256.get(path.name) if len(tokens) <= unchecked else None
-            if expected and sha256_of_file(path) != expected:
+            expected = sha256.get(path.name)
+            if expected and len(tokens) <= unchecked and sha256_of_file(path) != expected:
                 raise UserError(
                     f"{path} is not the shard whose hash meta.json holds; prepare the data again"
                 )
             unchecked -= len(tokens)
-        self.ends = np.cumsum(self.lengths)
-        self.n_tokens = int(self.ends[-1])
+        self.n_tokens = sum(self.lengths)
+        # The position of each shard's first token in the whole sequence
+        self.offsets = np.cumsum([0, *self.lengths[:-1]])
 
-    def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
-        """At most `count` tokens of shard i from its token `begin` on, of the file's own type. Raises UserError."""
-        size, count = self.dtypes[i].itemsize, min(count, self.lengths[i] - begin)
-        with open(
-            self.paths[i], "rb", buffering=0
-        ) as file:  # not mapped: that dies if the file is truncated
-            file.seek(HEADER_BYTES + begin * size)
-            raw = file.read(count * size)
-        if len(raw) < count * size:
+    def check_vocab(self, tokens, path):
+        """Raise UserError if a token is not in the vocabulary."""
+        largest = int(tokens.max())
+        if largest >= self.vocab_size:
             raise UserError(
-                f"{self.paths[i]} was truncated while in use; put the whole shard back and --resume"
-            )
-        tokens = np.frombuffer(raw, self.dtypes[i])
-        self.check_vocab(tokens, self.paths[i])
-        return tokens
-
-    def samples(self) -> dict[str, str]:
-        """By the shards' names: their tokens, and a hash of 16 chunks of 2,048, evenly spread: all of a small shard."""
-        samples = {}
-        for i, (path, length) in enumerate(zip(self.paths, self.lengths)):
-            digest, count = hashlib.sha256(), min(2048, length)
-            for k in range(16):
-                digest.update(self.read_tokens(i, (length - count) * k // 15, count))
-            samples[path.name] = f"{length} tokens, {digest.hexdigest()[:12]}"
-        return samples
-
-    def check_vocab(self, tokens: np.ndarray, path: Path) -> None:
-        if (worst := int(tokens.max())) >= self.vocab_size:
-            advice = (
+                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}; "
                 "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
             )
-            raise UserError(
-                f"{path} holds token {worst}, but the vocabulary ends at {self.vocab_size - 1}; {advice}"
-            )
 
-    def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Sequences of `length` tokens from each start, int64 (len(starts), length)."""
+    def read_tokens(self, i, begin, count):
+        """Read at most `count` tokens of shard i from its token `begin` on, of the file's dtype.
+
+        Raises UserError.
+        """
+        path = self.paths[i]
+        itemsize = self.dtypes[i].itemsize
+        n_bytes = min(count, self.lengths[i] - begin) * itemsize
+        # Not a memory map: if the file is truncated, reading one kills the process
+        with open(path, "rb", buffering=0) as file:
+            file.seek(HEADER_BYTES + begin * itemsize)
+            raw = file.read(n_bytes)
+        if len(raw) < n_bytes:
+            raise UserError(
+                f"{path} was truncated while in use; put the whole shard back and --resume"
+            )
+        tokens = np.frombuffer(raw, self.dtypes[i])
+        self.check_vocab(tokens, path)
+        return tokens
+
+    def read_sequences(self, starts, length):
+        """Read a sequence of `length` tokens from each start: int64 (len(starts), length)."""
         out = np.empty((len(starts), length), dtype=np.int64)
         for row, start in zip(out, starts.tolist()):
-            filled, i = 0, int(np.searchsorted(self.ends, start, side="right"))
-            while filled < length:  # a sequence may run over the end of a shard
-                part = self.read_tokens(
-                    i, start + filled - int(self.ends[i]) + self.lengths[i], length - filled
-                )
-                row[filled : filled + len(part)] = part
-                filled, i = filled + len(part), i + 1
+            # i: the shard that holds the first token
+            i = int(np.searchsorted(self.offsets, start, side="right")) - 1
+            filled = 0
+            # The sequence may run over the end of a shard
+            while filled < length:
+                begin = start + filled - int(self.offsets[i])
+                tokens = self.read_tokens(i, begin, length - filled)
+                row[filled : filled + len(tokens)] = tokens
+                filled += len(tokens)
+                i += 1
         return out
 
+    def hash_shards(self):
+        """Hash 16 chunks of 2,048 tokens, evenly spread over each shard: all of a small one.
 
-def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where a pseudo-random permutation of range(n) sends each index, uint64; computed, never stored.
+        Returns the number of tokens and the hash, by the shard's name.
+        """
+        hashes = {}
+        for i, (path, length) in enumerate(zip(self.paths, self.lengths)):
+            digest = hashlib.sha256()
+            count = min(2048, length)
+            for k in range(16):
+                digest.update(self.read_tokens(i, (length - count) * k // 15, count))
+            hashes[path.name] = f"{length} tokens, {digest.hexdigest()[:12]}"
+        return hashes
 
-    A Feistel network over the next power of four, walked until it lands inside the range (Black and Rogaway 2002).
+
+def feistel_permute(index, n, key):
+    """Apply the pseudo-random permutation of range(n) with this key to each index: uint64.
+
+    A Feistel network permutes range(m), where m is a power of four and at least n. It is applied
+    until the result is below n (cycle walking, Black and Rogaway 2002). Nothing is stored.
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
+    # Each half of an index has so many bits
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    round_keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
+    # Apply the network again to those that are not below n yet
     out = index.astype(np.uint64)
     todo = np.ones(len(out), dtype=bool)
     while todo.any():
-        left, right = out[todo] >> half, out[todo] & mask
-        for k in keys:
-            mixed = (right + k) * np.uint64(0x9E3779B97F4A7C15)
-            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-        out[todo] = (left << half) | right
+        left = out[todo] >> half_bits
+        right = out[todo] & mask
+        for round_key in round_keys:
+            mixed = (right + round_key) * 0x9E3779B97F4A7C15
+            mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9
+            left, right = right, left ^ ((mixed >> 32) & mask)
+        out[todo] = (left << half_bits) | right
         todo = out >= n
     return out
 
 
-def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
-    """Starts of sequences that begin a document and do not overlap, int64 (n,); the rests of documents are dropped."""
-    firsts = shards.ends - shards.lengths
-    starts = [
-        np.flatnonzero(read_shard(path) == eot) + first for path, first in zip(shards.paths, firsts)
-    ]
+def document_sequences(shards, eot, seq_len):
+    """Find sequences that begin a document and do not overlap; return their starts, int64 (n,).
+
+    The remainders of documents are dropped.
+    """
+    # Where documents start in the whole sequence
+    starts = []
+    for path, offset in zip(shards.paths, shards.offsets):
+        starts.append(np.flatnonzero(read_shard(path) == eot) + offset)
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
-    following, chosen, i = np.searchsorted(starts, starts + seq_len).tolist(), [], 0
+    # The number of the first document that starts after each sequence
+    following = np.searchsorted(starts, starts + seq_len).tolist()
+    chosen = []
+    i = 0
     while i < len(starts):
         chosen.append(i)
         i = following[i]
@@ -137,10 +163,7 @@ def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarra
 
 
 class TokenStream:
-    """A prepared folder as batches: training batches by step, evaluation batches in order, position and fingerprint.
-
-    Raises UserError for a folder that is not as meta.json says, or is too small for one sequence.
-    """
+    """A prepared folder as batches: of training by step, of an evaluation in order."""
 
     def __init__(
         self,
@@ -148,70 +171,95 @@ class TokenStream:
         seq_len: int,
         batch_tokens: int,
         seed: int = 0,
-        vocab_size: int = 0,  # of the model, where it is larger than the tokenizer's
-        doc_align: bool = False,  # sequences start at document boundaries, and what does not fit is dropped
+        vocab_size: int = 0,
+        doc_align: bool = False,
     ):
-        self.folder, self.seq_len, self.seed = Path(folder), seq_len, seed
+        """Open a prepared folder.
+
+        vocab_size: of the model, if it is larger than the tokenizer's.
+        doc_align: start sequences at document boundaries, and drop the remainders.
+        Raises UserError for a folder that is not as meta.json says, or too small for a sequence.
+        """
+        self.folder = Path(folder)
+        self.seq_len = seq_len
+        self.seed = seed
         self.seqs_per_batch = batch_tokens // seq_len
         self.meta = load_meta(self.folder)
-        self.vocabulary = None  # the content of the vocabulary file of a custom tokenizer
+        # The content of the vocabulary file, if the tokenizer has one
+        self.vocabulary = None
         if self.meta["tokenizer"] == "bpe":
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
         if 0 < vocab_size < self.meta["vocab_size"]:
             needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
-        vocab_size, hashes = max(vocab_size, self.meta["vocab_size"]), recorded_hashes(self.meta)
-        self.train, self.val = (
-            TokenShards(self.folder, split, vocab_size, hashes) for split in ("train", "val")
-        )
-        found = {
-            path.name: n
-            for split in (self.train, self.val)
-            for path, n in zip(split.paths, split.lengths)
-        }
-        named = {name: shard["tokens"] for name, shard in self.meta["files"].items()} or found
-        for name in sorted(name for name, _ in found.items() ^ named.items()):
-            said = (
-                f"{found.get(name, 'no')} tokens, where meta.json says {named.get(name, 'nothing')}"
-            )
-            raise UserError(f"{self.folder / name} has {said}; prepare the data again")
-        least, name = min((self.train.n_tokens, "train"), (self.val.n_tokens, "val"))
-        if least <= self.seq_len:
-            found = (
-                f"the {name} split of {self.folder} has {least} tokens, too few for one sequence"
-            )
-            advice = f"use more data, or --seq_len {1 << max(0, (least - 1).bit_length() - 1)}"
-            raise UserError(f"{found} of --seq_len {self.seq_len} and a target; {advice}")
-        self.aligned, self.seqs_per_epoch = None, max(1, self.train.n_tokens // seq_len - 1)
+
+        # Open the shards of both splits
+        vocab_size = max(vocab_size, self.meta["vocab_size"])
+        sha256 = recorded_hashes(self.meta)
+        self.train = TokenShards(self.folder, "train", vocab_size, sha256=sha256)
+        self.val = TokenShards(self.folder, "val", vocab_size, sha256=sha256)
+        self.check_lengths()
+
+        # One sequence less than there are, so that an epoch can begin at any of seq_len offsets
+        self.seqs_per_epoch = max(1, self.train.n_tokens // seq_len - 1)
+        # With doc_align: where all sequences start, int64 (seqs_per_epoch,)
+        self.aligned = None
         if doc_align:
             self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
             self.seqs_per_epoch = len(self.aligned)
             if not self.seqs_per_epoch:
-                wanted = f"document in {folder} with {seq_len} tokens after its start (token {self.meta['eot']})"
                 raise UserError(
-                    f"--doc_align finds no {wanted}; use a smaller --seq_len or remove it"
+                    f"--doc_align finds no document in {folder} with {seq_len} tokens after its "
+                    f"start (token {self.meta['eot']}); use a smaller --seq_len or remove it"
                 )
-        # Races evaluate the first tokens: those on FineWeb, and on llm.c's and the speedruns' shards without meta.json
-        race = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/") or self.meta.get(
-            "assumed"
-        )
-        self.eval_subset = "first" if race else "spread"
 
-    def sequence_starts(self, index: np.ndarray) -> np.ndarray:
-        """Where the training sequences with these numbers start, int64 (len(index),).
+        # Speedruns evaluate the first tokens: those on FineWeb, and on shards without meta.json
+        is_fineweb = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
+        self.eval_subset = "first" if is_fineweb or "assumed" in self.meta else "spread"
 
-        Each epoch cuts the stream into sequences of stride seq_len from its own offset, or takes document_sequences,
-        and visits them in its own order.
+    def check_lengths(self):
+        """Raise UserError if shards are not as long as meta.json says, or a split is too short."""
+        # The number of tokens of each shard, by name, in the folder and in meta.json
+        found = {}
+        for shards in (self.train, self.val):
+            for path, length in zip(shards.paths, shards.lengths):
+                found[path.name] = length
+        files = self.meta["files"]
+        recorded = {name: shard["tokens"] for name, shard in files.items()} or found
+        for name in sorted(found.keys() | recorded.keys()):
+            length = found.get(name, "no")
+            expected = recorded.get(name, "nothing")
+            if length != expected:
+                raise UserError(
+                    f"{self.folder / name} has {length} tokens, where meta.json says {expected}; "
+                    "prepare the data again"
+                )
+
+        # Each split needs the inputs of one sequence and one more target
+        smaller = min((self.train, self.val), key=lambda shards: shards.n_tokens)
+        if smaller.n_tokens <= self.seq_len:
+            fitting = 1 << max(0, (smaller.n_tokens - 1).bit_length() - 1)
+            raise UserError(
+                f"the {smaller.split} split of {self.folder} has {smaller.n_tokens} tokens, too "
+                f"few for one sequence of --seq_len {self.seq_len} and a target; use more data, "
+                f"or --seq_len {fitting}"
+            )
+
+    def sequence_starts(self, index: np.ndarray):
+        """Return where the training sequences with these numbers start, int64 (len(index),).
+
+        Each epoch cuts the stream into sequences of seq_len tokens from its own offset, or takes
+        those of document_sequences, and visits them in its own order.
         """
         n_offsets = min(self.seq_len, self.train.n_tokens - self.seqs_per_epoch * self.seq_len)
         starts = np.empty(len(index), dtype=np.int64)
         epochs = index // self.seqs_per_epoch
         for epoch in np.unique(epochs):
             here = epochs == epoch
+            # The order of the epoch is a function of (seed, epoch)
             key = derive_seed(self.seed, epoch)
-            order = feistel_permute(
-                index[here] % self.seqs_per_epoch, self.seqs_per_epoch, key
-            ).astype(np.int64)
+            order = feistel_permute(index[here] % self.seqs_per_epoch, self.seqs_per_epoch, key)
+            order = order.astype(np.int64)
             if self.aligned is not None:  # --doc_align
                 starts[here] = self.aligned[order]
             else:
@@ -219,22 +267,29 @@ class TokenStream:
                 starts[here] = offset + self.seq_len * order
         return starts
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """This rank's part of step's global batch: inputs and one more target, int64 (sequences, seq_len + 1)."""
+    def batch(self, step: int, rank: int = 0, world_size: int = 1):
+        """Return this rank's part of the global batch of `step`: int64 (sequences, seq_len + 1).
+
+        A sequence is the inputs and one more target.
+        """
+        # The number of this rank's first sequence, counted from the beginning of the run
         per_rank = self.seqs_per_batch // world_size
-        mine = step * self.seqs_per_batch + rank * per_rank + np.arange(per_rank, dtype=np.int64)
-        return self.train.read_sequences(self.sequence_starts(mine), self.seq_len + 1)
+        first = step * self.seqs_per_batch + rank * per_rank
+        starts = self.sequence_starts(first + np.arange(per_rank, dtype=np.int64))
+        return self.train.read_sequences(starts, self.seq_len + 1)
 
-    def num_eval_seqs(self, eval_tokens: int) -> int:
-        """Validation sequences in one evaluation: whole ones, at least one; eval_tokens 0 is all."""
+    def num_eval_seqs(self, eval_tokens: int):
+        """Count the sequences of an evaluation: whole ones, at least one; eval_tokens 0 is all."""
         available = (self.val.n_tokens - 1) // self.seq_len
-        return min(available, max(1, eval_tokens // self.seq_len)) if eval_tokens else available
+        if eval_tokens == 0:
+            return available
+        return min(available, max(1, eval_tokens // self.seq_len))
 
-    def eval_starts(self, eval_tokens: int) -> np.ndarray:
-        """Where the sequences of an evaluation start, int64 (n,), ascending.
+    def eval_starts(self, eval_tokens: int):
+        """Return where the sequences of an evaluation start, int64 (n,), ascending.
 
-        If only a part of the split is evaluated, its sequences are spread evenly over the split, or are the first ones
-        if eval_part is "first".
+        They are spread evenly over the validation split, or are its first ones if eval_subset is
+        "first".
         """
         n_seqs = self.num_eval_seqs(eval_tokens)
         index = np.arange(n_seqs, dtype=np.int64)
@@ -242,13 +297,13 @@ class TokenStream:
             index = index * self.num_eval_seqs(0) // n_seqs
         return index * self.seq_len
 
-    def eval_batches(
-        self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1
-    ) -> Iterator:
-        """This rank's part of an evaluation: yields inputs and targets, int64 (micro_batch, seq_len) each.
+    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1):
+        """Yield this rank's part of an evaluation: inputs, targets, int64 (micro_batch, seq_len).
 
-        Yields equally often on every rank; padding has targets of -1, so that there is one static shape to compile.
+        Yields equally often on every rank. The last batches are padded with targets of -1, so that
+        there is one static shape to compile.
         """
+        # Each rank takes the same number of consecutive sequences, the last ones perhaps fewer
         starts = self.eval_starts(eval_tokens)
         per_rank = -(-len(starts) // world_size)
         mine = starts[rank * per_rank : (rank + 1) * per_rank]
@@ -260,13 +315,16 @@ class TokenStream:
             targets[len(part) :] = -1
             yield sequences[:, :-1], targets
 
-    def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
-        """The last tokens of those that are evaluated, int64 (1, length or seq_len if that is less)."""
+    def eval_end(self, eval_tokens: int, length: int):
+        """Return the last tokens of an evaluation, int64 (1, at most length and seq_len)."""
         last = self.eval_starts(eval_tokens)[-1:]
         return self.val.read_sequences(last, self.seq_len)[:, -length:]
 
-    def stream_state(self, step: int) -> dict:
-        """Where in the stream the batch of `step` starts, and what decides which stream it is."""
+    def stream_state(self, step: int):
+        """Return which stream this is and where in it the batch of `step` starts.
+
+        In the keys of checkpoints, a window is a sequence.
+        """
         epoch, window = divmod(step * self.seqs_per_batch, self.seqs_per_epoch)
         return dict(
             seed=self.seed,
@@ -277,39 +335,42 @@ class TokenStream:
         )
 
     @functools.cached_property
-    def samples(self) -> dict[str, str]:
-        return self.train.samples() | self.val.samples()
+    def shard_hashes(self):
+        return self.train.hash_shards() | self.val.hash_shards()
 
-    def facts(self) -> dict[str, str]:
-        """What names the data, by name, for ranks to compare: a sample of each shard, and what meta.json says."""
-        facts = {str(self.folder / name): sample for name, sample in self.samples.items()}
-        facts |= {f"meta.json on {name}": str(shard) for name, shard in self.meta["files"].items()}
-        return facts | {
-            f"meta.json's {key}": str(self.meta.get(key))
-            for key in ("tokenizer", "vocabulary", "vocab_size", "eot")
-        }
+    def identity(self):
+        """Return what tells this dataset from others, by name, for ranks to compare."""
+        identity = {}
+        for name, shard_hash in self.shard_hashes.items():
+            identity[str(self.folder / name)] = shard_hash
+        for name, shard in self.meta["files"].items():
+            identity[f"meta.json on {name}"] = str(shard)
+        for key in ("tokenizer", "vocabulary", "vocab_size", "eot"):
+            identity[f"meta.json's {key}"] = str(self.meta.get(key))
+        return identity
 
-    def fingerprint(self) -> str:
-        """Names the data in checkpoints: a hash of the samples of its shards and of those that meta.json records."""
-        return hashlib.sha256(
-            json.dumps([self.samples, self.meta["files"]], sort_keys=True).encode()
-        ).hexdigest()
+    def fingerprint(self):
+        """Hash the hashes of the shards and those in meta.json: names the data in checkpoints."""
+        text = json.dumps([self.shard_hashes, self.meta["files"]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
-def map_ahead(function, items, depth: int, threads: int) -> Iterator:
-    """function(item) of each item, in their order, computed up to `depth` items ahead by background threads."""
+def map_ahead(function, items, depth, threads):
+    """Yield function(item) of each item, in order, computed by threads `depth` items ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
+        # The results that were started but not yielded, in order
         ahead = deque()
         for item in items:
             ahead.append(pool.submit(function, item))
             if len(ahead) > depth:
                 yield ahead.popleft().result()
-        yield from (future.result() for future in ahead)
+        for future in ahead:
+            yield future.result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def prefetch(load, first: int, depth: int) -> Iterator:
-    """load(first), load(first + 1), ... without end, each prepared up to `depth` calls ahead by a background thread."""
-    return map_ahead(load, itertools.count(first), depth, threads=1)
+def prefetch(load, first, depth):
+    """Yield load(first), load(first + 1), ... without end; a thread is `depth` calls ahead."""
+    return map_ahead(load, itertools.count(first), depth=depth, threads=1)

@@ -22,7 +22,7 @@ def open_stream(folder: str, dist_ctx: DistContext, **options) -> TokenStream:
             prepare("python", out=path)
     with raise_on_all_ranks(dist_ctx):
         stream = TokenStream(path, **options)
-    check_same_on_all_ranks(dist_ctx, stream.facts(), f"give every node the same data in {path}")
+    check_same_on_all_ranks(dist_ctx, stream.identity(), f"give every node the same data in {path}")
     try:
         stream.tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
     except UserError:  # tokens suffice to train

@@ -503,13 +503,13 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
         " ".join(draw.choices(words, k=3000)).encode(),
         "".join(draw.choices(words, k=3000)).encode(),
     ]:
-        splits, starts, pieces = zip(*corpus.document("val", io.BytesIO(raw), "x"))
+        splits, starts, pieces = zip(*corpus.read_document("val", io.BytesIO(raw), "x"))
         assert b"".join(pieces) == raw and len(pieces) > 100
         assert set(splits) == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
         joined = [token for piece in pieces for token in gpt2.encode_raw(piece).tolist()]
         assert joined == gpt2.tiktoken.encode_ordinary(raw.decode())
     raw = "漢字🙂".encode() * 500  # no place to cut: they stay small, and no character is cut
-    pieces = [piece for _, _, piece in corpus.document("val", io.BytesIO(raw), "x")]
+    pieces = [piece for _, _, piece in corpus.read_document("val", io.BytesIO(raw), "x")]
     assert (
         "".join(piece.decode() for piece in pieces).encode() == raw
         and max(map(len, pieces)) <= 4 * 48
