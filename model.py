@@ -762,9 +762,7 @@ class Optimizer(torch.optim.Optimizer):
 
         # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes (without DDP: all)
         mine = my_share(params)
-        with state_on_device(weights[0].device, self.state_tensors("momentum", params)) as (
-            momenta,
-        ):
+        with state_on_device(self.state_tensors("momentum", params), weights[0].device) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
         if nesterov:
@@ -786,12 +784,12 @@ class Optimizer(torch.optim.Optimizer):
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
         steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
-        exp_avgs, exp_avg_sqs = (
-            self.state_tensors("exp_avg", params),
-            self.state_tensors("exp_avg_sq", params),
-        )
         beta1, beta2 = group["betas"]
-        with state_on_device(weights[0].device, exp_avgs, exp_avg_sqs) as (exp_avgs, exp_avg_sqs):
+        device = weights[0].device
+        with (
+            state_on_device(self.state_tensors("exp_avg", params), device) as exp_avgs,
+            state_on_device(self.state_tensors("exp_avg_sq", params), device) as exp_avg_sqs,
+        ):
             adamw(
                 weights,
                 grads,
