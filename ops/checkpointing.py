@@ -13,7 +13,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 # Parts of the names of operations that selective checkpointing does not recompute
@@ -43,15 +42,16 @@ def checkpointed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Modul
     """Make the subclass whose forward pass is checkpointed, one for all blocks."""
     if mode == "none":
         return plain_class
-    context_fn = noop_context_fn
+    options = dict(use_reentrant=False)
     if mode == "selective":
-        context_fn = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+        contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+        options["context_fn"] = contexts
 
     def forward(self, *inputs):
         if not torch.is_grad_enabled():
             return plain_class.forward(self, *inputs)
         function = functools.partial(plain_class.forward, self)
-        return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(function, *inputs, **options)
 
     attributes = dict(forward=forward, plain_class=plain_class, ac_mode=mode)
     return type(plain_class.__name__, (plain_class,), attributes)

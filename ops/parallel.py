@@ -7,9 +7,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-# PyTorch 2.13 has renamed it
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 def is_dtensor(tensor: Tensor) -> bool:
     """Ask if FSDP has sharded a tensor: by an attribute, as importing DTensor takes a second."""
@@ -198,7 +195,7 @@ def shard_group(param: Tensor) -> dist.ProcessGroup | None:
 
 
 def replica_group(param: Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that hold the same shard of a parameter, or the same whole; None if alone."""
+    """Return the ranks that hold the same shard of a parameter, or all of it; None if alone."""
     if not is_dtensor(param):
         return dist.group.WORLD  # None without process groups
     mesh = param.device_mesh
@@ -252,6 +249,8 @@ def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
     n_each = mine.stop - mine.start
     gathered = updates.new_empty((replicas.size() * n_each, *updates.shape[1:]))
     gathered[mine][: len(updates)] = updates
+    # Before PyTorch 2.13, it had another name
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, gathered[mine], group=replicas)
     return gathered[: len(params)]
 
