@@ -862,8 +862,7 @@ class Optimizer(torch.optim.Optimizer):
 
         # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes
         mine = my_share(params)
-        momenta = self.state_tensors("momentum", params)
-        with state_on_device(device, momenta) as (momenta,):
+        with state_on_device(self.state_tensors("momentum", params), device) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
         if nesterov:
@@ -886,10 +885,11 @@ class Optimizer(torch.optim.Optimizer):
         grads = [to_local(p.grad) for p in params]
         device = weights[0].device
         steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
-        exp_avgs = self.state_tensors("exp_avg", params)
-        exp_avg_sqs = self.state_tensors("exp_avg_sq", params)
         beta1, beta2 = group["betas"]
-        with state_on_device(device, exp_avgs, exp_avg_sqs) as (exp_avgs, exp_avg_sqs):
+        with (
+            state_on_device(self.state_tensors("exp_avg", params), device) as exp_avgs,
+            state_on_device(self.state_tensors("exp_avg_sq", params), device) as exp_avg_sqs,
+        ):
             adamw(
                 weights,
                 grads,

@@ -21,7 +21,7 @@ from inference.evaluation import print_choices, print_perplexity
 from inference.generation import check_cache, compile_decode_step, generate, tokens_to_cpu
 from inference.int8 import quantize
 from model import GPT, GPTConfig
-from ops.cpu import skip_inductor_isa_test
+from ops.compile import skip_inductor_isa_test
 from runtime.checkpoint import (
     BEST,
     list_checkpoints,

@@ -1,4 +1,8 @@
-"""Activation checkpointing, and activations offloaded to host memory: put around blocks from outside."""
+"""Activation checkpointing and offloading: a block gets a subclass of its class.
+
+A module around the block would change the names of its parameters; with a forward function of their
+own, compiled blocks would not share one compilation.
+"""
 
 import functools
 
@@ -11,80 +15,94 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-
-def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    """Selective activation checkpointing: keep the outputs of matmuls and attention, recompute everything else."""
-    name = str(op)
-    costly = (
-        "mm.default",
-        "scaled_dot_product",
-        "flash_attention",
-        "flex_attention",
-        "varlen_attn",
-    )
-    keep = any(part in name for part in costly)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@functools.cache  # one class for all blocks, so that they share one compilation
-def wrapped_class(kind: type[nn.Module], mode: str) -> type[nn.Module]:
-    """A subclass of a module's class whose forward is checkpointed ("full", "selective") or offloaded ("offload")."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
-    options = dict(context_fn=contexts) if mode == "selective" else {}
-
-    def checkpointed(self, *inputs):
-        if not torch.is_grad_enabled():
-            return kind.forward(self, *inputs)
-        return checkpoint(
-            functools.partial(kind.forward, self), *inputs, use_reentrant=False, **options
-        )
-
-    def offloaded(self, *inputs):
-        shapes = {shape for p in self.parameters() for shape in (p.shape, p.shape[::-1])}
-        with saved_tensors_hooks(functools.partial(pack_to_host, shapes), unpack_to_device):
-            return kind.__call__(self, *inputs)
-
-    method = dict(__call__=offloaded) if mode == "offload" else dict(forward=checkpointed)
-    return type(kind.__name__, (kind,), method)
+# Parts of the names of operations that selective checkpointing does not recompute
+COSTLY_OPS = (
+    "mm.default",
+    "scaled_dot_product",
+    "flash_attention",
+    "flex_attention",
+    "varlen_attn",
+)
+OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
 
 
 def apply_ac(block: nn.Module, mode: str) -> None:
-    """Have the backward pass recompute nothing of the block, all of it, or all but matmuls and attention.
+    """Have the backward pass recompute the block's activations.
 
-    mode: "none", "full" or "selective"; replaces an earlier one. Names of parameters stay. Recomputation draws the same
-    random numbers from torch's generators; buffers that a forward pass writes are written twice.
+    mode: "none", "full" (all of them) or "selective" (all but those of matmuls and attention);
+    replaces an earlier mode. Recomputation draws the same random numbers from torch's generators;
+    buffers that a forward pass writes are written twice.
     """
-    kind = getattr(type(block), "plain_class", type(block))
-    block.__class__ = kind
-    if mode != "none":
-        block.__class__ = wrapped_class(kind, mode)
-        block.__class__.plain_class, block.__class__.ac_mode = kind, mode
+    plain_class = getattr(type(block), "plain_class", type(block))
+    block.__class__ = checkpointed_class(plain_class, mode)
+
+
+@functools.cache
+def checkpointed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Module]:
+    """Make the subclass whose forward pass is checkpointed, one for all blocks."""
+    if mode == "none":
+        return plain_class
+    options = dict(use_reentrant=False)
+    if mode == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+        options["context_fn"] = contexts
+
+    def forward(self, *inputs):
+        if not torch.is_grad_enabled():
+            return plain_class.forward(self, *inputs)
+        function = functools.partial(plain_class.forward, self)
+        return checkpoint(function, *inputs, **options)
+
+    attributes = dict(forward=forward, plain_class=plain_class, ac_mode=mode)
+    return type(plain_class.__name__, (plain_class,), attributes)
+
+
+def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """Keep the outputs of matmuls and attention, and recompute everything else."""
+    if any(part in str(op) for part in COSTLY_OPS):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_offload(block: nn.Module) -> None:
     """Have the block, compiled or not, keep in pinned host memory what backward needs; for CUDA."""
-    block.__class__ = wrapped_class(type(block), "offload")
+    block.__class__ = offloaded_class(type(block))
 
 
-OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
+@functools.cache
+def offloaded_class(plain_class: type[nn.Module]) -> type[nn.Module]:
+    """Make the subclass that offloads, around a compiled forward pass as well."""
+
+    def call(self, *inputs):
+        shapes = {p.shape for p in self.parameters()}
+        shapes |= {shape[::-1] for shape in shapes}
+        with saved_tensors_hooks(functools.partial(pack_to_host, shapes), unpack_to_device):
+            return plain_class.__call__(self, *inputs)
+
+    return type(plain_class.__name__, (plain_class,), dict(__call__=call))
 
 
-def pack_to_host(shapes: set, tensor: Tensor):
-    """Moves a saved tensor to pinned host memory; small and expanded tensors stay where they are.
+def pack_to_host(weight_shapes: set, tensor: Tensor):
+    """Copy a saved tensor to pinned host memory; small and expanded tensors stay where they are.
 
     So do those of a weight's shape: matmuls keep weights transposed, and cast to 16 bits.
     """
-    stays = tensor.shape in shapes or tensor.numel() < OFFLOAD_MIN_NUMEL or 0 in tensor.stride()
-    if stays or not tensor.is_cuda:
+    if not tensor.is_cuda or tensor.numel() < OFFLOAD_MIN_NUMEL:
         return tensor
-    # With its strides, which a compiled backward pass relies on
-    host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-    return tensor.device, host.copy_(tensor, non_blocking=True)
+    if tensor.shape in weight_shapes or 0 in tensor.stride():
+        return tensor
+    return tensor.device, copy_with_strides(tensor, pin_memory=True)
 
 
 def unpack_to_device(packed) -> Tensor:
+    """Undo pack_to_host."""
     if isinstance(packed, Tensor):
         return packed
     device, host = packed
-    empty = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    return empty.copy_(host, non_blocking=True)
+    return copy_with_strides(host, device=device)
+
+
+def copy_with_strides(tensor: Tensor, **options) -> Tensor:
+    """Copy a tensor with its strides, which a compiled backward pass relies on."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, **options)
+    return copy.copy_(tensor, non_blocking=True)

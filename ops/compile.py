@@ -1,40 +1,70 @@
 """torch.compile, of each block and of the loss, in place."""
 
+import contextlib
+import os
+import subprocess
+import sys
+from unittest import mock
+
 import torch
 from torch import nn
 
-from ops.cpu import skip_inductor_isa_test
+# The modes that use CUDA graphs, and what they are without
+WITHOUT_CUDAGRAPHS = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 
 
 def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.device) -> None:
-    """Compile a GPT's blocks and cross entropy: blocks share one compilation, and parameter names stay.
+    """Compile a GPT's blocks, which share one compilation, and its loss; parameter names stay.
 
-    budget: the fraction of activations that may be kept for backward; the compiler recomputes the others.
+    mode: of torch.compile. budget: the fraction of activations that may be kept for backward; the
+    compiler recomputes the others.
     """
-    torch._dynamo.reset()  # earlier compilations in this process count against the recompile limit
-    # Layers with different constants, different windows, and evaluation each recompile the same function.
+    # Earlier compilations in this process count against the recompile limit
+    torch._dynamo.reset()
+    # Layers with other constants or windows recompile the same function, and so does evaluation
     torch._dynamo.config.recompile_limit = 16 + 4 * len(model.blocks)
-    torch._dynamo.config.skip_nnmodule_hook_guards = (
-        False  # also call hooks that are registered later
-    )
-    # DDPOptimizer would split each block's graph at bucket boundaries; compiled blocks already overlap with all-reduce.
+    # Also call hooks that are registered later
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    # DDPOptimizer would split each block's graph at bucket boundaries; compiled blocks already
+    # overlap all-reduce with backward
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.activation_memory_budget = budget
     if device.type == "cpu":
         skip_inductor_isa_test()
     for block in model.blocks:
         block.compile(mode=mode, fullgraph=True, dynamic=False)
-    # A CUDA graph would copy each chunk's logits into its memory
-    loss_mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
-        mode, mode
-    )
-    how = dict(mode=loss_mode, fullgraph=True, dynamic=False)
-    if device.type == "cpu":  # its other parts, and evaluation, are not worth their compile time
-        model.cross_entropy.kernel = torch.compile(model.cross_entropy.kernel, **how)
+
+    # The loss without CUDA graphs, which would copy each chunk's logits into their memory
+    options = dict(mode=WITHOUT_CUDAGRAPHS.get(mode, mode), fullgraph=True, dynamic=False)
+    if device.type == "cpu":
+        # The other parts of cross entropy, and evaluation, are not worth their compile time
+        model.cross_entropy.kernel = torch.compile(model.cross_entropy.kernel, **options)
     else:
-        model.cross_entropy.compile(**how)
-    if mode in (
-        "reduce-overhead",
-        "max-autotune",
-    ):  # tell CUDA graphs that earlier outputs may be overwritten
+        model.cross_entropy.compile(**options)
+    if mode in WITHOUT_CUDAGRAPHS:
+        # Tell CUDA graphs that earlier outputs may be overwritten
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+
+
+def skip_inductor_isa_test() -> None:
+    """Skip the programs that Inductor compiles, for 4 seconds, to test g++ for AMX instructions.
+
+    Only asks g++ if it accepts their flags. Does nothing unless TORCHINDUCTOR_VEC_ISA_OK is 1.
+    """
+    if sys.platform != "linux" or os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") != "1":
+        return
+    # A real problem fails in the compiler too, and is reported there
+    with contextlib.suppress(Exception):
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
+
+        def accepts_flags(isa: VecISA, code: str) -> bool:
+            flags = f"{isa.build_arch_flags()} -fsyntax-only -x c++ {os.devnull}"
+            command = [get_cpp_compiler(), *flags.split()]
+            return subprocess.run(command, capture_output=True).returncode == 0
+
+        with mock.patch.object(VecISA, "check_build", accepts_flags):
+            pick_vec_isa()  # caches its answer

@@ -1,4 +1,4 @@
-"""DDP and FSDP2: wrapping, conversion between this rank's shards and full tensors, and what Muon's ranks exchange."""
+"""DDP and FSDP2: wrapping, conversion of shards to full tensors, what Muon's ranks exchange."""
 
 import contextlib
 
@@ -8,20 +8,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Ask if FSDP has sharded a tensor: by an attribute, as importing DTensor takes a second."""
+    return hasattr(tensor, "full_tensor")
+
+
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's shard of an FSDP parameter or gradient; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this rank's shard of an FSDP parameter or gradient; any other tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, which every rank must ask for; any other tensor as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """Gather a sharded tensor, which every rank must ask for; return any other tensor as it is."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def shard_like(full: Tensor, param: Tensor) -> Tensor:
-    """A full tensor on the device of a parameter, and sharded like it if it has its shape."""
+    """Move a full tensor to the device of `param`, and shard it like that if the shapes match."""
     full = full.to(param.device)
-    if not hasattr(param, "to_local") or full.shape != param.shape:
+    if not is_dtensor(param) or full.shape != param.shape:
         return full
     from torch.distributed.tensor import distribute_tensor
 
@@ -29,19 +34,24 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
 
 
 def state_to_full(state: Tensor, param: Tensor) -> Tensor:
-    """A whole tensor of optimizer state, from a DTensor, a plain shard of the parameter's, or a whole one."""
-    if hasattr(param, "to_local") and not hasattr(state, "to_local") and state.dim():
+    """Gather a tensor of optimizer state.
+
+    state: a DTensor, a plain tensor that belongs to this rank's shard of `param`, or a full one.
+    """
+    if is_dtensor(param) and not is_dtensor(state) and state.dim():
         from torch.distributed.tensor import DTensor
 
-        state = state.to(param.device)
-        where = param.device_mesh, param.placements
         state = DTensor.from_local(
-            state, *where, run_check=False, shape=param.shape, stride=param.stride()
+            state.to(param.device),
+            param.device_mesh,
+            param.placements,
+            shape=param.shape,
+            stride=param.stride(),
         )
     return to_full(state)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Wrapping
 
 
@@ -51,7 +61,7 @@ def apply_ddp(
     grad_comm: torch.dtype,
     find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
-    """The model in DDP: gradients are averaged over all ranks, and reduced in `grad_comm`.
+    """Wrap the model in DDP, which averages gradients over all ranks, reduced in dtype `grad_comm`.
 
     find_unused_parameters: for a model in which a rank may skip a layer or an expert.
     """
@@ -61,14 +71,13 @@ def apply_ddp(
         bucket_cap_mb=bucket_cap_mb,
         find_unused_parameters=find_unused_parameters,
     )
+    # Buffers that are not saved are tables, the same on all ranks. (As an argument, it warns.)
     if len(model.state_dict()) == len(dict(model.named_parameters(remove_duplicate=False))):
-        wrapped.broadcast_buffers = (
-            False  # they are tables, the same on all ranks; as an argument it warns
-        )
+        wrapped.broadcast_buffers = False
     if grad_comm == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-        # under another name: DDP would check for NCCL's bf16 support even with gloo
+        # Under a lambda's name: DDP would check for NCCL's bf16 support even with gloo
         wrapped.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return wrapped
 
@@ -80,10 +89,10 @@ def apply_fsdp(
     shard_size: int,
     grad_comm: torch.dtype,
 ) -> None:
-    """FSDP2: shards each block by itself, then the rest.
+    """Shard each block by itself, then the rest, with FSDP2.
 
-    Every `shard_size` consecutive ranks hold one copy of the model; several such groups are replicas (hybrid
-    sharding). Blocks compute in `dtype`, and gradients are reduced in `grad_comm`.
+    Every `shard_size` consecutive ranks hold one copy of the model; several such groups are
+    replicas (hybrid sharding). Blocks compute in `dtype`; gradients are reduced in `grad_comm`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -93,29 +102,32 @@ def apply_fsdp(
     )
 
     replicas = dist.get_world_size() // shard_size
-    shape, names = (
-        ((replicas, shard_size), ("replicate", "shard"))
-        if replicas > 1
-        else ((shard_size,), ("shard",))
-    )
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if replicas == 1:
+        mesh = init_device_mesh(device.type, (shard_size,))
+    else:
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(device.type, (replicas, shard_size), mesh_dim_names=names)
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=grad_comm, cast_forward_inputs=False
     )
-    for module in (*dict.fromkeys(model.blocks), model):  # a block may stand in several places
+    blocks = dict.fromkeys(model.blocks)  # a block may stand in several places
+    for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, "next_logits")
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard FSDP's root, which still holds full parameters after a forward pass without a backward one."""
+    """Free the full parameters that FSDP's root keeps after a forward pass without a backward."""
     if hasattr(model, "reshard"):
         model.reshard()
 
 
 @contextlib.contextmanager
 def swap_in_eval_weights(model: nn.Module, others: dict[str, Tensor]):
-    """Yields the model in eval mode, with the values of `others` for the parameters it names, sharded like them."""
+    """Yield the model in eval mode, with the values of `others` in the parameters that it names.
+
+    others: by name of parameter, sharded like it; may be empty.
+    """
     model.eval()
     swap_weights(model, others)
     try:
@@ -131,117 +143,129 @@ def swap_weights(model: nn.Module, others: dict[str, Tensor]) -> None:
     """Exchange the values of parameters with those of `others`, by name."""
     for name, p in model.named_parameters():
         if name in others:
-            ours, theirs = to_local(p), to_local(others[name])
-            kept = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(kept)
+            weight = to_local(p)
+            other = to_local(others[name])
+            old = weight.clone()
+            weight.copy_(other)
+            other.copy_(old)
 
 
-def maybe_no_sync(model: nn.Module, last: bool):
-    """Context for a micro-step's forward and backward: replicas all-reduce gradients on the last micro-step only."""
-    if hasattr(
-        model, "set_requires_all_reduce"
-    ):  # FSDP, which reduces shards of gradients in every micro-step
-        model.set_requires_all_reduce(last)
-    elif hasattr(model, "no_sync") and not last:
+def maybe_no_sync(model: nn.Module, is_last: bool):
+    """Return the context of a micro-step: replicas all-reduce gradients only in the last one."""
+    if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
+    # FSDP reduces shards of gradients in every micro-step
+    if hasattr(model, "set_requires_all_reduce"):
+        model.set_requires_all_reduce(is_last)
     return contextlib.nullcontext()
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum of all ranks' tensors; x itself is overwritten."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    """Sum x over all ranks, in place, and return it."""
+    if dist.is_initialized():
         dist.all_reduce(x, group=group)
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What Muon's ranks exchange: each matrix is orthogonalized by one rank
+#
+# FSDP, two ranks and matrices A B C D. A0: the rows of A that rank 0 holds; A1: those of rank 1
+#
+#     rank 0:  A0 B0 C0 D0    gather_whole_matrices    A B    exchange_updates    A0 B0 C0 D0
+#     rank 1:  A1 B1 C1 D1    --------------------->   C D    --------------->    A1 B1 C1 D1
+#
+# DDP: my_share is A B on rank 0 and C D on rank 1; exchange_updates gives both the updates of all.
+# HSDP: my_share is A B in one replica, C D in the other; each then gathers its own as with FSDP.
 
 
 @contextlib.contextmanager
-def state_on_device(device: torch.device, *kept: list[Tensor]):
-    """Yields these lists of tensors on the device; those stored elsewhere are copied, and written back at exit."""
-    on_device = [[t.to(device, non_blocking=True) for t in tensors] for tensors in kept]
+def state_on_device(state: list[Tensor], device: torch.device):
+    """Yield optimizer state on the device; what is stored elsewhere is written back at exit."""
+    on_device = [t.to(device, non_blocking=True) for t in state]
     yield on_device
-    for stored_list, used_list in zip(kept, on_device):
-        for stored, used in zip(stored_list, used_list):
-            if used is not stored:  # with --offload: write back
-                stored.copy_(used, non_blocking=True)
+    for stored, used in zip(state, on_device):
+        if used is not stored:  # with --offload
+            stored.copy_(used, non_blocking=True)
 
 
-def rank_groups(param: Tensor) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """A parameter's shard group, and the group of ranks with the same shard; None for this rank alone."""
-    mesh = getattr(param, "device_mesh", None)
-    if mesh is None:
-        return (
-            None,
-            dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None,
-        )
-    groups = mesh.get_all_groups()
-    return groups[-1], groups[0] if mesh.ndim == 2 and mesh.size(0) > 1 else None
+def shard_group(param: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that together hold one copy of a parameter; None if it is not sharded."""
+    return param.device_mesh.get_all_groups()[-1] if is_dtensor(param) else None
 
 
-def chunk_sizes(n: int, world_size: int) -> list[int]:
-    """How many of n rows each rank holds when Tensor.chunk cuts them: ceil(n / world_size), then the rest, then 0."""
-    most = -(-n // world_size)
-    return [max(0, min(most, n - rank * most)) for rank in range(world_size)]
+def replica_group(param: Tensor) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shard of a parameter, or all of it; None if alone."""
+    if not is_dtensor(param):
+        return dist.group.WORLD  # None without process groups
+    mesh = param.device_mesh
+    return mesh.get_group("replicate") if mesh.ndim == 2 else None
+
+
+def chunk_sizes(n: int, n_ranks: int) -> list[int]:
+    """Return how many of n rows each rank holds, as cut by Tensor.chunk; the last may hold none."""
+    most = -(-n // n_ranks)  # rounded up
+    return [max(0, min(most, n - rank * most)) for rank in range(n_ranks)]
 
 
 def my_share(params: list[Tensor]) -> slice:
-    """Which of the parameters, all of one shape, this rank updates, alone or together with its shard group."""
-    replicas = rank_groups(params[0])[1]
-    n_parts, part = (replicas.size(), replicas.rank()) if replicas else (1, 0)
-    most = chunk_sizes(len(params), n_parts)[0]
-    return slice(part * most, (part + 1) * most)
+    """Return which parameters of one shape this rank updates, alone or with its shard group."""
+    replicas = replica_group(params[0])
+    if replicas is None:
+        return slice(0, len(params))
+    most = chunk_sizes(len(params), replicas.size())[0]
+    first = replicas.rank() * most
+    return slice(first, first + most)
 
 
 def gather_whole_matrices(x: Tensor, param: Tensor) -> Tensor:
-    """From this rank's rows of n matrices, (n, its rows, cols), to the whole matrices that it is to orthogonalize.
+    """Exchange this rank's rows of matrices for the whole ones that it is to orthogonalize.
 
-    x: of the parameters of my_share, which are like `param`. One all-to-all within the shard group, where matrix i
-    goes to rank i // ceil(n / world_size); x itself where parameters are whole.
+    x: (n, its rows, cols), of matrices like `param`. Returns (its part of n, rows, cols), or x if
+    parameters are not sharded.
     """
-    shards = rank_groups(param)[0]
-    if not shards:
+    group = shard_group(param)
+    if group is None:
         return x
-    n, _, cols = x.shape
-    rank, world_size = shards.rank(), shards.size()
-    heights, owned = chunk_sizes(len(param), world_size), chunk_sizes(n, world_size)
-    received = [owned[rank] * height * cols for height in heights]
-    flat = x.new_empty(sum(received))
-    dist.all_to_all_single(
-        flat, x.flatten(), received, [k * heights[rank] * cols for k in owned], group=shards
-    )
-    pieces = [t.view(owned[rank], height, cols) for t, height in zip(flat.split(received), heights)]
-    return torch.cat(pieces, dim=1)
+    return shard_dim_alltoall(x, len(param), group)
 
 
 def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
-    """The inverse, for all ranks: from the updates that this rank made, (n, rows, cols), to its rows of every one's.
+    """Exchange the updates that this rank made for its rows of all: gather_whole_matrices undone.
 
-    Returns (len(params), its rows, cols), by an all-to-all within the shard group and an all-gather over replicas.
+    updates: (n, rows, cols), in the order of `params`. Returns (len(params), its rows, cols).
     """
-    shards, replicas = rank_groups(params[0])
     mine = my_share(params)
-    if shards:
-        n, cols = len(params[mine]), updates.size(2)
-        rank, world_size = shards.rank(), shards.size()
-        heights, owned = chunk_sizes(len(params[0]), world_size), chunk_sizes(n, world_size)
-        sent = [owned[rank] * height * cols for height in heights]
-        received = [k * heights[rank] * cols for k in owned]
-        flat = updates.new_empty(sum(received))
-        pieces = torch.cat([piece.flatten() for piece in updates.split(heights, dim=1)])
-        dist.all_to_all_single(flat, pieces, received, sent, group=shards)
-        updates = flat.view(n, heights[rank], cols)
-    if not replicas:
+    group = shard_group(params[0])
+    if group is not None:
+        by_row = updates.transpose(0, 1)
+        by_row = shard_dim_alltoall(by_row, len(params[mine]), group)
+        updates = by_row.transpose(0, 1).contiguous()
+
+    replicas = replica_group(params[0])
+    if replicas is None:
         return updates
-    everyones = updates.new_empty(
-        (replicas.size() * (mine.stop - mine.start), *to_local(params[0]).shape)
-    )
-    everyones[mine][: len(updates)] = updates
-    all_gather = (
-        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    )  # before 2.13
-    all_gather(everyones, everyones[mine], group=replicas)
-    return everyones[: len(params)]
+    # All replicas send as many as the first, if need be some that nobody reads
+    n_each = mine.stop - mine.start
+    gathered = updates.new_empty((replicas.size() * n_each, *updates.shape[1:]))
+    gathered[mine][: len(updates)] = updates
+    # Before PyTorch 2.13, it had another name
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(gathered, gathered[mine], group=replicas)
+    return gathered[: len(params)]
+
+
+def shard_dim_alltoall(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """Shard the first dimension instead of the second: one all-to-all within the group.
+
+    x: (n, this rank's part of `size`, cols). Returns (this rank's part of n, size, cols).
+    """
+    counts = chunk_sizes(len(x), group.size())
+    parts = chunk_sizes(size, group.size())
+    n = counts[group.rank()]
+    sent = [count * x.size(1) for count in counts]
+    received = [n * part for part in parts]
+    flat = x.new_empty((n * size, x.size(2)))
+    dist.all_to_all_single(flat, x.flatten(0, 1), received, sent, group=group)
+    pieces = [t.unflatten(0, (n, part)) for t, part in zip(flat.split(received), parts)]
+    return torch.cat(pieces, dim=1)

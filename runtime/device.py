@@ -1,5 +1,6 @@
 """Devices, ranks and threads: where a run happens, and what that hardware and its PyTorch can do."""
 
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -17,7 +18,6 @@ import torch.distributed as dist
 
 from common import UserError
 from ops.attention import blocked_attention
-from ops.cpu import tune_glibc_malloc
 from runtime.ranks import (
     DistContext,
     check_ranks,
@@ -85,6 +85,27 @@ def init_device_and_ranks(cfg) -> DistContext:
     dist_ctx = DistContext(device, rank, world_size, local_rank, local_world_size, cpu_group)
     check_ranks(dist_ctx, dataclasses.asdict(cfg), SOURCE_FILES)
     return dist_ctx
+
+
+def tune_glibc_malloc() -> None:
+    """Have glibc keep the memory that a step frees.
+
+    Returned to the system, every 4 KiB of it would page-fault again: steps of the default run would take
+    4 % longer in fp32, 16 % in bf16 and 17 % compiled (2 cores of an EPYC). Does nothing with other C
+    libraries, or if the environment configures malloc (GLIBC_TUNABLES, MALLOC_...).
+    """
+    if sys.platform != "linux" or any(
+        name.startswith(("GLIBC_TUNABLES", "MALLOC_")) for name in os.environ
+    ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap, too
+    mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+    # Huge pages; PyTorch reads this at its first allocation
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 @functools.cache
