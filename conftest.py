@@ -90,11 +90,18 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
     return gpt
 
 
+def stream_of(n_tokens: int, vocab_size: int) -> SimpleNamespace:
+    """What automatic values depend on of a TokenStream."""
+    train = SimpleNamespace(n_tokens=n_tokens)
+    return SimpleNamespace(train=train, meta=dict(vocab_size=vocab_size))
+
+
 def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
-    flags, dist_ctx = dataclasses.asdict(cfg), init_device_and_ranks(cfg)
-    cfg = dataclasses.replace(cfg, **choose_auto_values(flags, flags, 29000, 257, dist_ctx))
+    dist_ctx = init_device_and_ranks(cfg)
+    chosen = choose_auto_values(cfg, cfg, stream_of(29000, 257), dist_ctx)
+    cfg = dataclasses.replace(cfg, **chosen)
     return train_gpt.build(cfg, dist_ctx, 257, eot=256)
 
 

@@ -129,37 +129,34 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
 def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) -> dict:
     """Choose flags that are open: dtype, attn, loss_chunk, ngram; with --minutes, sizes and steps.
 
-    Returns their values by name. Measured on rank 0, and the same on every rank.
+    Returns their values by name, the same on every rank, as speeds are measured on rank 0. preset:
+    the Config of the preset.
     """
-    return run_on_rank0(dist_ctx, lambda: choose_on_rank0(cfg, preset, stream, dist_ctx))
-
-
-def choose_on_rank0(cfg, preset, stream: TokenStream, dist_ctx: DistContext) -> dict:
     device = dist_ctx.device
     n_tokens = stream.train.n_tokens
     vocab_size = stream.meta["vocab_size"]
-    chosen = dict(dtype=choose_dtype(cfg, device))
+    chosen = dict(dtype=run_on_rank0(dist_ctx, lambda: choose_dtype(cfg, device)))
 
-    # --minutes
     if cfg.minutes:
-        flops = measure_flops(device, DTYPES[chosen["dtype"]]) * dist_ctx.world_size
+        dtype = DTYPES[chosen["dtype"]]
+        flops = run_on_rank0(dist_ctx, lambda: measure_flops(device, dtype)) * dist_ctx.world_size
         if cfg.params == -1:
-            chosen |= choose_size(cfg, preset, n_tokens, vocab_size, flops)
+            chosen |= choose_size(cfg, preset, n_tokens, vocab_size=vocab_size, flops=flops)
             # A batch that all ranks can share
             multiple = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)
-            n = max(1, round(chosen["batch_tokens"] / multiple))
-            chosen["batch_tokens"] = n * multiple
+            n_multiples = max(1, round(chosen["batch_tokens"] / multiple))
+            chosen["batch_tokens"] = n_multiples * multiple
         sized = dataclasses.replace(cfg, **chosen)
         chosen["max_steps"] = choose_steps(sized, n_tokens, vocab_size, flops)
-    cfg = dataclasses.replace(cfg, **chosen)
 
-    if cfg.ngram == -1:
+    resolved = dataclasses.replace(cfg, **chosen)
+    if resolved.ngram == -1:
         is_bytes = vocab_size < 258
         chosen["ngram"] = 6 if is_bytes else 3
-    if cfg.loss_chunk == -1:
+    if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
-    if cfg.attn == "auto" and device.type == "cpu":
-        chosen["attn"] = choose_attention(cfg)
+    if resolved.attn == "auto" and device.type == "cpu":
+        chosen["attn"] = run_on_rank0(dist_ctx, lambda: choose_attention(resolved))
     return chosen
 
 

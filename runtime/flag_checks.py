@@ -134,10 +134,6 @@ def check_device(cfg, preset, dist_ctx: DistContext, windows: list[int]) -> list
             f"--offload {cfg.offload} has no effect on {device.type}: everything is in host "
             "memory already"
         )
-    if device.type == "cpu" and cfg.device == "auto" and torch.backends.mps.is_available():
-        warnings.append(
-            "an Apple GPU is here and idle: --device mps trains on it, which has never been tried"
-        )
     if cfg.parallel == "ddp" and dist_ctx.world_size == 1:
         warnings.append("--parallel ddp has no effect on one process; start several with torchrun")
     if cfg.shard_size and cfg.parallel != "hsdp":
