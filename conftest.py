@@ -90,16 +90,19 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
     return gpt
 
 
-# What choose_auto_values asks a stream
-SOME_STREAM = SimpleNamespace(train=SimpleNamespace(n_tokens=29000), meta=dict(vocab_size=257))
+def stream_of(n_tokens: int, vocab_size: int) -> SimpleNamespace:
+    """What automatic values depend on of a TokenStream."""
+    train = SimpleNamespace(n_tokens=n_tokens)
+    return SimpleNamespace(train=train, meta=dict(vocab_size=vocab_size))
 
 
 def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
     dist_ctx = init_device_and_ranks(cfg)
-    chosen = choose_auto_values(cfg, cfg, SOME_STREAM, dist_ctx)
-    return train_gpt.build(dataclasses.replace(cfg, **chosen), dist_ctx, 257, eot=256)
+    chosen = choose_auto_values(cfg, cfg, stream_of(29000, 257), dist_ctx)
+    cfg = dataclasses.replace(cfg, **chosen)
+    return train_gpt.build(cfg, dist_ctx, 257, eot=256)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Opening a dataset on all ranks."""
+"""Open the dataset of a run on all ranks."""
 
 from pathlib import Path
 
@@ -7,28 +7,36 @@ from data.prepare import prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
-from runtime.ranks import DistContext, check_same_on_all_ranks, max_over_ranks, raise_on_all_ranks
+from runtime.ranks import DistContext, any_rank, check_same_on_all_ranks, raise_on_all_ranks
 
 
-def open_stream(folder: str, dist_ctx: DistContext, **options) -> TokenStream:
-    """Open a data folder and check it, also across ranks; "": the default corpus, made first where it is not there.
+def open_stream(cfg, dist_ctx: DistContext) -> TokenStream:
+    """Open the folder cfg.data, and check that it is the same on all ranks. Raises UserError.
 
-    options: of TokenStream. Raises UserError.
+    By default it is Python's own source code, prepared on first use.
     """
-    path = Path(folder or DATA_DIR / "python")
+    path = Path(cfg.data or DATA_DIR / "python")
     with raise_on_all_ranks(dist_ctx):
-        # Each node has its own standard library
-        if not folder and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
+        # Each node prepares it for itself
+        if not cfg.data and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
             prepare("python", out=path)
     with raise_on_all_ranks(dist_ctx):
-        stream = TokenStream(path, **options)
-    check_same_on_all_ranks(dist_ctx, stream.identity(), f"give every node the same data in {path}")
+        stream = TokenStream(
+            path,
+            seq_len=cfg.seq_len,
+            batch_tokens=cfg.batch_tokens,
+            seed=cfg.seed,
+            vocab_size=cfg.vocab_size,
+            doc_align=cfg.doc_align,
+        )
+    advice = f"give every node the same data in {path}"
+    check_same_on_all_ranks(dist_ctx, stream.identity(), advice)
+
+    # Training does without a tokenizer; sampling needs it on all ranks, as under FSDP all take part
     try:
         stream.tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
-    except UserError:  # tokens suffice to train
+    except UserError:
         stream.tokenizer = None
-    if any(
-        max_over_ranks(dist_ctx, stream.tokenizer is None)
-    ):  # sampling under FSDP takes all ranks
+    if any_rank(dist_ctx, stream.tokenizer is None):
         stream.tokenizer = None
     return stream

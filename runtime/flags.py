@@ -1,34 +1,25 @@
-"""Flags from a dataclass: each field is declared once, with flag(), and the command line, help and checks follow."""
+"""Flags from a dataclass: each field is one, and the command line, --help and checks follow."""
 
 import argparse
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
-from dataclasses import field
 from decimal import Decimal
 
 from common import UserError
 
-
-def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
-    """A dataclass field that is a flag. const: what the flag without a value means. min: the least number."""
-    return field(
-        default=default,
-        metadata=dict(help=help, choices=tuple(choices) or None, const=const, min=min),
-    )
-
-
-OTHER_NAMES = {  # names in nanoGPT and elsewhere -> what there is here
+# Names in nanoGPT and elsewhere, and what there is here
+OTHER_NAMES = {
     "block_size": "use --seq_len",
     "max_iters": "use --max_steps",
-    "learning_rate": "use --muon_lr for matrices and --adam_lr for the rest (--adam_lr alone with --optimizer adamw)",
-    "lr": "use --muon_lr for matrices and --adam_lr for the rest (--adam_lr alone with --optimizer adamw)",
+    "learning_rate": "use --muon_lr for matrices and --adam_lr for the rest",
+    "lr": "use --muon_lr for matrices and --adam_lr for the rest",
     "min_lr": "the rate falls to 0 over the last --cooldown_frac of the steps",
     "lr_decay_iters": "the rate falls to 0 over the last --cooldown_frac of the steps",
     "warmup_iters": "use --warmup_frac, a fraction of --max_steps",
-    "batch_size": "use --batch_tokens for the tokens of a step, --micro_batch for a device's sequences at once",
-    "gradient_accumulation_steps": "it follows from --batch_tokens, --micro_batch and the number of devices",
+    "batch_size": "use --batch_tokens for the tokens of a step, --micro_batch for a device's part",
+    "gradient_accumulation_steps": "it follows from --batch_tokens, --micro_batch and the devices",
     "dropout": "there is none; against overfitting use --weight_decay or --ngram_dropout",
     "dataset": "use --data with a folder from data/prepare.py",
     "eval_interval": "use --eval_every",
@@ -40,21 +31,38 @@ OTHER_NAMES = {  # names in nanoGPT and elsewhere -> what there is here
 }
 
 
-def closest(name: str, names) -> str:
-    """The end of a sentence about an unknown name."""
+def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
+    """Declare a field that is a flag.
+
+    const: the value of the flag without one, as in --compile. min: the least number.
+    """
+    metadata = dict(help=help, choices=tuple(choices), const=const, min=min)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """End a sentence about an unknown name."""
     if name in OTHER_NAMES:
         return f"; {OTHER_NAMES[name]}"
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else "; --help lists them"
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else "; --help lists them"
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks
 
 
 def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
-    """The flags, integers made floats where floats are expected. Raises UserError for a wrong name, type or choice."""
+    """Check names, types and choices of flags; returns them, with 1 as 1.0 where a float is due.
+
+    fields: of Config, by name. Raises UserError.
+    """
     checked = {}
     for name, value in flags.items():
         if name not in fields:
             raise UserError(f"unknown flag --{name}{closest(name, fields)}")
-        kind, choices = type(fields[name].default), fields[name].metadata.get("choices")
+        kind = type(fields[name].default)
+        choices = fields[name].metadata.get("choices")
         if kind is float and type(value) is int:
             value = float(value)
         if kind is int and type(value) is float and value.is_integer():
@@ -63,31 +71,37 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
             raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
         if choices and value not in choices:
             raise UserError(
-                f"--{name} is {value!r}; expected one of {', '.join(choices)}{closest(value, choices)}"
+                f"--{name} is {value!r}; expected one of {', '.join(choices)}"
+                f"{closest(value, choices)}"
             )
         checked[name] = value
     return checked
 
 
-def check_ranges(config) -> None:
-    """Raises UserError for a number of the dataclass instance that is below its minimum, too large or not finite."""
-    for f in dataclasses.fields(config):
-        value, least = getattr(config, f.name), f.metadata.get("min", -math.inf)
-        if isinstance(value, (int, float)) and not least <= value < (
-            math.inf if isinstance(value, float) else 2**48
-        ):
+def check_ranges(cfg) -> None:
+    """Raise UserError for a number that is below its minimum, too large or not finite."""
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        least = field.metadata.get("min", -math.inf)
+        if isinstance(value, (int, float)) and not least <= value < 2**48:
             raise UserError(
-                f"--{f.name} is {value}; expected a finite number of at least {least} and below 2**48"
+                f"--{field.name} is {value}; expected a finite number of at least {least} and "
+                "below 2**48"
             )
 
 
+# --------------------------------------------------------------------------------------------------
+# Command line
+
+UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
 def integer(text: str) -> int:
-    """An integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
-    number, unit = (
-        (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m", "b") else (text, "")
-    )
+    """Read an integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
+    unit = UNITS.get(text[-1:].lower(), 1)
+    number = text if unit == 1 else text[:-1]
     try:
-        value = Decimal(number) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}[unit]
+        value = Decimal(number) * unit
         if value == value.to_integral_value():
             return int(value)
     except ArithmeticError:  # not a number, or not a finite one
@@ -95,57 +109,66 @@ def integer(text: str) -> int:
     raise ValueError
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message}; --help lists the flags")
-
-
-def _boolean(text: str) -> bool:
+def boolean(text: str) -> bool:
+    """Read true, 1, false or 0. Raises ValueError."""
     if text.lower() not in ("true", "1", "false", "0"):
         raise ValueError
     return text.lower() in ("true", "1")
 
 
-_boolean.__name__, integer.__name__ = "true or false", "int"  # argparse puts them into its messages
-PARSERS = {int: integer, float: float, bool: _boolean, str: str}
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message}; --help lists the flags")
+
+
+# Type of a flag -> how it is read, and what --help calls its value
+TYPES = {
+    int: (integer, "INT"),
+    float: (float, "FLOAT"),
+    bool: (boolean, "true|false"),
+    str: (str, "TEXT"),
+}
 
 
 def parse_flags(
     argv: list[str], fields: tuple[dataclasses.Field, ...], defaults: dict, description: str
 ) -> dict:
-    """The flags that a command line names, with their values. defaults: shown in the help instead of the fields' own.
+    """Read the flags that a command line names; --help prints and exits.
 
-    Raises UserError; --help prints and exits.
+    defaults: what --help shows in place of the fields' own. Raises UserError.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="train_gpt.py",
         allow_abbrev=False,
         description=description,
         argument_default=argparse.SUPPRESS,
     )
-    for f in fields:
-        kind, meta = type(f.default), dict(help="", choices=None, const=None) | dict(f.metadata)
-        if kind not in PARSERS:
+    for field in fields:
+        kind = type(field.default)
+        if kind not in TYPES:
             raise UserError(
-                f"field {f.name} of Config is a {kind.__name__}; a flag is an int, float, bool or str"
+                f"field {field.name} of Config is a {kind.__name__}; "
+                "a flag is an int, float, bool or str"
             )
-        default = defaults.get(f.name, f.default)
-        default = "" if default == "" else f" [{str(default).lower() if kind is bool else default}]"
-        metavar = (
-            None
-            if meta["choices"]
-            else {bool: "true|false", str: "TEXT"}.get(kind, kind.__name__.upper())
-        )
-        const = meta["const"] or kind is bool
-        optional = {"nargs": "?", "const": const} if const else {}
-        parser.add_argument(
-            f"--{f.name}",
-            type=PARSERS[kind],
-            choices=meta["choices"],
-            metavar=metavar,
-            help=(meta["help"] + default).replace("%", "%%"),
-            **optional,
-        )
+        read, metavar = TYPES[kind]
+        options = dict(type=read, metavar=metavar)
+        if field.metadata.get("choices"):
+            options.update(choices=field.metadata["choices"], metavar=None)
+
+        # The value of the flag without one
+        const = field.metadata.get("const") or kind is bool
+        if const:
+            options.update(nargs="?", const=const)
+
+        # The help text, with the default in brackets
+        help_text = field.metadata.get("help", "")
+        default = defaults.get(field.name, field.default)
+        if kind is bool:
+            default = str(default).lower()
+        if default != "":
+            help_text = f"{help_text} [{default}]"
+        parser.add_argument(f"--{field.name}", help=help_text.replace("%", "%%"), **options)
+
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]

@@ -1,4 +1,4 @@
-"""Ranks: rendezvous, agreement on errors and decisions, and sharing the result of one rank."""
+"""Ranks: how they meet, agree on errors and decisions, and tell each other why one has ended."""
 
 import contextlib
 import os
@@ -6,21 +6,24 @@ import platform
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from common import RunError, TrainerError, UserError, sha256_of_file
+from common import TrainerError, UserError, sha256_of_file
+from ops.parallel import to_full
+from runtime.sources import SOURCE_FILES
 
-PATIENCE_S = 600.0  # how long to wait for late ranks, as torchrun does for nodes
-RENDEZVOUS_ADVICE = "start the same command on every node, with torchrun --rdzv_backend=c10d "
-RENDEZVOUS_ADVICE += "--rdzv_endpoint=HOST:29500, HOST being one of the nodes that all can reach"
+RENDEZVOUS_TIMEOUT_S = 600.0  # as torchrun's for nodes
 
 
 @dataclass
 class DistContext:
-    """Where this process runs. `cpu_group` is for decisions, so that asking the other ranks never waits for a GPU."""
+    """Where this process runs: its device and its rank.
+
+    cpu_group: for decisions, so that asking the other ranks never waits for a GPU.
+    store: of the process group; ranks leave in it why they have ended.
+    """
 
     device: torch.device
     rank: int = 0
@@ -28,149 +31,151 @@ class DistContext:
     local_rank: int = 0
     local_world_size: int = 1
     cpu_group: dist.ProcessGroup | None = None
+    store: dist.Store | None = None
+
+    def error_of_others(self, cause: str) -> str:
+        """Say which rank has ended first and why, or "" if it is this one or no rank has said.
+
+        cause: of the error on this rank, which is stored for the others.
+        """
+        if self.store is None:
+            return ""
+        with contextlib.suppress(RuntimeError):  # the store has gone with the node that had it
+            if not cause.startswith("another rank has ended"):
+                self.store.set("error", f"rank {self.rank} has ended with an error: {cause}")
+                return ""
+            self.store.wait(["error"], timedelta(seconds=3))
+            return self.store.get("error").decode()
+        return ""
 
 
-def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
-    """A store for the ranks of this start only. Raises UserError when some do not come, or differ in `device`.
+def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
+    """Meet the other ranks; returns a store for this start of them only. Raises UserError.
 
-    torchrun keeps its own store across restarts, with stale addresses of ranks that have died, and each node counts
-    restarts by itself. So rank 0 draws a random name for this start, and gives it to each rank for a fresh random word.
+    torchrun's store survives restarts and then holds addresses of dead ranks, and its nodes do not
+    count restarts alike. So each start has a random prefix for its keys: rank 0 puts it into the
+    store until all have joined. The others first delete what is there, a prefix of a dead rank 0.
     """
-    endpoint, deadline = (
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
-        time.monotonic() + PATIENCE_S,
-    )
-    late = (
-        f"of {world_size} did not come to {endpoint} within {PATIENCE_S:.0f} s; {RENDEZVOUS_ADVICE}"
-    )
+    timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE_S)))[0]
-    except RuntimeError as error:
-        found = f"rank {rank} cannot reach the rendezvous at {endpoint} ({error})"
-        raise UserError(f"{found}; {RENDEZVOUS_ADVICE}") from None
-    name, verdict, missing = os.urandom(8).hex(), "", list(range(1, world_size))
-    if rank:
-        word = name
-        store.set(f"word of rank {rank}", word)
-        try:
-            name = store.get(f"to rank {rank}, {word}").decode()
-            store.set(f"from rank {rank}, {name}", device)
-            verdict = store.get(f"verdict, {name}").decode()
-        except dist.DistStoreError:
-            raise UserError(f"rank 0 {late}") from None
-    while rank == 0 and missing and time.monotonic() < deadline:
-        for other in missing:
-            if store.check([f"word of rank {other}"]):
-                store.set(f"to rank {other}, {store.get(f'word of rank {other}').decode()}", name)
-        for other in [other for other in missing if store.check([f"from rank {other}, {name}"])]:
-            missing.remove(other)
-            if (theirs := store.get(f"from rank {other}, {name}").decode()) != device:
-                verdict = f"rank {other} runs on {theirs}, and rank 0 on {device}; give all the same --device"
-        time.sleep(0.01)
-    if rank == 0:
-        verdict = f"rank {', '.join(map(str, missing[:8]))} {late}" if missing else verdict
-        store.set(f"verdict, {name}", verdict)
-    if verdict:
-        raise UserError(verdict, printed=rank > 0)
-    return dist.PrefixStore(name, store)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        if rank == 0:
+            prefix = f"{device_type} {os.urandom(8).hex()}"
+            while store.add(f"{prefix} joined", 0) < world_size - 1:
+                if time.monotonic() > deadline:
+                    raise dist.DistStoreError("some did not come")
+                store.set("prefix", prefix)
+                time.sleep(0.01)
+        else:
+            store.delete_key("prefix")
+            prefix = store.get("prefix").decode()
+            store.add(f"{prefix} joined", 1)
+    except dist.DistError as error:
+        endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(
+            f"rank {rank} did not meet the other ranks at {endpoint} ({error}); start the same "
+            "command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, "
+            "HOST being one of the nodes that all can reach"
+        ) from None
+    if not prefix.startswith(device_type):
+        raise UserError(
+            f"rank {rank} runs on {device_type}, and rank 0 on {prefix.split()[0]}; "
+            "give all the same --device"
+        )
+    return dist.PrefixStore(prefix, store)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Agreement
 
 
 @contextlib.contextmanager
 def raise_on_all_ranks(dist_ctx: DistContext):
-    """If a rank raises a TrainerError in this block, all raise it at its end, and the first such rank prints it."""
-    ours = None
+    """Raise a TrainerError of this block, on any rank, on all ranks at the end of the block.
+
+    It is that of the first rank that has one, which prints it.
+    """
+    own_error = None
     try:
         yield
     except TrainerError as error:
-        ours = error
-    for rank, error in enumerate(gather_objects(dist_ctx, ours)):
+        own_error = error
+    for rank, error in enumerate(gather_objects(dist_ctx, own_error)):
         if error is not None:
             error.printed = rank != dist_ctx.rank
             raise error
 
 
 def run_on_rank0(dist_ctx: DistContext, function):
-    """Call `function` on rank 0 and return its result on every rank; a TrainerError is raised on every rank too."""
+    """Call function() on rank 0; returns its result, or raises its TrainerError, on all ranks."""
+    answer = [None]
     with raise_on_all_ranks(dist_ctx):
-        answer = [function() if dist_ctx.rank == 0 else None]
+        if dist_ctx.rank == 0:
+            answer = [function()]
     if dist_ctx.world_size > 1:
         dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
     return answer[0]
 
 
-def gather_objects(dist_ctx: DistContext, ours) -> list:
-    """Every rank's object, on every rank."""
-    everyones = [ours] * dist_ctx.world_size
+def gather_objects(dist_ctx: DistContext, own) -> list:
+    """Gather every rank's object on every rank."""
+    everyones = [own] * dist_ctx.world_size
     if dist_ctx.world_size > 1:
-        dist.all_gather_object(everyones, ours, group=dist_ctx.cpu_group)
+        dist.all_gather_object(everyones, own, group=dist_ctx.cpu_group)
     return everyones
 
 
-def max_over_ranks(dist_ctx: DistContext, *values: float) -> list[float]:
-    """The largest of all ranks' values, of each, on every rank; waits for no GPU."""
-    box = torch.tensor(values, dtype=torch.float64)
+def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
+    """Find the largest of all ranks' values, of each, on every rank; waits for no GPU."""
+    largest = torch.tensor(values, dtype=torch.float64)
     if dist_ctx.world_size > 1:
-        dist.all_reduce(box, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
-    return box.tolist()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
+    return largest.tolist()
+
+
+def any_rank(dist_ctx: DistContext, flag: bool) -> bool:
+    """Tell every rank whether the flag is set on any of them; waits for no GPU."""
+    return bool(max_over_ranks(dist_ctx, [flag])[0])
 
 
 def mean_over_ranks(dist_ctx: DistContext, values: dict) -> dict[str, float]:
-    """The mean of each number or 0-d tensor over the ranks that have it, by name; waits for the device."""
-    ours = {
-        name: float(v.full_tensor() if hasattr(v, "full_tensor") else v)
-        for name, v in values.items()
-    }
-    everyones = gather_objects(dist_ctx, ours)
-    names = dict.fromkeys(name for theirs in everyones for name in theirs)
-    found = {name: [theirs[name] for theirs in everyones if name in theirs] for name in names}
-    return {name: sum(numbers) / len(numbers) for name, numbers in found.items()}
+    """Average each number or 0-d tensor over the ranks that have it; waits for the device."""
+    own = {name: float(to_full(value)) for name, value in values.items()}
+    by_name: dict[str, list[float]] = {}
+    for numbers in gather_objects(dist_ctx, own):
+        for name, number in numbers.items():
+            by_name.setdefault(name, []).append(number)
+    return {name: sum(numbers) / len(numbers) for name, numbers in by_name.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What must be the same on all ranks
 
 
 def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
-    """Raises UserError, on every rank, when a rank has another value of one of these facts than rank 0 has."""
+    """Raise UserError, on every rank, when a rank has another value of a fact than rank 0 has."""
     everyones = gather_objects(dist_ctx, (platform.node(), facts))
-    host, ours = everyones[0]
-    for rank, (there, theirs) in enumerate(everyones):
-        for name in (*ours, *theirs):
-            a, b = ours.get(name, "none"), theirs.get(name, "none")
-            if a != b:
-                found = f"rank {rank} on {there} has {name} {b}, and rank 0 on {host} has {a}"
-                raise UserError(f"{found}; {advice}", printed=dist_ctx.rank > 0)
+    host0, facts0 = everyones[0]
+    for rank, (host, facts) in enumerate(everyones):
+        for name in facts0 | facts:
+            value0 = facts0.get(name, "none")
+            value = facts.get(name, "none")
+            if value != value0:
+                raise UserError(
+                    f"rank {rank} on {host} has {name} {value}, "
+                    f"and rank 0 on {host0} has {value0}; {advice}",
+                    printed=dist_ctx.rank > 0,
+                )
 
 
-def check_ranks(dist_ctx: DistContext, flags: dict, sources: dict[str, Path]) -> None:
-    """Raises UserError, on every rank, when one has other flags, code or PyTorch than rank 0."""
+def check_ranks(cfg, dist_ctx: DistContext) -> None:
+    """Raise UserError, on every rank, when one has other flags, code or PyTorch than rank 0."""
     if dist_ctx.world_size == 1:
         return
-    facts = {f"--{name}": value for name, value in flags.items()} | {"PyTorch": torch.__version__}
-    if flags.get("parallel") == "hsdp" and not flags["shard_size"]:
-        facts["so many ranks on its node:"] = dist_ctx.local_world_size
-    facts |= {f"a {name} of hash": sha256_of_file(path)[:12] for name, path in sources.items()}
-    check_same_on_all_ranks(
-        dist_ctx, facts, "start all ranks alike, and resume from a folder that all can read"
-    )
-
-
-def fail_on_ranks_without_signal(dist_ctx: DistContext, signals: list, stopped_by: str) -> None:
-    """Raises RunError on nodes whose ranks got no signal when that of another node ended the run.
-
-    Their torchrun then starts them again, with the nodes that are left or when that one is back.
-    """
-    if stopped_by.lower().startswith("sig"):
-        node = os.environ.get("GROUP_RANK", "0")
-        told = {
-            there
-            for there, any_signals in gather_objects(dist_ctx, (node, bool(signals)))
-            if any_signals
-        }
-        if node not in told:
-            text = "another node was told to stop; --resume continues from what has been saved"
-            raise RunError(text, printed=dist_ctx.local_rank > 0)
+    facts = {f"--{name}": value for name, value in vars(cfg).items()}
+    facts["PyTorch"] = torch.__version__
+    for name, path in SOURCE_FILES.items():
+        facts[f"a {name} of hash"] = sha256_of_file(path)[:12]
+    advice = "start all ranks alike, and resume from a folder that all can read"
+    check_same_on_all_ranks(dist_ctx, facts, advice)

@@ -1,4 +1,4 @@
-"""Around the model: float8, checkpointing, compiling, ranks; what fits into a GPU's memory; and warming it all up."""
+"""What is put around the model for training, the micro-batch that fits, and warming it all up."""
 
 from collections.abc import Callable
 
@@ -12,84 +12,168 @@ from ops.cpu import use_cpu_functions, use_sparse_embedding_gradients
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.device import DTYPES
-from runtime.flag_checks import (
-    AC_MODES,
-    activation_budget,
-    is_sharded,
-    ranks_per_copy,
-    seqs_per_rank,
-    uses_cudagraphs,
-)
-from runtime.ranks import DistContext, max_over_ranks
+from runtime.flag_checks import AC_MODES, activation_budget, ranks_per_copy, seqs_per_rank
+from runtime.ranks import DistContext, any_rank
 
-ENOUGH_TOKENS, MOST_TOKENS = (
-    4096,
-    65536,
-)  # per micro-step: fewer leave a GPU idle, and more are no faster
+# Tokens of a micro-batch: fewer leave a GPU idle, and more are no faster
+ENOUGH_TOKENS = 4096
+MOST_TOKENS = 65536
+CPU_TOKENS = 8192
 
 
 def wrap_model(
-    model: nn.Module, make_optimizer: Callable, cfg, dist_ctx: DistContext, seq_lens: set[int]
+    model: nn.Module, cfg, make_optimizer: Callable, dist_ctx: DistContext, seq_lens: set[int]
 ) -> tuple[nn.Module, int]:
-    """A GPT as it is trained, and the sequences of a micro-step: systems flags are put around it, in this order.
+    """Put fp8, checkpointing, compile, DDP or FSDP around a GPT; returns it and the micro-batch.
 
-    make_optimizer() makes an optimizer for the model as it then is; seq_lens: that the run will
-    train in. Weights and buffers keep their values and names. Raises UserError when the ranks cannot share the batch,
-    or nothing fits into memory.
+    make_optimizer(cfg, model): for steps on dummy data. seq_lens: in which the run will train.
+    Weights and buffers keep their values and names. Raises UserError when the ranks cannot share
+    the batch, or nothing fits into memory.
     """
-    device, world_size, wrapped = dist_ctx.device, dist_ctx.world_size, model
-    compiled, sharded, on_gpu = (
-        cfg.compile != "off",
-        is_sharded(cfg.parallel),
-        device.type == "cuda",
-    )
-    n_seqs = seqs_per_rank(cfg.batch_tokens, cfg.seq_len, cfg.micro_batch, world_size)
-    shards = ranks_per_copy(cfg.parallel, cfg.shard_size, world_size, dist_ctx.local_world_size)
+    device = dist_ctx.device
+    n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
+    blocks = set(model.blocks)  # a changed model may use one several times
+
+    # 1. Functions that are faster on a CPU; float8
     if device.type == "cpu":
         use_cpu_functions(type(model).backbone.__globals__)
-    blocks = [*dict.fromkeys(model.blocks)]  # an edit may use one several times
     if cfg.fp8:
-        feed_forward = [
-            m for block in blocks for name, m in block.named_children() if name != "attn"
-        ]
-        for module in (*feed_forward, model.head):
-            apply_fp8(module)
-    modes = [cfg.checkpointing if cfg.checkpointing in AC_MODES else "none"]
-    if cfg.checkpointing == "auto" and on_gpu and cfg.offload != "activations":
-        opaque = cfg.attn == "flex" and not compiled  # selective checkpointing cannot see into it
-        modes = [mode for mode in AC_MODES if mode != "selective" or not opaque]
+        for block in blocks:
+            for name, module in block.named_children():
+                if name != "attn":
+                    apply_fp8(module)
+        apply_fp8(model.head)
+
+    # 2. Activation checkpointing
+    ac_modes = choose_ac_modes(cfg, device)
     for block in blocks:
-        apply_ac(block, modes[0])
-    micro_batch = cfg.micro_batch
-    if (
-        not micro_batch and on_gpu and not sharded
-    ):  # a rank without memory would leave others waiting for its shards
-        micro_batch = fit_micro_batch(model, make_optimizer, n_seqs, cfg.seq_len, modes, dist_ctx)
-    elif not micro_batch:
-        micro_batch = largest_divisor(n_seqs, (ENOUGH_TOKENS if on_gpu else 8192) // cfg.seq_len)
-    if compiled:
-        apply_compile(model, cfg.compile, activation_budget(cfg.checkpointing), device)
-    if cfg.offload == "activations" and on_gpu:
+        apply_ac(block, ac_modes[0])
+
+    # 3. Micro-batch
+    micro_batch = choose_micro_batch(model, cfg, make_optimizer, ac_modes, n_seqs, dist_ctx)
+
+    # 4. Compile
+    if cfg.is_compiled:
+        apply_compile(model, cfg.compile, activation_budget(cfg), device)
+
+    # 5. Offload activations
+    if cfg.offload == "activations" and device.type == "cuda":
         for block in blocks:
             apply_offload(block)
-    if sharded:
-        apply_fsdp(model, device, DTYPES[cfg.dtype], shards, DTYPES[cfg.grad_comm])
-    elif world_size > 1:
-        wrapped = apply_ddp(model, cfg.bucket_cap_mb, DTYPES[cfg.grad_comm])
-    elif device.type == "cpu" and micro_batch < n_seqs and isinstance(model.ngrams, nn.Embedding):
-        lookups = micro_batch * cfg.seq_len * (cfg.ngram - 1)
-        if 4 * lookups <= cfg.ngram_rows:  # for more, a dense gradient is faster
+
+    # 6. DDP or FSDP
+    wrapped = model
+    grad_dtype = DTYPES[cfg.grad_comm]
+    if cfg.is_sharded:
+        shard_size = ranks_per_copy(cfg, dist_ctx)
+        apply_fsdp(model, device, DTYPES[cfg.dtype], shard_size, grad_dtype)
+    elif dist_ctx.world_size > 1:
+        wrapped = apply_ddp(model, cfg.bucket_cap_mb, grad_dtype)
+
+    # 7. Sparse gradients of n-grams on a CPU, if a micro-batch looks up few of their rows
+    lookups = micro_batch * cfg.seq_len * (cfg.ngram - 1)
+    is_plain = device.type == "cpu" and dist_ctx.world_size == 1 and not cfg.is_sharded
+    if is_plain and micro_batch < n_seqs and 4 * lookups <= cfg.ngram_rows:
+        if isinstance(model.ngrams, nn.Embedding):
             use_sparse_embedding_gradients(model.ngrams)
-    if (
-        compiled or on_gpu or world_size > 1
-    ):  # compiles, loads kernels, allocates, connects: step 1 is like any other
-        cudagraphs = uses_cudagraphs(cfg.compile)
+
+    # 8. Warm up: compile, load kernels, allocate, connect, so that step 1 is like any other
+    if cfg.is_compiled or device.type == "cuda" or dist_ctx.world_size > 1:
         for seq_len in sorted(seq_lens, reverse=True):
-            same_tokens = micro_batch * cfg.seq_len // seq_len
-            dummy_step(wrapped, make_optimizer(), same_tokens, seq_len, keep_gradients=cudagraphs)
-        if on_gpu and not cudagraphs:  # these allocated theirs at recording
+            dummy_step(
+                wrapped,
+                make_optimizer(cfg, model),
+                micro_batch * cfg.seq_len // seq_len,
+                seq_len,
+                keep_gradients=cfg.uses_cudagraphs,
+            )
+        # CUDA graphs have allocated theirs for good
+        if device.type == "cuda" and not cfg.uses_cudagraphs:
             torch.cuda.reset_peak_memory_stats()
     return wrapped, micro_batch
+
+
+def choose_ac_modes(cfg, device: torch.device) -> list[str]:
+    """Choose the modes of activation checkpointing to try, that of least recomputation first."""
+    if cfg.checkpointing in AC_MODES:
+        return [cfg.checkpointing]
+    # With a budget the compiler does it, and on a CPU there is memory enough
+    if cfg.checkpointing != "auto" or device.type != "cuda" or cfg.offload == "activations":
+        return ["none"]
+    if cfg.attn == "flex" and not cfg.is_compiled:
+        return ["none", "full"]  # selective checkpointing cannot see into it
+    return list(AC_MODES)
+
+
+def choose_micro_batch(
+    model: nn.Module,
+    cfg,
+    make_optimizer: Callable,
+    ac_modes: list[str],
+    n_seqs: int,
+    dist_ctx: DistContext,
+) -> int:
+    """Choose how many of a rank's n_seqs sequences to take at once, the same on every rank.
+
+    On a GPU what fits, found by trying steps, in the first of ac_modes in which ENOUGH_TOKENS do.
+    Sets that mode. Raises UserError when not even one sequence fits.
+    """
+    if cfg.micro_batch:
+        return cfg.micro_batch
+    if dist_ctx.device.type != "cuda":
+        return largest_divisor(n_seqs, CPU_TOKENS // cfg.seq_len)
+    # No trials under FSDP: a rank without memory would leave others waiting for its shards
+    if cfg.is_sharded:
+        return largest_divisor(n_seqs, ENOUGH_TOKENS // cfg.seq_len)
+
+    candidates = [largest_divisor(n_seqs, MOST_TOKENS // cfg.seq_len)]
+    while candidates[-1] > 1:
+        candidates.append(largest_divisor(n_seqs, candidates[-1] // 2))
+    enough = largest_divisor(n_seqs, -(-ENOUGH_TOKENS // cfg.seq_len))
+    for mode in ac_modes:
+        for block in model.blocks:
+            apply_ac(block, mode)
+        for micro_batch in candidates:
+            if micro_batch < enough and mode != ac_modes[-1]:
+                break
+            fits = step_fits(
+                model,
+                make_optimizer(cfg, model),
+                micro_batch=micro_batch,
+                seq_len=cfg.seq_len,
+                n_ranks=dist_ctx.world_size,
+            )
+            model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            if not any_rank(dist_ctx, not fits):
+                return micro_batch
+    raise UserError(
+        "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, add "
+        "--offload optimizer, or use a smaller --seq_len or model"
+    )
+
+
+def step_fits(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batch: int,
+    seq_len: int,
+    n_ranks: int,
+) -> bool:
+    """Try whether a step takes at most 92 % of the GPU's memory; fragmentation takes the rest."""
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        dummy_step(model, optimizer, micro_batch, seq_len)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    needed = torch.cuda.max_memory_allocated()
+    if n_ranks > 1:
+        needed += sum(4 * p.numel() for p in model.parameters())  # DDP's buckets, in fp32
+    available = torch.cuda.get_device_properties(None).total_memory
+    available *= torch.cuda.get_per_process_memory_fraction()
+    return needed <= 0.92 * available
 
 
 def dummy_step(
@@ -99,26 +183,31 @@ def dummy_step(
     seq_len: int,
     keep_gradients: bool = False,
 ) -> None:
-    """Two micro-steps on made-up tokens, an update with learning rates of 0, and an evaluation; weights stay.
+    """Run two micro-steps on zeros, an update with learning rates of 0, and an evaluation.
 
-    keep_gradients: they keep their memory, as CUDA graphs need.
+    Weights and buffers keep their values. keep_gradients: in their memory, as CUDA graphs need.
     """
-    x = torch.zeros(
-        (micro_batch, seq_len), dtype=torch.int64, device=next(model.parameters()).device
-    )
+    device = next(model.parameters()).device
+    x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if keep_gradients and p.requires_grad else None
-    for _ in range(3 if keep_gradients else 2):  # CUDA graphs are recorded at the second call
+    if keep_gradients:
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+
+    # CUDA graphs are recorded at the second call
+    for _ in range(3 if keep_gradients else 2):
         model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # Gradients of 16 bits may have overflowed, and 0 times infinity would reach the weights
     for p in model.parameters():
         if p.grad is not None:
-            p.grad.zero_()  # those of 16 bits may have overflowed, and 0 times infinity would reach the weights
+            p.grad.zero_()
     optimizer.step()
     model.zero_grad(set_to_none=not keep_gradients)
+
     model.eval()
     with torch.no_grad():
         model(x, x)
@@ -126,55 +215,3 @@ def dummy_step(
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
     model.train()
-
-
-def fit_micro_batch(
-    model, make_optimizer, n_seqs: int, seq_len: int, modes: list[str], dist_ctx: DistContext
-) -> int:
-    """How many of a rank's n_seqs sequences to take at once on a GPU: what fits, found by trying steps.
-
-    modes: of activation checkpointing: the first is set in which ENOUGH_TOKENS fit, or the last. The same on every
-    rank. Raises UserError when not even one sequence fits.
-    """
-    enough = largest_divisor(n_seqs, -(-ENOUGH_TOKENS // seq_len))
-    buckets = (
-        sum(p.numel() for p in model.parameters()) if dist_ctx.world_size > 1 else 0
-    )  # of DDP, in fp32
-    for mode in modes:
-        for block in dict.fromkeys(model.blocks):
-            apply_ac(block, mode)
-        micro_batch, least = (
-            largest_divisor(n_seqs, MOST_TOKENS // seq_len),
-            1 if mode == modes[-1] else enough,
-        )
-        while micro_batch >= least:
-            reserved = torch.empty(buckets, device=dist_ctx.device)
-            fits = step_fits(model, make_optimizer(), micro_batch, seq_len)
-            del reserved
-            model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            if not any(max_over_ranks(dist_ctx, not fits)):
-                return micro_batch
-            if micro_batch == 1:
-                break
-            micro_batch = largest_divisor(n_seqs, micro_batch // 2)
-    advice = "leave --checkpointing at auto, add --offload optimizer, or use a smaller --seq_len or model"
-    raise UserError(f"one sequence does not fit into this GPU's memory; {advice}")
-
-
-def step_fits(
-    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch: int, seq_len: int
-) -> bool:
-    """Whether a step takes at most 92 % of the GPU's memory: the rest is lost to fragmentation, or CUDA's."""
-    try:
-        torch.cuda.reset_peak_memory_stats()
-        dummy_step(model, optimizer, micro_batch, seq_len)
-        total = (
-            torch.cuda.get_device_properties(None).total_memory
-            * torch.cuda.get_per_process_memory_fraction()
-        )
-        return torch.cuda.max_memory_allocated() <= 0.92 * total
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return False

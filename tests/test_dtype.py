@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sample
-from conftest import TINY, final, run_main
+from conftest import TINY, final, run_main, stream_of
 from runtime import auto, device
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
@@ -76,19 +76,24 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
     ],
 )
 def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
-    cfg = dataclasses.asdict(make_config(**dict(window="L") | flags))
+    cfg = make_config(**dict(window="L") | flags)
+
+    def choose(device: str) -> dict:
+        dist_ctx = DistContext(torch.device(device))
+        return auto.choose_auto_values(cfg, cfg, stream_of(10**6, 1024), dist_ctx)
+
     assert 0 < device.attention_s("blocked", (1, 1, 32, 8)) < 10
-    monkeypatch.setattr(
-        auto, "attention_s", lambda backend, shape: len(backend)
-    )  # SDPA's is faster
-    slower = auto.choose_auto_values(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu"))).get(
-        "attn", attn
-    )
-    assert slower == ("sdpa" if cfg["dtype"] == "bf16" and cfg["attn"] == "auto" else attn)
+    # SDPA's is faster
+    monkeypatch.setattr(auto, "attention_s", lambda backend, shape: len(backend))
+    expected = attn
+    if cfg.dtype == "bf16" and cfg.attn == "auto":
+        expected = "sdpa"
+    assert choose("cpu").get("attn", attn) == expected
+    # SDPA's is slower
     monkeypatch.setattr(auto, "attention_s", lambda backend, shape: -len(backend))
-    ours = cfg | auto.choose_auto_values(cfg, cfg, 1e6, 1024, DistContext(torch.device("cpu")))
-    assert (ours["attn"], ours["loss_chunk"]) == (attn, flags.get("loss_chunk", 2048))
-    on_gpu = auto.choose_auto_values(cfg, cfg, 1e6, 1024, DistContext(torch.device("cuda")))
+    chosen = dataclasses.replace(cfg, **choose("cpu"))
+    assert (chosen.attn, chosen.loss_chunk) == (attn, flags.get("loss_chunk", 2048))
+    on_gpu = choose("cuda")
     assert "attn" not in on_gpu and on_gpu.get("loss_chunk", 0) == flags.get("loss_chunk", 4096)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from common import RunError, UserError
+from common import RunError, UserError, exit_process
 from conftest import (
     TINY,
     assert_same_run,
@@ -33,9 +33,10 @@ from conftest import (
 )
 from data.shards import write_shard
 from ops.parallel import to_full
-from runtime import dataset, device, ranks
+from runtime import dataset, device, ranks, run
 from runtime.ranks import (
     DistContext,
+    any_rank,
     gather_objects,
     max_over_ranks,
     mean_over_ranks,
@@ -120,7 +121,7 @@ def run_cases(folder: Path) -> None:
         report[name] = len(set(hashes)) == 1
     if dist.get_rank() == 0:
         (folder / "report.json").write_text(json.dumps(report))
-    ranks.exit_process(0)
+    exit_process(0)
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +182,8 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
 
     monkeypatch.setattr(dataset, "prepare", make)
     for local_rank in (0, 1, 0, 2):
-        dataset.open_stream(
-            "",
-            DistContext(torch.device("cpu"), local_rank=local_rank),
-            seq_len=32,
-            batch_tokens=512,
-        )
+        dist_ctx = DistContext(torch.device("cpu"), local_rank=local_rank)
+        dataset.open_stream(make_config(**TINY), dist_ctx)
     assert made == ["python"]
 
 
@@ -197,7 +194,7 @@ MISTAKES = {  # case -> its sentence
     "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all ranks alike",
     "code": "rank 1 on HOST has a model.py of hash 000000000000, and rank 0 on HOST has",
     "torch": f"rank 1 on HOST has PyTorch 2.9.9, and rank 0 on HOST has {torch.__version__};",
-    "shard_size": "--shard_size 3 does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
+    "shard_size": "does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
     "data": "rank 1 on HOST has other/a_train_1.bin",
     "no_data": "there is no folder nowhere",
@@ -236,7 +233,7 @@ def mistaken_rank(folder: Path) -> None:
     check_agreement(device.init_device_and_ranks(make_config(device="cpu")))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
-    ranks.exit_process(0)
+    exit_process(0)
 
 
 def check_agreement(dist_ctx: DistContext) -> None:
@@ -253,12 +250,9 @@ def check_agreement(dist_ctx: DistContext) -> None:
         assert caught.value.printed == (rank != int(found[-1]))
     with pytest.raises(UserError, match="of rank 0"):
         run_on_rank0(dist_ctx, fail)
-    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5 and max_over_ranks(
-        dist_ctx, rank, -rank
-    ) == [
-        1,
-        0,
-    ]
+    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5
+    assert max_over_ranks(dist_ctx, [rank, -rank]) == [1, 0]
+    assert any_rank(dist_ctx, rank == 1) and not any_rank(dist_ctx, False)
     assert gather_objects(dist_ctx, rank) == [0, 1]
     assert mean_over_ranks(
         dist_ctx, dict(a=torch.tensor(2.0 + rank)) | (dict(b=7) if rank else {})
@@ -305,44 +299,41 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
     """Each node then waits for the others alone, at its own agent's store, or at nobody's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port if hosted else free_port()
-    monkeypatch.setattr(ranks, "PATIENCE_S", 1.5)
+    monkeypatch.setattr(ranks, "RENDEZVOUS_TIMEOUT_S", 1.5)
     set_place(monkeypatch, rank, port, hosted)
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
-    found = (
-        f"rank {1 - rank} of 2 did not come to"
-        if hosted
-        else f"rank {rank} cannot reach the rendezvous at"
-    )
+    assert code == 2
     assert (
-        code == 2
-        and f"error [rank {rank}]: {found} 127.0.0.1:{port}" in err
-        and err.count("error") == 1
+        f"error [rank {rank}]: rank {rank} did not meet the other ranks at 127.0.0.1:{port}" in err
     )
     assert "start the same command on every node, with torchrun" in err
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ranks_meet_in_a_store_that_dead_ones_have_used(device, monkeypatch):
-    """A rank that has died said its word there; those of now get a store of their own, or are told what differs."""
+def test_ranks_meet_in_a_store_that_dead_ones_have_used(monkeypatch):
+    """A prefix of a dead rank 0 is in it; the ranks of now get a store of their own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("word of rank 1", "said before")
+    store.set("prefix", "cpu dead")
     store.set("0//cpu//gloo", "an address of a rank that has died")
     set_place(monkeypatch, 0, store.port)
+    for first in (0, 1):
+        with ThreadPoolExecutor(2) as pool:
+            early = pool.submit(ranks.rendezvous, first, 2, "cpu")
+            time.sleep(0.1)
+            late = pool.submit(ranks.rendezvous, 1 - first, 2, "cpu")
+            own, other = early.result(30), late.result(30)
+        assert not own.check(["key"])
+        own.set("key", "value")
+        assert other.get("key") == b"value" and not other.check(["0//cpu//gloo"])
+
+
+def test_ranks_on_other_devices_are_told(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    set_place(monkeypatch, 0, store.port)
     with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(ranks.rendezvous, 0, 2, "cpu")]
-        time.sleep(0.1)  # rank 0 answers the dead one first
-        met.append(pool.submit(ranks.rendezvous, 1, 2, device))
-        if device == "cpu":
-            ours, theirs = (one.result(30) for one in met)
-            ours.set("key", "value")
-            assert theirs.get("key") == b"value" and not theirs.check(["0//cpu//gloo"])
-            return
-        errors = [one.exception(30) for one in met]
-    assert {str(error) for error in errors} == {
-        "rank 1 runs on cuda, and rank 0 on cpu; give all the same --device"
-    }
-    assert [error.printed for error in errors] == [False, True]
+        pool.submit(ranks.rendezvous, 0, 2, "cpu")
+        with pytest.raises(UserError, match="rank 1 runs on cuda, and rank 0 on cpu"):
+            ranks.rendezvous(1, 2, "cuda")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,7 +355,7 @@ def mortal_rank(folder: Path, out: str, dies_at: int = 0) -> None:
     flags = TINY | dict(
         data=folder / "data", out_dir=folder / out, save_every=2, eval_every=3, micro_batch=2
     )
-    ranks.exit_process(
+    exit_process(
         train_gpt.main(flags_of(flags | dict(resume="auto", max_steps=20 if dies_at else 120)))
     )
 
@@ -389,29 +380,58 @@ def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
     ).exists()
 
 
-@pytest.mark.parametrize(
-    "node, stopped_by, ends",
-    [("0", "SIGTERM", False), ("1", "signal", True), ("1", "max_steps", False)],
-)
-def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(
-    node, stopped_by, ends, monkeypatch
-):
+def failing_rank(folder: Path) -> None:
+    """A run in which rank 1 raises an error of its own at step 3."""
+    step = train_gpt.train_step
+
+    def failing_step(state, *inputs):
+        if state.step == 3 and state.dist_ctx.rank == 1:
+            raise ValueError("the cause")
+        return step(state, *inputs)
+
+    train_gpt.train_step = failing_step
+    flags = TINY | dict(data=folder / "data", out_dir=folder / "run", save_every=2)
+    exit_process(train_gpt.main(flags_of(flags)))
+
+
+def test_the_cause_of_a_dead_rank_is_told_by_the_others(data, tmp_path):
+    (tmp_path / "data").symlink_to(data)
+    done = run_ranks(tmp_path, __file__, "failing", tmp_path)
+    assert done.codes == [1, 1], done
+    assert "error [rank 0]: rank 1 has ended with an error: " in done.stderr[0]
+    assert "ValueError: the cause" in done.stderr[0]
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "ended: " in log and "ValueError: the cause" in log
+
+
+def test_ranks_leave_the_cause_of_their_end_in_the_store():
+    store = dist.HashStore()
+    ours, dead = (DistContext(torch.device("cpu"), rank, 2, store=store) for rank in range(2))
+    lost = "another rank has ended (Connection closed); its own message says why"
+    assert dead.error_of_others("the cause") == ""
+    assert ours.error_of_others(lost) == "rank 1 has ended with an error: the cause"
+    assert CPU.error_of_others(lost) == ""  # one process
+
+
+@pytest.mark.parametrize("node, ends", [("0", False), ("1", True)])
+def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, ends, monkeypatch):
     monkeypatch.setenv("GROUP_RANK", node)
-    monkeypatch.setattr(
-        ranks, "gather_objects", lambda dist_ctx, ours: [("0", True), ("0", False), ours]
-    )
-    with (
-        pytest.raises(RunError, match="another node was told to stop")
-        if ends
-        else contextlib.nullcontext()
-    ):
-        ranks.fail_on_ranks_without_signal(CPU, ["SIGTERM"] * (node == "0"), stopped_by)
+    others = [("0", True), ("0", False)]
+    monkeypatch.setattr(run, "gather_objects", lambda dist_ctx, own: [*others, own])
+    signals = ["SIGTERM"] if node == "0" else []
+    expected = contextlib.nullcontext()
+    if ends:
+        expected = pytest.raises(RunError, match="another node was told to stop")
+    with expected:
+        run.fail_on_nodes_without_signal(CPU, signals)
 
 
 if __name__ == "__main__":
     what, folder, *rest = sys.argv[1:]
     if what == "mistakes":
         mistaken_rank(Path(folder))
+    elif what == "failing":
+        failing_rank(Path(folder))
     elif what == "mortal":
         mortal_rank(Path(folder), rest[0], *map(int, rest[1:]))
     else:
