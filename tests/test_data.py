@@ -1,4 +1,4 @@
-"""Shards, sources, downloads, the command line, and what a trainer says of data that are damaged."""
+"""Shards, sources, downloads, the command line, and errors of a trainer for damaged data."""
 
 import csv
 import gzip
@@ -33,7 +33,10 @@ from data.tokenizers import get_tokenizer
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files` (path -> bytes); `ranges` False ignores Range, `cut` ends that many next answers half way."""
+    """Serves `files` (path -> bytes).
+
+    `ranges` False ignores Range, `cut` ends that many next answers half way.
+    """
 
     files, redirects, ranges, cut, requests = {}, {}, True, 0, []
 
@@ -113,7 +116,10 @@ def documents_of(folder):
 
 
 def expected_documents(texts, fraction):
-    """The same, of {file's name: its text, or the texts of its rows}: files by hash, rows in their order."""
+    """The same, of {file's name: its text, or the texts of its rows}.
+
+    Files are in the order of their hashes, rows in their own.
+    """
     made = {"train": [], "val": []}
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         rows = texts[name]
@@ -256,7 +262,10 @@ def write_rows(path, rows, keys, mark="", **dialect):
 
 @pytest.mark.parametrize("keys", [["text"], ["answer", 'a "b",\nc']])
 def test_files_of_all_kinds(tmp_path, keys):
-    """Texts and rows, packed or not, in folders, by glob and by name: in the order of the hashes of their names."""
+    """Texts and rows, packed or not, in folders, by glob and by name.
+
+    They are in the order of the hashes of their names.
+    """
     texts, folder, columns = {}, tmp_path / "corpus", ["id", "text", 'a "b",\nc', "answer"]
     (folder / "deep").mkdir(parents=True)
     (folder / ".hidden").write_text("no")
@@ -516,7 +525,8 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     )
 
 
-SHARDS = {  # the first digits of SHA-256 of train and val of the next test's files: they must not change
+# The first digits of SHA-256 of train and val of the next test's files: they must not change
+SHARDS = {
     "bytes": ["11fe72fc9a4ba058", "cf438cb076c45d4a"],
     "gpt2": ["23a23b083af12c30", "bf15d90f89e0fbc3"],
 }

@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies of one's own: trained, kept, carried by runs; and the part of a split that is evaluated."""
+"""Byte-pair vocabularies of your own: trained, stored, carried by runs; what is evaluated."""
 
 import hashlib
 import json
