@@ -226,7 +226,7 @@ def measure_memory(device: torch.device, function: Callable) -> tuple[int, int, 
 
 
 def summarize(values: list[dict]) -> dict:
-    """Return median, minimum and maximum of each number, under the names name, name_min, name_max."""
+    """Return median, minimum and maximum of each number, as name, name_min and name_max."""
     summary = {}
     names = values[0] if values else ()
     for name in names:
