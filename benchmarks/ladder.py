@@ -61,7 +61,7 @@ def step_case(cfg: Config):
         "peak MiB": peak_memory_mb(state.dist_ctx.device),
         "startup, s": time.perf_counter() - start,
         "losses": losses,
-        "flops_per_token": state.raw_model.flops_per_token(),
+        "sizes": (state.cfg.batch_tokens, state.raw_model.flops_per_token()),
     }
     while True:
         yield {"ms/step": time_steps(state, batch, n_steps)}
@@ -80,7 +80,8 @@ def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
         row = {"Config": name} | dict.fromkeys(columns) | measured
         rows.append(row)
         if "note" not in row:
-            row["tokens/s"] = 1000 * bench.cfg.batch_tokens / row["ms/step"]
+            batch_tokens, _ = row["sizes"]
+            row["tokens/s"] = 1000 * batch_tokens / row["ms/step"]
     first, last = rows[0], rows[-1]
     pairs = zip(first.get("values", []), last.get("values", []))
     last["ratios"] = [a["ms/step"] / b["ms/step"] for a, b in pairs]
@@ -146,7 +147,8 @@ def bench_train(bench: Bench) -> dict:
 
     for row in rows:
         if row["tokens/s"]:
-            row["MFU (measured matmul peak)"] = row["tokens/s"] * row["flops_per_token"] / peak
+            _, flops_per_token = row["sizes"]
+            row["MFU (measured matmul peak)"] = row["tokens/s"] * flops_per_token / peak
     note = (
         f"Matmuls reach {peak / 1e12:.3f} TFLOP/s in {peak_dtype}. "
         "Speedup: median ratio of interleaved steps against the last kept configuration; "

@@ -79,12 +79,13 @@ def points(rows: list[dict], x: str, y: str) -> np.ndarray:
     return np.array(pairs, dtype=float).reshape(-1, 2).T
 
 
-def draw_curve(axes, color: str, name: str, runs: list[list[dict]], x: str, y: str) -> None:
+def draw_curve(axes, color: str, name: str, runs: list[list[dict]], options) -> None:
     """Draw the losses of runs in one color. Raises UserError if one has none yet."""
+    x, y = options.x, options.y
     curves = [points(rows, x, y) for rows in runs]
     if not all(curve.size for curve in curves):
         wrong = f"{name} has no {y} over {x} yet"
-        raise UserError(f"{wrong}; wait for its first evaluation, or leave it out")
+        raise UserError(f"{wrong}; wait for its first evaluation, or remove it")
     last = np.mean([curve[1, -1] for curve in curves])
     seeds = "seed" if len(runs) == 1 else "seeds"
     label = f"{name}, {len(runs)} {seeds}: {last:.4f}"
@@ -99,19 +100,18 @@ def draw_curve(axes, color: str, name: str, runs: list[list[dict]], x: str, y: s
 
 
 def bench_plot(bench: Bench) -> None:
-    """Draw the losses of runs. Raises UserError, also where matplotlib is missing."""
+    """Draw the losses of runs. Raises UserError."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        advice = "install it with `pip install matplotlib`"
-        raise UserError(f"bench.py plot needs matplotlib; {advice}") from None
+        raise UserError("bench.py plot needs matplotlib: pip install matplotlib") from None
     options = bench.options
     out = Path(options.out)
     if not options.folders or out.suffix not in (".svg", ".png"):
         raise UserError("plot takes folders of runs, and --out a name that ends in .svg or .png")
     axes = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained").add_subplot()
     for number, (name, runs) in enumerate(read_curves(options.folders).items()):
-        draw_curve(axes, f"C{number % 10}", name, runs, options.x, options.y)
+        draw_curve(axes, f"C{number % 10}", name, runs, options)
     if options.target:
         label = f"target {options.target:g}"
         axes.axhline(options.target, color="black", linestyle="--", label=label)

@@ -73,8 +73,8 @@ def bench_scaling(bench: Bench) -> dict | None:
         dist.destroy_process_group()
         return dict(scaling=[row]) if os.environ["RANK"] == "0" else None
 
-    # On a CPU, ranks with two cores each, at least two ranks. All get as many threads: torchrun
-    # would give one to each, unless there is one rank
+    # On a CPU, two cores a rank (one, if there are only two). All configurations have the same
+    # number of threads a rank: without OMP_NUM_THREADS, torchrun would choose
     cores = cpu_cores()
     devices = max(min(2, cores), cores // 2)
     if bench.device.type == "cuda":
