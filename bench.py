@@ -99,11 +99,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, help="measurements of each case, seeds [5; quick 3]")
     add("--json", default="", metavar="FILE", help="write all measurements to this file")
     add("--flags", action="append", default=[], help="loss: a side, as in --flags='--softcap 0'")
-    help = "record: store source/ as a diff against it"
-    add("--pack", default="", metavar="COMMIT", help=help)
-    help = "plot: the horizontal axis [train_time]"
-    add("--x", choices=X_AXES, default="train_time", help=help)
-    add("--y", choices=Y_AXES, default="val_loss", help="plot: the vertical axis [val_loss]")
+    add(
+        "--pack",
+        default="",
+        metavar="COMMIT",
+        help="record: store source/ as a diff to this commit",
+    )
+    add("--x", choices=X_AXES, default="train_time", help="plot: horizontal axis [train_time]")
+    add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
     add("--target", type=float, help="plot: a loss to draw a line at")
     add("--out", default="plot.svg", help="plot: a file that ends in .svg or .png [plot.svg]")
     return parser

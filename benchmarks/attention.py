@@ -73,7 +73,8 @@ def attention_case(cfg: Config, name: str, tokens: int):
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(shape, generator=generator).to(device, dtype)
     q, k, v, d_out = random.transpose(2, 3)
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
     idx = torch.randint(length // 4, shape[1:3], generator=generator).to(device)
     doc_eot = 0 if cfg.doc_mask else None
 
@@ -83,11 +84,11 @@ def attention_case(cfg: Config, name: str, tokens: int):
 
     def forward() -> Tensor:
         mask = attention_mask(backend, idx, windows[0], doc_eot)
-        return function(*inputs, mask, backend)
+        return function(q, k, v, mask, backend)
 
     def call() -> dict:
         forward_ms, out = time_ms(device, forward)
-        backward_ms, _ = time_ms(device, torch.autograd.grad, out, inputs, d_out)
+        backward_ms, _ = time_ms(device, torch.autograd.grad, out, (q, k, v), d_out)
         return {"forward, ms": forward_ms, "backward, ms": backward_ms}
 
     call()  # compiles

@@ -53,12 +53,15 @@ class Bench:
         if self.flags.get("preset", "").startswith("gpt2") and "data" not in flags:
             self.flags.setdefault("vocab_size", 50304)
         # Steps on whole sequences, which are most of the work
-        self.cfg = make_config(**dict(short_frac=0.0) | self.flags)
+        values = dict(short_frac=0.0) | self.flags
+        self.cfg = make_config(**values)
 
     def forbid_flags(self, *names: str) -> None:
         """Raise UserError for flags that the benchmark varies itself, and for --minutes."""
-        for name in self.flags.keys() & {*names, "minutes"}:
-            raise UserError(f"--{name} is what this benchmark varies or cannot follow; remove it")
+        for name in (*names, "minutes"):
+            if name in self.flags:
+                wrong = f"--{name} is what this benchmark varies or cannot follow"
+                raise UserError(f"{wrong}; remove it")
 
     def micro_batch(self, n_seqs: int, tokens: int = 8192) -> int:
         """--micro_batch, or by default what divides n_seqs and holds at most so many tokens."""

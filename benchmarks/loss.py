@@ -17,7 +17,8 @@ from train_gpt import make_config
 def train_once(checkout: str | Path, flags: list[str]) -> dict:
     """Run a checkout's train_gpt.py; return its summary and `evaluations`. Raises TrainerError."""
     with tempfile.TemporaryDirectory() as folder:  # its checkpoints are deleted with it
-        run_python(Path(checkout, "train_gpt.py"), *flags, f"--out_dir={folder}")
+        flags = flags + [f"--out_dir={folder}"]
+        run_python(Path(checkout, "train_gpt.py"), *flags)
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
         rows = read_rows(Path(folder, "metrics.jsonl").read_text(encoding="utf-8"))
     summary["evaluations"] = [row for row in rows if row.get("val_loss") is not None]
