@@ -1,8 +1,10 @@
-"""`bench.py attention`: every attention backend and a naive softmax, forward and backward, over context lengths."""
+"""`bench.py attention`: each attention backend and a naive softmax, over context lengths."""
 
-import itertools
 import math
-import statistics
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -11,16 +13,15 @@ from benchmarks.harness import (
     Bench,
     measure,
     measure_memory,
-    median_min_max,
     progress,
     table,
-    timed,
+    time_ms,
 )
 from model import attention, may_attend
 from ops.attention import ATTENTION_BACKENDS, attention_mask
 from runtime.device import DTYPES, faster_dtype, init_device_and_ranks
 from runtime.flag_checks import check_device
-from train_gpt import Config, gpt_config, make_config
+from train_gpt import Config, gpt_config
 
 BACKENDS = (
     "naive",
@@ -34,92 +35,104 @@ BACKENDS = (
     "flex",
     "varlen",
 )
-VARIANTS = ("causal", "window", "documents")
+# Windows, and documents on average, are a quarter of the context
+VARIANTS = dict(
+    causal=dict(window="L", doc_mask=False),
+    window=dict(window="S", doc_mask=False),
+    documents=dict(window="L", doc_mask=True),
+)
 
 
-def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: str = ""
-) -> Tensor:
-    """Softmax attention that materializes all scores; arguments as of ops.attention."""
-    mask = (
-        torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).tril()
-        if mask is None
-        else mask
-    )
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend="") -> Tensor:
+    """Softmax attention that materializes all scores. Arguments are those of model.attention."""
+    length = q.size(2)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
     return scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
 
 
-def attention_case(flags: dict, name: str, length: int, variant: str, tokens: int):
-    """Yields the peak MiB of a call; then seconds forward, making the mask included, and backward."""
-    backend, compiled = name.split(",")[0], "compiled" in name
-    window, eot = length // 4 if variant == "window" else 0, 0 if variant == "documents" else None
-    varied = dict(
-        seq_len=length, batch_tokens=length, window="S" if window else "L", doc_mask=eot == 0
-    )
-    varied["attn"] = backend if backend in ATTENTION_BACKENDS else "auto"
-    cfg = make_config(**flags | varied, compile="default" if compiled else "off")
-    dist_ctx = init_device_and_ranks(cfg)
-    check_device(cfg, Config(), dist_ctx, gpt_config(cfg, 0).layer_windows())
-    device, generator = dist_ctx.device, torch.Generator().manual_seed(0)
-    shape = (4, tokens // length, length, cfg.n_head, cfg.n_embd // cfg.n_head)
-    drawn = torch.randn(shape, generator=generator).to(
-        device, DTYPES[faster_dtype(cfg.dtype, device, cfg.n_embd)]
-    )
-    *inputs, d_out = drawn.transpose(2, 3)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    idx = torch.randint(length // 4, shape[1:3], generator=generator).to(
-        device
-    )  # 0 starts a document
-    function = naive_attention if name == "naive" else attention
-    function = torch.compile(function, dynamic=False) if compiled else function
+def attention_case(cfg: Config, name: str, tokens: int):
+    """Yield the peak MiB of a call; then the ms of forward and of backward.
 
-    def call() -> tuple[float, float]:
-        forward_s, out = timed(
-            device,
-            lambda: function(
-                *inputs, attention_mask(backend, may_attend, idx, window, eot), backend
-            ),
-        )
-        return forward_s, timed(device, lambda: torch.autograd.grad(out, inputs, d_out))[0]
+    name: of BACKENDS. tokens: of a call, in sequences of cfg.seq_len. Forward makes the mask, too.
+    """
+    backend = name.removesuffix(", compiled")
+    if backend in ATTENTION_BACKENDS:
+        cfg = replace(cfg, attn=backend)
+    if name.endswith(", compiled"):
+        cfg = replace(cfg, compile="default")
+    dist_ctx = init_device_and_ranks(cfg)
+    windows = gpt_config(cfg, 0).layer_windows()
+    check_device(cfg, cfg, dist_ctx, windows)
+    device = dist_ctx.device
+    dtype = DTYPES[faster_dtype(cfg.dtype, device, cfg.n_embd)]
+
+    # q, k, v and the gradient of the output: (B, H, T, D)
+    length = cfg.seq_len
+    shape = (4, tokens // length, length, cfg.n_head, cfg.n_embd // cfg.n_head)
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(shape, generator=generator).to(device, dtype)
+    q, k, v, d_out = random.transpose(2, 3)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    idx = torch.randint(length // 4, shape[1:3], generator=generator).to(device)
+    doc_eot = 0 if cfg.doc_mask else None
+
+    function = naive_attention if name == "naive" else attention
+    if cfg.compile != "off":
+        function = torch.compile(function, dynamic=False)
+
+    def forward() -> Tensor:
+        mask = attention_mask(backend, may_attend, idx, windows[0], doc_eot)
+        return function(q, k, v, mask, backend)
+
+    def call() -> dict:
+        forward_ms, out = time_ms(device, forward)
+        backward_ms, _ = time_ms(device, torch.autograd.grad, out, (q, k, v), d_out)
+        return {"forward, ms": forward_ms, "backward, ms": backward_ms}
 
     call()  # compiles
-    yield {"peak MiB": measure_memory(device, call)[1] / 2**20}
+    _, peak, _ = measure_memory(device, call)
+    yield {"peak MiB": peak / 2**20}
     while True:
         yield call()
 
 
 def bench_attention(bench: Bench) -> dict:
-    bench.refuse("attn", "compile", "seq_len", "batch_tokens", "window", "doc_mask")
-    cuda, cfg, rows = bench.device.type == "cuda", make_config(**bench.flags), []
-    lengths, tokens = (
-        ((512, 1024, 2048, 4096, 8192, 16384), 16384) if cuda else ((256, 512, 1024, 2048), 4096)
-    )
-    for length, variant in itertools.product(lengths[:2] if bench.quick else lengths, VARIANTS):
-        group = measure(
-            [(attention_case, bench.flags, b, length, variant, tokens) for b in BACKENDS],
-            bench.repeats,
-        )
-        group = [
-            dict(T=length, mask=variant, backend=backend) | row
-            for backend, row in zip(BACKENDS, group)
-        ]
-        for row in group:
-            if "note" not in row:
-                for key, seconds in zip(("forward, ms", "backward, ms"), zip(*row["values"])):
-                    row |= median_min_max([1000 * s for s in seconds], key)
-                seconds = [sum(call) for call in row["values"]]
-                naive = [sum(call) for call in group[0].get("values", [])]
-                row["speedup vs naive"] = (
-                    statistics.median(naive) / statistics.median(seconds) if naive else None
-                )
+    """Print the speed and memory of each backend for each context length and mask."""
+    bench.forbid_flags("attn", "compile", "seq_len", "batch_tokens", "window", "doc_mask")
+    lengths, tokens = (256, 512, 1024, 2048), 4096
+    if bench.device.type == "cuda":
+        lengths, tokens = (512, 1024, 2048, 4096, 8192, 16384), 16384
+    if bench.quick:
+        lengths = lengths[:2]
+    rows = []
+    for length, (variant, mask_flags) in product(lengths, VARIANTS.items()):
+        cfg = replace(bench.cfg, seq_len=length, batch_tokens=length, **mask_flags)
+        cases = [partial(attention_case, cfg, name, tokens) for name in BACKENDS]
+        naive_ms = None
+        for name, row in zip(BACKENDS, measure(cases, bench.repeats)):
+            row = dict(T=length, mask=variant, backend=name) | row
+            rows.append(row)
+            if "note" in row:
+                continue
+            call_ms = median(sum(value.values()) for value in row["values"])
+            if name == "naive":
+                naive_ms = call_ms
+            if naive_ms:
+                row["speedup vs naive"] = naive_ms / call_ms
         progress(f"T {length}, {variant}")
-        rows += group
-    missing = {row["backend"]: row["note"] for row in rows if "note" in row}
-    note = f"{tokens} tokens a call, {cfg.n_head} heads of {cfg.n_embd // cfg.n_head}. Windows and documents are "
-    note += "a quarter of T (documents on average). Making the mask counts as forward."
-    note += "".join(
-        f"\nNot everywhere: {backend} ({reason})." for backend, reason in missing.items()
+
+    measured = [row for row in rows if "note" not in row]
+    failed = {row["backend"]: row["note"] for row in rows if "note" in row}
+    n_head = bench.cfg.n_head
+    note = (
+        f"{tokens} tokens a call, {n_head} heads of {bench.cfg.n_embd // n_head}. "
+        "Windows and documents are a quarter of T (documents on average). "
+        "Making the mask counts as forward."
     )
-    print(table("Attention", [row for row in rows if "note" not in row], note))
+    for name, reason in failed.items():
+        note += f"\nNot everywhere: {name} ({reason})."
+    print(table("Attention", measured, note))
     return dict(attention=rows, tokens=tokens)

@@ -1,37 +1,40 @@
-"""`bench.py data`: what the loader can deliver, and how long a step waits for it."""
+"""`bench.py data`: how fast the loader is, and how long a step waits for its batch."""
 
 import contextlib
+from functools import partial
 
-from benchmarks.harness import Bench, build_state, measure, median_min_max, table, timed
+from benchmarks.harness import Bench, build_state, measure, table, time_ms, time_steps
 from common import RunError
 from data.stream import prefetch
-from train_gpt import get_batch, train_step
+from train_gpt import Config, get_batch
 
 
-def data_case(flags: dict):
-    """Yields what the loader delivers by itself; then seconds to wait for a batch, and those of its step."""
-    state, stream, _ = build_state(flags)
-    device, dist_ctx = state.dist_ctx.device, state.dist_ctx
-    seconds, _ = timed(device, lambda: [get_batch(stream, dist_ctx, step) for step in range(10)])
-    yield dict(tokens=state.cfg.batch_tokens, load_s=seconds / 10)
-    with contextlib.closing(
-        prefetch(lambda step: get_batch(stream, dist_ctx, step), 0, depth=2)
-    ) as batches:
-        train_step(state, next(batches), 0.0)  # the first batch is always waited for
+def data_case(cfg: Config):
+    """Yield the loader's speed; then the ms of a step and the wait for its batch in %."""
+    state, stream, _ = build_state(cfg)
+    device = state.dist_ctx.device
+
+    def load(step: int):
+        return get_batch(stream, state.dist_ctx, step)
+
+    load_ms, _ = time_ms(device, lambda: [load(step) for step in range(10)])
+    tokens = state.cfg.batch_tokens
+    yield dict(tokens=tokens, loader_speed=1000 * 10 * tokens / load_ms)
+    with contextlib.closing(prefetch(load, 0, depth=2)) as batches:
+        # The first batch is always waited for
+        time_steps(state, next(batches), 1)
         while True:
-            wait_s, batch = timed(device, lambda: next(batches))
-            yield wait_s, wait_s + timed(device, lambda: train_step(state, batch, 0.0))[0]  # noqa: B023
+            wait_ms, batch = time_ms(device, next, batches)
+            ms = wait_ms + time_steps(state, batch, 1)
+            yield {"ms/step": ms, "data wait, % of step": 100 * wait_ms / ms}
 
 
 def bench_data(bench: Bench) -> dict:
-    (facts,) = measure([(data_case, bench.flags)], 10 * bench.repeats)
-    if "note" in facts:
-        raise RunError(facts["note"])
-    row = median_min_max([1000 * step_s for _, step_s in facts["values"]], "ms/step")
-    row |= median_min_max(
-        [100 * wait_s / step_s for wait_s, step_s in facts["values"]], "data wait, % of step"
-    )
-    row["tokens/s"] = 1000 * facts["tokens"] / row["ms/step"]
-    row["loader alone, tokens/s"] = facts["tokens"] / facts["load_s"]
+    """Print how much of a step is spent waiting for data."""
+    (row,) = measure([partial(data_case, bench.cfg)], 10 * bench.repeats)
+    if "note" in row:
+        raise RunError(row["note"])
+    row["tokens/s"] = 1000 * row.pop("tokens") / row["ms/step"]
+    row["loader alone, tokens/s"] = row.pop("loader_speed")
     print(table("Data", [row]))
     return dict(data=[row])

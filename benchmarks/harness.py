@@ -1,26 +1,26 @@
-"""Cases in processes of their own, interleaved measurements, memory, tables: what the benchmarks share."""
+"""What the benchmarks share: cases in their own processes, interleaved measurements, tables."""
 
 import argparse
 import contextlib
-import itertools
 import multiprocessing
 import re
-import statistics
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from itertools import accumulate
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from common import RunError, UserError, error_sentence
+from common import RunError, UserError, error_sentence, largest_divisor
 from data.stream import TokenStream
 from runtime.dataset import open_stream
 from runtime.device import init_device_and_ranks, select_device
 from runtime.flag_checks import check_device, check_flags
 from train_gpt import (
-    PRESETS,
     Config,
     TrainState,
     build,
@@ -28,184 +28,257 @@ from train_gpt import (
     gpt_config,
     make_config,
     resolve_auto,
+    train_step,
 )
 
 
 class Bench:
-    """What the command line asks for: flags of the trainer, and options of bench.py."""
+    """What a benchmark takes from the command line.
+
+    flags: the trainer's flags that were given. cfg: the Config that they make. options: bench.py's.
+    """
 
     def __init__(self, flags: dict, options: argparse.Namespace):
-        self.flags, self.options, self.quick = flags, options, options.quick
-        self.repeats = max(1, options.repeats or (3 if options.quick else 5))
+        self.options = options
+        self.quick = options.quick
+        default_repeats = 3 if options.quick else 5
+        self.repeats = max(1, options.repeats or default_repeats)
         self.device = select_device(flags.get("device", "auto"))
+        self.flags = dict(flags)
         if self.device.type == "cuda" and "preset" not in flags:
-            self.flags = (
-                dict(preset="gpt2-small") | (dict(batch_tokens=65536) if self.quick else {}) | flags
-            )
+            self.flags["preset"] = "gpt2-small"
+            if self.quick:
+                self.flags.setdefault("batch_tokens", 65536)
+        # The vocabulary of GPT-2's tokenizer, whatever the dataset
         if self.flags.get("preset", "").startswith("gpt2") and "data" not in flags:
-            self.flags = dict(vocab_size=50304) | self.flags  # as with GPT-2's tokenizer
+            self.flags.setdefault("vocab_size", 50304)
+        # Steps on whole sequences, which are most of the work
+        values = dict(short_frac=0.0) | self.flags
+        self.cfg = make_config(**values)
 
-    def refuse(self, *names: str) -> None:
-        """Raises UserError for trainer flags that the benchmark varies itself, and for sizes by the clock."""
-        for name in self.flags.keys() & {*names, "minutes"}:
-            raise UserError(f"--{name} is what this benchmark varies or cannot follow; remove it")
+    def forbid_flags(self, *names: str) -> None:
+        """Raise UserError for flags that the benchmark varies itself, and for --minutes."""
+        for name in (*names, "minutes"):
+            if name in self.flags:
+                wrong = f"--{name} is what this benchmark varies or cannot follow"
+                raise UserError(f"{wrong}; remove it")
+
+    def micro_batch(self, n_seqs: int, tokens: int = 8192) -> int:
+        """--micro_batch, or by default what divides n_seqs and holds at most so many tokens."""
+        return self.cfg.micro_batch or largest_divisor(n_seqs, tokens // self.cfg.seq_len)
 
 
-def run_case(pipe, case, args: tuple) -> None:
-    """What a case's process runs; it ends with its parent."""
+# --------------------------------------------------------------------------------------------------
+# Cases in processes of their own
+
+
+def run_case(pipe, case: Callable) -> None:
+    """Run a case in this process: answer each request of the parent by (error, next value)."""
     try:
-        values = case(*args)
+        values = case()
         with contextlib.redirect_stdout(None):
             while pipe.recv():
                 pipe.send((None, next(values)))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
-        if not error_sentence(error):
+        sentence = error_sentence(error)
+        if not sentence:
             traceback.print_exc()
-        pipe.send((error_sentence(error) or f"FAILED: {type(error).__name__}: {error}", None))
+            sentence = f"FAILED: {type(error).__name__}: {error}"
+        pipe.send((sentence, None))
 
 
-def measure(cases: list[tuple], repeats: int) -> list[dict]:
-    """A row for each case, (generator function, *args): what its first value says, and `repeats` more in `values`.
+class RunningCase:
+    """A case, the process that runs it, and its row of results."""
 
-    Cases run in processes of their own, so that memory, compiler and crashes of one do not reach the others; values are
-    taken interleaved: A B A B. A case that fails leaves the reason as its `note`, and nothing else.
-    """
-    forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context, rows, started = (
-        multiprocessing.get_context("forkserver" if forks else "spawn"),
-        [{} for _ in cases],
-        [],
-    )
-    multiprocessing.set_forkserver_preload(
-        ["torch", "torch._dynamo"]
-    )  # imported once, for all cases
-    for case, *args in cases:
-        ours, theirs = context.Pipe()
-        started.append(
-            (ours, context.Process(target=run_case, args=(theirs, case, args), daemon=True))
-        )
-        started[-1][1].start()
-        theirs.close()
-    for number, (row, (pipe, process)) in itertools.product(
-        range(1 + repeats), [*zip(rows, started)]
-    ):
-        if "note" in row:
-            continue
+    def __init__(self, context, case: Callable):
+        self.row = {}
+        self.pipe, child_pipe = context.Pipe()
+        self.process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)
+        self.process.start()
+        child_pipe.close()
+
+    def next_value(self) -> tuple:
+        """Let the case go on; returns (None, its next value), or (why it failed, None)."""
         try:
-            pipe.send("next")
-            error, value = pipe.recv()
+            self.pipe.send("next")
+            return self.pipe.recv()
         except (EOFError, OSError):
-            process.join()
-            died = f"FAILED: died with exit code {process.exitcode}"
-            error = "out of memory: killed by the system" if process.exitcode == -9 else died
-        if error:
-            row.clear()
-            row["note"] = error
-        elif number == 0:
-            row |= value | dict(values=[])
-        else:
-            row["values"].append(value)
-    for _, process in started:
-        process.kill()
-        process.join()
-    return rows
+            self.process.join()
+            if self.process.exitcode == -9:
+                return "out of memory: killed by the system", None
+            return f"FAILED: died with exit code {self.process.exitcode}", None
+
+
+def measure(cases: list[Callable], repeats: int) -> list[dict]:
+    """Run each case in its own process and return one row per case.
+
+    A case returns a generator, which yields a dict of facts, then one measurement at a time, a dict
+    of numbers. Its row holds the facts, the measurements in `values`, and median, minimum and
+    maximum of each number; if the case failed, only a `note` with the reason. Processes keep
+    memory, compiler and crashes of the cases apart. Measurements are interleaved: A B A B.
+    """
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    # Imported once, for all cases
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
+    running = [RunningCase(context, case) for case in cases]
+    for number in range(1 + repeats):
+        for case in running:
+            if "note" in case.row:
+                continue
+            error, value = case.next_value()
+            if error:
+                case.row = dict(note=error)
+            elif number == 0:
+                case.row = value | dict(values=[])
+            else:
+                case.row["values"].append(value)
+    for case in running:
+        case.process.kill()
+        case.process.join()
+        if "values" in case.row:
+            case.row |= summarize(case.row["values"])
+    return [case.row for case in running]
 
 
 def run_python(*argv, env: dict | None = None) -> None:
-    """Run a script of ours in a process of its own. Raises UserError or RunError with its own sentence."""
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], capture_output=True, text=True, errors="replace", env=env
-    )
-    if done.returncode:
-        said = re.findall(r"^error.*?: (.*)", done.stderr, re.MULTILINE) or [
-            f"FAILED: {done.stderr.strip()[-200:]}"
-        ]
-        raise (UserError if done.returncode == 2 else RunError)(said[0])
+    """Run a script in its own process. Raises UserError or RunError with the error it prints."""
+    command = [sys.executable, *argv]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
+    if done.returncode == 0:
+        return
+    sentence = f"FAILED: {done.stderr.strip()[-200:]}"
+    found = re.search(r"^error.*?: (.*)", done.stderr, re.MULTILINE)
+    if found:
+        sentence = found[1]
+    error_type = UserError if done.returncode == 2 else RunError
+    raise error_type(sentence)
 
 
-def build_state(flags: dict) -> tuple[TrainState, TokenStream, Tensor]:
-    """What the trainer builds of these flags: the state, its data and the first batch. Raises UserError."""
-    cfg = make_config(
-        **dict(short_frac=0.0) | flags
-    )  # steps on whole sequences, which are most of the work
+# --------------------------------------------------------------------------------------------------
+# What is measured
+
+
+def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
+    """Build what the trainer builds: the state, its data and the first batch. Raises UserError."""
     dist_ctx = init_device_and_ranks(cfg)
-    check_device(cfg, Config(**PRESETS[cfg.preset]), dist_ctx, gpt_config(cfg, 0).layer_windows())
-    shape = {
-        name: getattr(cfg, name)
-        for name in ("seq_len", "batch_tokens", "seed", "vocab_size", "doc_align")
-    }
-    stream = open_stream(cfg.data, dist_ctx, **shape)
+    check_device(cfg, cfg, dist_ctx, gpt_config(cfg, 0).layer_windows())
+    stream = open_stream(
+        cfg.data,
+        dist_ctx,
+        seq_len=cfg.seq_len,
+        batch_tokens=cfg.batch_tokens,
+        seed=cfg.seed,
+        vocab_size=cfg.vocab_size,
+        doc_align=cfg.doc_align,
+    )
     cfg = resolve_auto(cfg, dist_ctx, stream, {})
     check_flags(cfg)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     return state, stream, get_batch(stream, dist_ctx, 0)
 
 
-def timed(device: torch.device, function) -> tuple[float, object]:
-    """Seconds that function() takes, device included, and its result."""
-    synchronize = int if device.type == "cpu" else torch.accelerator.synchronize
-    synchronize()
-    began = time.perf_counter()
-    result = function()
-    synchronize()
-    return time.perf_counter() - began, result
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
 
 
-def measure_memory(device: torch.device, function) -> tuple[int, int, object]:
-    """Bytes that function() leaves allocated while its result lives, its peak beyond those before, and the result."""
+def time_ms(device: torch.device, function: Callable, *args) -> tuple[float, object]:
+    """Return the ms that function(*args) takes, the device's work included, and its result."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = function(*args)
+    synchronize(device)
+    return 1000 * (time.perf_counter() - start), result
+
+
+def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
+    """Train n steps on a batch and return the ms of one."""
+
+    def run_steps() -> None:
+        for _ in range(n):
+            train_step(state, batch, 0.0)
+
+    ms, _ = time_ms(state.dist_ctx.device, run_steps)
+    return ms / n
+
+
+def measure_memory(device: torch.device, function: Callable) -> tuple[int, int, object]:
+    """Return the bytes that function() leaves allocated, its peak in bytes, and its result.
+
+    Both are relative to what was allocated before.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result = function()
-        return (
-            torch.cuda.memory_allocated() - before,
-            torch.cuda.max_memory_allocated() - before,
-            result,
-        )
+        after = torch.cuda.memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
+        return after - before, peak - before, result
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
         result = function()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
+    # Allocations are positive, frees negative
+    events = profiler.profiler.kineto_results.events()
+    events = [event for event in events if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
-    held = [0, *itertools.accumulate(event.nbytes() for event in events)]
-    return held[-1], max(held), result
+    allocated = list(accumulate((event.nbytes() for event in events), initial=0))
+    return allocated[-1], max(allocated), result
 
 
-def median_min_max(values: list[float], name: str) -> dict:
-    """Median, minimum and maximum, under the names name, name_min, name_max."""
-    return {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+def summarize(values: list[dict]) -> dict:
+    """Return median, minimum and maximum of each number, as name, name_min and name_max."""
+    summary = {}
+    names = values[0] if values else ()
+    for name in names:
+        numbers = [value[name] for value in values]
+        summary[name] = median(numbers)
+        summary[f"{name}_min"] = min(numbers)
+        summary[f"{name}_max"] = max(numbers)
+    return summary
+
+
+# --------------------------------------------------------------------------------------------------
+# What is printed
 
 
 def progress(text: str) -> None:
+    """Print a line on standard error while a benchmark runs."""
     print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+def format_value(value) -> str:
+    """A number or text of a table; "" for anything else."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, (int, str)):
+        return str(value).replace("|", "\\|")
+    return ""
+
+
+def format_cell(row: dict, key: str) -> str:
+    """The row's value of a key, with (minimum-maximum) if the row has them."""
+    low = format_value(row.get(f"{key}_min"))
+    high = format_value(row.get(f"{key}_max"))
+    cell = format_value(row.get(key))
+    return cell if low == high else f"{cell} ({low}-{high})"
+
+
 def table(title: str, rows: list[dict], note: str = "") -> str:
-    """A Markdown table of the rows' numbers and texts under their keys, key_min and key_max beside key; `note` last."""
-
-    def number(value) -> str:
-        if isinstance(value, float):
-            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        return str(value).replace("|", "\\|") if isinstance(value, (int, str)) else ""
-
-    def cell(row: dict, key: str) -> str:
-        low, high = number(row.get(f"{key}_min")), number(row.get(f"{key}_max"))
-        return number(row.get(key)) + (f" ({low}-{high})" if low != high else "")
-
-    keys = sorted(dict.fromkeys(key for row in rows for key in row), key=lambda key: key == "note")
-    shown = [
-        key
-        for key in keys
-        if not key.endswith(("_min", "_max")) and any(cell(row, key) for row in rows)
-    ]
-    lines = [" | ".join(shown), " | ".join("---" for _ in shown)]
-    lines += [" | ".join(cell(row, key) for key in shown) for row in rows]
-    return (
-        f"### {title}\n\n"
-        + "\n".join(f"| {line} |" for line in lines)
-        + f"\n\n{note}".rstrip()
-        + "\n"
-    )
+    """A Markdown table with a column for each key that has numbers or texts, and a note below."""
+    keys = []
+    for row in rows:
+        keys += [key for key in row if key not in keys]
+    keys.sort(key=lambda key: key == "note")  # last
+    columns = []
+    for key in keys:
+        has_text = any(format_cell(row, key) for row in rows)
+        if has_text and not key.endswith(("_min", "_max")):
+            columns.append(key)
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        lines.append([format_cell(row, key) for key in columns])
+    markdown = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"### {title}\n\n{markdown}\n\n{note}".rstrip() + "\n"

@@ -1,21 +1,36 @@
 """`bench.py train`: systems flags added one by one, then the full stack without each of them."""
 
 import math
-import statistics
 import time
+from dataclasses import replace
+from functools import partial
+from statistics import median
 
 import torch
 
-from benchmarks.harness import Bench, build_state, measure, median_min_max, progress, table, timed
-from common import largest_divisor
-from runtime.device import DTYPES, hardware_dtype, matmul_flops, peak_memory_mb, select_device
-from train_gpt import Config, make_config, train_step
-
-# The flags at the foot of the ladder
-BASE = dict(
-    dtype="fp32", matmul_precision="highest", attn="math", compile="off", loss_chunk=0, fp8=False
+from benchmarks.harness import (
+    Bench,
+    build_state,
+    measure,
+    progress,
+    summarize,
+    table,
+    time_steps,
 )
-BASE |= dict(checkpointing="none")
+from runtime.device import DTYPES, hardware_dtype, matmul_flops, peak_memory_mb, select_device
+from train_gpt import Config, train_step
+
+# The first configuration
+BASE = dict(
+    dtype="fp32",
+    matmul_precision="highest",
+    attn="math",
+    compile="off",
+    loss_chunk=0,
+    fp8=False,
+    checkpointing="none",
+)
+# Name of a step -> the flags that it changes
 LADDER = {
     "TF32": dict(matmul_precision="high"),
     "bf16": dict(dtype="bf16"),
@@ -31,86 +46,114 @@ LADDER = {
 }
 
 
-def step_case(flags: dict):
-    """Yields what was set up, with the losses of three steps; then the seconds of a step."""
-    began = time.perf_counter()
-    if (
-        select_device(flags.get("device", "auto")).type == "cuda"
-    ):  # two cases share the card while they are compared
+def step_case(cfg: Config):
+    """Yield losses, memory and start-up time of a configuration; then the ms of a step."""
+    start = time.perf_counter()
+    # Two cases share the card while they are compared
+    if select_device(cfg.device).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.45)
-    state, _, batch = build_state(flags)
-    device = state.dist_ctx.device
+    state, _, batch = build_state(cfg)
     losses = [train_step(state, batch, 0.0)[0].item() for _ in range(3)]
-    steps = max(1, math.ceil(0.2 / timed(device, lambda: train_step(state, batch, 0.0))[0]))
-    facts = {"micro_batch": state.micro_batch, "peak MiB": peak_memory_mb(device)}
-    facts |= {"startup, s": time.perf_counter() - began, "losses": losses}
-    yield facts | dict(sizes=(state.cfg.batch_tokens, state.raw_model.flops_per_token()))
+    # As many steps a measurement as take 200 ms
+    n_steps = max(1, math.ceil(200 / time_steps(state, batch, 1)))
+    yield {
+        "micro_batch": state.micro_batch,
+        "peak MiB": peak_memory_mb(state.dist_ctx.device),
+        "startup, s": time.perf_counter() - start,
+        "losses": losses,
+        "sizes": (state.cfg.batch_tokens, state.raw_model.flops_per_token()),
+    }
     while True:
-        yield (
-            timed(device, lambda: [train_step(state, batch, 0.0) for _ in range(steps)])[0] / steps
-        )
+        yield {"ms/step": time_steps(state, batch, n_steps)}
 
 
-def compare(bench: Bench, name: str, *configs: dict) -> list[dict]:
-    """Rows of steps with these flags, interleaved, the last of them under this name, its speedups in `ratios`."""
-    cases = [(step_case, bench.flags | config) for config in configs]
-    order = dict.fromkeys(
-        ("ms/step", "tokens/s", "speedup vs last kept", "cumulative speedup")
-    )  # of columns
-    rows = [{"Config": name} | order | row for row in measure(cases, bench.repeats)]
-    for row in rows:
+def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
+    """Measure configurations, interleaved, and return a row for each.
+
+    name: of the last one; its `ratios` are the speedups over the first, measurement by measurement.
+    """
+    cases = [partial(step_case, replace(bench.cfg, **flags)) for flags in flag_sets]
+    rows = []
+    for measured in measure(cases, bench.repeats):
+        # Keys in the order of the table's columns
+        columns = ("ms/step", "tokens/s", "speedup vs last kept", "cumulative speedup")
+        row = {"Config": name} | dict.fromkeys(columns) | measured
+        rows.append(row)
         if "note" not in row:
-            row |= median_min_max([1000 * seconds for seconds in row["values"]], "ms/step")
-            row["tokens/s"] = 1000 * row["sizes"][0] / row["ms/step"]
-    rows[-1]["ratios"] = [
-        a / b for a, b in zip(rows[0].get("values", []), rows[-1].get("values", []))
-    ]
-    progress(f"{name}: {rows[-1].get('note') or rows[-1]['ms/step']}")
+            batch_tokens, _ = row["sizes"]
+            row["tokens/s"] = 1000 * batch_tokens / row["ms/step"]
+    first, last = rows[0], rows[-1]
+    pairs = zip(first.get("values", []), last.get("values", []))
+    last["ratios"] = [a["ms/step"] / b["ms/step"] for a, b in pairs]
+    progress(f"{name}: {last.get('note') or last['ms/step']}")
     return rows
 
 
-def bench_train(bench: Bench) -> dict:
-    bench.refuse(*BASE, "bf16")
-    cfg, device = make_config(**bench.flags), bench.device
-    size, tokens = ((4096, 5e11), 8192) if device.type == "cuda" else ((512, 3e9), 1024)
+def measure_matmul_peak(device: torch.device) -> tuple[float, str]:
+    """FLOP/s of large matmuls in the fastest dtype, and its name."""
+    width, flop = 512, 3e9
+    if device.type == "cuda":
+        width, flop = 4096, 5e11
     dtypes = ("fp32", "bf16") if device.type == "cpu" else (hardware_dtype("auto", device),)
-    peak, peak_dtype = max((matmul_flops(device, DTYPES[name], *size), name) for name in dtypes)
-    micro_batch = cfg.micro_batch or largest_divisor(
-        cfg.batch_tokens // cfg.seq_len, tokens // cfg.seq_len
-    )
-    base = stack = BASE | dict(micro_batch=micro_batch)
-    rows, without, replaced, total = compare(bench, "fp32 eager", base), [], {}, 1.0
-    for name, change in (
-        LADDER.items() if device.type == "cuda" else [*LADDER.items()][1:]
-    ):  # which TF32 is for
+    return max((matmul_flops(device, DTYPES[dtype], width, flop), dtype) for dtype in dtypes)
+
+
+def bench_train(bench: Bench) -> dict:
+    """Print the ladder, and the full stack without each of the steps that were kept."""
+    bench.forbid_flags(*BASE, "bf16")
+    cfg = bench.cfg
+    on_cuda = bench.device.type == "cuda"
+    peak, peak_dtype = measure_matmul_peak(bench.device)
+    micro_batch = bench.micro_batch(cfg.batch_tokens // cfg.seq_len, 8192 if on_cuda else 1024)
+    base = BASE | dict(micro_batch=micro_batch)
+    steps = dict(LADDER)
+    if not on_cuda:
+        del steps["TF32"]
+
+    # Add one flag after the other, each beside the last kept configuration
+    rows = compare(bench, "fp32 eager", base)
+    stack = base
+    total_speedup = 1.0
+    replaced = {}
+    for name, change in steps.items():
         _, row = compare(bench, f"+ {name}", stack, stack | change)
         rows.append(row)
-        if row[
-            "ratios"
-        ]:  # else the kept one has failed, as when memory runs out, and this one takes over
-            row["speedup vs last kept"] = statistics.median(row["ratios"])
-            row["cumulative speedup"] = total * row["speedup vs last kept"]
-        if "note" not in row and (row["speedup vs last kept"] or 1.0) < 1:
+        speedup = 1.0
+        # No ratios: this one failed, or the last kept one did, which it then replaces
+        if row["ratios"]:
+            speedup = median(row["ratios"])
+            row["speedup vs last kept"] = speedup
+            row["cumulative speedup"] = total_speedup * speedup
+        if "note" in row:
+            continue
+        if speedup < 1:
             row["note"] = "slower: not kept"
-        elif "note" not in row:
-            replaced[name], total = (
-                {key: stack[key] for key in change},
-                row["cumulative speedup"] or total,
-            )
-            stack = stack | change | dict(micro_batch=row["micro_batch"])
-    for name, change in {"all of them": base, **replaced}.items() if replaced else ():
+            continue
+        total_speedup *= speedup
+        replaced[name] = {key: stack[key] for key in change}
+        stack = stack | change | dict(micro_batch=row["micro_batch"])
+
+    # Take one flag away from all that were kept
+    if replaced:
+        replaced = {"all of them": base} | replaced
+    without = []
+    for name, change in replaced.items():
         full, row = compare(bench, f"without {name}", stack, stack | change)
         without.append(row)
         if row["ratios"]:
-            row |= median_min_max(
-                [1000 * s for s in full["values"]], "full stack (interleaved), ms/step"
-            )
-            row |= median_min_max([1 / ratio for ratio in row["ratios"]], "slowdown")
+            for end in ("", "_min", "_max"):
+                row[f"full stack (interleaved), ms/step{end}"] = full[f"ms/step{end}"]
+            row |= summarize([{"slowdown": 1 / ratio} for ratio in row["ratios"]])
+
     for row in rows:
         if row["tokens/s"]:
-            row["MFU (measured matmul peak)"] = row["tokens/s"] * row["sizes"][1] / peak
-    note = f"Matmuls reach {peak / 1e12:.3f} TFLOP/s in {peak_dtype}. Speedup: median ratio of interleaved steps "
-    note += "against the last kept configuration; the cumulative column multiplies these ratios."
+            _, flops_per_token = row["sizes"]
+            row["MFU (measured matmul peak)"] = row["tokens/s"] * flops_per_token / peak
+    note = (
+        f"Matmuls reach {peak / 1e12:.3f} TFLOP/s in {peak_dtype}. "
+        "Speedup: median ratio of interleaved steps against the last kept configuration; "
+        "the cumulative column multiplies these ratios."
+    )
     print(table("The ladder", rows, note))
     print(table("The full stack without one", without))
     return dict(train=rows, without=without, stack=stack, peak_flops=peak)

@@ -1,8 +1,6 @@
-"""`bench.py scaling`: weak and strong scaling over 1, 2, 4, ... ranks of this machine, or over torchrun's ranks."""
+"""`bench.py scaling`: weak and strong scaling over ranks of this machine, or torchrun's ranks."""
 
-import contextlib
 import json
-import math
 import os
 import tempfile
 from pathlib import Path
@@ -13,87 +11,105 @@ import torch.distributed as dist
 from benchmarks.harness import (
     Bench,
     build_state,
-    median_min_max,
     progress,
     run_python,
+    summarize,
     table,
-    timed,
+    time_ms,
 )
-from common import TrainerError, largest_divisor
+from common import TrainerError
 from runtime.device import cpu_cores, peak_memory_mb
 from runtime.sources import REPO
-from train_gpt import make_config, train_step
+from train_gpt import Config, train_step
 
 
-def measure_ranks(bench: Bench) -> dict:
-    """A row of these ranks' steps, those of DDP interleaved with some whose gradients are not reduced."""
-    state, _, batch = build_state(bench.flags)
-    device, barrier = state.dist_ctx.device, dist.barrier if dist.is_initialized() else int
-    row = {"ranks": state.dist_ctx.world_size, "tokens/step": state.cfg.batch_tokens}
-    contexts = [contextlib.nullcontext, *filter(None, [getattr(state.model, "no_sync", None)])]
+def measure_ranks(cfg: Config, repeats: int) -> dict:
+    """Measure steps on torchrun's ranks; with DDP, interleaved with some that reduce nothing."""
+    state, _, batch = build_state(cfg)
+    device = state.dist_ctx.device
 
-    def step(context) -> float:
-        with context():
-            barrier()
-            return timed(device, lambda: (train_step(state, batch, 0.0), barrier()))[0]
+    def step() -> None:
+        train_step(state, batch, 0.0)
+        dist.barrier()
 
-    seconds = [[step(context) for context in contexts] for _ in range(bench.repeats + 2)][2:]
-    row |= median_min_max([1000 * took[0] for took in seconds], "ms/step")
-    if len(contexts) > 1:
-        row |= median_min_max(
-            [100 * (1 - quiet / full) for full, quiet in seconds], "exposed all-reduce, % of step"
-        )
-    return row | {
-        "tokens/s": 1000 * row["tokens/step"] / row["ms/step"],
-        "peak MiB per rank": peak_memory_mb(device),
-    }
+    values = []
+    for _ in range(2 + repeats):
+        dist.barrier()
+        ms, _ = time_ms(device, step)
+        value = {"ms/step": ms}
+        if hasattr(state.model, "no_sync"):
+            with state.model.no_sync():
+                unreduced_ms, _ = time_ms(device, step)
+            value["exposed all-reduce, % of step"] = 100 * (1 - unreduced_ms / ms)
+        values.append(value)
+
+    tokens = state.cfg.batch_tokens
+    row = {"ranks": state.dist_ctx.world_size, "tokens/step": tokens}
+    row |= summarize(values[2:])  # without the first two steps, which warm up
+    row["tokens/s"] = 1000 * tokens / row["ms/step"]
+    row["peak MiB per rank"] = peak_memory_mb(device)
+    return row
+
+
+def run_ranks(ranks: int, flags: dict, repeats: int, env: dict) -> dict:
+    """Measure that many ranks under torchrun and return their row. Raises TrainerError."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+        command += [REPO / "bench.py", "scaling"]
+        command += [f"--repeats={repeats}", f"--json={folder}/out.json"]
+        command += [f"--{key}={value}" for key, value in flags.items()]
+        run_python(*command, env=env)
+        return json.loads(Path(folder, "out.json").read_text())["scaling"][0]
 
 
 def bench_scaling(bench: Bench) -> dict | None:
-    """Strong and weak scaling over ranks on this machine; under torchrun, of its ranks: None but on rank 0."""
+    """Print strong and weak scaling over ranks of this machine.
+
+    Under torchrun, measure its ranks and return one row on rank 0, None on the others.
+    """
     if "WORLD_SIZE" in os.environ:
-        row = {"Config": "as given"} | measure_ranks(
-            bench
-        )  # which frees DDP before its group; else it would hang
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return None if int(os.environ["RANK"]) else dict(scaling=[row])
-    cfg, cores = make_config(**bench.flags), cpu_cores()
-    # Ranks on a CPU have two cores or more, but for two: all must have as many threads, and torchrun's 1 means any
-    devices = (
-        torch.cuda.device_count() if bench.device.type == "cuda" else max(min(2, cores), cores // 2)
-    )
+        # When measure_ranks returns, DDP is freed, which would hang after its group is destroyed
+        row = {"Config": "as given"} | measure_ranks(bench.cfg, bench.repeats)
+        dist.destroy_process_group()
+        return dict(scaling=[row]) if os.environ["RANK"] == "0" else None
+
+    # On a CPU, two cores a rank (one, if there are only two). All configurations have the same
+    # number of threads a rank: without OMP_NUM_THREADS, torchrun would choose
+    cores = cpu_cores()
+    devices = max(min(2, cores), cores // 2)
+    if bench.device.type == "cuda":
+        devices = torch.cuda.device_count()
+    cfg = bench.cfg
     n_seqs = cfg.batch_tokens // cfg.seq_len
-    worlds = [2**i for i in range(devices.bit_length()) if 2**i <= devices and n_seqs % 2**i == 0]
-    micro_batch = cfg.micro_batch or largest_divisor(n_seqs // worlds[-1], 8192 // cfg.seq_len)
+    worlds = [1]
+    while 2 * worlds[-1] <= devices and n_seqs % (2 * worlds[-1]) == 0:
+        worlds.append(2 * worlds[-1])
+    micro_batch = bench.micro_batch(n_seqs // worlds[-1])
     env = dict(OMP_NUM_THREADS=str(max(1, cores // worlds[-1]))) | os.environ
+
+    # Name, ranks, and by what the batch is multiplied
     plan = [("one rank", 1, 1)]
-    for n in worlds[1:]:
-        plan += [("strong (fixed global batch)", n, 1), ("weak (fixed batch per rank)", n, n)]
+    for ranks in worlds[1:]:
+        plan.append(("strong (fixed global batch)", ranks, 1))
+        plan.append(("weak (fixed batch per rank)", ranks, ranks))
     rows = []
-    for name, ranks, times in plan:
-        flags = bench.flags | dict(batch_tokens=cfg.batch_tokens * times, micro_batch=micro_batch)
-        with tempfile.TemporaryDirectory() as folder:
-            command = [
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={ranks}",
-                "--standalone",
-                REPO / "bench.py",
-            ]
-            command += ["scaling", f"--repeats={bench.repeats}", f"--json={folder}/out.json"]
-            row = {"Config": name, "ranks": ranks}
-            try:
-                run_python(*command, *(f"--{key}={value}" for key, value in flags.items()), env=env)
-                row = json.loads(Path(folder, "out.json").read_text())["scaling"][0] | row
-                row["efficiency, %"] = (
-                    100 * row["tokens/s"] / ranks / (rows or [row])[0].get("tokens/s", math.nan)
-                )
-            except TrainerError as error:
-                row["note"] = str(error)
+    for name, ranks, factor in plan:
+        flags = bench.flags | dict(batch_tokens=factor * cfg.batch_tokens, micro_batch=micro_batch)
+        row = {"Config": name, "ranks": ranks}
+        try:
+            row = run_ranks(ranks, flags, bench.repeats, env) | row
+        except TrainerError as error:
+            row["note"] = str(error)
         rows.append(row)
         progress(f"{ranks} ranks, {name}")
-    note = f"{micro_batch} sequences a micro-batch. Efficiency: speed per rank against one. Exposed all-reduce: "
-    note += "what a step saves by sending no gradients (DDP; Muon's updates are still exchanged)."
+    one_rank = rows[0].get("tokens/s")
+    for row in rows:
+        if one_rank and "tokens/s" in row:
+            row["efficiency, %"] = 100 * row["tokens/s"] / row["ranks"] / one_rank
+    note = (
+        f"{micro_batch} sequences a micro-batch. Efficiency: speed per rank against one. "
+        "Exposed all-reduce: what a step saves by sending no gradients "
+        "(DDP; Muon's updates are still exchanged)."
+    )
     print(table("Scaling", rows, note))
     return dict(scaling=rows)

@@ -1,6 +1,7 @@
-"""A record's source: a commit of this repository and the difference to it, which source.patch holds.
+"""A record's source: a commit of this repository and the difference to it, in source.patch.
 
-Its first line is `commit HASH`; below it stands what `git apply` takes, nothing where the runs were of the commit.
+Its first line is `commit HASH`; below it is what `git apply` takes, or nothing if there is no
+difference.
 """
 
 import hashlib
@@ -20,31 +21,30 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
-    """What git prints in a folder, by default the repository. Raises UserError with its complaint and the advice."""
+    """Run git in a folder, by default the repository, and return what it prints.
+
+    Raises UserError with git's complaint and the advice; without advice, failures are ignored.
+    """
     command = ["git", "-c", "core.autocrlf=false", *arguments]
-    alone = os.environ | dict(
-        GIT_CEILING_DIRECTORIES=tempfile.gettempdir()
-    )  # a folder there is in no repository
+    # Temporary folders are in no repository
+    env = os.environ | dict(GIT_CEILING_DIRECTORIES=tempfile.gettempdir())
     try:
-        done = subprocess.run(command, cwd=folder or REPOSITORY, env=alone, capture_output=True)
+        done = subprocess.run(command, cwd=folder or REPOSITORY, env=env, capture_output=True)
     except OSError as error:
-        raise UserError(
-            f"git, which reads the sources of records, cannot be started ({error}); install it"
-        ) from None
+        wrong = f"git, which reads the sources of records, cannot be started ({error})"
+        raise UserError(f"{wrong}; install it") from None
     if done.returncode and advice:
-        complaint = (
-            done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        )[-1]
+        complaint = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise UserError(f"git {arguments[0]} failed ({complaint}); {advice}")
     return done.stdout
 
 
 def write_commit(commit: str, folder: Path) -> None:
-    """Write the files of a commit, as git names it, into a folder. Raises UserError for what is missing."""
-    advice = f"get the whole history, with commit {commit}: `git clone`, or `git fetch --unshallow` in a shallow clone"
-    with tarfile.open(
-        fileobj=io.BytesIO(git("archive", "--format=tar", commit, advice=advice))
-    ) as tar:
+    """Write the files of a commit into a folder. Raises UserError if the commit is missing."""
+    how = "`git clone`, or `git fetch --unshallow` in a shallow clone"
+    advice = f"get the whole history, with commit {commit}: {how}"
+    archive = git("archive", "--format=tar", commit, advice=advice)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
 
 
@@ -54,18 +54,19 @@ def sha256(path: Path) -> str | None:
 
 
 def read_source(record: Path, names: Iterable[str]) -> tuple[str, dict[str, str | None]]:
-    """The commit in a record's source.patch, and the SHA-256 of the named files with the difference applied.
+    """Return the commit in a record's source.patch, and the SHA-256 of the named files.
 
-    A file that is not there has None. Raises UserError.
+    Their source is the commit with the difference applied; a missing file has None. Raises
+    UserError.
     """
     patch = record / "source.patch"
-    first, _, difference = (patch.read_bytes() if patch.is_file() else b"").partition(b"\n")
+    content = patch.read_bytes() if patch.is_file() else b""
+    first, _, difference = content.partition(b"\n")
     found = re.fullmatch(rb"commit ([0-9a-f]{40})\s*", first)
     if not found:
-        again = f"make it by `python bench.py record {record} --pack HEAD`"
-        raise UserError(
-            f"{patch} is missing or does not begin with `commit` and 40 hexadecimal digits; {again}"
-        )
+        wrong = f"{patch} is missing or does not begin with `commit` and 40 hexadecimal digits"
+        advice = f"make it by `python bench.py record {record} --pack HEAD`"
+        raise UserError(f"{wrong}; {advice}")
     commit = found[1].decode()
     with tempfile.TemporaryDirectory() as work:
         write_commit(commit, Path(work))
@@ -76,33 +77,23 @@ def read_source(record: Path, names: Iterable[str]) -> tuple[str, dict[str, str 
 
 
 def write_source(record: Path, commit: str) -> list[Path]:
-    """Write source.patch from the source/ of a record's first run; returns the source/ folders of all its runs.
+    """Write source.patch from the source/ of a record's first run; return the source/ of all runs.
 
     commit: what the difference is to, in any way git knows it. Raises UserError.
     """
     copies = sorted(record.glob("*/source"))
     if not copies:
-        raise UserError(
-            f"{record} has no runs with source/; give --pack the --out_dir of --trials as it was left"
-        )
+        advice = "give --pack the --out_dir of --trials as it was left"
+        raise UserError(f"{record} has no runs with source/; {advice}")
     advice = "give --pack a commit of this repository's history, as in --pack HEAD"
     name = git("rev-parse", "--verify", f"{commit}^{{commit}}", advice=advice).decode().strip()
     with tempfile.TemporaryDirectory() as work:
         for side in ("a", "b"):
             write_commit(name, Path(work, side))
-        shutil.copytree(
-            copies[0], Path(work, "b"), copy_function=shutil.copyfile, dirs_exist_ok=True
-        )
-        flags = (
-            "--no-index",
-            "--no-prefix",
-            "--no-renames",
-            "--no-ext-diff",
-            "--no-color",
-            "--binary",
-        )
-        difference = git(
-            "diff", *flags, "a", "b", folder=Path(work)
-        )  # whose exit code is 1 where they differ
+        copy = shutil.copyfile
+        shutil.copytree(copies[0], Path(work, "b"), copy_function=copy, dirs_exist_ok=True)
+        options = "--no-index --no-prefix --no-renames --no-ext-diff --no-color --binary"
+        # Its exit code is 1 if they differ
+        difference = git("diff", *options.split(), "a", "b", folder=Path(work))
     (record / "source.patch").write_bytes(b"commit " + name.encode() + b"\n" + difference)
     return copies

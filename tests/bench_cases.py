@@ -9,7 +9,7 @@ def counting_case(start: int):
     yield dict(started=time.monotonic())
     while True:
         start += 1
-        yield start, time.monotonic()
+        yield dict(count=start, time=time.monotonic())
 
 
 def killed_case():
@@ -19,7 +19,7 @@ def killed_case():
 
 def broken_case():
     yield dict(ready=True)
-    yield 1 / 0
+    yield dict(number=1 / 0)
 
 
 def full_case():
@@ -27,21 +27,21 @@ def full_case():
     raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
 
 
-def step_case(flags: dict):
+def step_case(cfg):
     """A step takes 20 ms with the naive attention, else 10; the fp8 step fails, and compiled ones are slower."""
-    if flags["fp8"]:
+    if cfg.fp8:
         raise RuntimeError("no such kernel")
-    seconds = (0.02 if flags["attn"] == "math" else 0.01) * (
-        1.5 if flags["compile"] != "off" else 1.0
-    )
+    ms = 20.0 if cfg.attn == "math" else 10.0
+    if cfg.compile != "off":
+        ms *= 1.5
     yield {
         "losses": [1.0],
         "sizes": (512, 1e6),
-        "micro_batch": flags["micro_batch"],
+        "micro_batch": cfg.micro_batch,
         "peak MiB": 1.0,
     }
     while True:
-        yield seconds
+        yield {"ms/step": ms}
 
 
 # A train_gpt.py of another checkout: its loss falls in a line from 5 to 5 - fall, in --max_steps steps and one second,

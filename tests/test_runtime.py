@@ -41,8 +41,8 @@ from runtime import run as run_module
 from runtime import sources
 from runtime.auto import get_progress
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.run import SECTION, Run
 from runtime.ranks import DistContext
+from runtime.run import SECTION, Run
 from runtime.sources import SOURCE_FILES
 from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, make_config, train
 
