@@ -39,7 +39,7 @@ from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
 # How the same is computed on several ranks
 from ops.attention import ATTENTION_BACKENDS
-from ops.parallel import maybe_no_sync, sum_over_ranks, swap_in_eval_weights, to_full
+from ops.parallel import maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
 # Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values, flags_for_size, get_progress
@@ -289,9 +289,25 @@ class TrainState:
     # (an EMA, say), is evaluated, sampled and saved as the best weights
     extra: dict = dataclasses.field(default_factory=dict)
 
+    @contextlib.contextmanager
     def evaluating(self):
         """Context: the model in eval mode, with extra["eval_weights"] where there are any."""
-        return swap_in_eval_weights(self.raw_model, self.extra.get("eval_weights", {}))
+        self.raw_model.eval()
+        self.swap_eval_weights()
+        try:
+            yield self.raw_model
+        finally:
+            reshard(self.raw_model)
+            self.swap_eval_weights()
+            self.raw_model.train()
+
+    @torch.no_grad()
+    def swap_eval_weights(self) -> None:
+        for name, other in self.extra.get("eval_weights", {}).items():
+            weight, other = to_local(self.raw_model.get_parameter(name)), to_local(other)
+            trained = weight.clone()
+            weight.copy_(other)
+            other.copy_(trained)
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:

@@ -98,6 +98,7 @@ def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
 
 def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: Tensor | None):
     """Make FlexAttention's BlockMask."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
     def mask_mod(b, h, query, key):
         if docs is None:
@@ -106,8 +107,8 @@ def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: 
 
     # With documents it is a mask per sequence; uncompiled, the whole (B, T, T) would be made
     batch = None if docs is None else len(docs)
-    compiled = docs is not None and device.type == "cuda"
-    create_block_mask = flex_functions(compiled).create_block_mask
+    if docs is not None and device.type == "cuda":
+        create_block_mask = compile_once(create_block_mask)
     return create_block_mask(mask_mod, batch, None, length, length, device=device)
 
 
@@ -137,27 +138,19 @@ def varlen_mask(idx: Tensor, window: int, doc_eot: int | None) -> VarlenMask:
 # Kernels: each takes q, k, v (B, n_head, T, head_dim) and its mask
 
 
-class FlexFunctions(NamedTuple):
-    flex_attention: Callable
-    create_block_mask: Callable
-
-
-@functools.cache  # every call of torch.compile compiles anew
-def flex_functions(compiled: bool) -> FlexFunctions:
-    """PyTorch's FlexAttention (Dong et al. 2024), imported on first use: that takes two seconds."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    if compiled:
-        return FlexFunctions(
-            torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask)
-        )
-    return FlexFunctions(flex_attention, create_block_mask)
+@functools.cache
+def compile_once(function: Callable, dynamic: bool | None = None) -> Callable:
+    """torch.compile, which compiles anew at every call."""
+    return torch.compile(function, dynamic=dynamic)
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask) -> Tensor:
-    """FlexAttention, compiled on a GPU: else it would make the whole matrix of scores."""
-    compile_it = q.is_cuda and not torch.compiler.is_compiling()
-    return flex_functions(compile_it).flex_attention(q, k, v, block_mask=block_mask)
+    """FlexAttention (Dong et al. 2024), compiled on a GPU: else it makes all scores at once."""
+    from torch.nn.attention.flex_attention import flex_attention as flex  # takes two seconds
+
+    if q.is_cuda and not torch.compiler.is_compiling():
+        flex = compile_once(flex, dynamic=False)
+    return flex(q, k, v, block_mask=block_mask)
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernels) -> Tensor:

@@ -1,11 +1,5 @@
 """torch.compile, of each block and of the loss, in place."""
 
-import contextlib
-import os
-import subprocess
-import sys
-from unittest import mock
-
 import torch
 from torch import nn
 
@@ -32,8 +26,6 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     # overlap all-reduce with backward
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.activation_memory_budget = budget
-    if device.type == "cpu":
-        skip_inductor_isa_test()
     for block in model.blocks:
         block.compile(mode=mode, fullgraph=True, dynamic=False)
 
@@ -47,24 +39,3 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     if mode in WITHOUT_CUDAGRAPHS:
         # Tell CUDA graphs that earlier outputs may be overwritten
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
-
-
-def skip_inductor_isa_test() -> None:
-    """Skip the programs that Inductor compiles, for 4 seconds, to test g++ for AMX instructions.
-
-    Only asks g++ if it accepts their flags. Does nothing unless TORCHINDUCTOR_VEC_ISA_OK is 1.
-    """
-    if sys.platform != "linux" or os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") != "1":
-        return
-    # A real problem fails in the compiler too, and is reported there
-    with contextlib.suppress(Exception):
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
-
-        def accepts_flags(isa: VecISA, code: str) -> bool:
-            flags = f"{isa.build_arch_flags()} -fsyntax-only -x c++ {os.devnull}"
-            command = [get_cpp_compiler(), *flags.split()]
-            return subprocess.run(command, capture_output=True).returncode == 0
-
-        with mock.patch.object(VecISA, "check_build", accepts_flags):
-            pick_vec_isa()  # caches its answer

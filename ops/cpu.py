@@ -76,22 +76,7 @@ class CpuReLUSquared(torch.autograd.Function):
 # In the place of norm and relu_squared of model.py
 
 
-def rms_norm(x: Tensor) -> Tensor:
-    return CpuRMSNorm.apply(x) if trains_eagerly(x) else plain_rms_norm(x)
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    return CpuReLUSquared.apply(x) if trains_eagerly(x) else plain_relu_squared(x)
-
-
-def trains_eagerly(x: Tensor) -> bool:
-    """Whether the functions above are faster: not compiled, and torch.func cannot transform them."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return x.requires_grad and x.is_cpu
-
-
-def plain_rms_norm(x: Tensor) -> Tensor:
+def plain_norm(x: Tensor) -> Tensor:
     """As in model.py."""
     return F.rms_norm(x, (x.size(-1),))
 
@@ -102,20 +87,30 @@ def plain_relu_squared(x: Tensor) -> Tensor:
 
 
 def use_cpu_functions(names: dict) -> None:
-    """Replace norm and relu_squared among the global names of model.py by the functions above.
+    """Have norm and relu_squared, among the global names of model.py, take the functions above.
 
-    Only where they are the plain ones: what an edit makes of them is what is computed.
+    Only where they are the plain ones: what a change makes of them is what is computed.
     """
-    if same_code(names.get("norm"), plain_rms_norm):
-        names["norm"] = rms_norm
-    if same_code(names.get("relu_squared"), plain_relu_squared):
-        names["relu_squared"] = relu_squared
+    if same_code(names["norm"], plain_norm):
+        names["norm"] = in_eager_training(CpuRMSNorm, plain_norm)
+    if same_code(names["relu_squared"], plain_relu_squared):
+        names["relu_squared"] = in_eager_training(CpuReLUSquared, plain_relu_squared)
 
 
-def same_code(function, plain: FunctionType) -> bool:
-    """Whether a function computes what the plain one does: its code, docstrings aside."""
-    if not isinstance(function, FunctionType):
-        return False
+def same_code(function: FunctionType, plain: FunctionType) -> bool:
+    """Whether a function is the plain one, docstrings aside."""
     ours, theirs = function.__code__, plain.__code__
     same_constants = ours.co_consts[1:] == theirs.co_consts[1:]  # the first is the docstring
     return same_constants and ours.co_code == theirs.co_code and ours.co_names == theirs.co_names
+
+
+def in_eager_training(faster: type[torch.autograd.Function], plain: FunctionType) -> FunctionType:
+    """A function that computes the plain one, in eager training on a CPU by the faster one."""
+
+    def function(x: Tensor) -> Tensor:
+        # torch.func cannot transform it, and the compiler does better
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return plain(x)
+        return faster.apply(x) if x.is_cpu and x.requires_grad else plain(x)
+
+    return function

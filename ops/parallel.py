@@ -122,34 +122,6 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-@contextlib.contextmanager
-def swap_in_eval_weights(model: nn.Module, others: dict[str, Tensor]):
-    """Yield the model in eval mode, with the values of `others` in the parameters that it names.
-
-    others: by name of parameter, sharded like it; may be empty.
-    """
-    model.eval()
-    swap_weights(model, others)
-    try:
-        yield model
-    finally:
-        reshard(model)
-        swap_weights(model, others)
-        model.train()
-
-
-@torch.no_grad()
-def swap_weights(model: nn.Module, others: dict[str, Tensor]) -> None:
-    """Exchange the values of parameters with those of `others`, by name."""
-    for name, p in model.named_parameters():
-        if name in others:
-            weight = to_local(p)
-            other = to_local(others[name])
-            old = weight.clone()
-            weight.copy_(other)
-            other.copy_(old)
-
-
 def maybe_no_sync(model: nn.Module, is_last: bool):
     """Return the context of a micro-step: replicas all-reduce gradients only in the last one."""
     if isinstance(model, DistributedDataParallel) and not is_last:
