@@ -504,13 +504,6 @@ class GPT(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()
         return chunked_loss(head_loss, list(self.parameters()), x, targets, self.loss_chunk)
 
-    def freeze(self) -> "GPT":
-        """For inference: no gradients; weight matrices are cast to the compute dtype once, not at each use."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.weight.data = module.weight.data.to(self.compute_dtype)
-        return self.eval().requires_grad_(False)
-
     def flops_per_token(self) -> float:
         """Forward and backward FLOPs per token, averaged over a full context.
 

@@ -6,7 +6,7 @@ import statistics
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, median_min_max, table, timed
-from inference.generation import compile_decode_step, generate
+from inference.generation import compile_decode_step, freeze, generate
 from inference.int8 import quantize
 from runtime.device import peak_memory_mb
 
@@ -20,7 +20,7 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
     model, device, vocab_size = state.raw_model, state.dist_ctx.device, stream.meta["vocab_size"]
     if "int8" in mode:
         quantize(model)
-    model.freeze()  # as sample.py holds it
+    freeze(model)  # as sample.py does
     step = compile_decode_step(device) if "compiled" in mode else None
     idx = torch.randint(vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0)).to(
         device
@@ -28,7 +28,13 @@ def infer_case(flags: dict, batch: int, mode: str, prompt: int, n_tokens: int):
 
     def token_times(n: int) -> list[float]:
         drawn = generate(
-            model, list(idx), n_tokens, vocab_size, 0, step=step, use_cache=mode != "no cache"
+            model,
+            list(idx),
+            n_tokens=n_tokens,
+            vocab_size=vocab_size,
+            temperature=0,
+            step=step,
+            use_cache=mode != "no cache",
         )
         return [*itertools.accumulate(timed(device, lambda: next(drawn))[0] for _ in range(n))]
 

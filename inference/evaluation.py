@@ -3,13 +3,13 @@
 import itertools
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from data.choices import Question, read_questions
@@ -20,38 +20,27 @@ from model import GPT
 # Perplexity
 
 
-def sliding_windows(n_tokens: int, seq_len: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, first_scored, end) of windows that score each of n_tokens once.
-
-    The first window scores all of its tokens, the others those that no earlier one has scored.
-    """
-    first_scored = 0
-    end = min(seq_len, n_tokens)
-    while first_scored < n_tokens:
-        yield max(0, end - seq_len), first_scored, end
-        first_scored = end
-        end = min(end + stride, n_tokens)
-
-
 @torch.no_grad()
 def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
     """Return the summed loss of the tokens in nats; the first is predicted from an `eot` before it.
 
-    Windows of the model's context length advance by `stride` tokens.
+    Windows of the model's context length advance by `stride` tokens. The first scores all of its
+    tokens, the others those that no earlier one has scored.
     """
     n = len(tokens)
     seq_len = model.cfg.seq_len
     stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
-    windows = list(sliding_windows(n, seq_len, stride))
+    ends = [*range(min(seq_len, n), n, stride), n]
     batch_size = max(1, 8192 // seq_len)
     total = 0.0
-    for i in range(0, len(windows), batch_size):
-        batch = windows[i : i + batch_size]
-        x = torch.zeros(len(batch), seq_len, dtype=torch.int64)
-        y = torch.full_like(x, -1)  # ignored
-        for row, (start, first_scored, end) in enumerate(batch):
-            x[row, : end - start] = stream[start:end]
-            y[row, first_scored - start : end - start] = stream[first_scored + 1 : end + 1]
+    first_scored = 0
+    for i in range(0, len(ends), batch_size):
+        batch = ends[i : i + batch_size]
+        windows = torch.stack([stream[max(0, end - seq_len) : end + 1] for end in batch])
+        x, y = windows[:, :-1], windows[:, 1:].clone()
+        for row, end in enumerate(batch):
+            y[row, : first_scored - end] = -1
+            first_scored = end
         mean_loss = model(x.to(model.device), y.to(model.device)).item()
         total += mean_loss * int((y >= 0).sum())
         progress = f"{end:,} of {n:,} tokens, {total / end:.4f} nats per token"
@@ -104,24 +93,23 @@ def score_endings(model: GPT, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tenso
     Returns the log-likelihoods of the endings in nats, fp64 (N,), and whether greedy decoding
     produces them, bool (N,).
     """
+    inputs, targets = [], []
+    for context, ending in pairs:
+        tokens = torch.cat((context, ending))[-model.cfg.seq_len - 1 :]
+        inputs.append(tokens[:-1])
+        targets.append(tokens[1:].clone())
+        targets[-1][: -len(ending)] = -1
     scores = torch.zeros(len(pairs), dtype=torch.float64)
     is_greedy = torch.zeros(len(pairs), dtype=torch.bool)
-    sequences = [torch.cat(pair)[-model.cfg.seq_len - 1 :] for pair in pairs]
 
-    # The longest first, so that little is padded; batch by batch, as a batch's logits exist at once
-    order = sorted(range(len(pairs)), key=lambda i: len(sequences[i]), reverse=True)
+    # The longest first, so that little is padded; 2,048 tokens at once, as this limits the logits
+    order = sorted(range(len(pairs)), key=lambda i: len(inputs[i]), reverse=True)
     while order:
-        length = len(sequences[order[0]]) - 1
-        batch_size = max(1, 2048 // length)
+        batch_size = max(1, 2048 // len(inputs[order[0]]))
         batch = order[:batch_size]
         order = order[batch_size:]
-        x = torch.zeros(len(batch), length, dtype=torch.int64)
-        y = torch.full_like(x, -1)
-        for row, i in enumerate(batch):
-            ending = pairs[i][1]
-            end = len(sequences[i]) - 1
-            x[row, :end] = sequences[i][:-1]
-            y[row, end - len(ending) : end] = ending
+        x = pad_sequence([inputs[i] for i in batch], batch_first=True)
+        y = pad_sequence([targets[i] for i in batch], batch_first=True, padding_value=-1)
         y = y.to(model.device)
         logits = model(x.to(model.device))
         losses = F.cross_entropy(
@@ -188,8 +176,9 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
     seq_len = model.cfg.seq_len
     questions = read_questions(path)
     n = len(questions)
-    one_ending = len(questions[0].endings) == 1
-    if any((len(question.endings) == 1) != one_ending for question in questions):
+    n_endings = {len(question.endings) for question in questions}
+    one_ending = n_endings == {1}
+    if 1 in n_endings and not one_ending:
         raise UserError(
             f"{path} holds questions with one ending and with more; put them into two files"
         )

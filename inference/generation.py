@@ -1,7 +1,6 @@
 """Autoregressive generation: the KV cache, and sampling one token at a time."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,9 @@ class LayerCache:
     def __init__(self, size: int, length: Tensor):
         self.size = size
         self.length = length
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-        self.newest: dict[str, Tensor] = {}
+        self.k = None
+        self.v = None
+        self.newest = {}
 
     def shift(self, name: str, x: Tensor) -> Tensor:
         """Return the x of the previous token for each token being read; x (B, T, ...) is theirs."""
@@ -56,19 +55,17 @@ class LayerCache:
 
         The ring buffer wraps around after `size` tokens: then slots are not in order of position.
         """
-        if k.size(2) > 1:  # prompts, which attend to themselves
+        if self.k is None:  # prompts; empty slots get the first token, but are masked
             positions = self.positions().clamp(min=0)[:, None, :, None]
             self.k = k.take_along_dim(positions, dim=2)
             self.v = v.take_along_dim(positions, dim=2)
-            return k, v
-        if self.k is None:
-            B, n_head, _, head_dim = k.shape
-            self.k = k.new_zeros(B, n_head, self.size, head_dim)
-            self.v = torch.zeros_like(self.k)
-        rows = torch.arange(len(k), device=k.device)
-        slots = (self.length - 1) % self.size
-        self.k[rows, :, slots] = k[:, :, 0]
-        self.v[rows, :, slots] = v[:, :, 0]
+        else:
+            rows = torch.arange(len(k), device=k.device)
+            slots = (self.length - 1) % self.size
+            self.k[rows, :, slots] = k[:, :, 0]
+            self.v[rows, :, slots] = v[:, :, 0]
+        if k.size(2) > 1:
+            return k, v  # a prompt attends to itself
         return self.k, self.v
 
 
@@ -232,10 +229,10 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seeds: list[int] | None = None,
-    step: Callable | None = None,
+    seeds=None,
+    step=None,
     use_cache: bool = True,
-) -> Iterator[Tensor]:
+):
     """Continue prompts, integer (T >= 1,) each: yield the next token of each, n_tokens times.
 
     Tokens are int64 (B,) on the model's device. A prompt longer than the context is truncated to
@@ -266,11 +263,9 @@ def generate(
         raise UserError("without a KV cache, prompts must be equally long; give one at a time")
 
     # All random numbers are drawn before: n_tokens for each prompt
-    uniform = []
-    for seed in seeds or range(len(prompts)):
-        generator = torch.Generator().manual_seed(seed)
-        uniform.append(torch.rand(n_tokens, 1, generator=generator))
-    uniform = torch.stack(uniform, dim=1).to(device)
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(prompts))]
+    uniform = torch.stack([torch.rand(n_tokens, 1, generator=g) for g in generators], dim=1)
+    uniform = uniform.to(device)
 
     sampling = dict(vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p)
     decode = decode_step  # prompts are not compiled for: they have many lengths
@@ -299,7 +294,7 @@ def decode_step(
     return sample_token(logits, uniform, temperature, top_k, top_p)
 
 
-def compile_decode_step(device: torch.device) -> Callable:
+def compile_decode_step(device: torch.device):
     """Compile decode_step as one graph, with CUDA graphs on a GPU, else with a C++ wrapper.
 
     Both keep Python's overhead away from small kernels. Guards are checked once per cache and set
@@ -311,7 +306,7 @@ def compile_decode_step(device: torch.device) -> Callable:
         backend = dict(options={"cpp_wrapper": True})
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **backend)
 
-    def step(model: nn.Module, idx: Tensor, cache: KVCache, uniform: Tensor, **sampling) -> Tensor:
+    def step(model, idx, cache, uniform, **sampling):
         guards_checked = cache.compiled_for == sampling
         if not guards_checked:
             for tensor in cache.tensors():  # CUDA graphs write them where they are
@@ -354,7 +349,7 @@ def sample_token(
     return tokens.gather(1, index.clamp(max=k - 1))  # NaN logits would give k
 
 
-def tokens_to_cpu(steps: Iterable[Tensor]) -> Iterator[list[int]]:
+def tokens_to_cpu(steps):
     """Yield what generate yields as lists; on a GPU, step i while step i + 1 is computed."""
     on_cpu = None
     copied = None
@@ -374,12 +369,7 @@ def tokens_to_cpu(steps: Iterable[Tensor]) -> Iterator[list[int]]:
 
 @torch.no_grad()
 def sample_continuation(
-    model: nn.Module,
-    prompt: Tensor,
-    tokenizer,
-    n_tokens: int,
-    seed: int,
-    temperature: float = 0.8,
+    model: nn.Module, prompt: Tensor, tokenizer, n_tokens: int, seed: int
 ) -> str:
     """Return the end of a prompt, integer (T,), ">>>" and its continuation, or why there is none.
 
@@ -395,7 +385,7 @@ def sample_continuation(
                 [prompt],
                 n_tokens=n_tokens,
                 vocab_size=tokenizer.vocab_size,
-                temperature=temperature,
+                temperature=0.8,
                 seeds=[seed],
             )
             for step_tokens in tokens_to_cpu(steps):
@@ -407,6 +397,5 @@ def sample_continuation(
 
     # Data may hold ids that their tokenizer lacks
     end = [token for token in prompt[-64:].tolist() if token < tokenizer.vocab_size]
-    end_text = tokenizer.decode_bytes(end).decode("utf-8", errors="replace")
-    continuation = tokenizer.decode_bytes(tokens).decode("utf-8", errors="replace")
-    return printable(f"{end_text}>>>{continuation}")
+    text = tokenizer.decode_bytes(end) + b">>>" + tokenizer.decode_bytes(tokens)
+    return printable(text.decode("utf-8", errors="replace"))
