@@ -1,4 +1,5 @@
-"""Export a run's model: `python export.py RUN --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
+"""Export a run's model:
+`python export.py RUN --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
 
 import argparse
 import contextlib
@@ -62,16 +63,17 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
         table.forward = lambda rows, weights: F.embedding(rows, table.weight).sum(1)
     seq_len = model.cfg.seq_len
     example = torch.zeros((2, max(2, seq_len // 2)), dtype=torch.int64)
-    batch = torch.export.Dim("batch", min=1)
-    length = torch.export.Dim("length", min=1, max=seq_len)
-    shapes = dict(idx={0: batch, 1: length})
+    shape = {
+        0: torch.export.Dim("batch", min=1),
+        1: torch.export.Dim("length", min=1, max=seq_len),
+    }
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a failure prints the graph there
-            return torch.export.export(model, (example,), dynamic_shapes=shapes)
+            return torch.export.export(model, (example,), dynamic_shapes=dict(idx=shape))
     except Exception as error:  # of many kinds: an edited model may not be traceable
-        reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
-            f"the model cannot be traced ({reason}); export its weights, --to safetensors"
+            f"the model cannot be traced ({type(error).__name__}: {first_line(error)}); "
+            "export its weights, --to safetensors"
         ) from None
 
 

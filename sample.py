@@ -1,5 +1,5 @@
-"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT [--prompt TEXT ...]`, or with
-`--perplexity FILE` or `--choices FILE.jsonl`."""
+"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT
+[--prompt TEXT ...]`, or with `--perplexity FILE` or `--choices FILE.jsonl`."""
 
 import argparse
 import codecs
@@ -160,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check_arguments(args, parser: argparse.ArgumentParser) -> None:
     """Raise UserError for invalid values, and for flags that would have no effect."""
     minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0)
     for name, least in minimum.items():
@@ -218,8 +218,8 @@ def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: b
     """
     prompts = []
     for sample in samples:
-        tokens = tokenizer.encode(sample.prompt).tolist()
-        prompts.append(torch.tensor([tokenizer.eot, *tokens]))
+        tokens = [tokenizer.eot, *tokenizer.encode(sample.prompt).tolist()]
+        prompts.append(torch.tensor(tokens))
     steps = generate(
         model,
         prompts,
@@ -275,35 +275,33 @@ def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None
 
 
 def typed_lines():
-    """Yield each typed line, until the end of input (Ctrl-D)."""
+    """Yield each typed line as a list of one prompt, until the end of input (Ctrl-D)."""
     print("> ", end="", file=sys.stderr, flush=True)
     for line in sys.stdin:
-        yield line.removesuffix("\n")
+        yield [line.removesuffix("\n")]
         print("> ", end="", file=sys.stderr, flush=True)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Load the model; then print perplexity, accuracy or samples."""
+def run(args) -> None:
+    """Load the model, and print perplexity, accuracy or samples."""
     path = find_file(args.run, args.best)
     model, tokenizer = load(path, args.device, args.dtype, args.int8)
     if args.perplexity is not None:
         stride = args.stride or model.cfg.seq_len
-        return print_perplexity(model, tokenizer, Path(args.perplexity), stride)
-    if args.choices is not None:
-        return print_choices(model, tokenizer, Path(args.choices))
-
-    if not args.no_cache:
-        check_cache(model)
-    step = None
-    if args.compile:
-        check_compiler(model.device)
-        skip_inductor_isa_test()
-        step = compile_decode_step(model.device)
-    if args.interactive:
-        for line in typed_lines():
-            print_samples([line], model, tokenizer, args, step)
+        print_perplexity(model, tokenizer, Path(args.perplexity), stride)
+    elif args.choices is not None:
+        print_choices(model, tokenizer, Path(args.choices))
     else:
-        print_samples(args.prompt, model, tokenizer, args, step)
+        if not args.no_cache:
+            check_cache(model)
+        step = None
+        if args.compile:
+            check_compiler(model.device)
+            skip_inductor_isa_test()
+            step = compile_decode_step(model.device)
+        prompt_lists = typed_lines() if args.interactive else [args.prompt]
+        for prompts in prompt_lists:
+            print_samples(prompts, model, tokenizer, args, step)
 
 
 def main(argv: list[str]) -> int:

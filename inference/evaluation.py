@@ -43,8 +43,8 @@ def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
             first_scored = end
         mean_loss = model(x.to(model.device), y.to(model.device)).item()
         total += mean_loss * int((y >= 0).sum())
-        progress = f"{end:,} of {n:,} tokens, {total / end:.4f} nats per token"
-        print(f"\r{progress}", end="", file=sys.stderr)
+        progress = f"\r{end:,} of {n:,} tokens, {total / end:.4f} nats per token"
+        print(progress, end="", file=sys.stderr)
     print(file=sys.stderr)
     return total
 
@@ -67,8 +67,10 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     loss = summed_loss(model, tokens, tokenizer.eot, stride)
 
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
-    how = "the first token follows an end-of-text token"
-    print(f"{path}: windows of {seq_len} tokens, stride {stride}; {how}")
+    print(
+        f"{path}: windows of {seq_len} tokens, stride {stride}; "
+        "the first token follows an end-of-text token"
+    )
     print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
     for unit, count in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
         if count == 0:
@@ -82,13 +84,15 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
 # --------------------------------------------------------------------------------------------------
 # Multiple choice
 
+Pairs = list[tuple[Tensor, Tensor]]  # contexts and endings, tokens, int64
+
 
 @torch.no_grad()
-def score_endings(model: GPT, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
     """Score each ending after its context.
 
-    pairs: context and ending, tokens, int64, at least one each. An ending must fit into the model's
-    context length; its context is truncated on the left to what fits.
+    Both have at least one token. An ending must fit into the model's context length; its context is
+    truncated on the left to what fits.
 
     Returns the log-likelihoods of the endings in nats, fp64 (N,), and whether greedy decoding
     produces them, bool (N,).
@@ -120,10 +124,8 @@ def score_endings(model: GPT, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tenso
     return scores, is_greedy
 
 
-def encode_question(
-    question: Question, tokenizer, seq_len: int, place: str
-) -> list[tuple[Tensor, Tensor]]:
-    """Return context and ending, tokens, int64, for each ending; a context has at least one token.
+def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> Pairs:
+    """Return the context with each ending, as tokens; a context has at least one token.
 
     Trailing whitespace of the context moves to the ending, as in lm-evaluation-harness: it is part
     of the word's token. Raises UserError, with the place, if an ending is longer than seq_len.
@@ -143,9 +145,7 @@ def encode_question(
     return pairs
 
 
-def is_chosen(
-    question: Question, scores: Tensor, pairs: list[tuple[Tensor, Tensor]]
-) -> dict[str, bool]:
+def is_chosen(question: Question, scores: Tensor, pairs: Pairs) -> dict[str, bool]:
     """Return whether the right ending scores highest, by each measure; ties go to the first.
 
     scores: log-likelihoods of the endings, fp64.

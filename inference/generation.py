@@ -159,8 +159,8 @@ def check_causal(model: nn.Module) -> None:
     if half == 0:
         return
     idx = random_tokens(model, 2, 2 * half)
-    changed = idx.clone()
-    changed[:, half:] = (changed[:, half:] + 1) % model.cfg.vocab_size
+    changed = (idx + 1) % model.cfg.vocab_size
+    changed[:, :half] = idx[:, :half]
 
     backend = model.attn_backend
     model.attn_backend = "sdpa"  # others need more tokens, or a compiler
@@ -226,12 +226,12 @@ def generate(
     *,
     n_tokens: int,
     vocab_size: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
     seeds=None,
     step=None,
-    use_cache: bool = True,
+    use_cache=True,
 ):
     """Continue prompts, integer (T >= 1,) each: yield the next token of each, n_tokens times.
 
@@ -285,13 +285,14 @@ def decode_step(
     cache: KVCache | None,
     uniform: Tensor,
     vocab_size: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    **sampling,
 ) -> Tensor:
-    """Return the token that follows idx (B, T) in each row, int64 (B, 1); compiles as one graph."""
+    """Return the token that follows idx (B, T) in each row, int64 (B, 1); compiles as one graph.
+
+    uniform, sampling: the arguments of sample_token.
+    """
     logits = model.next_logits(idx, cache)[:, -1, :vocab_size]
-    return sample_token(logits, uniform, temperature, top_k, top_p)
+    return sample_token(logits, uniform, **sampling)
 
 
 def compile_decode_step(device: torch.device):

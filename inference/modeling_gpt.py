@@ -85,8 +85,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x, cos, sin, doc_starts, mask, value_embed):
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3 * self.n_head, -1).split(self.n_head, dim=2)
+        q, k, v = self.qkv(x).unflatten(-1, (3 * self.n_head, -1)).split(self.n_head, dim=2)
         gate = 2 * self.gate(x).sigmoid()
         v = v + gate[..., None] * value_embed.view(v.shape)
         q, k = norm(q), norm(k)
@@ -100,7 +99,7 @@ class Attention(nn.Module):
         q = apply_rotary_emb(q, cos, sin).transpose(1, 2)
         k = apply_rotary_emb(k, cos, sin).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
