@@ -214,5 +214,4 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
         std_error = math.sqrt(accuracy * (1 - accuracy) / max(1, n - 1))
         print(f"{name:38}{accuracy:>10.4f}{std_error:>12.4f}")
     if one_ending:
-        perplexity = math.exp(min(nats / n, 700))
-        print(f"{'perplexity of an ending':38}{perplexity:>10,.2f}")
+        print(f"{'perplexity of an ending':38}{math.exp(min(nats / n, 700)):>10,.2f}")
