@@ -100,9 +100,10 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
     inputs, targets = [], []
     for context, ending in pairs:
         tokens = torch.cat((context, ending))[-model.cfg.seq_len - 1 :]
+        target = tokens[1:].clone()
+        target[: -len(ending)] = -1  # the context is not scored
         inputs.append(tokens[:-1])
-        targets.append(tokens[1:].clone())
-        targets[-1][: -len(ending)] = -1
+        targets.append(target)
     scores = torch.zeros(len(pairs), dtype=torch.float64)
     is_greedy = torch.zeros(len(pairs), dtype=torch.bool)
 

@@ -268,7 +268,7 @@ def generate(
     uniform = uniform.to(device)
 
     sampling = dict(vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p)
-    decode = decode_step  # prompts are not compiled for: they have many lengths
+    decode = decode_step  # eager for prompts: each length would be compiled
     for i in range(n_tokens):
         token = decode(model, idx, cache, uniform[i], **sampling)
         yield token[:, 0]
@@ -336,17 +336,17 @@ def sample_token(
     if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
     k = min(top_k or logits.size(-1), logits.size(-1))
-    logits, tokens = logits.topk(k)  # in descending order
-    weights = ((logits / temperature).softmax(-1) * 2**32).long()
+    top_logits, tokens = logits.topk(k)  # in descending order
+    weights = ((top_logits / temperature).softmax(-1) * 2**32).long()
     cumulative = weights.cumsum(-1)
     if top_p < 1:
         # Drop the tokens before which the sum has reached top_p already
         threshold = (cumulative[:, -1:] * max(1, int(top_p * 2**24))) >> 24
         weights = weights.masked_fill(cumulative - weights >= threshold, 0)
         cumulative = weights.cumsum(-1)
-    # The first token at which the sum exceeds this fraction of the total
-    threshold = (cumulative[:, -1:] * (uniform * 2**24).long()) >> 24
-    index = (cumulative <= threshold).sum(-1, keepdim=True)
+    # Inverse transform sampling: the first token at which the sum exceeds a random part of the total
+    target = (cumulative[:, -1:] * (uniform * 2**24).long()) >> 24
+    index = (cumulative <= target).sum(-1, keepdim=True)
     return tokens.gather(1, index.clamp(max=k - 1))  # NaN logits would give k
 
 
