@@ -344,7 +344,7 @@ def sample_token(
         threshold = (cumulative[:, -1:] * max(1, int(top_p * 2**24))) >> 24
         weights = weights.masked_fill(cumulative - weights >= threshold, 0)
         cumulative = weights.cumsum(-1)
-    # Inverse transform sampling: the first token at which the sum exceeds a random part of the total
+    # Inverse transform sampling: the first token at which the sum exceeds a part of the total
     target = (cumulative[:, -1:] * (uniform * 2**24).long()) >> 24
     index = (cumulative <= target).sum(-1, keepdim=True)
     return tokens.gather(1, index.clamp(max=k - 1))  # NaN logits would give k
