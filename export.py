@@ -1,4 +1,5 @@
-"""Export a run's model: `python export.py RUN --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
+"""Export a run's model:
+`python export.py RUN --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
 
 import argparse
 import contextlib
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 
 from common import UserError, atomic_write, report_error
 from data.tokenizers import VOCABULARY_FILE, Tokenizer, bytes_of_letters, get_tokenizer
-from inference.generation import random_tokens
+from inference.generation import freeze, random_tokens
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import load_weights, model_config, read_checkpoint, with_eval_weights
@@ -32,52 +33,56 @@ PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"], "hf"
 
 
 def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
-    """The fp32 weights under the model's parameter names, and config.json with shape and tokenizer beside them."""
+    """Write the fp32 weights under the model's parameter names, and config.json beside them."""
     from safetensors.torch import save
 
     if checkpoint.get("vocabulary"):
         out.with_name(VOCABULARY_FILE).write_bytes(checkpoint["vocabulary"].encode("utf-8"))
     config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
     out.with_name("config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = {
-        name: tensor.clone() for name, tensor in model.state_dict().items()
-    }  # of tied ones too
+    # Cloned, as safetensors refuses tied weights
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with atomic_write(out) as file:
         file.write(save(weights, {"format": "pt"}))
 
 
 def to_int8(model: GPT, checkpoint: dict, out: Path) -> None:
-    """A checkpoint of int8 weights and their scales, without optimizer state, for sample.py."""
+    """Write a checkpoint of int8 weights and scales, without optimizer state, for sample.py."""
+    weights = dict(quantize(model).state_dict())
     with atomic_write(out) as file:
-        torch.save(
-            checkpoint | dict(model=dict(quantize(model).state_dict()), optimizer={}, extra={}),
-            file,
-        )
+        torch.save(checkpoint | dict(model=weights, optimizer={}, extra={}), file)
 
 
 def traced(model: GPT) -> torch.export.ExportedProgram:
-    """The forward pass from int64 ids (batch, length) to fp32 logits (batch, length, vocab_size), of any such shape."""
-    if (table := model.ngrams) is not None:
-        table.forward = lambda rows, weights: F.embedding(rows, table.weight).sum(
-            1
-        )  # which ONNX has
-    example = torch.zeros((2, max(2, model.cfg.seq_len // 2)), dtype=torch.int64)
+    """Trace the forward pass from int64 ids (B, T) to fp32 logits (B, T, vocab_size), any B and T.
+
+    Raises UserError for a model that cannot be traced.
+    """
+    table = model.ngrams
+    if table is not None:  # ONNX has lookups and sums, but no embedding_bag
+        table.forward = lambda rows, weights: F.embedding(rows, table.weight).sum(1)
+    seq_len = model.cfg.seq_len
+    example = torch.zeros((2, max(2, seq_len // 2)), dtype=torch.int64)
     shape = {
         0: torch.export.Dim("batch", min=1),
-        1: torch.export.Dim("length", min=1, max=model.cfg.seq_len),
+        1: torch.export.Dim("length", min=1, max=seq_len),
     }
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # where a failure prints the graph
+        with contextlib.redirect_stderr(io.StringIO()):  # a failure prints the graph there
             return torch.export.export(model, (example,), dynamic_shapes=dict(idx=shape))
-    except Exception as error:  # of many kinds: an edit may not be traceable
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    except Exception as error:  # of many kinds: an edited model may not be traceable
         raise UserError(
-            f"the model cannot be traced ({reason}); export its weights, --to safetensors"
+            f"the model cannot be traced ({type(error).__name__}: {first_line(error)}); "
+            "export its weights, --to safetensors"
         ) from None
 
 
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
-    """A program that torch.export.load reads without this repository."""
+    """Write a program that torch.export.load reads without this repository."""
     content = io.BytesIO()  # in memory first: PyTorch's own writer aborts when a write fails
     torch.export.save(traced(model), content)
     with atomic_write(out) as file:
@@ -85,95 +90,117 @@ def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
 
 
 def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
-    """A graph with input "idx" and output "logits", of any batch and length; weights of 2 GB and more lie beside it."""
-    names = dict(input_names=["idx"], output_names=["logits"])
-    program = torch.onnx.export(traced(model), **names, dynamo=True, verbose=False)
+    """Write a graph with input "idx" and output "logits", of any batch size and length.
+
+    Weights of 2 GB and more are written to a file beside it.
+    """
+    program = torch.onnx.export(
+        traced(model),
+        input_names=["idx"],
+        output_names=["logits"],
+        dynamo=True,
+        verbose=False,
+    )
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
         program.save(Path(folder) / out.name)
-        for path in sorted(
-            Path(folder).iterdir(), reverse=True
-        ):  # the weights, if they are apart, and then the graph
+        # In reverse order: a file of weights first, then the graph
+        for path in sorted(Path(folder).iterdir(), reverse=True):
             os.replace(path, out.with_name(path.name))
 
 
 @torch.no_grad()
 def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
-    """A folder for transformers: its Auto classes load model and tokenizer, with trust_remote_code=True.
+    """Write a folder from which Transformers' Auto classes load model and tokenizer.
 
-    Raises UserError where modeling_gpt.py does not give the model's logits, as after an edit of model.py alone.
+    They need trust_remote_code=True. Raises UserError if modeling_gpt.py does not compute the
+    model's logits, as after a change of model.py alone.
     """
     from inference.modeling_gpt import TrainGPTConfig, TrainGPTForCausalLM
 
-    own, shape = (
-        get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")),
-        dict(checkpoint["model_config"]),
+    tokenizer = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
+    vocab_size, eot = tokenizer.vocab_size, tokenizer.eot
+    if checkpoint["config"].get("doc_mask"):
+        model.doc_eot = eot
+    config = checkpoint["model_config"] | dict(
+        vocab_size=vocab_size,  # without the head's padding
+        doc_eot=model.doc_eot,
+        bos_token_id=eot,
+        eos_token_id=eot,
+        pad_token_id=eot,
     )
-    model.doc_eot = own.eot if checkpoint["config"].get("doc_mask") else None
-    shape |= dict(vocab_size=own.vocab_size, doc_eot=model.doc_eot)  # without the head's padding
-    del shape["version"]
-    special = dict(bos_token_id=own.eot, eos_token_id=own.eot, pad_token_id=own.eot)
-    theirs = TrainGPTForCausalLM(TrainGPTConfig(**shape, **special)).eval()
-    padded = ("wte.weight", "value_embed.weight", "head.weight")
+    del config["version"]
+    hf_model = TrainGPTForCausalLM(TrainGPTConfig(**config)).eval()
     weights = model.state_dict()
-    weights |= {name: weights[name][: own.vocab_size] for name in padded}
-    idx = random_tokens(model, 2, model.cfg.seq_len) % own.vocab_size
+    for name in ("wte.weight", "value_embed.weight", "head.weight"):
+        weights[name] = weights[name][:vocab_size]
+    idx = random_tokens(model, 2, model.cfg.seq_len) % vocab_size
     try:
-        theirs.load_state_dict(weights)
-        torch.testing.assert_close(
-            theirs(idx).logits, model(idx)[..., : own.vocab_size], rtol=0, atol=1e-3
-        )
+        hf_model.load_state_dict(weights)
+        logits = model(idx)[..., :vocab_size]
+        torch.testing.assert_close(hf_model(idx).logits, logits, rtol=0, atol=1e-3)
     except (RuntimeError, AssertionError) as error:
-        wrong = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"modeling_gpt.py does not compute what model.py does ({wrong}); edit it alike"
+            f"modeling_gpt.py does not compute what model.py does ({first_line(error)}); "
+            "edit it alike"
         ) from None
+
     TrainGPTConfig.register_for_auto_class()
     TrainGPTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
-        theirs.save_pretrained(made := Path(folder, out.name))
-        if not own.name.startswith("integers"):
-            hf_tokenizer(own, model.cfg.seq_len).save_pretrained(made)
-        os.rename(made, out)
+        written = Path(folder, out.name)
+        hf_model.save_pretrained(written)
+        if not tokenizer.name.startswith("integers"):
+            hf_tokenizer(tokenizer, model.cfg.seq_len).save_pretrained(written)
+        os.rename(written, out)
 
 
-def hf_tokenizer(own: Tokenizer, seq_len: int):
-    """A tokenizer of transformers that makes the same tokens; the text "<|endoftext|>" becomes that token."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
+    """Make a tokenizer of Transformers that makes the same tokens.
+
+    The text "<|endoftext|>" becomes that token, and every text begins with it, as in sample.py.
+    """
+    import tokenizers
+    from tokenizers import pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    if tokenizer.name == "bytes":
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        splits = []
+    else:
+        ranks = tokenizer.tiktoken._mergeable_ranks
+        pattern = tokenizers.Regex(tokenizer.tiktoken._pat_str)
+        splits = [pre_tokenizers.Split(pattern, "isolated")]
+    tokens = sorted(ranks, key=ranks.get)
     letters = {byte: letter for letter, byte in bytes_of_letters().items()}
-    ranks, split = {bytes([byte]): byte for byte in range(256)}, []
-    if own.name != "bytes":
-        ranks, split = (
-            own.tiktoken._mergeable_ranks,
-            [pre_tokenizers.Split(Regex(own.tiktoken._pat_str), "isolated")],
-        )
-    vocab, merges = {raw: "".join(letters[byte] for byte in raw) for raw in ranks}, []
-    for raw in sorted(
-        ranks, key=ranks.get
-    ):  # every way to make a token, in the order of tokens, which is tiktoken's
-        pairs = [
-            (raw[:i], raw[i:]) for i in range(1, len(raw)) if raw[:i] in ranks and raw[i:] in ranks
-        ]
-        merges += [
-            (vocab[a], vocab[b])
-            for a, b in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        ]
-    bpe = Tokenizer(models.BPE({vocab[raw]: rank for raw, rank in ranks.items()}, merges))
+    spelling = ["".join(letters[byte] for byte in token) for token in tokens]
+    vocab = {text: rank for rank, text in enumerate(spelling)}
+
+    # Every pair of tokens that makes a token, in tiktoken's order: by the rank of what it makes
+    merges = []
+    for token in tokens:
+        pairs = []
+        for i in range(1, len(token)):
+            left, right = token[:i], token[i:]
+            if left in ranks and right in ranks:
+                pairs.append((ranks[left], ranks[right]))
+        merges += [(spelling[left], spelling[right]) for left, right in sorted(pairs)]
+
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.Sequence([*split, byte_level]),
-        decoders.ByteLevel(),
-    )
-    end = "<|endoftext|>"  # begins every text, as in sample.py
-    bpe.post_processor = processors.TemplateProcessing(
-        single=[end, "$A"], special_tokens=[(end, own.eot)]
-    )
-    special = dict(
-        bos_token=end, eos_token=end, pad_token=end, padding_side="left", model_max_length=seq_len
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    eot = "<|endoftext|>"
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single=[eot, "$A"], special_tokens=[(eot, tokenizer.eot)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=bpe,
+        bos_token=eot,
+        eos_token=eot,
+        pad_token=eot,
+        padding_side="left",
+        model_max_length=seq_len,
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -186,60 +213,68 @@ FORMATS = {
 }
 
 
+def check_arguments(kind: str, out: Path) -> None:
+    """Raise UserError if a package is missing, or the files cannot be written under this name."""
+    for package in PACKAGES.get(kind, []):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"--to {kind} needs {package}, which is not installed; pip install {package}"
+            )
+    beside = []
+    if kind == "safetensors":
+        beside = ["config.json", VOCABULARY_FILE]
+    elif kind == "onnx":
+        beside = [f"{out.name}.data"]
+    for path in (out, *(out.parent / name for name in beside)):
+        if path.exists():
+            raise UserError(f"{path} is there already; give another --out, or delete it")
+    if out.name in beside:
+        raise UserError(
+            f"--out is {out.name}, which is written beside the weights; give them another name"
+        )
+    if kind == "torch-export" and out.suffix != ".pt2":
+        raise UserError(
+            f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending"
+        )
+
+
+def export(path: Path, kind: str, out: Path) -> None:
+    """Write the model of a checkpoint file in this format, and print what was written."""
+    checkpoint = with_eval_weights(read_checkpoint(path))
+    model = GPT(model_config(checkpoint, GPTConfig, path))
+    load_weights(model, checkpoint, path)
+    n_params = sum(p.numel() for p in model.parameters())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # The exporters warn of their own packages
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        FORMATS[kind](freeze(model), checkpoint, out)
+    files = out.iterdir() if out.is_dir() else [out]
+    size = sum(file.stat().st_size for file in files)
+    print(f"{path} -> {out}: {kind}, {size:,} bytes ({n_params:,} parameters)")
+
+
 def main(argv: list[str]) -> int:
-    """The command line; returns the exit code: 0 done, 2 the user's mistake."""
+    """Run the command line; returns the exit code: 0 done, 1 an error, 2 the user's mistake."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or a checkpoint file")
-    parser.add_argument(
-        "--to", required=True, choices=FORMATS, help="the format; graphs are in fp32"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", metavar="RUN", help="folder of a run, or a checkpoint file")
+    add("--to", required=True, choices=FORMATS, help="the format; graphs are in fp32")
+    add(
         "--out",
         required=True,
         metavar="FILE",
         help="the file (hf: folder) to write; must not exist yet",
     )
-    parser.add_argument(
-        "--best", action="store_true", help="the weights of the best evaluation, not the newest"
-    )
+    add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     args = parser.parse_args(argv)
+    out = Path(args.out)
     try:
-        for package in PACKAGES.get(args.to, []):
-            if importlib.util.find_spec(package) is None:
-                raise UserError(
-                    f"--to {args.to} needs {package}, which is not installed; pip install {package}"
-                )
-        path, out = find_file(args.run, args.best), Path(args.out)
-        beside = dict(safetensors=["config.json", VOCABULARY_FILE], onnx=[f"{out.name}.data"]).get(
-            args.to, []
-        )
-        if there := [
-            str(path) for path in (out, *(out.parent / name for name in beside)) if path.exists()
-        ]:
-            raise UserError(f"{there[0]} is there already; give another --out, or delete it")
-        if out.name in beside:
-            raise UserError(
-                f"--out is {out.name}, which is written beside the weights; give them another name"
-            )
-        if args.to == "torch-export" and out.suffix != ".pt2":
-            raise UserError(
-                f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending"
-            )
-        checkpoint = with_eval_weights(read_checkpoint(path))
-        model = GPT(model_config(checkpoint, GPTConfig, path))
-        load_weights(model, checkpoint, path)
-        count = sum(p.numel() for p in model.parameters())
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the exporters' own, as the log of packages that nothing here needs
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            FORMATS[args.to](model.freeze(), checkpoint, out)
+        check_arguments(args.to, out)
+        export(find_file(args.run, args.best), args.to, out)
     except Exception as error:
         return report_error(error)
-    size = sum(file.stat().st_size for file in (out.iterdir() if out.is_dir() else [out]))
-    print(f"{path} -> {out}: {args.to}, {size:,} bytes ({count:,} parameters)")
     return 0
 
 

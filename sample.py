@@ -1,5 +1,5 @@
-"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT [--prompt TEXT ...]`, or with
-`--perplexity FILE` or `--choices FILE.jsonl`."""
+"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT
+[--prompt TEXT ...]`, or with `--perplexity FILE` or `--choices FILE.jsonl`."""
 
 import argparse
 import codecs
@@ -16,12 +16,17 @@ if __name__ == "__main__":
 import torch
 
 from common import UserError, printable, report_error
-from data.tokenizers import get_tokenizer
+from data.tokenizers import Tokenizer, get_tokenizer
 from inference.evaluation import print_choices, print_perplexity
-from inference.generation import check_cache, compile_decode_step, generate, tokens_to_cpu
+from inference.generation import (
+    check_cache,
+    compile_decode_step,
+    freeze,
+    generate,
+    tokens_to_cpu,
+)
 from inference.int8 import quantize
 from model import GPT, GPTConfig
-from ops.compile import skip_inductor_isa_test
 from runtime.checkpoint import (
     BEST,
     list_checkpoints,
@@ -33,36 +38,54 @@ from runtime.checkpoint import (
 from runtime.device import DTYPES, peak_memory_mb, sampling_dtype, select_device
 from runtime.flag_checks import check_compiler
 
-SAMPLING = "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache compile"
-# mode -> flags that do nothing in it
-NO_EFFECT = dict(
-    perplexity=f"choices {SAMPLING}", choices=SAMPLING, interactive="prompt", no_cache="compile"
+# For each mode, the flags that do nothing in it
+SAMPLING = (
+    "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache "
+    "compile"
 )
+NO_EFFECT = {
+    "perplexity": f"choices {SAMPLING}",
+    "choices": SAMPLING,
+    "interactive": "prompt",
+    "no_cache": "compile",
+}
 
 
 def find_file(run: str, best: bool = False) -> Path:
-    """The checkpoint file to load: the newest or best of a run's folder, or `run` itself. Raises UserError."""
+    """Return the checkpoint file to load: `run` itself, or the newest or best in this folder.
+
+    Raises UserError.
+    """
     path = Path(run)
     if path.is_file() and not best:
         return path
-    found = list(path.glob(BEST)) if best else list_checkpoints(path)
+    if best:
+        found = list(path.glob(BEST))
+        name = f"{BEST}, which evaluations during training save"
+    else:
+        found = list_checkpoints(path)
+        name = "ckpt_<step>.pt"
     if not found:
-        name = f"{BEST}, which evaluations during training save" if best else "ckpt_<step>.pt"
         raise UserError(
-            f"{path} holds no {name}; give the folder of a run that has saved, or a file without --best"
+            f"{path} holds no {name}; give the folder of a run that has saved, "
+            "or a file without --best"
         )
     return found[0]
 
 
-def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, object]:
-    """The model of a checkpoint file, or of what `export.py --to int8` wrote, for inference, and its tokenizer.
+def load(
+    path: Path, device_name: str, dtype_name: str, int8: bool = False
+) -> tuple[GPT, Tokenizer]:
+    """Load the model of a checkpoint file for inference, and its tokenizer.
 
-    Raises UserError.
+    The file may be one that `export.py --to int8` wrote. Raises UserError.
     """
-    checkpoint, place = read_checkpoint(path), select_device(device)
+    checkpoint = read_checkpoint(path)
+    device = select_device(device_name)
     cfg = model_config(checkpoint, GPTConfig, path)
-    dtype = DTYPES[sampling_dtype(dtype, checkpoint["config"].get("dtype"), cfg.n_embd, place)]
-    with torch.device(place):
+    trained_in = checkpoint["config"].get("dtype")
+    dtype = DTYPES[sampling_dtype(dtype_name, trained_in, cfg.n_embd, device)]
+    with torch.device(device):
         model = GPT(cfg, dtype, loss_chunk=2048)
         if any(name.endswith("_int8") for name in checkpoint["model"]):
             quantize(model)
@@ -71,14 +94,17 @@ def load(path: Path, device: str, dtype: str, int8: bool = False) -> tuple[GPT, 
         raise UserError(f"{path} holds weights that are not finite; use an earlier checkpoint")
     if int8:
         quantize(model)
-    return model.freeze(), get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
+    tokenizer = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
+    return freeze(model), tokenizer
 
 
-def main(argv: list[str]) -> int:
-    """The command line; returns the exit code: 0 done, 2 the user's mistake."""
-    style = argparse.ArgumentDefaultsHelpFormatter
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
-        "sample.py", description=__doc__, allow_abbrev=False, formatter_class=style
+        "sample.py",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -90,7 +116,9 @@ def main(argv: list[str]) -> int:
     add("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
     add("--interactive", action="store_true", help="continue each line that is typed")
     add(
-        "--perplexity", metavar="FILE", help="print this text file's perplexity instead of sampling"
+        "--perplexity",
+        metavar="FILE",
+        help="print this text file's perplexity instead of sampling",
     )
     add(
         "--stride",
@@ -112,7 +140,10 @@ def main(argv: list[str]) -> int:
     add("--seed", type=int, default=0, help="the same seed gives the same text")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add(
-        "--dtype", default="auto", choices=("auto", *DTYPES), help="auto = as trained, if supported"
+        "--dtype",
+        default="auto",
+        choices=("auto", *DTYPES),
+        help="auto = as trained, if supported",
     )
     add(
         "--int8",
@@ -125,27 +156,159 @@ def main(argv: list[str]) -> int:
         help="re-read the whole context for each token, to compare",
     )
     add("--compile", action="store_true", help="compile the decode step; pays off for long texts")
-    args = parser.parse_args(argv)
-    try:
-        check_arguments(args, parser)
-        model, tokenizer = load(find_file(args.run, args.best), args.device, args.dtype, args.int8)
-        if args.perplexity is not None:
-            print_perplexity(
-                model, tokenizer, Path(args.perplexity), args.stride or model.cfg.seq_len
-            )
-            return 0
-        if args.choices is not None:
-            print_choices(model, tokenizer, Path(args.choices))
-            return 0
+    return parser
+
+
+def check_arguments(args, parser: argparse.ArgumentParser) -> None:
+    """Raise UserError for invalid values, and for flags that would have no effect."""
+    minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0)
+    for name, least in minimum.items():
+        value = getattr(args, name)
+        if not value >= least:
+            raise UserError(f"--{name} is {value}; expected at least {least}")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
+    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    if "stride" in changed and "perplexity" not in changed:
+        raise UserError("--stride is for --perplexity, which was not given; remove it")
+    for mode, names in NO_EFFECT.items():
+        unused = changed & set(names.split())
+        if mode in changed and unused:
+            raise UserError(f"--{min(unused)} does nothing for --{mode}; remove one of them")
+
+
+class Sample:
+    """A text that is being generated: the prompt, and what follows it so far."""
+
+    def __init__(self, prompt: str, seed: int):
+        self.prompt = prompt
+        self.seed = seed
+        self.text = ""
+        self.n_printed = 0  # characters of the text
+        self.ended = False
+        # Holds the bytes of a character back until it is complete
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def append(self, raw: bytes, stop: str) -> None:
+        """Append a token's bytes; end the text before the stop text, if it now contains that."""
+        self.text += self.decoder.decode(raw)
+        if stop and stop in self.text:
+            self.text = self.text.partition(stop)[0]
+            self.decoder.reset()
+            self.ended = True
+
+    def stream(self, stop: str) -> None:
+        """Print what is new, except for an end that may yet become the stop text."""
+        end = len(self.text) - max(0, len(stop) - 1)
+        if end > self.n_printed:
+            print(displayed(self.text[self.n_printed : end]), end="", flush=True)
+            self.n_printed = end
+
+
+def displayed(text: str) -> str:
+    """Return the text as it is printed: on a terminal without control characters."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: bool) -> str:
+    """Generate the samples' texts; return a sentence on the number of tokens, speed and memory.
+
+    step: as in generate. stream: print the text while it is being generated.
+    """
+    prompts = []
+    for sample in samples:
+        tokens = [tokenizer.eot, *tokenizer.encode(sample.prompt).tolist()]
+        prompts.append(torch.tensor(tokens))
+    steps = generate(
+        model,
+        prompts,
+        n_tokens=args.max_new_tokens,
+        vocab_size=tokenizer.vocab_size,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seeds=[sample.seed for sample in samples],
+        step=step,
+        use_cache=not args.no_cache,
+    )
+    n_tokens = 0
+    speed = ""
+    for number, step_tokens in enumerate(tokens_to_cpu(steps), 1):
+        for sample, token in zip(samples, step_tokens):
+            if token == tokenizer.eot:
+                sample.ended = True
+            if not sample.ended:
+                n_tokens += 1
+                sample.append(tokenizer.decode_bytes([token]), args.stop)
+        if stream:
+            samples[0].stream(args.stop)
+        # Without the first steps, which read the prompts, compile, and record CUDA graphs
+        if number == 4:
+            start = time.perf_counter()
+            n_before = n_tokens
+        if number > 4:
+            tokens_per_s = (n_tokens - n_before) / (time.perf_counter() - start)
+            speed = f"{tokens_per_s:,.0f} tokens/s from the fifth on, "
+        if all(sample.ended for sample in samples):
+            break
+    return f"({n_tokens:,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)"
+
+
+def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None:
+    """Continue the prompts: a single sample is streamed, several are printed when done."""
+    seeds = range(args.seed, args.seed + args.num_samples)
+    samples = [Sample(prompt, seed) for prompt in prompts for seed in seeds]
+    stream = len(samples) == 1
+    if stream:
+        print(samples[0].prompt, end="", flush=True)
+    for first in range(0, len(samples), 32):
+        batch = samples[first : first + 32]
+        summary = complete(batch, model, tokenizer, args, step, stream)
+        for number, sample in enumerate(batch, first + 1):
+            sample.text += sample.decoder.decode(b"", final=True)
+            if stream:
+                print(displayed(sample.text[sample.n_printed :]))
+            else:
+                print(f"--- sample {number}\n{displayed(sample.prompt + sample.text)}")
+        print(summary, file=sys.stderr)
+
+
+def typed_lines():
+    """Yield each typed line as a list of one prompt, until the end of input (Ctrl-D)."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    for line in sys.stdin:
+        yield [line.removesuffix("\n")]
+        print("> ", end="", file=sys.stderr, flush=True)
+
+
+def run(args) -> None:
+    """Load the model, and print perplexity, accuracy or samples."""
+    path = find_file(args.run, args.best)
+    model, tokenizer = load(path, args.device, args.dtype, args.int8)
+    if args.perplexity is not None:
+        stride = args.stride or model.cfg.seq_len
+        print_perplexity(model, tokenizer, Path(args.perplexity), stride)
+    elif args.choices is not None:
+        print_choices(model, tokenizer, Path(args.choices))
+    else:
         if not args.no_cache:
             check_cache(model)
         step = None
         if args.compile:
             check_compiler(model.device)
-            skip_inductor_isa_test()
             step = compile_decode_step(model.device)
-        for prompts in typed_lines() if args.interactive else [args.prompt]:
-            print_samples(model, tokenizer, prompts, args, step)
+        prompt_lists = typed_lines() if args.interactive else [args.prompt]
+        for prompts in prompt_lists:
+            print_samples(prompts, model, tokenizer, args, step)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code: 0 done, 1 an error, 2 the user's mistake."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        check_arguments(args, parser)
+        run(args)
     except KeyboardInterrupt:
         print()
         return 130
@@ -154,85 +317,6 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         return report_error(error)
     return 0
-
-
-def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raises UserError for invalid values, and for flags that would have no effect."""
-    for name, least in dict(
-        num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0
-    ).items():
-        if not getattr(args, name) >= least:
-            raise UserError(f"--{name} is {getattr(args, name)}; expected at least {least}")
-    if not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    if "stride" in given and "perplexity" not in given:
-        raise UserError("--stride is for --perplexity, which was not given; remove it")
-    for mode, names in NO_EFFECT.items():
-        if mode in given and (unused := given & set(names.split())):
-            raise UserError(f"--{min(unused)} does nothing for --{mode}; remove one of them")
-
-
-def typed_lines():
-    """Yields each typed line as a list of one prompt, until the end of input (Ctrl-D)."""
-    print("> ", end="", file=sys.stderr, flush=True)
-    for line in sys.stdin:
-        yield [line.removesuffix("\n")]
-        print("> ", end="", file=sys.stderr, flush=True)
-
-
-def print_samples(
-    model: GPT, tokenizer, prompts: list[str], args: argparse.Namespace, step
-) -> None:
-    """Continue the prompts: a single text is streamed; several are generated 32 at a time and printed when done."""
-    samples = [(prompt, args.seed + i) for prompt in prompts for i in range(args.num_samples)]
-    alone, shown = (
-        len(samples) == 1,
-        printable if sys.stdout.isatty() else str,
-    )  # a file gets the text unchanged
-    for first in range(0, len(samples), 32):
-        texts, seeds = map(list, zip(*samples[first : first + 32]))
-        tokens = [torch.tensor([tokenizer.eot, *tokenizer.encode(text).tolist()]) for text in texts]
-        sampling = args.temperature, args.top_k, args.top_p, seeds, step, not args.no_cache
-        drawn = generate(model, tokens, args.max_new_tokens, tokenizer.vocab_size, *sampling)
-        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in texts]
-        begins, held = (
-            [len(text) for text in texts],
-            max(0, len(args.stop) - 1),
-        )  # what may yet become a stop
-        done, count, speed, printed = set(), 0, "", begins[0]
-        if alone:
-            print(texts[0], end="", flush=True)
-        for number, row in enumerate(tokens_to_cpu(drawn), 1):
-            for i, token in enumerate(row):
-                if token == tokenizer.eot:
-                    done.add(i)
-                if i in done:
-                    continue
-                count += 1
-                texts[i] += decoders[i].decode(tokenizer.decode_bytes([token]))
-                end = texts[i].find(args.stop, begins[i]) if args.stop else -1
-                if end >= 0:
-                    texts[i] = texts[i][:end]
-                    decoders[i].reset()
-                    done.add(i)
-                elif alone and (safe := len(texts[0]) - held) > printed:
-                    print(shown(texts[0][printed:safe]), end="", flush=True)
-                    printed = safe
-            if (
-                number == 4
-            ):  # the first step reads the prompts, the second may compile, the next two record CUDA graphs
-                start, skipped = time.perf_counter(), count
-            if number > 4:
-                speed = f"{(count - skipped) / (time.perf_counter() - start):,.0f} tokens/s from the fifth on, "
-            if len(done) == len(texts):
-                break
-        for i, (text, decoder) in enumerate(zip(texts, decoders), first + 1):
-            text += decoder.decode(b"", final=True)
-            print(shown(text[printed:]) if alone else f"--- sample {i}\n{shown(text)}")
-        print(
-            f"({count:,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)", file=sys.stderr
-        )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from statistics import mean
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, table, time_ms
-from inference.generation import compile_decode_step, generate
+from inference.generation import compile_decode_step, freeze, generate
 from inference.int8 import quantize
 from runtime.device import peak_memory_mb
 from train_gpt import Config
@@ -24,7 +24,7 @@ def infer_case(cfg: Config, batch: int, mode: str, prompt_len: int, n_tokens: in
     vocab_size = stream.meta["vocab_size"]
     if "int8" in mode:
         quantize(model)
-    model.freeze()  # as sample.py does
+    freeze(model)  # as sample.py does
     decode_step = compile_decode_step(device) if "compiled" in mode else None
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(vocab_size, (batch, prompt_len), generator=generator).to(device)
@@ -33,8 +33,8 @@ def infer_case(cfg: Config, batch: int, mode: str, prompt_len: int, n_tokens: in
         tokens = generate(
             model,
             list(prompts),
-            n_tokens,
-            vocab_size,
+            n_tokens=n_tokens,
+            vocab_size=vocab_size,
             temperature=0,
             step=decode_step,
             use_cache=mode != "no cache",

@@ -1,1 +1,1 @@
-"""Generation with a KV cache, evaluation of a trained model, int8, and the model for Transformers."""
+"""Generation with a KV cache, evaluation, int8 weights, and the model for Transformers."""

@@ -1,5 +1,6 @@
 """Evaluation of a trained model: perplexity on a text, and multiple-choice questions."""
 
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -8,192 +9,210 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from data.choices import Question, read_questions
 from data.prepare import encode_file
 from model import GPT
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Perplexity
 
 
 @torch.no_grad()
 def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
-    """Summed loss of the tokens in nats; each is predicted once, the first from an `eot` before it.
+    """Return the summed loss of the tokens in nats; the first is predicted from an `eot` before it.
 
-    Windows of the model's context length advance by `stride` tokens; all but the first score only their last `stride`.
+    Windows of the model's context length advance by `stride` tokens. The first scores all of its
+    tokens, the others those that no earlier one has scored.
     """
-    seq_len, device, n, total = model.cfg.seq_len, model.device, len(tokens), 0.0
+    n = len(tokens)
+    seq_len = model.cfg.seq_len
     stream = torch.from_numpy(np.concatenate(([eot], tokens)).astype(np.int64))
     ends = [*range(min(seq_len, n), n, stride), n]
-    windows, rows = list(zip([0, *ends], ends)), max(1, 8192 // seq_len)
-    for first in range(0, len(windows), rows):
-        part = windows[first : first + rows]
-        x, y = (
-            torch.zeros(len(part), seq_len, dtype=torch.int64),
-            torch.full((len(part), seq_len), -1),
-        )
-        for i, (counted, end) in enumerate(part):
-            start = max(0, end - seq_len)
-            x[i, : end - start], y[i, counted - start : end - start] = (
-                stream[start:end],
-                stream[counted + 1 : end + 1],
-            )
-        total += model(x.to(device), y.to(device)).item() * int((y >= 0).sum())
-        print(
-            f"\r{end:,} of {n:,} tokens, {total / end:.4f} nats per token", end="", file=sys.stderr
-        )
+    batch_size = max(1, 8192 // seq_len)
+    total = 0.0
+    first_scored = 0
+    for i in range(0, len(ends), batch_size):
+        batch = ends[i : i + batch_size]
+        windows = torch.stack([stream[max(0, end - seq_len) : end + 1] for end in batch])
+        x, y = windows[:, :-1], windows[:, 1:].clone()
+        for row, end in enumerate(batch):
+            y[row, : first_scored - end] = -1
+            first_scored = end
+        mean_loss = model(x.to(model.device), y.to(model.device)).item()
+        total += mean_loss * int((y >= 0).sum())
+        progress = f"\r{end:,} of {n:,} tokens, {total / end:.4f} nats per token"
+        print(progress, end="", file=sys.stderr)
     print(file=sys.stderr)
     return total
 
 
 def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
-    """Print a file's perplexity per token, byte and word of the text that data/prepare.py would tokenize."""
+    """Print a text file's perplexity per token, byte and word.
+
+    The text is tokenized as by data/prepare.py. Raises UserError.
+    """
+    seq_len = model.cfg.seq_len
     if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz"):
         raise UserError(
             f"{path} is not a file of plain text, as --perplexity needs; write its texts into one"
         )
-    if stride > model.cfg.seq_len:
-        raise UserError(
-            f"--stride is {stride}; expected at most the model's context of {model.cfg.seq_len}"
-        )
+    if stride > seq_len:
+        raise UserError(f"--stride is {stride}; expected at most the model's context of {seq_len}")
     tokens, n_bytes = encode_file(path, tokenizer)
-    if not len(tokens):
+    if len(tokens) == 0:
         raise UserError(f"{path} is empty; --perplexity needs some text")
     loss = summed_loss(model, tokens, tokenizer.eot, stride)
+
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
     print(
-        f"{path}: windows of {model.cfg.seq_len} tokens, stride {stride}; the first token follows an end-of-text token"
+        f"{path}: windows of {seq_len} tokens, stride {stride}; "
+        "the first token follows an end-of-text token"
     )
     print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
-    for name, n in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
-        if n:
-            nats = loss / n
-            shown = f"{math.exp(nats):,.4f}" if nats < 13 else f"e^{nats:.4f}"
-            print(f"{'per ' + name:10}{n:>14,}{shown:>16}{nats:>12.4f}{nats / math.log(2):>12.4f}")
+    for unit, count in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
+        if count == 0:
+            continue
+        nats = loss / count
+        bits = nats / math.log(2)
+        perplexity = f"{math.exp(nats):,.4f}" if nats < 13 else f"e^{nats:.4f}"
+        print(f"{'per ' + unit:10}{count:>14,}{perplexity:>16}{nats:>12.4f}{bits:>12.4f}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Multiple choice
+
+Pairs = list[tuple[Tensor, Tensor]]  # contexts and endings, tokens, int64
 
 
 @torch.no_grad()
-def score_endings(
-    model: GPT, contexts: list[Tensor], endings: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Log-likelihood of each ending after its context, in nats, fp64 (N,), and whether greedy decoding produces it.
+def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Score each ending after its context.
 
-    contexts, endings: tokens, int64, at least one each; an ending must fit into the model's context, and its context
-    is truncated on the left to what fits.
+    Both have at least one token. An ending must fit into the model's context length; its context is
+    truncated on the left to what fits.
+
+    Returns the log-likelihoods of the endings in nats, fp64 (N,), and whether greedy decoding
+    produces them, bool (N,).
     """
-    seq_len, device = model.cfg.seq_len, model.device
-    scores, greedy = (
-        torch.zeros(len(endings), dtype=torch.float64),
-        torch.ones(len(endings), dtype=torch.bool),
-    )
-    texts = [torch.cat(pair)[-seq_len - 1 :] for pair in zip(contexts, endings)]
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
+    inputs, targets = [], []
+    for context, ending in pairs:
+        tokens = torch.cat((context, ending))[-model.cfg.seq_len - 1 :]
+        target = tokens[1:].clone()
+        target[: -len(ending)] = -1  # the context is not scored
+        inputs.append(tokens[:-1])
+        targets.append(target)
+    scores = torch.zeros(len(pairs), dtype=torch.float64)
+    is_greedy = torch.zeros(len(pairs), dtype=torch.bool)
+
+    # The longest first, so that little is padded; 2,048 tokens at once, as this limits the logits
+    order = sorted(range(len(pairs)), key=lambda i: len(inputs[i]), reverse=True)
     while order:
-        length = len(texts[order[0]]) - 1
-        part, order = (
-            order[: max(1, 2048 // length)],
-            order[max(1, 2048 // length) :],
-        )  # whose logits exist at once
-        x, y = (
-            torch.zeros(len(part), length, dtype=torch.int64),
-            torch.full((len(part), length), -1),
-        )
-        for row, i in enumerate(part):
-            end = len(texts[i]) - 1
-            x[row, :end], y[row, end - len(endings[i]) : end] = texts[i][:-1], endings[i]
-        logits, y = model(x.to(device)), y.to(device)
+        batch_size = max(1, 2048 // len(inputs[order[0]]))
+        batch = order[:batch_size]
+        order = order[batch_size:]
+        x = pad_sequence([inputs[i] for i in batch], batch_first=True)
+        y = pad_sequence([targets[i] for i in batch], batch_first=True, padding_value=-1)
+        y = y.to(model.device)
+        logits = model(x.to(model.device))
         losses = F.cross_entropy(
             logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none"
-        ).view(y.shape)
-        scores[part] = -losses.cpu().double().sum(1)
-        greedy[part] = ((logits.argmax(-1) == y) | (y < 0)).all(1).cpu()
-    return scores, greedy
-
-
-def tokens_of(
-    question: Question, tokenizer, seq_len: int, place: str
-) -> list[tuple[Tensor, Tensor]]:
-    """Context and ending, int64, for each ending of a question; a context has at least one token.
-
-    Trailing whitespace of the context moves to the ending, as in lm-evaluation-harness: it is part of the word's token.
-    Raises UserError when an ending does not fit into the model's context.
-    """
-    before = question.context.rstrip()
-    blanks = question.context[len(before) :]
-    context = torch.tensor(tokenizer.encode(before).tolist() or [tokenizer.eot])
-    pairs = [
-        (context, torch.tensor(tokenizer.encode(blanks + text).tolist()))
-        for text in question.endings
-    ]
-    longest = max(len(ending) for _, ending in pairs)
-    if longest > seq_len:
-        raise UserError(
-            f"{place} has an ending of {longest} tokens; expected at most the model's context, {seq_len}"
         )
+        scores[batch] = -losses.view(y.shape).cpu().double().sum(1)
+        is_greedy[batch] = ((logits.argmax(-1) == y) | (y == -1)).all(1).cpu()
+    return scores, is_greedy
+
+
+def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> Pairs:
+    """Return the context with each ending, as tokens; a context has at least one token.
+
+    Trailing whitespace of the context moves to the ending, as in lm-evaluation-harness: it is part
+    of the word's token. Raises UserError, with the place, if an ending is longer than seq_len.
+    """
+    text = question.context.rstrip()
+    whitespace = question.context[len(text) :]
+    context = torch.tensor(tokenizer.encode(text).tolist() or [tokenizer.eot])
+    pairs = []
+    for ending_text in question.endings:
+        ending = torch.tensor(tokenizer.encode(whitespace + ending_text).tolist())
+        if len(ending) > seq_len:
+            raise UserError(
+                f"{place} has an ending of {len(ending)} tokens; "
+                f"expected at most the model's context, {seq_len}"
+            )
+        pairs.append((context, ending))
     return pairs
 
 
-def is_chosen(
-    question: Question, scores: Tensor, pairs: list[tuple[Tensor, Tensor]]
-) -> dict[str, bool]:
-    """Whether the right ending scores highest, by each measure; ties go to the first.
+def is_chosen(question: Question, scores: Tensor, pairs: Pairs) -> dict[str, bool]:
+    """Return whether the right ending scores highest, by each measure; ties go to the first.
 
     scores: log-likelihoods of the endings, fp64.
     """
-    tokens = torch.tensor([len(ending) for _, ending in pairs])
-    characters = torch.tensor([len(text.removeprefix(" ")) or 1 for text in question.endings])
-    measures = {"summed": scores, "per token (llm.c)": scores / tokens}
-    measures["per character (lm-evaluation-harness)"] = scores / characters
+    n_tokens = torch.tensor([len(ending) for _, ending in pairs])
+    n_characters = torch.tensor([len(text.removeprefix(" ")) or 1 for text in question.endings])
+    measures = {
+        "summed": scores,
+        "per token (llm.c)": scores / n_tokens,
+        "per character (lm-evaluation-harness)": scores / n_characters,
+    }
     return {name: values.argmax().item() == question.label for name, values in measures.items()}
 
 
 def print_choices(model: GPT, tokenizer, path: Path) -> None:
     """Print the accuracy of a file's questions (data/choices.py), with its standard error.
 
-    An ending's log-likelihood is summed, or normalized by its length, as llm.c and lm-evaluation-harness do for GPT-2's
-    figures on HellaSwag. If every question has one ending, as with LAMBADA's last words: how many of them greedy
-    decoding produces, and their perplexity. Raises UserError.
+    An ending's log-likelihood is summed, or normalized by its length, as llm.c and
+    lm-evaluation-harness do for GPT-2's figures on HellaSwag. If every question has one ending, as
+    with LAMBADA's last words: how many of them greedy decoding produces, and their perplexity.
+    Raises UserError.
     """
     if not path.is_file():
         raise UserError(
-            f"there is no file {path}; --choices needs lines of JSON (`python data/prepare.py hellaswag`)"
+            f"there is no file {path}; --choices needs lines of JSON "
+            "(`python data/prepare.py hellaswag`)"
         )
-    questions, seq_len = read_questions(path), model.cfg.seq_len
-    n, alone, results, nats = len(questions), len(questions[0].endings) == 1, [], 0.0
-    if any((len(question.endings) == 1) != alone for question in questions):
+    seq_len = model.cfg.seq_len
+    questions = read_questions(path)
+    n = len(questions)
+    n_endings = {len(question.endings) for question in questions}
+    one_ending = n_endings == {1}
+    if 1 in n_endings and not one_ending:
         raise UserError(
             f"{path} holds questions with one ending and with more; put them into two files"
         )
-    pairs = [
-        tokens_of(q, tokenizer, seq_len, f"{path}, question {i}")
-        for i, q in enumerate(questions, 1)
-    ]
-    for start in range(0, n, 64):  # sorted by length within, so that little is padded
-        part, inputs = questions[start : start + 64], pairs[start : start + 64]
-        scores, greedy = score_endings(model, *zip(*sum(inputs, [])))
+    encoded = []
+    for number, question in enumerate(questions, 1):
+        place = f"{path}, question {number}"
+        encoded.append(encode_question(question, tokenizer, seq_len, place))
+
+    results = []
+    nats = 0.0
+    for start in range(0, n, 64):
+        batch = encoded[start : start + 64]
+        scores, is_greedy = score_endings(model, list(itertools.chain.from_iterable(batch)))
         if not scores.isfinite().all():
             raise UserError(
-                "the model gives likelihoods that are not finite; try --dtype fp32, or another checkpoint"
+                "the model gives likelihoods that are not finite; "
+                "try --dtype fp32, or another checkpoint"
             )
         nats -= scores.sum().item()
-        if alone:
-            results += [{"drawn greedily": drawn} for drawn in greedy.tolist()]
+        if one_ending:
+            results += [{"drawn greedily": drawn} for drawn in is_greedy.tolist()]
         else:
-            results += map(is_chosen, part, scores.split([len(each) for each in inputs]), inputs)
+            scores_by_question = scores.split([len(pairs) for pairs in batch])
+            for i, pairs in enumerate(batch):
+                results.append(is_chosen(questions[start + i], scores_by_question[i], pairs))
         print(f"\r{len(results):,} of {n:,} questions", end="", file=sys.stderr)
     print(file=sys.stderr)
+
     print(f"{path}: {n:,} questions, contexts of {seq_len} tokens at most")
     print(f"{'':38}{'accuracy':>10}{'std error':>12}")
     for name in results[0]:
         accuracy = sum(result[name] for result in results) / n
-        print(
-            f"{name:38}{accuracy:>10.4f}{math.sqrt(accuracy * (1 - accuracy) / max(1, n - 1)):>12.4f}"
-        )
-    if alone:
+        std_error = math.sqrt(accuracy * (1 - accuracy) / max(1, n - 1))
+        print(f"{name:38}{accuracy:>10.4f}{std_error:>12.4f}")
+    if one_ending:
         print(f"{'perplexity of an ending':38}{math.exp(min(nats / n, 700)):>10,.2f}")

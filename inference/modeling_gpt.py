@@ -1,56 +1,75 @@
-"""The model as transformers loads it, in one file that `export.py --to hf` puts beside the weights:
+"""The model for Transformers, in one file that `export.py --to hf` puts beside the weights:
 
-model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
-The same computation as model.py's, without its cache, training and kernels; the export compares their logits.
+It computes what model.py computes, without its cache, training and kernels. The export compares
+their logits.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-HASH_A, HASH_B, HASH_MODULUS = 0x9E3779B1, 0x85EBCA6B, 1 << 31
+# Multipliers of xxHash and MurmurHash; products fit into int64
+HASH_A = 0x9E3779B1
+HASH_B = 0x85EBCA6B
+HASH_MODULUS = 1 << 31
 
 
 class TrainGPTConfig(PretrainedConfig):
+    """The fields of model.py's GPTConfig, and doc_eot.
+
+    doc_eot: the token that starts a document; tokens do not attend across documents. None: they do.
+    """
+
     model_type = "train_gpt"
 
     def __init__(
         self,
-        vocab_size: int = 257,
-        seq_len: int = 1024,
-        n_layer: int = 2,
-        n_head: int = 1,
-        n_embd: int = 128,
-        window: str = "L",
-        ngram: int = 0,
-        ngram_rows: int = 16384,
-        softcap: float = 15.0,
-        rope_theta: float = 10000.0,
-        doc_eot: int
-        | None = None,  # the token that starts a document, which sees no other; None: documents see others
+        vocab_size=257,
+        seq_len=1024,
+        n_layer=2,
+        n_head=1,
+        n_embd=128,
+        window="L",
+        ngram=0,
+        ngram_rows=16384,
+        softcap=15.0,
+        rope_theta=10000.0,
+        doc_eot=None,
         **kwargs,
     ):
-        self.vocab_size, self.seq_len, self.n_layer = vocab_size, seq_len, n_layer
-        self.n_head, self.n_embd = n_head, n_embd
-        self.window, self.ngram, self.ngram_rows, self.softcap = window, ngram, ngram_rows, softcap
-        self.rope_theta, self.doc_eot = rope_theta, doc_eot
-        self.hidden_size, self.num_hidden_layers, self.num_attention_heads = (
-            n_embd,
-            n_layer,
-            n_head,
-        )  # their names
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.n_layer = n_layer
+        self.n_head = n_head
+        self.n_embd = n_embd
+        self.window = window
+        self.ngram = ngram
+        self.ngram_rows = ngram_rows
+        self.softcap = softcap
+        self.rope_theta = rope_theta
+        self.doc_eot = doc_eot
+        # The names of Transformers
+        self.hidden_size = n_embd
+        self.num_hidden_layers = n_layer
+        self.num_attention_heads = n_head
         self.max_position_embeddings = seq_len
         super().__init__(**kwargs)
 
 
-def norm(x: Tensor) -> Tensor:
+def norm(x):
     return F.rms_norm(x, (x.size(-1),))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def shift_right(x, n: int):
+    """Shift x (B, T) right by n positions, with zeros in the first."""
+    return F.pad(x, (n, 0))[:, : x.size(1)]
+
+
+def apply_rotary_emb(x, cos, sin):
     half = cos.size(-1)
     x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
     return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
@@ -59,28 +78,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.n_head, self.rotary_dim = cfg.n_head, cfg.n_embd // cfg.n_head // 4 * 2
+        self.n_head = cfg.n_head
+        self.rotary_dim = cfg.n_embd // cfg.n_head // 4 * 2
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
         self.gate = nn.Linear(cfg.n_embd, cfg.n_head, bias=False)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor, mask: Tensor, values: Tensor
-    ) -> Tensor:
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3 * self.n_head, -1).split(self.n_head, 2)
-        q, k, v = norm(q), norm(k), v + 2 * self.gate(x).sigmoid()[..., None] * values.view(v.shape)
-        before = F.pad(k[:, :-1, :, self.rotary_dim :], (0, 0, 0, 0, 1, 0)).masked_fill(
-            starts[..., None, None], 0
-        )
-        k = torch.cat((k[..., : self.rotary_dim], before), dim=-1)
-        q, k, v = (
-            rotate(q, cos, sin).transpose(1, 2),
-            rotate(k, cos, sin).transpose(1, 2),
-            v.transpose(1, 2),
-        )
-        return self.proj(
-            F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
-        )
+    def forward(self, x, cos, sin, doc_starts, mask, value_embed):
+        q, k, v = self.qkv(x).unflatten(-1, (3 * self.n_head, -1)).split(self.n_head, dim=2)
+        gate = 2 * self.gate(x).sigmoid()
+        v = v + gate[..., None] * value_embed.view(v.shape)
+        q, k = norm(q), norm(k)
+
+        # Partial key offset: the last dimensions are the previous token's in the same document
+        k_rot, k_pass = k.split((self.rotary_dim, k.size(-1) - self.rotary_dim), dim=-1)
+        k_pass = F.pad(k_pass[:, :-1], (0, 0, 0, 0, 1, 0))
+        k_pass = k_pass.masked_fill(doc_starts[..., None, None], 0)
+        k = torch.cat((k_rot, k_pass), dim=-1)
+
+        q = apply_rotary_emb(q, cos, sin).transpose(1, 2)
+        k = apply_rotary_emb(k, cos, sin).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask)
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -89,16 +108,17 @@ class MLP(nn.Module):
         self.fc = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
         self.proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.proj(F.relu(self.fc(x)).square())
 
 
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.attn, self.mlp = Attention(cfg), MLP(cfg)
+        self.attn = Attention(cfg)
+        self.mlp = MLP(cfg)
 
-    def forward(self, x: Tensor, *context) -> Tensor:
+    def forward(self, x, *context):
         x = x + self.attn(norm(x), *context)
         return x + self.mlp(norm(x))
 
@@ -107,7 +127,7 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TrainGPTConfig
     accepts_loss_kwargs = False  # else Trainer takes the loss for a sum
 
-    def __init__(self, config: TrainGPTConfig):
+    def __init__(self, config):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd)
@@ -116,63 +136,63 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self):
         return self.wte
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs
-    ) -> dict:
-        return dict(
-            input_ids=input_ids, attention_mask=attention_mask
-        )  # all of them each time: there is no cache
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+        """Return the inputs of a step: all tokens each time, as there is no cache."""
+        return dict(input_ids=input_ids, attention_mask=attention_mask)
 
-    def embed(self, ids: Tensor, documents: Tensor) -> Tensor:
-        x, code = self.wte(ids), ids + 1
-        for back in range(1, self.config.ngram):
-            same = documents == F.pad(documents, (back, 0), value=-1)[:, : ids.size(1)]
-            code = (
-                code * HASH_A + F.pad(ids + 1, (back, 0))[:, : ids.size(1)] * same
-            ) % HASH_MODULUS
+    def embed(self, idx, doc):
+        """Embed tokens idx (B, T) and the n-grams that end at each; doc: each token's document."""
+        x = self.wte(idx)
+        code = idx + 1  # 0 stands for "no token"
+        for n in range(1, self.config.ngram):
+            same_doc = doc == shift_right(doc, n)
+            code = (code * HASH_A + shift_right(idx + 1, n) * same_doc) % HASH_MODULUS
             x = x + self.ngrams(((code * HASH_B) >> 7) % self.config.ngram_rows)
         return x
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **unused,
-    ):
-        """All (B, T), rows padded on either side; logits fp32 (B, T, vocab_size)."""
-        cfg, length = self.config, input_ids.size(1)
-        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        starts = (seen > 0) & (seen.cumsum(1) == 1)  # padding before it is another document
+    def forward(self, input_ids, attention_mask=None, labels=None, **unused):
+        """Return logits, fp32 (B, T, vocab_size), and the loss, if labels (B, T) are given.
+
+        Rows of input_ids (B, T) may be padded on either side, where attention_mask (B, T) is 0.
+        """
+        cfg = self.config
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        # Number the documents; padding before the first token is another document
+        doc_starts = (attention_mask > 0) & (attention_mask.cumsum(1) == 1)
         if cfg.doc_eot is not None:
-            starts = starts | (input_ids == cfg.doc_eot)
-        documents, place = starts.cumsum(1), torch.arange(length, device=input_ids.device)
-        same = (documents[:, None, :, None] == documents[:, None, None, :]) & (
-            place <= place[:, None]
-        )
+            doc_starts = doc_starts | (input_ids == cfg.doc_eot)
+        doc = doc_starts.cumsum(1)
+
+        x = norm(self.embed(input_ids, doc))
+        value_embed = self.value_embed(input_ids)
+        position = torch.arange(input_ids.size(1), device=input_ids.device)
+
+        # Rotary position embedding
         half = cfg.n_embd // cfg.n_head // 4
-        frequency = cfg.rope_theta ** -(
-            torch.arange(half, device=place.device, dtype=torch.float64) / half
-        )
-        angle = (place[:, None] * frequency.float())[:, None]
-        x, values = norm(self.embed(input_ids, documents)), self.value_embed(input_ids)
+        channel = torch.arange(half, dtype=torch.float64, device=position.device)
+        frequency = cfg.rope_theta ** -(channel / half)
+        angle = (position[:, None] * frequency.float())[:, None]
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+        # Attention within a document; beyond seq_len, every layer has a sliding window
+        same_doc = doc[:, None, :, None] == doc[:, None, None, :]
+        distance = position[:, None] - position
         pattern, _, width = cfg.window.partition(":")
-        width = min(int(width or max(1, cfg.seq_len // 4)), cfg.seq_len)
-        for i, block in enumerate(
-            self.blocks
-        ):  # beyond seq_len, attention is a sliding window in every layer
-            window = width if pattern[i % len(pattern)] == "S" else cfg.seq_len
-            mask = same & (place > place[:, None] - window)
-            x = block(x, cos, sin, starts, mask, values)
+        for i, block in enumerate(self.blocks):
+            window = cfg.seq_len
+            if pattern[i % len(pattern)] == "S":
+                window = min(window, int(width or max(1, cfg.seq_len // 4)))
+            mask = same_doc & (distance >= 0) & (distance < window)
+            x = block(x, cos, sin, doc_starts, mask, value_embed)
+
         logits = self.head(norm(x)).float()
-        logits = cfg.softcap * torch.tanh(logits / cfg.softcap) if cfg.softcap else logits
-        loss = (
-            None
-            if labels is None
-            else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        )
+        if cfg.softcap:
+            logits = cfg.softcap * torch.tanh(logits / cfg.softcap)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutput(loss=loss, logits=logits)

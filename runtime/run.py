@@ -21,7 +21,7 @@ from data.tokenizers import VOCABULARY_FILE
 from runtime.device import device_summary, peak_flops, peak_memory_mb
 from runtime.log_header import describe_run
 from runtime.profiler import profile_steps
-from runtime.ranks import DistContext, gather_objects, mean_over_ranks, run_on_rank0
+from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
 from runtime.sources import copy_sources, source_hashes
 
 try:
@@ -390,8 +390,7 @@ class Run:
     def finish(self, state, stopped_by: str) -> dict:
         """Write summary.json, say how the run ended and what to try next; returns the summary.
 
-        Raises RunError for a run that diverged, and on a node that received none of the signals
-        that ended the run, so that its torchrun starts it again.
+        Raises RunError for a run that diverged.
         """
         summary = self.summary(state, stopped_by)
         # A run that was complete before keeps its figures
@@ -410,8 +409,6 @@ class Run:
         )
         self.info(self.hint(state.step, stopped_by, trained_s))
 
-        if stopped_by.lower().startswith("sig"):
-            fail_on_nodes_without_signal(self.dist_ctx, self.signals)
         if stopped_by == "diverged":
             raise RunError(
                 "the loss or gradient was not finite in many steps in a row, to step "
@@ -487,20 +484,3 @@ def read_rows(metrics: str) -> list[dict]:
         with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
-
-
-def fail_on_nodes_without_signal(dist_ctx: DistContext, signals: list[str]) -> None:
-    """Raise RunError on nodes whose ranks received no signal, when another node's ended the run.
-
-    Their torchrun then starts them again, with the nodes that are left or when that one is back.
-    """
-    node = os.environ.get("GROUP_RANK", "0")
-    signaled = set()
-    for other_node, has_signals in gather_objects(dist_ctx, (node, bool(signals))):
-        if has_signals:
-            signaled.add(other_node)
-    if node not in signaled:
-        raise RunError(
-            "another node was told to stop; --resume continues from what has been saved",
-            printed=dist_ctx.local_rank > 0,
-        )

@@ -75,7 +75,7 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
         (row["context"], ending) for row in QUESTIONS for ending in row["endings"]
     ] * 40  # several batches
     encoded = [[torch.tensor(list(t.encode()) or [BYTES.eot]) for t in pair] for pair in pairs]
-    scores, greedy = score_endings(model, *zip(*encoded))
+    scores, greedy = score_endings(model, encoded)
     expected = [log_likelihood(model, *pair) for pair in pairs[: len(pairs) // 40]] * 40
     assert scores.tolist() == pytest.approx([score for score, _ in expected], rel=1e-5)
     assert greedy.tolist() == [drawn for _, drawn in expected]
@@ -84,9 +84,9 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
 def test_last_words(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
     text = "A man walks"
-    likeliest = bytes(sample.generate(model, [torch.tensor([*text.encode()])], 1, 257, 0)).decode(
-        "latin-1"
-    )
+    prompt = torch.tensor([*text.encode()])
+    drawn = sample.generate(model, [prompt], n_tokens=1, vocab_size=257, temperature=0)
+    likeliest = bytes(drawn).decode("latin-1")
     rows = [
         {"context": text, "endings": [ending], "label": 0}
         for ending in (likeliest, "zz")

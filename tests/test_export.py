@@ -111,9 +111,8 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
     idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
     idx[:, ::9] = 256
     texts, prompt = ["abc d", "", "é\n\n  x12345 don't<"], torch.tensor([256, *b"ab"])
-    drawn = [
-        int(token) for token in generate(model, [prompt], 50, 257, temperature=0)
-    ]  # beyond the context of 32
+    steps = generate(model, [prompt], n_tokens=50, vocab_size=257, temperature=0)
+    drawn = [int(token) for token in steps]  # beyond the context of 32
     expected = [
         idx,
         model(idx)[..., :257],

@@ -283,13 +283,13 @@ def test_gpu_decoding_is_a_cuda_graph_and_writes_the_same_text():
     prompts = [torch.arange(9), torch.arange(30, 34)]
     step = compile_decode_step(torch.device("cuda"))
     counters.clear()
+    options = dict(n_tokens=40, vocab_size=65, temperature=0)
     texts = [
-        list(tokens_to_cpu(generate(gpt, prompts, 40, 65, 0, step=how))) for how in (None, step)
+        list(tokens_to_cpu(generate(gpt, prompts, step=how, **options))) for how in (None, step)
     ]
     assert texts[0] == texts[1] and counters["inductor"]["cudagraph_skips"] == 0
-    on_cpu = list(
-        tokens_to_cpu(generate(random_gpt(window="SL:5", ngram=3, std=0.3), prompts, 40, 65, 0))
-    )
+    on_cpu = random_gpt(window="SL:5", ngram=3, std=0.3)
+    on_cpu = list(tokens_to_cpu(generate(on_cpu, prompts, **options)))
     assert (
         sum(a == b for a, b in zip(texts[0], on_cpu)) > 20
     )  # rounding may change a letter, and all after it
@@ -297,11 +297,11 @@ def test_gpu_decoding_is_a_cuda_graph_and_writes_the_same_text():
 
 def test_gpu_int8_and_deterministic_draws():
     gpt = random_gpt(std=0.3, compute_dtype=torch.bfloat16).cuda()
+    prompts, options = [torch.arange(9)], dict(n_tokens=40, vocab_size=65, temperature=0.8)
     torch.use_deterministic_algorithms(True)
     try:
         drawn = [
-            list(tokens_to_cpu(generate(gpt, [torch.arange(9)], 40, 65, 0.8, seeds=[1])))
-            for _ in range(2)
+            list(tokens_to_cpu(generate(gpt, prompts, seeds=[1], **options))) for _ in range(2)
         ]
     finally:
         torch.use_deterministic_algorithms(False)
@@ -309,4 +309,4 @@ def test_gpu_int8_and_deterministic_draws():
     idx = torch.arange(48, device="cuda").view(2, 24)
     before = gpt(idx, idx).item()
     assert quantize(gpt)(idx, idx).item() == pytest.approx(before, rel=0.02)
-    assert len(list(tokens_to_cpu(generate(gpt, [torch.arange(9)], 40, 65, 0.8)))) == 40
+    assert len(list(tokens_to_cpu(generate(gpt, prompts, **options)))) == 40

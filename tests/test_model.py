@@ -342,9 +342,8 @@ PROMPTS = [tokens(1, n, seed=n)[0] for n in (9, 1, 24, 40)]
 
 def likeliest(gpt, prompts, n_tokens, **options) -> list[list[int]]:
     """Each prompt's continuation, of ids below 65."""
-    return torch.stack(
-        list(generate(gpt, prompts, n_tokens, 65, temperature=0, **options)), 1
-    ).tolist()
+    steps = generate(gpt, prompts, n_tokens=n_tokens, vocab_size=65, temperature=0, **options)
+    return torch.stack(list(steps), 1).tolist()
 
 
 @torch.no_grad()
@@ -387,7 +386,7 @@ def test_without_a_cache_the_context_is_read_again(monkeypatch):
         gpt(text[None, max(0, i - 24) : i])[0, -1, :65].argmax() == text[i] for i in range(9, 49)
     )
     with pytest.raises(UserError, match="equally long"):
-        next(generate(gpt, PROMPTS, 5, 65, use_cache=False))
+        next(generate(gpt, PROMPTS, n_tokens=5, vocab_size=65, use_cache=False))
     monkeypatch.setattr(GPT, "extrapolates", False)  # as with learned positions, which end
     assert likeliest(gpt, PROMPTS[:1], 40) == [text[9:].tolist()]
 
@@ -417,13 +416,12 @@ def test_eager_functions_are_pytorchs(ours):
 
 
 def test_what_is_drawn_depends_on_the_seed_alone():
-    gpt, options = random_gpt(std=0.3), dict(temperature=0.9, top_k=20, top_p=0.9)
-    together = torch.stack(list(generate(gpt, PROMPTS, 30, 65, seeds=[5, 6, 7, 5], **options)), 1)
+    gpt = random_gpt(std=0.3)
+    options = dict(n_tokens=30, vocab_size=65, temperature=0.9, top_k=20, top_p=0.9)
+    together = torch.stack(list(generate(gpt, PROMPTS, seeds=[5, 6, 7, 5], **options)), 1)
     for prompt, seed, row in zip(PROMPTS, (5, 6, 7, 5), together):
-        assert (
-            torch.cat(list(generate(gpt, [prompt], 30, 65, seeds=[seed], **options))).tolist()
-            == row.tolist()
-        )
+        alone = torch.cat(list(generate(gpt, [prompt], seeds=[seed], **options)))
+        assert alone.tolist() == row.tolist()
     assert together.max() < 65 and not torch.equal(together[0], together[3])
 
 
@@ -466,10 +464,10 @@ def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
         for part in (prompts, [prompt // 2 for prompt in prompts]):
             assert likeliest(fast, part, 40, step=step) == likeliest(gpt, part, 40)
     cache, draws = KVCache(gpt, torch.tensor([1])), torch.full((1, 1), 0.99)
-    generation.decode_step(gpt, torch.tensor([[1]]), cache, draws, 65, 0, 0, 1.0)
-    colder, hotter = (
-        step(gpt, torch.tensor([[1]]), cache, draws, 65, heat, 0, 1.0).item() for heat in (0.0, 1e6)
-    )
+    idx, options = torch.tensor([[1]]), dict(vocab_size=65, top_k=0, top_p=1.0)
+    generation.decode_step(gpt, idx, cache, draws, temperature=0, **options)
+    colder = step(gpt, idx, cache, draws, temperature=0.0, **options).item()
+    hotter = step(gpt, idx, cache, draws, temperature=1e6, **options).item()
     assert colder != hotter  # a cache may be sampled in another way
 
 

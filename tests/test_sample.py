@@ -38,7 +38,9 @@ def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
 
 def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
     raw = "aé€😀z".encode() + b"\xff\xe2"
-    monkeypatch.setattr(sample, "generate", lambda *args: (torch.tensor([byte]) for byte in raw))
+    monkeypatch.setattr(
+        sample, "generate", lambda *args, **options: (torch.tensor([byte]) for byte in raw)
+    )
     assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
 
@@ -49,7 +51,9 @@ def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
 def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, monkeypatch):
     raw = "aé€😀z€".encode() + b"\xe2"
     monkeypatch.setattr(
-        sample, "generate", lambda *args: (torch.tensor([byte] * len(args[1])) for byte in raw)
+        sample,
+        "generate",
+        lambda *args, **options: (torch.tensor([byte] * len(args[1])) for byte in raw),
     )
     kept = "aé€😀z€\ufffd" if kept is None else kept  # a stop in the prompt is none
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
@@ -64,7 +68,9 @@ def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch):
         "builtins.print", lambda text="", **options: options.get("file") or shown.append(text)
     )
     monkeypatch.setattr(
-        sample, "generate", lambda *args: (torch.tensor([byte]) for byte in b"one\nYou: two")
+        sample,
+        "generate",
+        lambda *args, **options: (torch.tensor([byte]) for byte in b"one\nYou: two"),
     )
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", "\nYou:"]) == 0
     assert "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"] or shown == ["> ", "one"], (

@@ -97,7 +97,9 @@ def experts_are_orthogonalized_apart(run) -> bool:
 
 
 def texts_are_longer_than_the_context(run) -> bool:
-    return len(list(run.ours.sample.generate(run.sampled, [torch.arange(9)], 60, 257))) == 60
+    prompts = [torch.arange(9)]
+    steps = run.ours.sample.generate(run.sampled, prompts, n_tokens=60, vocab_size=257)
+    return len(list(steps)) == 60
 
 
 def lion_is_lion(run) -> bool:
