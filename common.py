@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -217,6 +218,15 @@ def sha256_of_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_rows(metrics: str) -> list[dict]:
+    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+    rows = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears at `path` only once it is complete and on the disk.
@@ -237,3 +247,33 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# The source files of a run
+
+REPO = Path(__file__).resolve().parent
+
+
+def find_sources() -> dict[str, Path]:
+    """What a run executes, and the vocabulary of its default dataset, by path in the repository."""
+    paths = [REPO / "train_gpt.py", REPO / "model.py", REPO / "common.py"]
+    paths.append(REPO / "data" / "python_tokenizer.json")
+    for package in ("data", "inference", "ops", "runtime"):
+        paths += sorted((REPO / package).glob("*.py"))
+    return {path.relative_to(REPO).as_posix(): path for path in paths}
+
+
+SOURCE_FILES = find_sources()
+
+
+def source_hashes() -> list[str]:
+    """A text with the name and SHA-256 of each source."""
+    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in SOURCE_FILES.items()]
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy the sources to a folder, with their paths in the repository."""
+    for name, path in SOURCE_FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)

@@ -42,7 +42,7 @@ from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
 # Flags, device, ranks, checkpoints, log
-from runtime.auto import choose_auto_values, flags_for_size, get_progress
+from runtime.auto import choose_auto_values, flags_for_size, max_epochs
 from runtime.checkpoint import save_best_weights, save_checkpoint
 from runtime.dataset import open_stream
 from runtime.device import DTYPES, init_device_and_ranks
@@ -388,6 +388,24 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
 # 3. One training step, and evaluation
 
 
+# Seconds of --minutes that imports, the last sample and the last checkpoint take
+SHUTDOWN_S = 4.0
+
+
+def get_progress(
+    cfg: Config, step: int, epochs: float, wall_time: float, time_to_finish: float
+) -> float:
+    """The fraction of the run that is done, which schedules follow; 1 and more ends it.
+
+    Under --minutes it is that of the time for training, or of the most epochs.
+    time_to_finish: seconds of one more step and the last evaluation.
+    """
+    if not cfg.minutes:
+        return step / cfg.max_steps
+    training_time = 60 * cfg.minutes - SHUTDOWN_S - time_to_finish
+    return max(wall_time / max(1e-9, training_time), epochs / max_epochs(cfg.weight_decay))
+
+
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
     """Learning rate relative to its peak: linear warm-up, flat, linear decay to 0."""
     if progress < cfg.warmup_frac:
@@ -536,8 +554,8 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     dist_ctx = init_device_and_ranks(cfg)
     with open_run(cfg, dist_ctx) as run:
         with raise_on_all_ranks(dist_ctx):
-            preset, windows = Config(**PRESETS[cfg.preset]), gpt_config(cfg, 0).layer_windows()
-            warnings = check_device(cfg, preset, dist_ctx, windows)
+            windows = gpt_config(cfg, vocab_size=0).layer_windows()
+            warnings = check_device(cfg, dist_ctx, windows)
 
         # Data, and the checkpoint of --resume or --init_from, if there is one
         stream = open_stream(cfg, dist_ctx)

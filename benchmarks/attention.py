@@ -64,7 +64,7 @@ def attention_case(cfg: Config, name: str, tokens: int):
         cfg = replace(cfg, compile="default")
     dist_ctx = init_device_and_ranks(cfg)
     windows = gpt_config(cfg, 0).layer_windows()
-    check_device(cfg, cfg, dist_ctx, windows)
+    check_device(cfg, dist_ctx, windows)
     device = dist_ctx.device
     dtype = DTYPES[faster_dtype(cfg.dtype, device, cfg.n_embd)]
 

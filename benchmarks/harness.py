@@ -164,7 +164,7 @@ def run_python(*argv, env: dict | None = None) -> None:
 def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     """Build what the trainer builds: the state, its data and the first batch. Raises UserError."""
     dist_ctx = init_device_and_ranks(cfg)
-    check_device(cfg, cfg, dist_ctx, gpt_config(cfg, 0).layer_windows())
+    check_device(cfg, dist_ctx, gpt_config(cfg, 0).layer_windows())
     stream = open_stream(
         cfg.data,
         dist_ctx,

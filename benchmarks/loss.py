@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from benchmarks.harness import Bench, progress, run_python, summarize, table
+from common import read_rows
 from records.check import t_test
-from runtime.run import read_rows
 from runtime.sources import REPO
 from train_gpt import make_config
 

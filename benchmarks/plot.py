@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Bench
-from common import UserError
-from runtime.run import read_rows
+from common import UserError, read_rows
 
 X_AXES = dict(
     step="step",

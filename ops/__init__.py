@@ -1,1 +1,1 @@
-"""How the model is computed, with the same result: what is chosen here changes speed and memory only."""
+"""How the model is computed: kernels of attention and loss, float8, recomputation, sharding."""

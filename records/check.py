@@ -13,11 +13,10 @@ from statistics import mean, median, stdev
 
 import torch
 
-from common import UserError
+from common import SOURCE_FILES, UserError
 from records import source
 from runtime.flags import parse_flags
 from runtime.run import SECTION
-from runtime.sources import SOURCE_FILES
 from train_gpt import Config, learning_rates, make_config
 
 SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 
+import torch
+
 from data.stream import TokenStream
-from runtime.device import DTYPES, attention_s, faster_dtype, matmul_flops
+from runtime.device import DTYPES, faster_dtype, matmul_flops
 from runtime.ranks import DistContext, run_on_rank0
 
 # Measured on CPUs, for half a minute to 40 (docs/rates.md). Parameters are those of the blocks, and
@@ -16,25 +18,10 @@ STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
 MFU_ON_CPU = 0.6
 
-# Seconds of --minutes that imports, the last sample and the last checkpoint take
-SHUTDOWN_S = 4.0
-
 
 def max_epochs(weight_decay: float) -> int:
     """Most epochs of --minutes. More did not lower the loss on three small datasets."""
     return STRONG_DECAY_EPOCHS if weight_decay >= STRONG_DECAY else 6
-
-
-def get_progress(cfg, step: int, epochs: float, wall_time: float, time_to_finish: float) -> float:
-    """The fraction of the run that is done, from 0 to 1 and beyond.
-
-    It is that of the steps; under --minutes, of the time for training, in which an evaluation and
-    what follows must end, or of the most epochs. wall_time, time_to_finish: in seconds.
-    """
-    if not cfg.minutes:
-        return step / cfg.max_steps
-    training_time = 60 * cfg.minutes - SHUTDOWN_S - time_to_finish
-    return max(wall_time / max(1e-9, training_time), epochs / max_epochs(cfg.weight_decay))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -194,10 +181,6 @@ def choose_attention(cfg) -> str:
     # Blocks leave out what a window hides
     if cfg.is_compiled or has_window:
         return "blocked"
-    if cfg.dtype != "bf16":
-        return "sdpa"
-    if cfg.deterministic:  # no choice by timing
-        return "blocked"
-    shape = (2, cfg.n_head, cfg.seq_len, cfg.n_embd // cfg.n_head)
-    is_faster = attention_s("blocked", shape) < attention_s("sdpa", shape)
-    return "blocked" if is_faster else "sdpa"
+    # Eager and without a window, bf16 alone is faster, and not where SDPA's kernel has AMX
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return "blocked" if cfg.dtype == "bf16" and not has_amx else "sdpa"

@@ -6,6 +6,8 @@ import math
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import UserError
-from ops.attention import blocked_attention
+from common import REPO, UserError
 from runtime.ranks import DistContext, check_ranks, rendezvous
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -211,6 +212,24 @@ def device_summary(dist_ctx: DistContext) -> str:
     return f"{dist_ctx.world_size} x {device.type} ({device_name(device)}{threads})"
 
 
+def software_versions(device: torch.device) -> str:
+    """Versions of PyTorch, Python, the system, CUDA and the repository, for log.txt."""
+    parts = [f"torch {torch.__version__}", f"python {platform.python_version()}"]
+    parts.append(platform.platform())
+    if shutil.which("git"):
+        command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=40"]
+        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        parts.append(f"git {described or 'unknown'}")
+    if device.type == "cuda":
+        if torch.version.hip:
+            parts.append(f"rocm {torch.version.hip}")
+        else:
+            parts.append(f"cuda {torch.version.cuda}")
+        parts.append(f"cudnn {torch.backends.cudnn.version()}")
+        parts.append(torch.cuda.get_device_name())
+    return ", ".join(parts)
+
+
 # --------------------------------------------------------------------------------------------------
 # Speed
 
@@ -233,23 +252,6 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: flo
     w = torch.ones(width, 4 * width, dtype=dtype, device=device)
     seconds = fastest_s(lambda: (x @ w)[0, 0].item())  # waits for the device
     return 8 * rows * width**2 / seconds
-
-
-def attention_s(backend: str, shape: tuple[int, int, int, int]) -> float:
-    """Measure the seconds of causal attention in bf16 on a CPU, forward and backward.
-
-    backend: "blocked" or "sdpa". shape: of queries, keys and values, (B, n_head, T, head_dim).
-    """
-    q = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
-
-    def step() -> None:
-        if backend == "blocked":
-            y = blocked_attention(q, q, q, None)
-        else:
-            y = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        y.sum().backward()
-
-    return fastest_s(step, min_calls=3)
 
 
 def hardware_dtype(dtype: str, device: torch.device) -> str:

@@ -22,11 +22,6 @@ def check_flags(cfg) -> None:
     # The run
     if cfg.resume and cfg.init_from:
         raise UserError("--resume and --init_from contradict each other; give one of them")
-    if cfg.init_from.startswith("gpt2") and not os.path.exists(cfg.init_from):
-        raise UserError(
-            f"--init_from {cfg.init_from}: GPT-2's weights do not fit this model, which has no "
-            "learned positions, biases or LayerNorm; give a run or checkpoint of this trainer"
-        )
     if cfg.trials > 1 and (cfg.target_val_loss or cfg.resume not in ("", "auto")):
         raise UserError(
             "--trials compares whole runs: it goes with --resume auto, but neither with another "
@@ -93,10 +88,10 @@ def check_flags(cfg) -> None:
         )
 
 
-def check_device(cfg, preset, dist_ctx: DistContext, windows: list[int]) -> list[str]:
+def check_device(cfg, dist_ctx: DistContext, windows: list[int]) -> list[str]:
     """Raise UserError for flags that cannot work here; returns a line for each without effect.
 
-    preset: the Config of the preset. windows: of the layers, in tokens; 0 is the whole context.
+    windows: of the layers, in tokens; 0 is the whole context.
     """
     device = dist_ctx.device
     dtype = hardware_dtype(cfg.dtype, device)
@@ -134,25 +129,6 @@ def check_device(cfg, preset, dist_ctx: DistContext, windows: list[int]) -> list
             f"--offload {cfg.offload} has no effect on {device.type}: everything is in host "
             "memory already"
         )
-    if cfg.parallel == "ddp" and dist_ctx.world_size == 1:
-        warnings.append("--parallel ddp has no effect on one process; start several with torchrun")
-    if cfg.shard_size and cfg.parallel != "hsdp":
-        warnings.append(f"--shard_size {cfg.shard_size} has no effect without --parallel hsdp")
-    if "S" in cfg.window and not has_window and cfg.window != preset.window:
-        warnings.append(
-            f"--window {cfg.window} has no effect: it is no shorter than the context of "
-            f"{cfg.seq_len} tokens"
-        )
-    if cfg.ngram_rows != preset.ngram_rows and cfg.ngram in (0, 1):
-        warnings.append(
-            f"--ngram_rows {cfg.ngram_rows} has no effect without n-grams, as --ngram 4 adds"
-        )
-    if cfg.short_frac and (cfg.seq_len % 8 or cfg.doc_align):
-        warnings.append(
-            "--short_frac has no effect with --doc_align, or a --seq_len that 8 does not divide"
-        )
-    if cfg.optimizer == "adamw" and cfg.muon_lr != preset.muon_lr:
-        warnings.append(f"--muon_lr {cfg.muon_lr:g} has no effect with --optimizer adamw")
     if cfg.preset.startswith("gpt2") and not cfg.data:
         warnings.append(
             f"--preset {cfg.preset} without --data trains on Python's source, not GPT-2's tokens; "

@@ -145,11 +145,6 @@ def parse_flags(
     )
     for field in fields:
         kind = type(field.default)
-        if kind not in TYPES:
-            raise UserError(
-                f"field {field.name} of Config is a {kind.__name__}; "
-                "a flag is an int, float, bool or str"
-            )
         read, metavar = TYPES[kind]
         options = dict(type=read, metavar=metavar)
         if field.metadata.get("choices"):

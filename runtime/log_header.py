@@ -1,12 +1,9 @@
 """The first lines of a run's log: what is in effect, and what was derived from its flags."""
 
-import os
-
 import torch
 
 from data.stream import TokenStream
-from runtime.device import device_summary
-from runtime.sources import software_versions
+from runtime.device import device_summary, software_versions
 
 
 def describe_run(state, stream: TokenStream) -> list[str]:
@@ -68,10 +65,6 @@ def describe_run(state, stream: TokenStream) -> list[str]:
         f"{cfg.seq_len} seq_len; {cfg.max_steps:,} steps{about}, {epochs:.2f} epochs"
     )
 
-    if device.type == "cuda" and "PYTORCH_ALLOC_CONF" in os.environ:
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        pairs = [f"{name} {value}" for name, value in settings.items()]
-        lines.append(f"allocator: {', '.join(pairs)}")
     if stream.tokenizer is None:
         lines.append("no samples will be printed, as a rank has no tokenizer for this data")
     return lines

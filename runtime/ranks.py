@@ -10,9 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common import TrainerError, UserError, sha256_of_file
+from common import SOURCE_FILES, TrainerError, UserError, sha256_of_file
 from ops.parallel import to_full
-from runtime.sources import SOURCE_FILES
 
 RENDEZVOUS_TIMEOUT_S = 600.0  # as torchrun's for nodes
 

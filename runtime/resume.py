@@ -85,9 +85,7 @@ def find_run_to_resume(given: dict) -> Path | None:
     """The folder or file that --resume names; None if it is the folder of a run yet to be made."""
     resume, out_dir = given["resume"], given.get("out_dir", "")
     if resume == "newest" and not out_dir:
-        found = sorted(Path("runs").glob("*/ckpt_*.pt"), key=lambda path: path.stat().st_mtime)
-        folder = found[-1].parent if found else "RUN, a run's folder"
-        raise UserError(f"--resume does not say which run: add --out_dir {folder}")
+        raise UserError("--resume does not say which run: add --out_dir and the run's folder")
     if resume in ("newest", "auto"):
         return Path(out_dir) if out_dir else None
 

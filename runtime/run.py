@@ -14,7 +14,17 @@ from pathlib import Path
 
 import torch
 
-from common import RunError, UserError, atomic_write, catch_signals, error_sentence, nan_to_none
+from common import (
+    RunError,
+    UserError,
+    atomic_write,
+    catch_signals,
+    copy_sources,
+    error_sentence,
+    nan_to_none,
+    read_rows,
+    source_hashes,
+)
 from data.shards import recorded_hashes
 from data.stream import TokenStream
 from data.tokenizers import VOCABULARY_FILE
@@ -22,7 +32,6 @@ from runtime.device import device_summary, peak_flops, peak_memory_mb
 from runtime.log_header import describe_run
 from runtime.profiler import profile_steps
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
-from runtime.sources import copy_sources, source_hashes
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
@@ -86,6 +95,7 @@ class Run:
         self.wandb = None
         self.lock_file = None
         self.early_lines = []  # for log.txt, from before it is open
+        self.has_begun = False
 
         # Clock
         self.created = time.perf_counter()
@@ -202,7 +212,7 @@ class Run:
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
         self.evaluations = [row for row in history if row.get("val_loss") is not None]
-
+        self.has_begun = True
         for line in describe_run(state, stream) + warnings:
             self.info(line)
 
@@ -260,12 +270,13 @@ class Run:
         cause = error_sentence(error) or traceback.format_exc()
         others = self.dist_ctx.error_of_others(cause)
         if others:
-            error = RunError(others, printed=False)
+            error = RunError(others)
             cause = others
-        log = self.folder / "log.txt"
-        if not getattr(error, "printed", False) and log.exists():
-            with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
-                file.write(f"ended: {cause}\n")
+        is_told = getattr(error, "printed", False)  # by the rank that it is from
+        if self.has_begun and not is_told:
+            with contextlib.suppress(OSError):
+                with open(self.folder / "log.txt", "a", encoding="utf-8") as file:
+                    file.write(f"ended: {cause}\n")
         return error
 
     def close(self) -> None:
@@ -475,12 +486,3 @@ class Run:
 
 def as_time(seconds: float) -> str:
     return str(timedelta(seconds=int(max(0, seconds))))
-
-
-def read_rows(metrics: str) -> list[dict]:
-    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
-    rows = []
-    for line in metrics.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
