@@ -498,6 +498,7 @@ class GPT(nn.Module):
         masks: the attention mask of each window.
         kv_caches: one per layer, in generation.
         """
+        # What all blocks get
         idx = tokens[:, -position.size(-1) :]
         cos, sin = self.rotary_tables(position)
         doc_starts = None
@@ -505,6 +506,7 @@ class GPT(nn.Module):
             doc_starts = (idx == self.doc_eot)[..., None, None]
         value_embed = self.value_embed(idx).to(self.compute_dtype)
 
+        # Embeddings, then the blocks
         x = self.embed(tokens, position).to(self.compute_dtype)
         x = norm(x)
         for layer, block in enumerate(self.blocks):
@@ -529,6 +531,8 @@ class GPT(nn.Module):
         x = self.wte(tokens[:, -T:])
         if self.ngrams is None:
             return x
+
+        # The n-grams that end at each token, in training without those that are dropped
         hashes = ngram_hashes(tokens, T, longest=self.cfg.ngram, doc_eot=self.doc_eot)
         keep = None
         if self.training and self.ngram_dropout:
@@ -698,6 +702,7 @@ def optimizer_groups(
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
+        # How this parameter is optimized
         spec = get_spec(name, param)
         if optimizer == "adamw":
             settings = dict(kind="adam", lr=adam_lr, weight_decay=weight_decay, betas=(0.9, 0.95))
@@ -712,6 +717,7 @@ def optimizer_groups(
             settings["fused"] = True  # so that load_state_dict keeps `step` on the device
         settings["initial_lr"] = settings["lr"]  # what the schedule multiplies
 
+        # It joins those that are optimized alike
         key = tuple(settings.values())
         if key not in groups:
             groups[key] = dict(params=[], **settings)
@@ -824,6 +830,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            # Parameters of one shape are updated together, which takes fewer and larger kernels
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
@@ -876,6 +883,7 @@ class Optimizer(torch.optim.Optimizer):
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)
         updates = exchange_updates(x, params).to(weights[0].dtype)
 
+        # Decoupled weight decay, and the update
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, list(updates), alpha=-lr)
 
@@ -884,6 +892,8 @@ class Optimizer(torch.optim.Optimizer):
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
         device = weights[0].device
+
+        # Numbers of updates, as the fused kernel takes them: on the device
         steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
         beta1, beta2 = group["betas"]
         with (

@@ -189,9 +189,13 @@ def make_config(**flags) -> Config:
     """
     # saved: the flags of the run that --resume names (of --init_from: the model's shape), or {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
+
+    # With --minutes and no size, resolve_auto chooses the size
     size_flags = {"preset", "params", "n_layer", "n_embd", "n_head"}
     if given.get("minutes") and not saved and not size_flags & given.keys():
         given["params"] = -1
+
+    # The preset, and the size of --params in its place
     preset_name = given.get("preset") or saved.get("preset") or "laptop"
     preset = dict(PRESETS[preset_name])
     if given.get("params", 0) > 0:
@@ -215,10 +219,12 @@ def resolve_auto(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved:
 
     saved: the flags in the checkpoint that is resumed, which keeps what was chosen then; or {}.
     """
+    # Those that are measured on this machine
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
     resolved = dataclasses.replace(cfg, **chosen)
 
+    # Those that follow from other flags and the dataset
     muon_lr, adam_lr = learning_rates(resolved)
     epochs = resolved.max_steps * resolved.batch_tokens / (stream.seqs_per_epoch * resolved.seq_len)
     ngram_dropout = get_ngram_dropout(resolved, epochs)
@@ -226,8 +232,13 @@ def resolve_auto(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved:
         resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
     )
 
-    was_auto = [name for name in saved if getattr(resolved, name) != getattr(cfg, name)]
-    return dataclasses.replace(resolved, **{name: saved[name] for name in was_auto})
+    # A resumed run keeps the automatic values of its first start
+    kept = {}
+    for field in dataclasses.fields(Config):
+        was_auto = getattr(resolved, field.name) != getattr(cfg, field.name)
+        if was_auto and field.name in saved:
+            kept[field.name] = saved[field.name]
+    return dataclasses.replace(resolved, **kept)
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -236,6 +247,7 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
     Rates of 0 are replaced by rules that come close to the best at each width and number of steps
     in docs/rates.md. At GPT-2 small's size and 5,000 steps they are the NanoGPT speedrun's.
     """
+    # Shorter runs and narrower models take higher rates
     muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
     adam_lr = 0.006 * (768 / cfg.n_embd) ** 0.4
     if cfg.optimizer == "adamw":
@@ -303,6 +315,7 @@ class TrainState:
 
     @torch.no_grad()
     def swap_eval_weights(self) -> None:
+        """Exchange parameters with extra["eval_weights"], in place."""
         for name, other in self.extra.get("eval_weights", {}).items():
             weight, other = to_local(self.raw_model.get_parameter(name)), to_local(other)
             trained = weight.clone()
@@ -516,9 +529,11 @@ def evaluate(state: TrainState, stream: TokenStream, signals: list = ()) -> floa
     batches = stream.eval_batches(
         cfg.eval_tokens, state.micro_batch, rank=dist_ctx.rank, world_size=dist_ctx.world_size
     )
+    # Sum up the losses of this rank's batches. All ranks have as many; the last may hold padding,
+    # of targets -1
     loss_sum, n_targets = 0.0, 0
     with state.evaluating() as model:
-        for x, y in batches:  # as many on every rank; the last may hold padding, of targets -1
+        for x, y in batches:
             if any_rank(dist_ctx, bool(signals)):
                 return None
             x = torch.from_numpy(x).to(dist_ctx.device)
@@ -526,6 +541,8 @@ def evaluate(state: TrainState, stream: TokenStream, signals: list = ()) -> floa
             n = int((y >= 0).sum())
             loss_sum += model(x, y).item() * n
             n_targets += n
+
+    # The mean over all ranks
     sums = torch.tensor([loss_sum, n_targets], dtype=torch.float64)
     loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
     return loss_sum / n_targets
@@ -586,6 +603,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
 
 
 def is_due(every: int, step: int) -> bool:
+    """Whether it is time for what happens every so many steps; 0 is never."""
     return every > 0 and step > 0 and step % every == 0
 
 
