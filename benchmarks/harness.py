@@ -120,7 +120,8 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     memory, compiler and crashes of the cases apart. Measurements are interleaved: A B A B.
     """
     methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    method = "forkserver" if "forkserver" in methods else "spawn"
+    context = multiprocessing.get_context(method)
     # Imported once, for all cases
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
     running = [RunningCase(context, case) for case in cases]

@@ -104,7 +104,8 @@ def bench_train(bench: Bench) -> dict:
     cfg = bench.cfg
     on_cuda = bench.device.type == "cuda"
     peak, peak_dtype = measure_matmul_peak(bench.device)
-    micro_batch = bench.micro_batch(cfg.batch_tokens // cfg.seq_len, 8192 if on_cuda else 1024)
+    tokens = 8192 if on_cuda else 1024
+    micro_batch = bench.micro_batch(cfg.batch_tokens // cfg.seq_len, tokens)
     base = BASE | dict(micro_batch=micro_batch)
     steps = dict(LADDER)
     if not on_cuda:

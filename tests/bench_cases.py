@@ -1,4 +1,7 @@
-"""Cases of test_benchmarks.py that go wrong. They run in processes of their own, which import nothing else for them."""
+"""Cases of test_benchmarks.py, some of which go wrong.
+
+They run in processes of their own, which import nothing else for them.
+"""
 
 import os
 import signal
@@ -28,7 +31,7 @@ def full_case():
 
 
 def step_case(cfg):
-    """A step takes 20 ms with the naive attention, else 10; the fp8 step fails, and compiled ones are slower."""
+    """A step takes 20 ms with the naive attention, else 10, longer if compiled; fp8 fails."""
     if cfg.fp8:
         raise RuntimeError("no such kernel")
     ms = 20.0 if cfg.attn == "math" else 10.0
@@ -44,8 +47,9 @@ def step_case(cfg):
         yield {"ms/step": ms}
 
 
-# A train_gpt.py of another checkout: its loss falls in a line from 5 to 5 - fall, in --max_steps steps and one second,
-# where --softcap is the fall, larger by a tenth with each seed. It notes the order of its runs; --adam_lr 9 fails.
+# A train_gpt.py of another checkout: its loss falls in a line from 5 to 5 - fall, in --max_steps
+# steps and one second, where --softcap is the fall, larger by a tenth with each seed. It notes the
+# order of its runs; --adam_lr 9 fails.
 FAKE_TRAINER = r"""
 import json, sys
 from pathlib import Path
@@ -58,7 +62,9 @@ if flags.get("adam_lr") == "9":
     sys.exit(1)
 steps, every, folder = int(flags["max_steps"]), int(flags["eval_every"]), Path(flags["out_dir"])
 fall = float(flags["softcap"]) * (1 + int(flags["seed"]) / 10 * (flags["softcap"] != "1"))
-rows = [dict(step=i, train_time_s=i / steps, val_loss=5 - fall * i / steps) for i in range(every, steps + 1, every)]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [dict(step=1, train_loss=5.0), *rows]))
+rows = [dict(step=1, train_loss=5.0)]
+for i in range(every, steps + 1, every):
+    rows.append(dict(step=i, train_time_s=i / steps, val_loss=5 - fall * i / steps))
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 (folder / "summary.json").write_text(json.dumps(rows[-1] | dict(dtype="fp32")))
 """

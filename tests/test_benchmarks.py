@@ -1,4 +1,7 @@
-"""bench.py: every benchmark in a tiny form, and what its cases may do: fail, be killed, run out of memory."""
+"""bench.py: every benchmark in a tiny form, and what its cases may do.
+
+They may fail, be killed, and run out of memory.
+"""
 
 import gzip
 import json
@@ -229,7 +232,8 @@ def test_loss_of_the_trainer(data, tmp_path):
 
 
 def test_bench_memory(tmp_path):
-    sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 0 --vocab_size 1024 --quick"
+    sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 0"
+    sizes += " --vocab_size 1024 --quick"
     rows = measured(tmp_path, "memory", sizes)["memory"]
     numbers_are_finite(rows)
     adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20

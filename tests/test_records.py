@@ -1,4 +1,4 @@
-"""Trials and records: whole runs with seeds, the rules that a record keeps, and pictures of their losses."""
+"""Trials and records: whole runs with seeds, the rules of records, pictures of their losses."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def edit(path: Path, pattern: str, new: str) -> None:
 
 
 def edit_copy(run: Path, name: str, text: str) -> None:
-    """Put text behind a run's copy of a source, or into a new one, with the hash in log.txt that fits."""
+    """Append text to a run's copy of a source, or to a new one, and correct its hash in log.txt."""
     with open(run / "source" / name, "ab") as file:
         file.write(text.encode())
     hashed = f"{name} sha256 {source.sha256(run / 'source' / name)}, "
@@ -141,7 +141,10 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
 
 @pytest.fixture
 def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
-    """A copy of the record as the runs left it; a repository has their sources, the track their data, and a target."""
+    """A copy of the record as the runs left it.
+
+    A repository has their sources, the track their data and a target.
+    """
     monkeypatch.setattr(source, "REPOSITORY", repository)
     record = Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
     summary = json.loads((record / "seed_0" / "summary.json").read_text())
@@ -173,7 +176,7 @@ def test_records_that_cheat_are_rejected(name, pattern, new, said, record):
 
 
 def test_a_record_may_leave_open_what_its_log_has_settled(record):
-    """The command's dtype, attention and learning rates by rule, but no value that the rule does not give."""
+    """Its dtype, attention and learning rates by rule, but no value that the rule does not give."""
     for name, left_open in (("dtype=fp32", "dtype=auto"), ("muon_lr=0.02", "muon_lr=0")):
         edit(record / "command.sh", name, left_open)
     assert_verdict(record, "seed_0 was run with: muon_lr")
