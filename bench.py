@@ -8,7 +8,6 @@ loss       A against B over several seeds: time and steps to a loss, mean, devia
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 memory     measured peaks: weights, gradients, optimizer state, activations, by checkpointing mode
 data       loader throughput, and how long a step waits for it
-infer      prefill and decode: without a KV cache, with one, compiled, in int8
 scaling    weak and strong scaling over 1, 2, 4, ... ranks of this machine, or torchrun's ranks
 profile    where a step's time goes, in six lines, and the trace
 record DIR check a folder of records/ against the rules of its track; --pack HEAD turns its runs'
@@ -34,14 +33,13 @@ from pathlib import Path
 from runtime import set_environment
 
 if __name__ == "__main__":
-    set_environment(decoding=sys.argv[1:2] == ["infer"])
+    set_environment()
 
 import torch
 
 from benchmarks.attention import bench_attention
 from benchmarks.data import bench_data
 from benchmarks.harness import Bench, table
-from benchmarks.infer import bench_infer
 from benchmarks.ladder import bench_train
 from benchmarks.loss import bench_loss
 from benchmarks.memory import bench_memory
@@ -78,7 +76,6 @@ BENCHMARKS = dict(
     attention=bench_attention,
     memory=bench_memory,
     data=bench_data,
-    infer=bench_infer,
     scaling=bench_scaling,
     profile=bench_profile,
     record=bench_record,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import attention, harness, infer, ladder, loss, plot
+from benchmarks import attention, harness, ladder, loss, plot
 from conftest import ROOT, measured, run_python, tiny_run
 from model import may_attend
 from ops.attention import attention as attention_op
@@ -349,20 +349,6 @@ def test_bench_attention(tmp_path, monkeypatch):
         if (row["T"], row["mask"]) == (512, "causal")
     }
     assert more["sdpa"] < more["naive"]  # the scores
-
-
-def test_bench_infer(tmp_path, monkeypatch):
-    monkeypatch.setattr(infer, "MODES", ("no cache", "KV cache", "KV cache, int8"))
-    rows = measured(tmp_path, "infer", SIZES + " --dtype fp32")["infer"]
-    numbers_are_finite(rows)
-    assert [row["mode"] for row in rows] == list(infer.MODES) and rows[0][
-        "KV-cache speedup @50"
-    ] == 1
-    for row in rows:
-        assert row["tokens/s"] * row["ms/token"] / 1000 == pytest.approx(4)
-        assert len(row["values"]) == 2
-        for value in row["values"]:
-            assert value["TTFT, ms"] > 0 and value["ms/token"] > 0
 
 
 def test_nanogpts_log_has_the_trainers_clock():
