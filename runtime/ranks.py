@@ -52,8 +52,8 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
     """Meet the other ranks; returns a store for this start of them only. Raises UserError.
 
     torchrun's store survives restarts and then holds addresses of dead ranks, and its nodes do not
-    count restarts alike. So each start has a random prefix for its keys: rank 0 puts it into the
-    store until all have joined. The others first delete what is there, a prefix of a dead rank 0.
+    count restarts alike. So each start has a random prefix for its keys: rank 0 writes it for each
+    rank until all have joined. They first delete what they find there, of a dead rank 0.
     """
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
@@ -64,11 +64,12 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
             while store.add(f"{prefix} joined", 0) < world_size - 1:
                 if time.monotonic() > deadline:
                     raise dist.DistStoreError("some did not come")
-                store.set("prefix", prefix)
+                for other in range(1, world_size):
+                    store.set(f"prefix for rank {other}", prefix)
                 time.sleep(0.01)
         else:
-            store.delete_key("prefix")
-            prefix = store.get("prefix").decode()
+            store.delete_key(f"prefix for rank {rank}")
+            prefix = store.get(f"prefix for rank {rank}").decode()
             store.add(f"{prefix} joined", 1)
     except dist.DistError as error:
         endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

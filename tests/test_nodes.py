@@ -313,7 +313,7 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
 def test_ranks_meet_in_a_store_that_dead_ones_have_used(monkeypatch):
     """A prefix of a dead rank 0 is in it; the ranks of now get a store of their own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("prefix", "cpu dead")
+    store.set("prefix for rank 1", "cpu dead")
     store.set("0//cpu//gloo", "an address of a rank that has died")
     set_place(monkeypatch, 0, store.port)
     for first in (0, 1):
