@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common import derive_seed
+
 OURS = ("common", "train_gpt", "model", "ops", "inference", "sample", "export", "data", "runtime")
 
 
@@ -148,7 +150,8 @@ class DropPath(Plain):
 
 class LayersLeftOut(Plain):
     def block(self, x, i):
-        return x if self.training and self.seed // 4**i % 4 == 0 else super().block(x, i)
+        skipped = self.training and derive_seed(self.seed, i) % 4 == 0
+        return x if skipped else super().block(x, i)
 
 
 class MeanSubtracted(Plain):
@@ -180,7 +183,7 @@ class SecondHead(Plain):
     def loss(self, idx, y):
         x, n = self.backbone(idx), y.size(1)
         loss = self.token_losses(self.capped(x), y).sum() / (y >= 0).sum()
-        second = self.token_losses(self.capped(x[:, : n - 1], "second.weight"), y[:, 1:]).sum()
+        second = self.token_losses(self.capped(x[:, : n - 1], "second_head.weight"), y[:, 1:]).sum()
         return loss + 0.3 * second / (y >= 0).sum() if self.training else loss
 
 
