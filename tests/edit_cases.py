@@ -1,4 +1,4 @@
-"""The model and its loss written a second time, in plain PyTorch of any dtype, and what worked edits make of them."""
+"""The model and its loss a second time, in plain PyTorch, and what worked edits make of them."""
 
 import contextlib
 import importlib
@@ -26,7 +26,10 @@ def before(x: Tensor) -> Tensor:
 
 
 class Plain:
-    """The unedited model; an edit's subclass overrides what it changes. w: name -> weight; seed: GPT.step_seed."""
+    """The unedited model; an edit's subclass overrides what it changes.
+
+    w: name -> weight; seed: GPT.step_seed.
+    """
 
     def __init__(self, w: dict[str, Tensor], cfg, training: bool = True, seed: int = 0):
         self.w, self.cfg, self.training, self.seed = w, cfg, training, seed
@@ -42,7 +45,7 @@ class Plain:
         return out
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Pairs of the first half of each head are rotated by angles that grow with the position."""
+        """Rotate pairs of the first half of each head by angles that grow with the position."""
         half = self.head_dim // 4
         position, i = torch.arange(x.size(1)).double(), torch.arange(half).double()
         angle = torch.outer(position, 10000.0 ** (-i / half))[:, None]
@@ -124,14 +127,14 @@ class Dropped(Plain):
 
 
 class DroppedEverywhere(Plain):
-    """In training, a tenth of the numbers is zero, the same for the same token and position; checked on its own."""
+    """In training, a tenth of the numbers is zero, the same for the same token and position."""
 
     def first(self, idx):
         x = super().first(idx)
         return x * self.mask(idx, x.size(-1)) / 0.9 if self.training else x
 
     def mask(self, idx: Tensor, width: int) -> Tensor:
-        """Zeros and ones, fp32 (B, T, width): MurmurHash's mixing of token and channel, then position, then seed."""
+        """Zeros and ones, fp32 (B, T, width): MurmurHash of token, channel, position and seed."""
         code = idx[..., None] * width + torch.arange(width)
         for mixed in (torch.arange(idx.size(1))[:, None] * 0x85EBCA6B % 2**31, self.seed % 2**31):
             code = (code ^ mixed) * 0x9E3779B1 % 2**31

@@ -1,4 +1,4 @@
-"""The worked edits of docs/edits.md: each is applied to a copy, compared with plain PyTorch, resumed, and sampled."""
+"""Each worked edit of docs/edits.md, in a copy: compared with plain PyTorch, resumed, sampled."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def answers(x, y):
 
 
 def only_answers_count(run) -> bool:
-    """Also in evaluation, and in the layout of the test, some of whose micro-batches hold no target."""
+    """Also in evaluation, and in the layout of the test, with micro-batches without a target."""
     x, y = run.batch[:, :-1], answers(run.batch[:, :-1], run.batch[:, 1:])
     want, cfg = Plain(run.weights, run.state.raw_model.cfg).loss(x, y).item(), run.state.cfg
     stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
@@ -74,7 +74,10 @@ def only_answers_count(run) -> bool:
 
 
 def sources_are_mixed(run) -> bool:
-    """70 of 100 sequences are those of the first folder's stream, in its order, 30 of the second's; for any ranks."""
+    """70 of 100 sequences are those of the first folder's stream, in its order; for any ranks.
+
+    The others are those of the second.
+    """
     state, stream_of = run.state, run.ours.train_gpt.TokenStream
     a, b = (part.rsplit(":", 1)[0] for part in state.cfg.data.split(","))
     mixed = sys.modules["data.stream"].MixedStream(state.cfg.data, 32, 32 * 20)
@@ -204,6 +207,7 @@ CASES = {
     "A mixture of sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
     "A figure of your own": Case(holds=figure_is_logged),
 }
+MOST_LINES = {"Grouped queries": 19, "A mixture of sources": 40}  # the others: 12
 RANKS = (
     "Layers left out",
     "A buffer",
@@ -289,7 +293,10 @@ def base(tmp_path_factory):
 
 
 def assert_plain(case: Case, state, batch) -> None:
-    """The loss and its gradients are those of plain PyTorch, in chunks too; some targets are -1, all of one chunk."""
+    """The loss and its gradients are those of plain PyTorch, in chunks too.
+
+    Some targets are -1, and all of one chunk.
+    """
     model, x, y = state.raw_model, batch[:3, :-1], batch[:3, 1:].clone()
     y[:, ::5] = y[1] = -1
     weights = {
@@ -309,16 +316,15 @@ def assert_plain(case: Case, state, batch) -> None:
         model.load_state_dict(weights)  # buffers that the pass has written
         for (name, _), grad, want in zip(named, grads, wants):
             assert (grad is None) == (want is None), name
-            grad = (
-                grad.to_dense() if grad is not None else None
-            )  # that of n-grams is sparse until it is added
-            apart = 0.0 if grad is None else (grad - want).norm() / want.norm().clamp(min=1)
-            assert apart <= 2e-6, (name, apart)
+            if grad is not None:
+                grad = grad.to_dense()  # that of n-grams is sparse until it is added
+                apart = (grad - want).norm() / want.norm().clamp(min=1)
+                assert apart <= 2e-6, (name, apart)
 
 
 @torch.no_grad()
 def assert_samples(case: Case, run, path: Path) -> None:
-    """As sample.py loads it, the model gives plain PyTorch's logits, with a KV cache and without."""
+    """The model that sample.py loads gives plain PyTorch's logits, with and without a KV cache."""
     run.sampled, _ = run.ours.sample.load(path, "cpu", "fp32")
     idx = torch.randint(0, 257, (2, 20), generator=torch.Generator().manual_seed(3))
     want = case.plain(dict(run.sampled.state_dict()), run.sampled.cfg, False).logits(idx)
@@ -371,9 +377,9 @@ def test_every_worked_edit_has_a_case_and_is_small():
     edits = worked_edits()
     assert edits.keys() == CASES.keys()
     for title, diff in edits.items():
-        assert sum(bool(re.match(r"[+-](?![+-])", line)) for line in diff.splitlines()) <= (
-            40 if "mixture" in title else 12
-        ), title
+        changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-])", line)]
+        assert len(changed) <= MOST_LINES.get(title, 12), title
+        assert max(map(len, changed)) <= 1 + 100, title
     assert f"\n{len(edits)} edits" in (ROOT / "docs" / "edits.md").read_text()
 
 
