@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from benchmarks.harness import Bench, progress, run_python, summarize, table
-from common import read_rows
+from common import REPO, read_rows
 from records.check import t_test
-from runtime.sources import REPO
 from train_gpt import make_config
 
 

@@ -17,9 +17,8 @@ from benchmarks.harness import (
     table,
     time_ms,
 )
-from common import TrainerError
+from common import REPO, TrainerError
 from runtime.device import cpu_cores, peak_memory_mb
-from runtime.sources import REPO
 from train_gpt import Config, train_step
 
 

@@ -1,11 +1,10 @@
-"""What keeps the house: who imports whom, that importing does nothing, and that README and --help are true."""
+"""The structure: who imports whom, that importing does nothing, that README and --help are true."""
 
 import ast
 import dataclasses
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -14,10 +13,10 @@ import bench
 import export
 import sample
 import train_gpt
+from common import SOURCE_FILES
 from conftest import ROOT, run_python
 from data import prepare
 from runtime.flags import parse_flags
-from runtime.sources import SOURCE_FILES
 from train_gpt import PRESETS, Config, make_config
 
 BELOW_THE_PAGE = ("inference", "runtime", "data", "model", "ops", "common")
@@ -38,16 +37,13 @@ NAMES = [
     for path in PATHS
 ]
 OURS = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in zip(NAMES, PATHS)}
-for other in (
-    "conftest",
-    "test_train",
-    "inference.modeling_gpt",
-):  # the last imports nothing of ours
+# The last imports nothing of ours
+for other in ("conftest", "test_train", "inference.modeling_gpt"):
     del OURS[other]
 
 
 def imported(name: str) -> set[str]:
-    """Every module that a file imports, wherever in it; `from data import prepare` is data.prepare."""
+    """Every module that a file imports, anywhere; `from data import prepare` is data.prepare."""
     found = set()
     for node in ast.walk(OURS[name]):
         if isinstance(node, ast.Import):
@@ -86,21 +82,26 @@ def test_the_sources_of_a_run_are_all_that_it_imports():
 
 
 def test_importing_has_no_side_effect():
-    code = (
-        "import os, sys, random; before = dict(os.environ); state = random.getstate(); import torch; "
-        f"drawn = torch.get_rng_state(); import {', '.join(OURS)}; "
-        "assert dict(os.environ) == before and random.getstate() == state; "
-        "assert torch.equal(torch.get_rng_state(), drawn) and not torch.distributed.is_initialized(); "
-        "assert not {'wandb', 'tiktoken', 'torch._dynamo', 'matplotlib'} & {*sys.modules}"
-    )
-    env = {
-        name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ
-    }  # no import's doing
+    code = f"""if True:
+        import os, sys, random
+        before = dict(os.environ)
+        state = random.getstate()
+        import torch
+        drawn = torch.get_rng_state()
+        import {", ".join(OURS)}
+        assert dict(os.environ) == before
+        assert random.getstate() == state
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert not torch.distributed.is_initialized()
+        assert not {{'wandb', 'tiktoken', 'torch._dynamo', 'matplotlib'}} & {{*sys.modules}}
+    """
+    # Without variables that imports might find set already
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}
     done = run_python("-c", code, env=env)
     assert done.returncode == 0 and not done.stdout, done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # README and --help
 
 
@@ -114,55 +115,39 @@ def help_of(main, capsys) -> str:
 def test_help_shows_every_flag_and_its_default(capsys):
     text = help_of(train_gpt.main, capsys)
     for f in dataclasses.fields(Config):
-        value = str(PRESETS["laptop"].get(f.name, f.default)).lower()
-        assert re.search(
-            rf"--{f.name} .*?{re.escape(f'[{value}]') if value else ''}", text, re.S | re.I
-        ), f.name
+        value = PRESETS["laptop"].get(f.name, f.default)
+        shown = re.escape(f"[{value}]") if value != "" else ""
+        assert re.search(rf"--{f.name} .*?{shown}", text, re.S | re.I), f.name
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
-)
+DOCS = ["README.md"] + [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", DOCS)
 def test_pages_name_real_commands_and_flags(page, capsys):
-    known, text = (
-        {f.name for f in dataclasses.fields(Config)},
-        (ROOT / page).read_text(encoding="utf-8"),
-    )
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fields = dataclasses.fields(Config)
+    known = {f.name for f in fields}
     for script in (sample, prepare, bench, export):
         known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
-    known |= {
-        option.strip("-").split("-")[0]
-        for a in get_args_parser()._actions
-        for option in a.option_strings
-    }
-    known |= {
-        "nodes",
-        "ntasks",
-        "gpus",
-        "cpus",
-        "time",
-        "signal",
-        "kill",
-        "pid",
-        "shutdown",
-    }  # of Slurm and py-spy
+    for action in get_args_parser()._actions:  # of torchrun
+        known |= {option.strip("-").split("-")[0] for option in action.option_strings}
+    known |= set("nodes ntasks gpus cpus time signal kill pid shutdown".split())  # Slurm, py-spy
     known |= {"batch_size", "start"}  # of nanoGPT
     assert set(re.findall(r"(?<![\w-])--(\w+)", text)) - known == set()
-    for script, flags in re.findall(
-        r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE
-    ):
+    commands = re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE)
+    for script, flags in commands:
         assert (ROOT / script).exists(), script
         if script == "train_gpt.py":
-            make_config(
-                **parse_flags(flags.split("#")[0].split(), dataclasses.fields(Config), {}, "")
-            )
+            make_config(**parse_flags(flags.split("#")[0].split(), fields, {}, ""))
         if script == "bench.py":
             assert all(f"\n{name} " in bench.__doc__ for name in re.findall(r"^ (\w+)", flags))
 
 
 def test_the_readmes_files_are_there():
-    rows = re.findall(
-        r"^\| (`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    names = [name for row in rows for name in re.findall(r"`([\w/]+\.py|\w+/)`", row)]
-    assert len(names) > 9 and [name for name in names if not Path(ROOT / name).exists()] == []
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = []
+    for row in re.findall(r"^\| (`.*?) \| ", text, re.MULTILINE):
+        names += re.findall(r"`([\w/]+\.py|\w+/)`", row)
+    assert len(names) > 9
+    assert [name for name in names if not (ROOT / name).exists()] == []
