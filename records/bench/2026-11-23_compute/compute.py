@@ -51,11 +51,7 @@ def repeated(rows: list[dict], kind: str) -> dict[tuple, list[dict]]:
     found: dict[tuple, list[dict]] = {}
     for row in rows:
         if row["kind"] == kind and row["budget_s"] and "val_bpb" in row:
-            flags = {
-                name: value
-                for name, value in row["flags"].items()
-                if name not in ("seed", "max_steps")
-            }
+            flags = {name: value for name, value in row["flags"].items() if name not in ("seed", "max_steps")}
             found.setdefault((row["budget_s"], json.dumps(flags, sort_keys=True)), []).append(row)
     return found
 
@@ -71,11 +67,7 @@ def best(rows: list[dict], kind: str) -> list[tuple[float, float]]:
 
 def noise(rows: list[dict], kind: str) -> float:
     """Standard deviation of the logarithm of the loss between seeds, pooled over what was trained with several."""
-    losses = [
-        [math.log(row["val_bpb"]) for row in same]
-        for same in repeated(rows, kind).values()
-        if len(same) > 1
-    ]
+    losses = [[math.log(row["val_bpb"]) for row in same] for same in repeated(rows, kind).values() if len(same) > 1]
     total = sum(sum((x - statistics.mean(each)) ** 2 for x in each) for each in losses)
     return math.sqrt(total / sum(len(each) - 1 for each in losses))
 
@@ -103,17 +95,12 @@ def show(rows: list[dict]) -> None:
     spread, draw_from = {kind: noise(rows, kind) for kind in KINDS}, np.random.default_rng(0)
     for kind, name in KINDS.items():
         slope, intercept = power_law(best(rows, kind))
-        print(
-            f"{name}: {math.exp(intercept):.3f} x seconds^{slope:.4f}, seeds differ by {100 * spread[kind]:.1f} %"
-        )
+        print(f"{name}: {math.exp(intercept):.3f} x seconds^{slope:.4f}, seeds differ by {100 * spread[kind]:.1f} %")
     for kind in list(KINDS)[1:]:
         for seconds, loss in best(rows, "ngram"):
             found = []
             for _ in range(2000):  # what other seeds might have given
-                points = [
-                    (s, x * math.exp(draw_from.normal(0, spread[kind])))
-                    for s, x in best(rows, kind)
-                ]
+                points = [(s, x * math.exp(draw_from.normal(0, spread[kind]))) for s, x in best(rows, kind)]
                 slope, intercept = power_law(points)
                 equal = math.log(loss) + draw_from.normal(0, spread["ngram"])
                 found.append((equal - intercept) / slope - math.log(seconds))
@@ -130,21 +117,12 @@ def draw(rows: list[dict], path: Path) -> None:
     for number, (kind, name) in enumerate(KINDS.items()):
         there = [row for row in rows if row["kind"] == kind and "val_bpb" in row]
         axes.plot(
-            [row["seconds"] for row in there],
-            [row["val_bpb"] for row in there],
-            "o",
-            color=f"C{number}",
-            alpha=0.35,
+            [row["seconds"] for row in there], [row["val_bpb"] for row in there], "o", color=f"C{number}", alpha=0.35
         )
         slope, intercept = power_law(best(rows, kind))
         ends = np.array([50, 6000])
         axes.plot(ends, np.exp(intercept) * ends**slope, color=f"C{number}", label=name)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="training time on one core, s",
-        ylabel="bits per byte, validation",
-    )
+    axes.set(xscale="log", yscale="log", xlabel="training time on one core, s", ylabel="bits per byte, validation")
     axes.set_xticks([60, 240, 1200, 4800], ["60", "240", "1,200", "4,800"])
     axes.set_yticks([1.2, 1.4, 1.6, 1.8, 2.0, 2.2], ["1.2", "1.4", "1.6", "1.8", "2.0", "2.2"])
     axes.minorticks_off()

@@ -52,9 +52,7 @@ def check(name: str, function, *args) -> None:
 
 
 # The interpreter leaves CUDA's library of functions out.
-for name, function in dict(
-    rsqrt=lambda x: x**-0.5, tanh=np.tanh, exp=np.exp, log=np.log, sqrt=np.sqrt
-).items():
+for name, function in dict(rsqrt=lambda x: x**-0.5, tanh=np.tanh, exp=np.exp, log=np.log, sqrt=np.sqrt).items():
     setattr(libdevice, name, interpreted(function))
 if len(sys.argv) > 1:
     sys.exit(main(sys.argv[1:]))
@@ -66,24 +64,11 @@ for dtype in (torch.float32, torch.bfloat16):
     check("squared ReLU", relu_squared, x)
     check("rotary of norm", lambda q, cos, sin: apply_rotary_emb(norm(q), cos, sin), q, *tables)
     for vocab_size, softcap in ((1000, 15.0), (1000, 0.0), (1000, 80.0), (5000, 15.0)):
-        logits, targets = (
-            (4 * torch.randn(8, vocab_size)).to(dtype),
-            torch.randint(0, vocab_size, (8,)),
-        )
+        logits, targets = (4 * torch.randn(8, vocab_size)).to(dtype), torch.randint(0, vocab_size, (8,))
         targets[3] = -1
         torch._dynamo.reset()
         found = torch.compile(ce_fwd_bwd)(logits.cuda(), targets.cuda(), softcap, 1.0)[:2]
         exact = logits.double().requires_grad_()
-        loss = F.cross_entropy(
-            softcap_logits(exact, softcap), targets, ignore_index=-1, reduction="sum"
-        )
+        loss = F.cross_entropy(softcap_logits(exact, softcap), targets, ignore_index=-1, reduction="sum")
         loss.backward()
-        print(
-            "loss of",
-            vocab_size,
-            "softcap",
-            softcap,
-            dtype,
-            *differences(found, [loss, exact.grad]),
-            flush=True,
-        )
+        print("loss of", vocab_size, "softcap", softcap, dtype, *differences(found, [loss, exact.grad]), flush=True)

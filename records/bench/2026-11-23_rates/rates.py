@@ -31,16 +31,7 @@ import model
 from train_gpt import make_config, train
 
 RESULTS = Path(__file__).resolve().with_name("results.jsonl")
-BASE = dict(
-    n_layer=2,
-    seq_len=512,
-    batch_tokens=8192,
-    max_steps=400,
-    muon_lr=0.03,
-    adam_lr=0.012,
-    ngram=0,
-    seed=0,
-)
+BASE = dict(n_layer=2, seq_len=512, batch_tokens=8192, max_steps=400, muon_lr=0.03, adam_lr=0.012, ngram=0, seed=0)
 DECAY = dict(weight_decay=0.05)  # the default, which most rows leave out
 FIXED = dict(eval_every=0, eval_tokens=262144, compile="default", dtype="bf16", log_every=100)
 
@@ -57,9 +48,7 @@ def rows() -> list[dict]:
     for width, steps in ((64, 400), (128, 400), (256, 400), (384, 300)):
         found += [row_of(width, max_steps=steps, muon_lr=lr) for lr in (0.0075, 0.015, 0.03, 0.06)]
         found += [row_of(width, max_steps=steps, adam_lr=lr) for lr in (0.003, 0.006, 0.024, 0.048)]
-    found += [
-        row_of(width, n_layer=6, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.03, 0.06)
-    ]
+    found += [row_of(width, n_layer=6, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.03, 0.06)]
     for batch, steps in ((8192, 1600), (4096, 800), (32768, 100)):
         rates = (0.0075, 0.015, 0.03, 0.06, 0.12)
         found += [row_of(64, max_steps=steps, batch_tokens=batch, muon_lr=lr) for lr in rates]
@@ -67,18 +56,14 @@ def rows() -> list[dict]:
     found += [row_of(128, muon_lr=lr, **grams) for lr in (0.015, 0.03, 0.06)]
     found += [row_of(128, adam_lr=lr, **grams) for lr in (0.006, 0.024)]
     for width in (64, 128):
-        groups = [
-            {name: factor} for name in ("embedding", "head") for factor in (0.25, 0.5, 2.0, 4.0)
-        ]
+        groups = [{name: factor} for name in ("embedding", "head") for factor in (0.25, 0.5, 2.0, 4.0)]
         found += [row_of(width, factors=factors) for factors in groups]
         rates = (0.004, 0.008, 0.016, 0.032)
         found += [row_of(width, adam_lr=lr, optimizer="adamw") for lr in rates]
     found += [row_of(width, seed=seed) for width in (64, 128, 256) for seed in (1, 2)]
     found += [row_of(256, seed=1, adam_lr=lr) for lr in (0.006, 0.024)]
     for seed in (1, 2):
-        found += [
-            row_of(width, seed=seed, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.06)
-        ]
+        found += [row_of(width, seed=seed, muon_lr=lr) for width in (64, 128) for lr in (0.015, 0.06)]
         found += [row_of(64, seed=seed, adam_lr=lr) for lr in (0.006, 0.024, 0.048)]
     for decay in (0.0, 0.1, 0.2, 0.4):
         found += [row_of(128, weight_decay=decay), row_of(128, weight_decay=decay, **grams)]
@@ -105,9 +90,7 @@ def run(row: dict, data: str) -> dict:
     """The row with its validation loss in nats a token, of 262,144 tokens."""
     table = dict(model.PARAM_TABLE)
     for name, factor in row["factors"].items():
-        model.PARAM_TABLE[name] = dataclasses.replace(
-            table[name], lr_mul=factor * table[name].lr_mul
-        )
+        model.PARAM_TABLE[name] = dataclasses.replace(table[name], lr_mul=factor * table[name].lr_mul)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         summary = train(make_config(data=data, out_dir=f"{folder}/run", **row["flags"], **FIXED))
     model.PARAM_TABLE.update(table)
@@ -128,34 +111,19 @@ def losses(done: dict, over: str, text: str = "python", **flags) -> list[tuple[f
 
 
 WIDTHS = [dict(n_embd=64), dict(n_embd=128), dict(n_embd=256), dict(n_embd=384, max_steps=300)]
-STEPS = [
-    dict(),
-    dict(max_steps=1600),
-    dict(max_steps=800, batch_tokens=4096),
-    dict(max_steps=100, batch_tokens=32768),
-]
+STEPS = [dict(), dict(max_steps=1600), dict(max_steps=800, batch_tokens=4096), dict(max_steps=100, batch_tokens=32768)]
 GRAMS = dict(ngram=3, ngram_rows=131072)
 LINES = [  # name, which rate, and flags
     *((f"{flags['n_embd']} wide", "muon_lr", flags) for flags in WIDTHS),
     *((f"{flags['n_embd']} wide", "adam_lr", flags) for flags in WIDTHS),
     *(
-        (
-            f"{f.get('max_steps', 400):,} x {f.get('batch_tokens', 8192):,} tokens",
-            "muon_lr",
-            {"n_embd": 64} | f,
-        )
+        (f"{f.get('max_steps', 400):,} x {f.get('batch_tokens', 8192):,} tokens", "muon_lr", {"n_embd": 64} | f)
         for f in STEPS
     ),
     ("64 wide, 6 layers", "muon_lr", dict(n_embd=64, n_layer=6)),
     ("128 wide, 6 layers", "muon_lr", dict(n_embd=128, n_layer=6)),
-    *(
-        (f"{width} wide, English", "muon_lr", dict(n_embd=width, text="english"))
-        for width in (64, 128, 256)
-    ),
-    *(
-        (f"{width} wide, English", "adam_lr", dict(n_embd=width, text="english"))
-        for width in (64, 128, 256)
-    ),
+    *((f"{width} wide, English", "muon_lr", dict(n_embd=width, text="english")) for width in (64, 128, 256)),
+    *((f"{width} wide, English", "adam_lr", dict(n_embd=width, text="english")) for width in (64, 128, 256)),
     ("128 wide, n-grams", "muon_lr", dict(n_embd=128) | GRAMS),
     ("128 wide, n-grams", "adam_lr", dict(n_embd=128) | GRAMS),
     ("128 wide", "weight_decay", dict(n_embd=128)),
@@ -164,19 +132,14 @@ LINES = [  # name, which rate, and flags
     ("64 wide, AdamW", "adam_lr", dict(n_embd=64, optimizer="adamw")),
     ("128 wide, AdamW", "adam_lr", dict(n_embd=128, optimizer="adamw")),
 ]
-PANELS = {
-    "muon_lr by width": 0,
-    "adam_lr by width": 4,
-    "muon_lr by steps and batch, 64 wide": 8,
-}  # of four lines
+PANELS = {"muon_lr by width": 0, "adam_lr by width": 4, "muon_lr by steps and batch, 64 wide": 8}  # of four lines
 
 
 def show(done: dict) -> None:
     """The table of README.md: losses by rate, with the number of seeds where there are several."""
     for name, over, flags in LINES:
         cells = [
-            f"{rate:g}: {loss:.3f}" + (f" ({n})" if n > 1 else "")
-            for rate, loss, n in losses(done, over, **flags)
+            f"{rate:g}: {loss:.3f}" + (f" ({n})" if n > 1 else "") for rate, loss, n in losses(done, over, **flags)
         ]
         print(f"| {name} | {over} | {', '.join(cells)} |")
 
@@ -191,9 +154,7 @@ def draw(done: dict, path: Path) -> None:
             above = [100 * (loss / min(found) - 1) for loss in found]
             axes.plot(rates, above, marker="o", color=f"C{number}", label=name)
         axes.set(xscale="log", title=title, xlabel=over, ylim=(-0.3, 10))
-        axes.set_xticks(
-            [0.004, 0.0075, 0.015, 0.03, 0.06], ["0.004", "0.0075", "0.015", "0.03", "0.06"]
-        )
+        axes.set_xticks([0.004, 0.0075, 0.015, 0.03, 0.06], ["0.004", "0.0075", "0.015", "0.03", "0.06"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)

@@ -51,26 +51,13 @@ if __name__ == "__main__":
         both.write_bytes(train.read_bytes() + val.read_bytes())
         n_bytes = val.stat().st_size
         print(f"training text {train.stat().st_size:,} bytes, validation text {n_bytes:,} bytes")
-        print(
-            "| Compressor | Alone | Given the training text | Seconds for both |\n| --- | --- | --- | --- |"
-        )
+        print("| Compressor | Alone | Given the training text | Seconds for both |\n| --- | --- | --- | --- |")
         for name, alone, given in (
-            (
-                " ".join(XZ[4:]),
-                lambda: size_of([*XZ, val]),
-                lambda: size_of([*XZ, both]) - size_of([*XZ, train]),
-            ),
-            (
-                " ".join(ZSTD[3:]),
-                lambda: size_of([*ZSTD, val]),
-                lambda: size_of([*ZSTD, f"--patch-from={train}", val]),
-            ),
+            (" ".join(XZ[4:]), lambda: size_of([*XZ, val]), lambda: size_of([*XZ, both]) - size_of([*XZ, train])),
+            (" ".join(ZSTD[3:]), lambda: size_of([*ZSTD, val]), lambda: size_of([*ZSTD, f"--patch-from={train}", val])),
             ("PPMd, order 6", lambda: ppmd(val, 6), lambda: ppmd(both, 6) - ppmd(train, 6)),
             ("PPMd, order 16", lambda: ppmd(val, 16), lambda: ppmd(both, 16) - ppmd(train, 16)),
         ):
             began = time.perf_counter()
             bits = [f"{8 * size() / n_bytes:.3f}" for size in (alone, given)]
-            print(
-                f"| {name} | {bits[0]} | {bits[1]} | {time.perf_counter() - began:,.0f} |",
-                flush=True,
-            )
+            print(f"| {name} | {bits[0]} | {bits[1]} | {time.perf_counter() - began:,.0f} |", flush=True)

@@ -26,27 +26,16 @@ from data.shards import load_meta
 from train_gpt import make_config, train
 
 RESULTS = Path(__file__).with_name("results.jsonl")
-FIXED = dict(
-    n_head=1,
-    batch_tokens=4096,
-    ngram_rows=131072,
-    eval_tokens=524288,
-    compile="default",
-    dtype="fp32",
-)
+FIXED = dict(n_head=1, batch_tokens=4096, ngram_rows=131072, eval_tokens=524288, compile="default", dtype="fp32")
 
 
 def run(row: dict, data: Path) -> dict:
     """The row with its losses, after each quarter of the training, in bits per byte of the whole validation split."""
-    max_steps = round(
-        row["epochs"] * load_meta(data)["splits"]["train"]["tokens"] / FIXED["batch_tokens"]
-    )
+    max_steps = round(row["epochs"] * load_meta(data)["splits"]["train"]["tokens"] / FIXED["batch_tokens"])
     flags = row["flags"] | FIXED | dict(max_steps=max_steps, eval_every=max_steps // 4)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train(make_config(data=str(data), out_dir=f"{folder}/run", **flags))
-        lines = [
-            json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()
-        ]
+        lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     return row | dict(val_bpb=[round(line["val_bpb"], 4) for line in lines if "val_bpb" in line])
 
 
@@ -57,9 +46,7 @@ def show(rows: list[dict]) -> None:
         dropout = f"{flags['ngram_dropout']}" if flags["ngram"] else "no n-grams"
         size = f"{flags['n_layer']} x {flags['n_embd']}"
         losses = row["val_bpb"]
-        print(
-            f"| {row['text']} | {size} | {row['epochs']:g} | {dropout} | {losses[-1]:.4f} | {min(losses):.4f} |"
-        )
+        print(f"| {row['text']} | {size} | {row['epochs']:g} | {dropout} | {losses[-1]:.4f} | {min(losses):.4f} |")
 
 
 if __name__ == "__main__":
