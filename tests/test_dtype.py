@@ -1,4 +1,4 @@
-"""What flags leave open: --dtype auto is decided once, by speed; and the attention and chunks of the loss."""
+"""Automatic values: --dtype by speed, once; the attention; the chunks of the loss."""
 
 import dataclasses
 
@@ -16,26 +16,25 @@ AUTO = TINY | dict(dtype="auto", max_steps=2)
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """A function that pretends that matmuls reach so many FLOP/s; it returns the widths that were asked for."""
+    """A function that pretends that matmuls reach so many FLOP/s; returns the widths asked for."""
     asked = []
 
     def speeds(fp32: float, bf16: float) -> list:
         known = {torch.float32: fp32, torch.bfloat16: bf16}
-        monkeypatch.setattr(
-            device, "matmul_flops", lambda device, dtype, width: asked.append(width) or known[dtype]
-        )
+
+        def matmul_flops(device, dtype, width):
+            asked.append(width)
+            return known[dtype]
+
+        monkeypatch.setattr(device, "matmul_flops", matmul_flops)
         return asked
 
     return speeds
 
 
 def test_bf16_must_be_faster_on_a_cpu(pretend):
-    for fp32, bf16, name in (
-        (0.184, 0.912, "bf16"),
-        (1.0, 1.2, "bf16"),
-        (1.0, 1.19, "fp32"),
-        (0.03, 0.009, "fp32"),
-    ):
+    cases = ((0.184, 0.912, "bf16"), (1, 1.2, "bf16"), (1, 1.19, "fp32"), (0.03, 0.009, "fp32"))
+    for fp32, bf16, name in cases:
         pretend(fp32, bf16)
         assert device.faster_dtype("auto", torch.device("cpu"), 128) == name
     assert device.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
@@ -43,23 +42,17 @@ def test_bf16_must_be_faster_on_a_cpu(pretend):
 
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
     asked = pretend(1.0, 9.0)
-    for kind, has_bf16, name in (
-        ("cuda", True, "bf16"),
-        ("cuda", False, "fp32"),
-        ("mps", True, "fp32"),
-    ):
+    cases = (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32"))
+    for kind, has_bf16, name in cases:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
         assert device.faster_dtype("auto", torch.device(kind), 128) == name
-    for saved, kind, name in (
-        ("bf16", "cuda", "fp32"),
-        ("fp16", "cuda", "fp16"),
-        ("bf16", "mps", "fp32"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    cases = (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"))
+    for saved, kind, name in cases:
         assert device.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
-    assert (
-        device.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16" and not asked
-    )  # as asked for
+    # As asked for
+    assert device.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16"
+    assert not asked
 
 
 @pytest.mark.parametrize(
@@ -82,15 +75,14 @@ def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
         dist_ctx = DistContext(torch.device(device))
         return auto.choose_auto_values(cfg, cfg, stream_of(10**6, 1024), dist_ctx)
 
-    assert 0 < device.attention_s("blocked", (1, 1, 32, 8)) < 10
-    # SDPA's is faster
-    monkeypatch.setattr(auto, "attention_s", lambda backend, shape: len(backend))
+    # SDPA is faster
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     expected = attn
     if cfg.dtype == "bf16" and cfg.attn == "auto":
         expected = "sdpa"
     assert choose("cpu").get("attn", attn) == expected
-    # SDPA's is slower
-    monkeypatch.setattr(auto, "attention_s", lambda backend, shape: -len(backend))
+    # SDPA is slower
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     chosen = dataclasses.replace(cfg, **choose("cpu"))
     assert (chosen.attn, chosen.loss_chunk) == (attn, flags.get("loss_chunk", 2048))
     on_gpu = choose("cuda")
@@ -102,21 +94,15 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
     summary = train(make_config(**AUTO, data=str(data), out_dir=str(folder)))
     assert summary["dtype"] == final(folder)["config"]["dtype"] == "bf16" and asked == [32, 32]
     assert ", bf16, compile off" in (folder / "log.txt").read_text()
-    for speeds, given, dtype in (
-        ((1, 2), "auto", "bf16"),
-        ((1, 2), "fp32", "fp32"),
-        ((2, 1), "auto", "fp32"),
-    ):
-        pretend(*speeds)
-        model, _ = sample.load(
-            sample.find_file(str(folder)), "cpu", given
-        )  # samples are drawn in its dtype
+    # Samples are drawn in its dtype
+    for bf16, given, dtype in ((2, "auto", "bf16"), (2, "fp32", "fp32"), (0.5, "auto", "fp32")):
+        pretend(1, bf16)
+        model, _ = sample.load(sample.find_file(str(folder)), "cpu", given)
         assert model.compute_dtype == device.DTYPES[dtype]
     asked.clear()
     pretend(0.5, 0.1)
-    assert run_main(["--resume", str(folder), "--max_steps", "3"], capsys)[0] == 0
+    argv = ["--resume", str(folder), "--max_steps"]
+    assert run_main([*argv, "3"], capsys)[0] == 0
     assert final(folder)["step"] == 3 and final(folder)["config"]["dtype"] == "bf16" and not asked
-    assert (
-        run_main(["--resume", str(folder), "--max_steps", "4", "--dtype", "fp32"], capsys)[0] == 0
-    )
+    assert run_main([*argv, "4", "--dtype", "fp32"], capsys)[0] == 0
     assert final(folder)["config"]["dtype"] == "fp32"

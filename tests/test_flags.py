@@ -1,4 +1,4 @@
-"""Flags: mistakes told in one sentence, rules, what is left open and settled, help and README against the code."""
+"""Flags: mistakes are told in one sentence, rules, automatic values and sizes."""
 
 import dataclasses
 import inspect
@@ -34,7 +34,7 @@ def parsed(line: str) -> dict:
     return parse_flags(line.split(), dataclasses.fields(Config), {}, "")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The user's mistakes: one sentence, exit code 2
 
 
@@ -51,10 +51,7 @@ def parsed(line: str) -> dict:
         ("--max_steps 3e14", "below 2\\*\\*48"),
         ("--minutes 1", "--minutes ends the run by the clock, so that --max_steps cannot be given"),
         ("--wandb yes", "invalid boolean value: 'yes'"),
-        (
-            "--resume",
-            "has no valid checkpoint; give a run's folder that has one, or another --out_dir",
-        ),
+        ("--resume", "has no valid checkpoint; give a run's folder that has one, or another --out"),
         ("--resume gone.pt", "no checkpoint gone.pt"),
         ("--init_from gone", "no checkpoint gone"),
         ("--micro_batch 5", "does not divide the 16 sequences .* use --micro_batch 4"),
@@ -71,24 +68,17 @@ def parsed(line: str) -> dict:
 def test_mistakes_end_with_a_sentence(flags, sentence, data, tmp_path, capsys):
     if "NO_DOCS" in flags:
         flags = flags.replace("NO_DOCS", str(make_data(tmp_path / "no_docs", eot=False)))
-    code, err = run_main(
-        flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")) + flags.split(), capsys
-    )
-    assert (
-        code == 2
-        and re.search(sentence, err)
-        and err.startswith("error: ")
-        and err.count("\n") == 1
-    ), err
+    argv = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")) + flags.split()
+    code, err = run_main(argv, capsys)
+    assert code == 2 and re.search(sentence, err), err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
     assert not (tmp_path / "run").exists()
 
 
 def test_a_mistake_ends_a_process_with_exit_code_2():
     done = run_python("train_gpt.py", "--max_step", "3")
-    assert (
-        done.returncode == 2
-        and done.stderr == "error: unknown flag --max_step; did you mean max_steps?\n"
-    )
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown flag --max_step; did you mean max_steps?\n"
 
 
 def test_from_python_values_are_checked_too():
@@ -97,11 +87,10 @@ def test_from_python_values_are_checked_too():
         (dict(n_layer="2"), "expected int"),
         (dict(wandb=1), "expected bool"),
         (dict(lr=1), "use --muon_"),
+        (dict(compile="defualt"), "expected one of off, default.*did you mean default"),
     ):
         with pytest.raises(UserError, match=said):
             make_config(**flags)
-    with pytest.raises(UserError, match="expected one of off, default.*did you mean default"):
-        make_config(compile="defualt")
     assert not OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)}
 
 
@@ -111,22 +100,17 @@ def test_what_is_not_there_is_told(data, tmp_path, capsys):
         assert code == 2 and "PyTorch sees no CUDA device here; use --device cpu" in err
     argv = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", compile="default"))
     done = run_python("train_gpt.py", *argv, env=os.environ | {"CXX": "/no/such/compiler"})
-    assert (
-        done.returncode == 2 and "--compile finds no C++ compiler" in done.stderr.splitlines()[-1]
-    )
+    assert done.returncode == 2
+    assert "--compile finds no C++ compiler" in done.stderr.splitlines()[-1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Declaring and reading flags
 
 
 def test_values_as_they_are_written():
-    written = dict.fromkeys(("1000", "1_000", "1e3"), 1000) | {
-        "4k": 4000,
-        "2M": 2 * 10**6,
-        "1.5B": 1500 * 10**6,
-        "-1": -1,
-    }
+    written = {"1000": 1000, "1_000": 1000, "1e3": 1000, "4k": 4000, "-1": -1}
+    written |= {"2M": 2 * 10**6, "1.5B": 1500 * 10**6}
     assert {text: integer(text) for text in written} == written
     for text in ("", "k", "1.5", "1e-3", "nan", "inf", "0x10", "1e999999999"):
         with pytest.raises((ValueError, OverflowError)):
@@ -137,11 +121,8 @@ def test_values_as_they_are_written():
     assert parsed("--compile=max-autotune --bf16 false --loss_chunk -1") == dict(
         compile="max-autotune", bf16=False, loss_chunk=-1
     )
-    assert (
-        parsed("") == {}
-        and make_config().n_layer == 2
-        and make_config(preset="gpt2-xl", n_layer=3).n_layer == 3
-    )
+    assert parsed("") == {} and make_config().n_layer == 2
+    assert make_config(preset="gpt2-xl", n_layer=3).n_layer == 3
 
 
 def test_a_new_field_is_a_flag(capsys):
@@ -155,22 +136,12 @@ def test_a_new_field_is_a_flag(capsys):
     with pytest.raises(SystemExit):
         parse_flags(["--help"], fields, {}, "")
     assert "weight of the z-loss, in % [0.1]" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match="--z_loss is -2.0; expected a finite number of at least -1"
-    ):
+    refused = "--z_loss is -2.0; expected a finite number of at least -1"
+    with pytest.raises(UserError, match=refused):
         flag_checks.check_flags(Edited(z_loss=-2.0))
-    with pytest.raises(UserError, match="field sizes of Config is a tuple; a flag is an int"):
-        parse_flags(
-            [],
-            dataclasses.fields(
-                dataclasses.make_dataclass("Config", [("sizes", tuple, flag((1, 2), ""))])
-            ),
-            {},
-            "",
-        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
@@ -180,38 +151,21 @@ FLAG_CASES = (
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
     (dict(batch_tokens=1000), "not a multiple of --seq_len 2048; use --batch_tokens 2048"),
     (dict(ngram_dropout=1.0), "--ngram_dropout is 1; expected a probability below 1"),
-    (
-        dict(checkpointing="1.0"),
-        "--checkpointing is '1.0'; expected auto, none, selective, full or a number",
-    ),
+    (dict(checkpointing="1.0"), "--checkpointing is '1.0'; expected auto, none, selective, full"),
     (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
-    (
-        dict(compile="max-autotune", parallel="fsdp"),
-        "use --compile max-autotune-no-cudagraphs or default",
-    ),
-    (
-        dict(compile="max-autotune", deterministic=True),
-        "picks kernels by timing, so reruns may differ",
-    ),
+    (dict(compile="max-autotune", parallel="fsdp"), "use --compile max-autotune-no-cudagraphs or"),
+    (dict(compile="max-autotune", deterministic=True), "picks kernels by timing, so reruns may"),
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
     (dict(params=-1), "--params -1 chooses a size for --minutes"),
     (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),
     (dict(trials=2, target_val_loss=3.0), "nor with --target_val_loss"),
-    (
-        dict(TORCHELASTIC_MAX_RESTARTS="3"),
-        "--max-restarts needs a folder to resume from; give --out_dir",
-    ),
-    (dict(init_from="gpt2-xl"), "--init_from gpt2-xl: GPT-2's weights do not fit"),
+    (dict(TORCHELASTIC_MAX_RESTARTS="3"), "needs a folder to resume from; give --out_dir"),
 )
 DEVICE_CASES = (
     ("cpu", dict(attn="flex"), "--attn flex trains on CUDA only, not on cpu"),
     ("cuda", dict(attn="flash", doc_mask=True), "--attn flash takes no mask"),
     ("cuda", dict(attn="cudnn", dtype="fp32"), "--attn cudnn needs bf16 or fp16"),
-    (
-        "t4",
-        dict(attn="flash", dtype="fp16"),
-        "--attn flash needs .* a GPU of compute capability 8.0",
-    ),
+    ("t4", dict(attn="flash", dtype="fp16"), "--attn flash needs .* a GPU of .* capability 8.0"),
     ("cpu", dict(fp8=True), "--fp8 needs CUDA, not cpu"),
     ("cuda", dict(fp8=True, dtype="fp16"), "--fp8 needs --dtype bf16"),
     ("cuda", dict(deterministic=True), "--deterministic on CUDA needs a --micro_batch"),
@@ -238,32 +192,25 @@ DEVICE_CASES = (
 )
 NO_EFFECT_CASES = (
     ("cpu", dict(offload="optimizer"), "--offload optimizer has no effect on cpu"),
-    ("cpu", dict(parallel="ddp"), "--parallel ddp has no effect on one process"),
-    ("cpu", dict(shard_size=2), "--shard_size 2 has no effect"),
-    ("cpu", dict(window="SL:1024"), "--window SL:1024 has no effect"),
-    ("cpu", dict(ngram_rows=99, ngram=0), "--ngram_rows 99 has no effect"),
-    ("cpu", dict(short_frac=0.3, doc_align=True), "--short_frac has no effect"),
-    ("cpu", dict(optimizer="adamw", muon_lr=0.5), "--muon_lr 0.5 has no effect"),
     ("cpu", dict(preset="gpt2-small"), "python data/prepare.py fineweb10B"),
     ("t4", {}, "this GPU has no bf16, or emulates it"),
     ("cuda", dict(doc_mask=True), "keeps SDPA from its flash kernel"),
 )
 
 
-def check_device(device: str, **flags) -> list[str]:
+def check_device(gpu: str, **flags) -> list[str]:
     """The warnings on a device that is good enough for everything, or on an older GPU."""
     cfg = make_config(**dict(seq_len=1024, window="L") | flags)
-    preset = make_config(preset=cfg.preset)
     windows = train_gpt.gpt_config(cfg, 257).layer_windows()
-    is_old = device in ("t4", "amd")
-    kind = "cuda" if is_old else device
+    is_old = gpu in ("t4", "amd")
+    kind = "cuda" if is_old else gpu
     with pytest.MonkeyPatch.context() as patch:
         capability = (7, 5) if is_old else (9, 0)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        patch.setattr(torch.version, "hip", "7.0" if device == "amd" else None)
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: device != "t4")
+        patch.setattr(torch.version, "hip", "7.0" if gpu == "amd" else None)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpu != "t4")
         patch.setattr(flag_checks, "check_compiler", lambda device: None)
-        return flag_checks.check_device(cfg, preset, DistContext(torch.device(kind)), windows)
+        return flag_checks.check_device(cfg, DistContext(torch.device(kind)), windows)
 
 
 @pytest.mark.parametrize("case, sentence", FLAG_CASES)
@@ -274,15 +221,15 @@ def test_flags_that_contradict_each_other_are_refused(case, sentence, monkeypatc
         make_config(**{name: value for name, value in case.items() if name.islower()})
 
 
-@pytest.mark.parametrize("device, flags, sentence", DEVICE_CASES)
-def test_flags_that_a_device_cannot_do_are_refused(device, flags, sentence):
+@pytest.mark.parametrize("gpu, flags, sentence", DEVICE_CASES)
+def test_flags_that_a_device_cannot_do_are_refused(gpu, flags, sentence):
     with pytest.raises(UserError, match=sentence):
-        check_device(device, **flags)
+        check_device(gpu, **flags)
 
 
-@pytest.mark.parametrize("device, flags, sentence", NO_EFFECT_CASES)
-def test_a_flag_without_effect_is_told(device, flags, sentence):
-    (warning,) = check_device(device, **flags)
+@pytest.mark.parametrize("gpu, flags, sentence", NO_EFFECT_CASES)
+def test_a_flag_without_effect_is_told(gpu, flags, sentence):
+    (warning,) = check_device(gpu, **flags)
     assert re.search(sentence, warning), warning
 
 
@@ -293,14 +240,13 @@ def test_every_sentence_of_the_rules_has_a_case(data, tmp_path, capsys):
     assert flags_source.count("raise UserError") == len(FLAG_CASES)
     assert device_source.count("warnings.append") == len(NO_EFFECT_CASES)
     assert (device_source + cuda_source).count("raise UserError") <= len(DEVICE_CASES)
-    for device in ("cpu", "cuda", "mps"):
-        assert check_device(device) == []
+    for kind in ("cpu", "cuda", "mps"):
+        assert check_device(kind) == []
     assert check_device("cuda", deterministic=True, micro_batch=4) == []
     assert check_device("amd", attn="flash", dtype="bf16") == []
-    tiny_run(tmp_path / "run", data=data, max_steps=1, offload="activations", shard_size=2)
+    tiny_run(tmp_path / "run", data=data, max_steps=1, offload="activations")
     for output in (capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()):
         assert "--offload activations has no effect on cpu" in output
-        assert "--shard_size 2 has no effect" in output
 
 
 def test_ranks_share_a_batch_and_copies_evenly():
@@ -332,7 +278,7 @@ def test_ranks_share_a_batch_and_copies_evenly():
         assert largest_divisor(n, most) == divisor
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What flags become
 
 
@@ -561,7 +507,7 @@ def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
         assert device.peak_flops(torch.device("cuda"), "bf16") == (peak and 1e12 * peak), name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What scripts and imports do to a process
 
 

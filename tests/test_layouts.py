@@ -126,7 +126,7 @@ def test_fresh_processes_give_the_same_bits(data, tmp_path):
     assert_same_run(tmp_path / "fresh", tmp_path / "here", exact=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Two ranks: every case runs inside one launch, and the tests look at what it left behind
 
 AS_PLAIN = {

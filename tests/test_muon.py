@@ -1,4 +1,4 @@
-"""The optimizer: against SVD, PyTorch's Muon and AdamW, and a plain loop. (Ranks: test_layouts.py.)"""
+"""The optimizer against SVD, PyTorch's Muon and AdamW, and a plain loop (ranks: test_layouts.py)."""
 
 import itertools
 import math
@@ -36,26 +36,19 @@ def random_steps(optimizer, params, steps=6):
 
 
 def test_muon_against_torch(monkeypatch):
-    converging = (
-        1.875,
-        -1.25,
-        0.375,
-    )  # torch divides by another norm: only what converges is the same in the end
+    # torch divides by another norm: only what converges is the same in the end
+    converging = (1.875, -1.25, 0.375)
     monkeypatch.setattr(model, "POLAR_EXPRESS_COEFFS", 20 * [converging])
     monkeypatch.setattr(model, "normalize_rows", lambda x: x)
-    generator, settings = (
-        torch.Generator().manual_seed(0),
-        dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3),
-    )
-    start = [
-        torch.randn(shape, generator=generator)
-        for shape in ((32, 16), (32, 16), (16, 32), (24, 24))
-    ]
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((32, 16), (32, 16), (16, 32), (24, 24))
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
-    parts = (ours[:2], ours[2:3], ours[3:])
-    optimizer = Optimizer(
-        [settings | dict(params=part, split=(len(part[0]),)) for part in parts], torch.bfloat16
-    )
+    settings = dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3)
+    groups = []
+    for part in (ours[:2], ours[2:3], ours[3:]):
+        groups.append(settings | dict(params=part, stacked=(len(part[0]),)))
+    optimizer = Optimizer(groups, torch.bfloat16)
     oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
     random_steps(optimizer, ours)
     random_steps(oracle, theirs)
@@ -99,15 +92,12 @@ def plain_muon(groups: list[dict], momenta: dict) -> None:
     for group in groups:
         for p in group["params"]:
             momentum = momenta[p].lerp_(p.grad, 1 - group["momentum"])
-            for w, x in zip(
-                p.split(group["stacked"]),
-                p.grad.lerp(momentum, group["momentum"]).split(group["stacked"]),
-            ):
+            nesterov = p.grad.lerp(momentum, group["momentum"])
+            for w, x in zip(p.split(group["stacked"]), nesterov.split(group["stacked"])):
                 x = newton_schulz(x[None])[0]
                 even = x / x.norm(dim=1, keepdim=True) * x.norm() / math.sqrt(len(x))
-                w -= group["lr"] * (
-                    even * math.sqrt(max(1, len(w) / w.size(1))) + group["weight_decay"] * w
-                )
+                update = even * math.sqrt(max(1, len(w) / w.size(1)))
+                w -= group["lr"] * (update + group["weight_decay"] * w)
 
 
 ROWS = [

@@ -72,7 +72,7 @@ def spoil(monkeypatch, at, factor=math.nan, rank=None) -> None:
     monkeypatch.setattr(GPT, "forward", spoiled)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a run leaves behind
 
 
@@ -209,7 +209,7 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
     assert run_main(flags, capsys)[0] == 0 and not list((tmp_path / "run").glob(".tmp*"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Time
 
 
@@ -312,7 +312,7 @@ def test_trials_end_with_the_first_that_does_not(monkeypatch, capsys):
     assert len(trained) == 5 and "trials" not in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Checkpoints: damaged, foreign, of other branches, resumed
 
 
@@ -559,7 +559,7 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
     assert final(tmp_path / "run")["step"] == 5 and not list((tmp_path / "run").glob(".tmp*"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Bad numbers
 
 
@@ -596,7 +596,7 @@ def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
     assert all(torch.equal(w, before[name]) for name, w in final(tmp_path / "run")["model"].items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Full disks and memory
 
 
@@ -696,7 +696,7 @@ def test_a_long_run_is_told_of_compile(trained, said, data, tmp_path, monkeypatc
     assert read_log(tmp_path / "run").rstrip().endswith(" | faster: --compile") == said
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Signals
 
 
@@ -743,7 +743,7 @@ def test_a_second_signal_ends_the_process_at_once():
     assert done.returncode == -signal.SIGTERM and done.stdout == "['SIGUSR1', 'SIGTERM']\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Ranks that fail
 
 
@@ -801,7 +801,7 @@ def test_a_rank_that_dies_ends_the_others(case, data, tmp_path):
     assert final(tmp_path / case)["step"] == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Kills
 
 
