@@ -49,12 +49,14 @@ TINY |= dict(
 )
 TINY |= dict(loss_chunk=100, short_frac=0.0)
 
-# Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the context
+# Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the
+# context
 train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)
 
 
 def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
-    """Two training shards and a validation shard of learnable bytes, with sequences that cross from shard to shard."""
+    """Two training shards and a validation shard of learnable bytes, with sequences that cross from
+    shard to shard."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     words = [bytes(rng.integers(97, 123, n, dtype=np.uint8)) + b" " for n in rng.integers(2, 7, 50)]
@@ -149,7 +151,8 @@ def flags_of(values: dict) -> list[str]:
 
 
 def python_process(*argv, env=os.environ) -> dict:
-    """Arguments for subprocess: `python ARGV` in the repository's root, which scripts elsewhere can import from too."""
+    """Arguments for subprocess: `python ARGV` in the repository's root, which scripts elsewhere can
+    import from too."""
     path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     return dict(
         args=[sys.executable, *map(str, argv)], cwd=ROOT, env={**env, "PYTHONPATH": path}, text=True
@@ -171,7 +174,8 @@ def in_a_fork(env: dict, script, argv: tuple, cwd, outputs: tuple) -> None:
 
 
 def forked(script, *argv, outputs, env=os.environ, cwd=ROOT) -> multiprocessing.Process:
-    """`python SCRIPT ARGV` as a fork of a process that has imported everything. outputs: files for stdout, stderr."""
+    """`python SCRIPT ARGV` as a fork of a process that has imported everything. outputs: files for
+    stdout, stderr."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["conftest", "torch._dynamo", "torch.distributed.fsdp"])
     env = dict(env) | dict(PYTHONPATH=str(ROOT))
@@ -181,10 +185,11 @@ def forked(script, *argv, outputs, env=os.environ, cwd=ROOT) -> multiprocessing.
 
 
 def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNamespace:
-    """`script ARGV` as two ranks without torchrun: their exit codes, stdout and stderr (files in the folder), by rank.
+    """`script ARGV` as two ranks without torchrun: their exit codes, stdout and stderr (files in
+    the folder), by rank.
 
-    nodes: the working directories of two nodes, with a rank each; else both are on one node. A rank that has not
-    noticed five seconds after the other failed is ended, as torchrun would.
+    nodes: the working directories of two nodes, with a rank each; else both are on one node. A rank
+    that has not noticed five seconds after the other failed is ended, as torchrun would.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = dict(
@@ -229,7 +234,8 @@ def final(folder) -> dict:
 
 
 def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
-    """Same losses, gradient norms, weights and optimizer state: to the bit, or to rounding (but for the optimizer)."""
+    """Same losses, gradient norms, weights and optimizer state: to the bit, or to rounding (but for
+    the optimizer)."""
     for key in ("train_loss", "grad_norm", "val_loss"):
         x, y = rows(a, key), rows(b, key)
         assert len(x) == len(y) > 0
@@ -268,7 +274,8 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def noisy(data, tmp_path_factory) -> Path:
-    """A checkpoint whose every weight is random: fresh weights hide most gradients behind matrices of zeros."""
+    """A checkpoint whose every weight is random: fresh weights hide most gradients behind matrices
+    of zeros."""
     folder = tmp_path_factory.mktemp("noisy")
     cfg = make_config(**TINY | dict(data=str(data), out_dir=str(folder / "run"), max_steps=1))
     model = train(cfg, return_model=True)[1]

@@ -1,7 +1,8 @@
 """What to run after an edit: `python -m pytest test_train.py`; half a minute on two cores.
 
-Each test is an invariant of the trainer, tried on train_gpt.py and model.py as they are now, with a small model. The
-message of one that fails says what an edit like that usually did, and what to do. Ranks start this file as well.
+Each test is an invariant of the trainer, tried on train_gpt.py and model.py as they are now, with a
+small model. The message of one that fails says what an edit like that usually did, and what to do.
+Ranks start this file as well.
 """
 
 import copy
@@ -65,7 +66,8 @@ def one_step(batch: Tensor, **flags) -> dict[str, Tensor]:
     model.register_forward_pre_hook(lambda _, inputs: (inputs[0].clamp(min=0), *inputs[1:]))
     found["the loss"] = train_gpt.train_step(state, batch, 0.0)[0]
     assert len(found) > 1, (
-        "the gradient norm is not finite on random tokens: look for a division by zero (a micro-batch without targets "
+        "the gradient norm is not finite on random tokens: look for a division by zero (a "
+        "micro-batch without targets "
         "is one), a logarithm of zero or an attention row that sees nothing"
     )
     return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
@@ -95,7 +97,8 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @functools.cache
 def draws() -> bool:
-    """Whether the edited model draws random numbers in training: then losses differ between layouts."""
+    """Whether the edited model draws random numbers in training: then losses differ between
+    layouts."""
     model, batch, seen, losses = scrambled(), some_batch(), set(), set()
     saved = copy.deepcopy(model.state_dict())
     for call in range(4):
@@ -124,7 +127,8 @@ RANKS = dict(
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
-    """Random weights, no draws, and targets that are missing here and there, more on one rank than on the other."""
+    """Random weights, no draws, and targets that are missing here and there, more on one rank than
+    on the other."""
     init_weights, batch_of, forward = train_gpt.init_weights, train_gpt.get_batch, GPT.forward
 
     def init_and_add_noise(model, *args):
@@ -166,7 +170,8 @@ def two_ranks(data, tmp_path_factory) -> Path:
     (folder / "data").symlink_to(data)
     codes = run_ranks(folder, __file__, folder, timeout=120).codes
     assert -9 not in codes or max(codes) > 0, (  # killed, though none failed
-        "two ranks wait for each other: they went different ways, as by `if` on random numbers or on this rank's "
+        "two ranks wait for each other: they went different ways, as by `if` on random numbers or "
+        "on this rank's "
         "tokens; draw what all ranks must share from a generator seeded with GPT.step_seed"
     )
     return folder
@@ -196,13 +201,16 @@ def test_causal(doc_mask):
         model.train(training)
         ours, after, before = map(logits, (idx, later, earlier))
         assert not (found := difference(after[:middle], ours[:middle], "the logits", 1e-3)), (
-            f"{found} with later tokens or other sequences: a position may see itself and earlier ones only, also in "
-            "training (mask, shift, normalize, route and write buffers so); draw numbers `if self.training` only"
+            f"{found} with later tokens or other sequences: a position may see itself and earlier "
+            "ones only, also in "
+            "training (mask, shift, normalize, route and write buffers so); draw numbers `if "
+            "self.training` only"
         )
         assert not (
             found := doc_mask and difference(before[middle:], ours[middle:], "the logits", 1e-3)
         ), (
-            f"{found} with the document before, under --doc_mask: give attention the mask of AttnContext, and reach "
+            f"{found} with the document before, under --doc_mask: give attention the mask of "
+            "AttnContext, and reach "
             "back by previous_token(), which stops at documents"
         )
 
@@ -223,12 +231,14 @@ def test_initial_values():
         if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4
     ]
     assert not moved, (
-        f"{moved[0]} starts at other values if there are more layers: init, in its row of PARAM_TABLE, must draw from "
+        f"{moved[0]} starts at other values if there are more layers: init, in its row of "
+        "PARAM_TABLE, must draw from "
         "the generator that it gets, which is seeded by (seed, name), and nothing else"
     )
     fixed = [name for name, p in ours.items() if relative(p, other[name]) < 0.1]
     assert not fixed, (
-        f"{fixed[0]} starts at the same values with every --seed: draw from the generator that init gets"
+        f"{fixed[0]} starts at the same values with every --seed: draw from the generator that "
+        "init gets"
     )
 
 
@@ -253,7 +263,8 @@ def test_checkpoint_rebuilds_the_model(whole):
     assert not (
         found := difference(rebuilt(idx), copy.deepcopy(model).eval()(idx), "the logits")
     ), (
-        f"{found} between the trained model and one rebuilt from its checkpoint, as for sampling: what the model "
+        f"{found} between the trained model and one rebuilt from its checkpoint, as for sampling: "
+        "what the model "
         "computes with belongs in parameters, persistent buffers or fields of GPTConfig"
     )
 
@@ -272,8 +283,10 @@ def test_cached_decoding(flags):
             model.next_logits(read, cache), gather_positions(whole, place), "the logits", 1e-3
         )
         assert not found, (
-            f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or at positions must go "
-            "through previous_token(), GPT.attention_bias or embed's `position`; else sample with --no_cache"
+            f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or "
+            "at positions must go "
+            "through previous_token(), GPT.attention_bias or embed's `position`; else sample with "
+            "--no_cache"
         )
 
 
@@ -318,13 +331,16 @@ def test_evaluated_loss():
     with torch.no_grad():
         evaluated, logits = model(x, y), model(x)
     assert not (found := difference(model(x, y), evaluated, "the loss")), (
-        f"in eval mode, {found} with gradients from without: softcap_cross_entropy has its gradient "
+        f"in eval mode, {found} with gradients from without: softcap_cross_entropy has its "
+        "gradient "
         "written by hand; to change the loss, replace its line in CrossEntropy"
     )
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     assert not (found := difference(evaluated, expected, "the loss")), (
-        f"in evaluation, {found} from the cross entropy of the logits: GPT.loss and GPT.logits both call head, change "
-        "both; a term of the training loss alone belongs under `if self.training`, else val_loss contains it too"
+        f"in evaluation, {found} from the cross entropy of the logits: GPT.loss and GPT.logits "
+        "both call head, change "
+        "both; a term of the training loss alone belongs under `if self.training`, else val_loss "
+        "contains it too"
     )
 
 
@@ -334,7 +350,8 @@ def test_int8_weights():
     assert not (
         found := difference(quantize(copy.deepcopy(model))(idx), model(idx), "the logits", 0.1)
     ), (
-        f"with weights in int8, {found}: int8.quantize replaces Linear and Embedding layers; give one that does more "
+        f"with weights in int8, {found}: int8.quantize replaces Linear and Embedding layers; give "
+        "one that does more "
         "than multiply a class of its own, which it leaves alone, or do without int8"
     )
 
@@ -348,7 +365,8 @@ def test_traced_graph():
     except UserError as error:
         found = str(error)
     assert not found, (
-        f"export.py --to torch-export and onnx fail: {found}; keep `if` on tensors, .item() and .tolist() out of the "
+        f"export.py --to torch-export and onnx fail: {found}; keep `if` on tensors, .item() and "
+        ".tolist() out of the "
         "forward pass, or do without these exports"
     )
 
@@ -371,9 +389,12 @@ def test_micro_batches(micro_batch, no_draws):
         *(one_step(masked_batch(), micro_batch=n, loss_chunk=0) for n in (micro_batch, 16)), "the "
     )
     assert not found, (
-        f"{found} with --micro_batch {micro_batch} instead of 16: GPT.forward must return the mean over targets that "
-        "are not -1 (0 without any), and train_step weight it by their number; a term across sequences (contrastive, "
-        "balance of experts) or a buffer that forward writes may differ: then compare runs of one --micro_batch only"
+        f"{found} with --micro_batch {micro_batch} instead of 16: GPT.forward must return the "
+        "mean over targets that "
+        "are not -1 (0 without any), and train_step weight it by their number; a term across "
+        "sequences (contrastive, "
+        "balance of experts) or a buffer that forward writes may differ: then compare runs of one "
+        "--micro_batch only"
     )
 
 
@@ -383,8 +404,10 @@ def test_loss_in_chunks(loss_chunk, no_draws):
         *(one_step(masked_batch(), micro_batch=16, loss_chunk=n) for n in (loss_chunk, 0)), "the "
     )
     assert not found, (
-        f"{found} with --loss_chunk {loss_chunk} instead of 0: chunked_loss takes a mean over the targets that are not "
-        "-1, of x and the listed parameters alone; what compares tokens belongs in GPT.forward, outside of the chunks"
+        f"{found} with --loss_chunk {loss_chunk} instead of 0: chunked_loss takes a mean over the "
+        "targets that are not "
+        "-1, of x and the listed parameters alone; what compares tokens belongs in GPT.forward, "
+        "outside of the chunks"
     )
 
 
@@ -392,12 +415,16 @@ def test_loss_in_chunks(loss_chunk, no_draws):
 def test_recomputation(mode):
     plain, recomputed = (one_step(some_batch(), checkpointing=name) for name in ("none", mode))
     assert not (found := difference(recomputed, plain, "buffer")), (
-        f"{found} with --checkpointing {mode}: backward recomputes a block, which then writes its buffer again; return "
-        "the new value and write it in GPT.backbone, after the block, or train with --checkpointing none"
+        f"{found} with --checkpointing {mode}: backward recomputes a block, which then writes its "
+        "buffer again; return "
+        "the new value and write it in GPT.backbone, after the block, or train with "
+        "--checkpointing none"
     )
     assert not (found := difference(recomputed, plain)), (
-        f"{found} with --checkpointing {mode}: recomputed, a block gave something else, as it draws from a generator "
-        "of its own, numpy or Python (draw from torch's global one, which is restored), or reads what it has written"
+        f"{found} with --checkpointing {mode}: recomputed, a block gave something else, as it "
+        "draws from a generator "
+        "of its own, numpy or Python (draw from torch's global one, which is restored), or reads "
+        "what it has written"
     )
 
 
@@ -411,7 +438,8 @@ def test_compiled(no_draws):
     except Exception as error:
         found = f"training fails ({type(error).__name__}: {str(error).strip()[:400]})"
     assert not found, (
-        f"under --compile, {found}: each block and the loss are one graph, so keep `if` on tensors, .item(), bool "
+        f"under --compile, {found}: each block and the loss are one graph, so keep `if` on "
+        "tensors, .item(), bool "
         "indices and Python's side effects out of them; all else trains without --compile"
     )
 
@@ -424,7 +452,8 @@ def test_bf16(no_draws):
             torch.stack([train_gpt.train_step(state, some_batch(), 0.0)[0] for _ in range(6)])
         )
     assert not (found := difference(*losses, "the loss", 2e-3)), (
-        f"{found} between bf16 and fp32 in six steps: sum, exponentiate and normalize in fp32 (.float()), and make "
+        f"{found} between bf16 and fp32 in six steps: sum, exponentiate and normalize in fp32 "
+        "(.float()), and make "
         "tensors in the dtype of x"
     )
 
@@ -435,7 +464,8 @@ def test_batches(data):
         return get_batch(stream, DistContext(torch.device("cpu"), rank, world_size), step)
 
     assert torch.equal(batch(77), torch.cat([batch(77, rank, 4) for rank in range(4)])), (
-        "the batches of four ranks are not the parts of one rank's: get_batch must depend on (seed, step) alone, and "
+        "the batches of four ranks are not the parts of one rank's: get_batch must depend on "
+        "(seed, step) alone, and "
         "give a rank its part of the sequences"
     )
     differ = not torch.equal(batch(77), batch(78)) and not torch.equal(batch(77), batch(77, seed=1))
@@ -484,8 +514,10 @@ def test_resuming_is_exact(data, whole, tmp_path):
     (ours / "ckpt_20.pt").unlink()
     run(ours, data, remember, save_every=10, keep=0, resume="newest")
     assert not (found := difference(record(ours), record(theirs), rtol=0)), (
-        f"after a kill and --resume, {found}: keep what later steps need in parameters, persistent buffers, tensors of "
-        "the optimizer's state[p] or state.extra, and draw from the global generators, which each step seeds"
+        f"after a kill and --resume, {found}: keep what later steps need in parameters, "
+        "persistent buffers, tensors of "
+        "the optimizer's state[p] or state.extra, and draw from the global generators, which each "
+        "step seeds"
     )
 
 
@@ -495,8 +527,10 @@ def test_watching_disturbs_nothing(data, whole, tmp_path):
         record(folder, "train_loss", "grad_norm") for folder in (tmp_path / "run", whole[0])
     )
     assert not (found := difference(ours, theirs, rtol=0)), (
-        f"with --eval_every 3 --sample_every 7 --save_every 5, {found}: evaluation or sampling changes training, as by "
-        "a buffer written without `if self.training`, a generator of its own, or weights that are not put back"
+        f"with --eval_every 3 --sample_every 7 --save_every 5, {found}: evaluation or sampling "
+        "changes training, as by "
+        "a buffer written without `if self.training`, a generator of its own, or weights that are "
+        "not put back"
     )
 
 
@@ -516,12 +550,14 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
     handle.remove()
     tokens, expected = rows(tmp_path / "run", "tokens")[:6], [count for count, _ in seen]
     assert tokens == expected, (
-        f"the log counts {tokens} tokens, and GPT.forward was given {expected}: add to state.tokens what train_step "
+        f"the log counts {tokens} tokens, and GPT.forward was given {expected}: add to "
+        "state.tokens what train_step "
         "trains on"
     )
     wrong = [lr for lr, (_, rates) in zip(rows(tmp_path / "run", "lr"), seen) if lr not in rates]
     assert not wrong, (
-        f"the log has lr {wrong[0]:.3g}, which no parameter group had in that step: set group['lr'] before "
+        f"the log has lr {wrong[0]:.3g}, which no parameter group had in that step: set "
+        "group['lr'] before "
         "optimizer.step(), and leave it until the step is logged"
     )
 
@@ -533,17 +569,22 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
     said = "\n".join(path.read_text()[-1500:] for path in sorted(two_ranks.glob("stderr*")))
     weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     assert all(path.exists() for path in weights), (
-        f"two ranks fail with --parallel {parallel}; where a rank may skip a layer or an expert, pass "
+        f"two ranks fail with --parallel {parallel}; where a rank may skip a layer or an expert, "
+        "pass "
         f"find_unused_parameters=True to apply_ddp in runtime/wrap_model.py; else see\n{said}"
     )
     assert all(map(torch.equal, *map(torch.load, weights))), (
-        f"with --parallel {parallel}, two ranks end with different weights: what changes weights or gradients must be "
-        "the same on all ranks; average it by sum_over_ranks, or draw it from a generator seeded with GPT.step_seed"
+        f"with --parallel {parallel}, two ranks end with different weights: what changes weights "
+        "or gradients must be "
+        "the same on all ranks; average it by sum_over_ranks, or draw it from a generator seeded "
+        "with GPT.step_seed"
     )
     found = difference(record(two_ranks / parallel, parts=()), record(tmp_path / "one", parts=()))
     assert not found, (
-        f"with two ranks and --parallel {parallel}, {found} from one process: the mean of the ranks' losses must be "
-        "the mean over all targets; what forward writes or train_step counts is of this rank's tokens, if not averaged"
+        f"with two ranks and --parallel {parallel}, {found} from one process: the mean of the "
+        "ranks' losses must be "
+        "the mean over all targets; what forward writes or train_step counts is of this rank's "
+        "tokens, if not averaged"
     )
 
 

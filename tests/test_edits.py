@@ -1,4 +1,5 @@
-"""What people do in their first hour: add parameters, bring an optimizer, continue a run for longer, use Python."""
+"""What people do in their first hour: add parameters, bring an optimizer, continue a run for
+longer, use Python."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +18,8 @@ from train_gpt import make_config, train
 
 
 class Gated(model_module.MLP):
-    """An MLP with a number, two vectors and a layer of PyTorch's, one that is frozen and one that has no use."""
+    """An MLP with a number, two vectors and a layer of PyTorch's, one that is frozen and one that
+    has no use."""
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -28,7 +28,8 @@ def write(path, rows):
 
 
 def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
-    """Of one ending, by a forward pass of its own in float64, and whether each letter is the likeliest."""
+    """Of one ending, by a forward pass of its own in float64, and whether each letter is the
+    likeliest."""
     letters = torch.tensor([*ending.encode()])
     window = ([*context.encode()] or [BYTES.eot])[
         -(65 - len(letters)) :

@@ -126,7 +126,8 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
         import sys, torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
         trusted = dict(pretrained_model_name_or_path=sys.argv[1], trust_remote_code=True)
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(**trusted), AutoTokenizer.from_pretrained(**trusted)
+        model = AutoModelForCausalLM.from_pretrained(**trusted)
+        tokenizer = AutoTokenizer.from_pretrained(**trusted)
         idx, logits, texts, tokens, prompt, drawn = torch.load(sys.argv[2])
         close = dict(rtol=0, atol=1e-4)
         torch.testing.assert_close(model(idx).logits, logits, **close)

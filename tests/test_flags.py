@@ -318,7 +318,8 @@ OPEN = ("dtype", "attn", "loss_chunk", "ngram", "muon_lr", "adam_lr", "ngram_dro
 
 
 def test_open_flags_are_settled_once_and_kept(data, tmp_path, monkeypatch):
-    """Also where a resumed run would choose otherwise, as on another machine or for another --max_steps."""
+    """Also where a resumed run would choose otherwise, as on another machine or for another
+    --max_steps."""
     flags = {k: v for k, v in TINY.items() if k not in OPEN} | dict(
         data=str(data), ngram_rows=65, max_steps=120
     )
@@ -518,7 +519,8 @@ def test_scripts_set_what_pytorch_reads_before_it_is_imported(script):
         class UntilTorch:
             def find_spec(name, *_):
                 if name == "torch":
-                    print(*(os.environ.get(n) for n in ("GOMP_SPINCOUNT", "TORCHINDUCTOR_VEC_ISA_OK")), flush=True)
+                    names = ("GOMP_SPINCOUNT", "TORCHINDUCTOR_VEC_ISA_OK")
+                    print(*(os.environ.get(n) for n in names), flush=True)
                     os._exit(0)
         sys.meta_path.insert(0, UntilTorch)
         sys.path[0] = os.getcwd()

@@ -1,4 +1,5 @@
-"""Random damage, with fixed seeds: shards, meta.json, checkpoints and flags are used whole or refused in a sentence."""
+"""Random damage, with fixed seeds: shards, meta.json, checkpoints and flags are used whole or
+refused in a sentence."""
 
 import json
 import math
@@ -86,7 +87,8 @@ def replaced(value, rng: random.Random, junk=JUNK):
 
 
 def refused(function) -> bool:
-    """Whether it raises a UserError that is one sentence; any other exception is the test's failure."""
+    """Whether it raises a UserError that is one sentence; any other exception is the test's
+    failure."""
     try:
         function()
     except UserError as error:

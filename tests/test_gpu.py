@@ -77,7 +77,8 @@ def started(**flags) -> tuple:
 def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     tiny_run(tmp_path / "run", data=data, init_from=noisy, device="cuda", **GPU_SAME[case])
     assert_same_run(tmp_path / "run", plain, rtol=1e-4)
-    # 16 sequences of 32 tokens make 1 << 16 numbers in an MLP's hidden layer: just enough to be worth sending
+    # 16 sequences of 32 tokens make 1 << 16 numbers in an MLP's hidden layer: just enough to be
+    # worth sending
     least_times = 2 * TINY["max_steps"] if "offload activations" in case else 0
     assert (
         len(packed) >= least_times
@@ -118,7 +119,8 @@ def test_gpu_offload_returns_what_it_took():
 @pytest.mark.parametrize("compile", ["off", "default"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_weights_are_not_offloaded(dtype, compile, packed):
-    """Activations of 5 x 100 tokens cannot be mistaken for weights 256 wide, nor for their casts."""
+    """Activations of 5 x 100 tokens cannot be mistaken for weights 256 wide, nor for their
+    casts."""
     with torch.device("cuda"):
         gpt = GPT(GPTConfig(vocab_size=64, n_layer=2, n_head=2, n_embd=256, seq_len=100), dtype)
     if compile != "off":

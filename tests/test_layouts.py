@@ -1,4 +1,5 @@
-"""The trainer as it is: a plain loop gives its numbers, and no systems flag, layout or number of ranks changes them.
+"""The trainer as it is: a plain loop gives its numbers, and no systems flag, layout or number of
+ranks changes them.
 
 What an edit may break is in test_train.py. Two ranks start this file once, for all of their cases.
 """

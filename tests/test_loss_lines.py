@@ -28,7 +28,8 @@ EDITS = {
 
 
 def lines_of_the_loss() -> list[str]:
-    """The statements of CrossEntropy.forward, GPT.loss and its inner function, without docstrings."""
+    """The statements of CrossEntropy.forward, GPT.loss and its inner function, without
+    docstrings."""
     found = []
     for node in ast.walk(ast.parse(SOURCE)):
         is_loss = isinstance(node, ast.FunctionDef) and node.name in ("loss", "head_loss")

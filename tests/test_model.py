@@ -177,7 +177,8 @@ def exact_loss(logits, targets, softcap: float) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("softcap", [0.0, 0.7, 15.0, 69.0, 80.0])
 def test_cross_entropy_and_its_gradient_in_float64(softcap, scale, dtype, rtol):
-    """By hand from 0 to 70, and by PyTorch: also of the surest mistakes, and of targets that are masked."""
+    """By hand from 0 to 70, and by PyTorch: also of the surest mistakes, and of targets that are
+    masked."""
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(20, 50, generator=generator)).to(dtype).requires_grad_()
     targets = torch.cat([torch.randint(-1, 50, (18,), generator=generator), logits[18:].argmin(-1)])
@@ -194,7 +195,8 @@ def test_cross_entropy_and_its_gradient_in_float64(softcap, scale, dtype, rtol):
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 48, 1000])
 def test_a_loss_in_chunks_is_that_of_all_tokens(chunk):
-    """Value and gradients of the mean over all targets, though each chunk has another number of them, or none."""
+    """Value and gradients of the mean over all targets, though each chunk has another number of
+    them, or none."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (48, 30))
     targets, rows, unused = (
@@ -294,7 +296,8 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
 
 
 def test_embeddings_add_gradients_in_place():
-    """After three micro-steps, gradients are autograd's and dense, although they were added row by row."""
+    """After three micro-steps, gradients are autograd's and dense, although they were added row by
+    row."""
     pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
     use_sparse_embedding_gradients(pair[1].ngrams)
     for gpt in pair:
@@ -360,7 +363,8 @@ def likeliest_uncached(gpt, prompt, n_tokens, context) -> list[int]:
     "shape", [dict(), dict(window="SL:5"), dict(ngram=3), dict(ngram=4, window="SSL:7")]
 )
 def test_generation_with_cache_is_generation_without(shape, eot):
-    """Prompts of several lengths at once; from the context of 24 on, each layer has a sliding window of it."""
+    """Prompts of several lengths at once; from the context of 24 on, each layer has a sliding
+    window of it."""
     short, long = random_gpt(**shape, std=0.4), random_gpt(**shape | dict(seq_len=100), std=0.4)
     long.windows = [window or 24 for window in short.windows]
     short.doc_eot = long.doc_eot = eot
@@ -445,7 +449,8 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
 
 @pytest.mark.parametrize("in_int8", [False, True])
 def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
-    """Traced as the compiler does it and run by PyTorch: a row alone is multiplied by sums, and guards are skipped."""
+    """Traced as the compiler does it and run by PyTorch: a row alone is multiplied by sums, and
+    guards are skipped."""
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda f, **_: compiled(f, fullgraph=True, dynamic=False, backend="eager")
@@ -601,7 +606,8 @@ def scaled_mm():
         pytest.skip("this PyTorch has no float8 matmul on CPUs")
 
 
-# e4m3 has 3 bits of mantissa: a number moves by 2**-4 at most, by 0.026 in root mean square, a product by 0.037.
+# e4m3 has 3 bits of mantissa: a number moves by 2**-4 at most, by 0.026 in root mean square, a
+# product by 0.037.
 def test_fp8_products_are_close(scaled_mm):
     torch.manual_seed(0)
     x, w = torch.randn(4, 16, 256).bfloat16(), torch.randn(48, 256).bfloat16()
@@ -702,7 +708,8 @@ def test_a_model_that_sees_later_tokens_is_refused(flags, monkeypatch):
 def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(
     data, tmp_path, monkeypatch, capsys
 ):
-    """A look at the token before that decoding does not have: the text would come from another model."""
+    """A look at the token before that decoding does not have: the text would come from another
+    model."""
     forward = model.MLP.forward
     monkeypatch.setattr(
         model.MLP, "forward", lambda self, x: forward(self, x + F.pad(x, (0, 0, 1, -1)))

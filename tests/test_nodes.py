@@ -1,4 +1,5 @@
-"""Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and their deaths."""
+"""Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and
+their deaths."""
 
 import contextlib
 import hashlib
@@ -81,7 +82,8 @@ def no_agent_stays():
 def start_node(
     port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), env=None
 ):
-    """One torchrun agent of several (Popen), with `ARGV` as its ranks. host: whether it has the rendezvous."""
+    """One torchrun agent of several (Popen), with `ARGV` as its ranks. host: whether it has the
+    rendezvous."""
     hosts = "" if host is None else f",is_host={int(host)}"
     options = (
         *options,
@@ -107,7 +109,8 @@ def start_node(
 
 
 def run_cases(folder: Path) -> None:
-    """What each rank does under torchrun: all cases; report.json says of each whether all ranks' weights are equal."""
+    """What each rank does under torchrun: all cases; report.json says of each whether all ranks'
+    weights are equal."""
     report = {}
     for name, case in CASES.items():
         flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
@@ -137,7 +140,8 @@ def two_nodes(data, noisy, tmp_path_factory) -> Path:
 
 
 def assert_same_end(run: Path, whole: Path) -> None:
-    """The run, which was resumed somewhere, has the losses of the whole one, and its last weights."""
+    """The run, which was resumed somewhere, has the losses of the whole one, and its last
+    weights."""
     ours, theirs = rows(run, "train_loss"), rows(whole, "train_loss")
     assert (
         ours == pytest.approx(theirs[-len(ours) :], rel=1e-5)
@@ -166,8 +170,8 @@ def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
 
 def test_checkpoints_of_any_shape_resume_in_any_other(two_nodes, plain, data, tmp_path):
     tiny_run(tmp_path / "one", data=data, resume=two_nodes / "hsdp" / "ckpt_10.pt")
-    for run in (two_nodes / "hsdp_resumed", tmp_path / "one"):
-        assert_same_end(run, plain)
+    for folder in (two_nodes / "hsdp_resumed", tmp_path / "one"):
+        assert_same_end(folder, plain)
 
 
 def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
@@ -198,12 +202,14 @@ MISTAKES = {  # case -> its sentence
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
     "data": "rank 1 on HOST has other/a_train_1.bin",
     "no_data": "there is no folder nowhere",
-    "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder that all can read",
+    "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder that "
+    "all can read",
 }
 
 
 def mistaken_rank(folder: Path) -> None:
-    """What each of two nodes does in the test below, in a working directory of its own: every mistake in turn."""
+    """What each of two nodes does in the test below, in a working directory of its own: every
+    mistake in turn."""
     rank, codes = int(os.environ["RANK"]), {}
     flags, sha256 = TINY | dict(data="data", max_steps=4), ranks.sha256_of_file
     changes = {
@@ -237,7 +243,8 @@ def mistaken_rank(folder: Path) -> None:
 
 
 def check_agreement(dist_ctx: DistContext) -> None:
-    """What two ranks agree on: errors, the largest value, means over those that have one, what rank 0 returns."""
+    """What two ranks agree on: errors, the largest value, means over those that have one, what rank
+    0 returns."""
     rank = dist_ctx.rank
 
     def fail():
@@ -341,7 +348,8 @@ def test_ranks_on_other_devices_are_told(monkeypatch):
 
 
 def mortal_rank(folder: Path, out: str, dies_at: int = 0) -> None:
-    """A run whose steps take a while, so that it can be killed in the middle; rank 1 kills itself once at `dies_at`."""
+    """A run whose steps take a while, so that it can be killed in the middle; rank 1 kills itself
+    once at `dies_at`."""
     step, died = train_gpt.train_step, folder / f"{out} died"
 
     def slow_step(state, *inputs):
@@ -361,9 +369,11 @@ def mortal_rank(folder: Path, out: str, dies_at: int = 0) -> None:
 
 
 def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
-    """One restart is enough, though torchrun counts it on one node only, and its store has addresses of dead ranks.
+    """One restart is enough, though torchrun counts it on one node only, and its store has
+    addresses of dead ranks.
 
-    With PyTorch's env:// alone, rank 1 often reads such an address, and a second restart is due when it gives up.
+    With PyTorch's env:// alone, rank 1 often reads such an address, and a second restart is due
+    when it gives up.
     """
     (tmp_path / "data").symlink_to(data)
     port, output = free_port(), tmp_path / "output.txt"
