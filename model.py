@@ -83,6 +83,10 @@ class GPTConfig:
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
+# On a CPU, eager training computes norm and relu_squared in fewer passes, as long as they are not
+# changed here (ops/cpu.py)
+
+
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without a gain."""
     return F.rms_norm(x, (x.size(-1),))
@@ -96,16 +100,16 @@ def relu_squared(x: Tensor) -> Tensor:
 class Linear(nn.Linear):
     """A linear layer without bias. Its weight is fp32 and is cast to the dtype of x at each use.
 
-    n_out: the number of outputs, or a list of them: that many matrices stacked in one weight,
-    which Muon orthogonalizes one by one.
+    n_out: the number of outputs; or a list of them, as of q, k and v. Then the weight is several
+    matrices, one below the other, and Muon orthogonalizes each by itself.
     """
 
     matmul = staticmethod(linear)  # x @ w.T; --fp8 puts a float8 matmul here
 
     def __init__(self, n_in: int, n_out: int | list[int]):
-        stacked = [n_out] if isinstance(n_out, int) else n_out
-        super().__init__(n_in, sum(stacked), bias=False)
-        self.stacked = tuple(stacked)
+        rows = [n_out] if isinstance(n_out, int) else n_out
+        super().__init__(n_in, sum(rows), bias=False)
+        self.matrix_rows = tuple(rows)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.weight.to(x.dtype))
@@ -168,7 +172,7 @@ class AttnContext(NamedTuple):
 
     cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
-    doc_starts: Tensor | None  # bool (B, T, 1, 1), where a document starts, with --doc_mask
+    doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
     mask: object  # for this layer's window
     attn_backend: str
     value_embed: Tensor  # (B, T, C)
@@ -177,8 +181,7 @@ class AttnContext(NamedTuple):
 
 def shift_right(x: Tensor) -> Tensor:
     """Shift x (B, T, ...) right by one position, with zeros in the first."""
-    no_padding = (0, 0) * (x.dim() - 2)
-    return F.pad(x, (*no_padding, 1, -1))
+    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
 
 
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:
@@ -190,16 +193,17 @@ def gather_positions(x: Tensor, index: Tensor) -> Tensor:
 def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
     """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
 
-    In generation it comes from the layer's cache, under this name, which no other use there has.
+    In generation it comes from the layer's cache, which stores it by name: each use in a layer
+    needs a name of its own.
     """
     if ctx.kv_cache is None:
         before = shift_right(x)
     else:
         before = ctx.kv_cache.shift(name, x)
-    if ctx.doc_starts is not None:
-        starts = ctx.doc_starts
-        while starts.dim() > x.dim():
-            starts = starts.squeeze(-1)
+    starts = ctx.doc_starts
+    if starts is not None:
+        while starts.dim() < x.dim():
+            starts = starts[..., None]
         before = before.masked_fill(starts, 0)
     return before
 
@@ -207,8 +211,9 @@ def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
 def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
     """Take the dimensions beyond rotary_dim of each key from the previous token.
 
-    A query that matches what an earlier token was then finds the token after it, so that one layer
-    can do induction, which otherwise takes two (NanoGPT speedrun). k: (B, T, n_head, head_dim).
+    The key of token j then describes token j - 1 as well. So a query for token A finds the token
+    after an earlier A in a single layer: induction, which otherwise takes two (NanoGPT speedrun).
+    k: (B, T, n_head, head_dim).
     """
     k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
     return torch.cat((k_rot, previous_token(k_pass, ctx, "key")), dim=-1)
@@ -222,7 +227,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.rotary_dim = cfg.rotary_dim
-        # W_q, W_k and W_v, stacked in one weight
+        # W_q, W_k and W_v in one weight
         self.qkv = Linear(cfg.n_embd, [cfg.n_embd, cfg.n_embd, cfg.n_embd])
         # Gate of the value embeddings, one per head
         self.gate = Linear(cfg.n_embd, cfg.n_head)
@@ -236,7 +241,7 @@ class CausalSelfAttention(nn.Module):
         learn that. Starting from a known pattern is mimetic initialization (Trockman and Kolter
         2023).
         """
-        w_q, w_k, _ = self.qkv.weight.split(self.qkv.stacked)
+        w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
         w_q = w_q.view(self.n_head, self.head_dim, -1)
         w_k = w_k.view(self.n_head, self.head_dim, -1)
         w_k[:, self.rotary_dim :] = w_q[:, self.rotary_dim :]
@@ -296,6 +301,11 @@ class Block(nn.Module):
         return x + self.mlp(norm(x))
 
 
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Soft-cap logits to (-cap, cap) by tanh (Gemma 2, 2024); 0 disables."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
 class CrossEntropy(nn.Module):
     """The loss, in training and in evaluation."""
 
@@ -309,9 +319,10 @@ class CrossEntropy(nn.Module):
 
         logits: (N, vocab_size), before the soft-cap, in the compute dtype.
         """
-        # With logits = softcap * tanh(logits / softcap), in fp32, this is
-        #     F.cross_entropy(logits, targets, ignore_index=-1)
-        # with loss and gradient in one pass. To train on another loss, replace or extend this line
+        # This is
+        #     F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
+        # but in training, loss and gradient are made in one pass. To train on another loss, replace
+        # or extend this line by what is a mean over these targets, a chunk of the batch
         return softcap_cross_entropy(logits, targets, self.softcap, self.kernel)
 
 
@@ -327,15 +338,16 @@ HASH_MODULUS = 2**31
 def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None) -> Tensor:
     """Hash the n-grams that end at each of the last `length` tokens.
 
-    Returns int64 (B, length, longest - 1). tokens: integer (B, S). longest: n-grams have 2 to so
-    many tokens. Before the start of the context, or of a document (the token doc_eot, if given),
-    there is "no token".
+    Returns int64 (B, length, longest - 1). tokens: integer (B, S). longest: the
+    n-grams have 2, ..., longest tokens. Before the start of the context, or of a document (the
+    token doc_eot, if given), there is "no token".
     """
     hashes = []
     before = code = tokens.long() + 1  # 0 stands for "no token"
     for _ in range(2, longest + 1):
         before = shift_right(before)  # one token further back
         if doc_eot is not None:
+            # The next shift carries this 0 along: longer n-grams end there as well
             before = before.masked_fill(tokens == doc_eot, 0)
         code = (code * HASH_A + before) % HASH_MODULUS
         hashes.append(code)
@@ -344,6 +356,7 @@ def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None)
 
 def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
     """The row of each n-gram in a table of n_rows embeddings."""
+    # The lowest bits of a product depend on the lowest bits of its factors alone: not those
     return ((hashes * HASH_B) >> 7) % n_rows
 
 
@@ -381,10 +394,10 @@ class NgramEmbedding(nn.Embedding):
             keep = keep.view(B * T, N)
         summed = F.embedding_bag(
             rows.view(B * T, N),
-            self.weight.float(),
+            self.weight.float(),  # fp32 already, except under FSDP
             mode="sum",
             per_sample_weights=keep,
-            sparse=self.sparse,
+            sparse=self.sparse,  # set by ops/cpu.py
         )
         return summed.view(B, T, -1)
 
@@ -471,12 +484,17 @@ class GPT(nn.Module):
             x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
 
+        # idx, after the last tokens before it, which n-grams reach back to. cache.length now
+        # counts idx as well
         tokens = cache.read(idx, self.doc_eot)
-        if idx.size(1) > 1:  # prompts
+
+        # Prompts of more than one token
+        if idx.size(1) > 1:
             masks = self.attention_masks("sdpa", idx)
             x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
             return self.logits(gather_positions(x, cache.length - 1))
 
+        # One token per row, at its own position
         position = cache.length[:, None] - 1
         masks = cache.masks(self, position)
         x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
@@ -503,7 +521,7 @@ class GPT(nn.Module):
         cos, sin = self.rotary_tables(position)
         doc_starts = None
         if self.doc_eot is not None:
-            doc_starts = (idx == self.doc_eot)[..., None, None]
+            doc_starts = idx == self.doc_eot
         value_embed = self.value_embed(idx).to(self.compute_dtype)
 
         # Embeddings, then the blocks
@@ -573,11 +591,8 @@ class GPT(nn.Module):
         return masks
 
     def logits(self, x: Tensor) -> Tensor:
-        """Apply head and soft-cap (Gemma 2, 2024) to x (..., C): fp32 (..., vocab_size)."""
-        logits = self.head(x).float()
-        if self.cfg.softcap:
-            logits = self.cfg.softcap * torch.tanh(logits / self.cfg.softcap)
-        return logits
+        """Apply head and soft-cap to x (..., C): fp32 (..., vocab_size)."""
+        return softcap(self.head(x).float(), self.cfg.softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Head and loss, `loss_chunk` tokens at a time: the mean over targets, a scalar in fp32."""
@@ -585,6 +600,7 @@ class GPT(nn.Module):
         def head_loss(x: Tensor, targets: Tensor) -> Tensor:
             return self.cross_entropy(self.head(x), targets)
 
+        # chunked_loss takes the gradients by itself, of all parameters that head_loss may use
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
         return chunked_loss(head_loss, list(self.parameters()), x, targets, chunk=self.loss_chunk)
@@ -656,6 +672,7 @@ PARAM_TABLE = [
     ParamSpec(r"head\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
+    # About the standard deviation that nn.Linear has by default
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
@@ -687,6 +704,7 @@ def init_weights(model: GPT, seed: int) -> None:
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
+    # By type, as a changed block may hold other attention
     if len(model.blocks) > 1:
         for module in model.blocks[1].modules():
             if isinstance(module, CausalSelfAttention):
@@ -705,17 +723,15 @@ def optimizer_groups(
         # How this parameter is optimized
         spec = get_spec(name, param)
         if optimizer == "adamw":
-            settings = dict(kind="adam", lr=adam_lr, weight_decay=weight_decay, betas=(0.9, 0.95))
+            settings = dict(kind="adam", lr=adam_lr, weight_decay=weight_decay)
+            settings |= dict(betas=(0.9, 0.95), fused=True)
         elif spec.optim == "muon":
             settings = dict(kind="muon", lr=spec.lr_mul * muon_lr, weight_decay=weight_decay)
-            settings["momentum"] = 0.95
-            settings["stacked"] = stacked_matrices(model, name, param)
+            settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
         else:
             settings = dict(kind=spec.optim, lr=spec.lr_mul * adam_lr, weight_decay=0.0)
-            settings["betas"] = spec.betas
-        if settings["kind"] != "muon":
-            settings["fused"] = True  # so that load_state_dict keeps `step` on the device
-        settings["initial_lr"] = settings["lr"]  # what the schedule multiplies
+            # fused: load_state_dict then keeps the number of steps on the device
+            settings |= dict(betas=spec.betas, fused=True)
 
         # It joins those that are optimized alike
         key = tuple(settings.values())
@@ -725,11 +741,11 @@ def optimizer_groups(
     return list(groups.values())
 
 
-def stacked_matrices(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
-    """How many rows each matrix has that is stacked in this parameter, which may be just one."""
+def get_matrix_rows(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
+    """The rows of each matrix in this parameter, of which Linear may have put several into one."""
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, Linear) and name.endswith(".weight"):
-        return module.stacked
+        return module.matrix_rows
     return (len(param),)
 
 
@@ -778,10 +794,10 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def normalize_rows(x: Tensor) -> Tensor:
-    """Give the rows of each x (M, rows, cols) the same norm, and keep x's own; zeros stay zero.
+    """Give the rows of each x (M, rows, cols) the same norm, keeping the Frobenius norm of x.
 
-    Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides by a running mean
-    of the rows' norms instead.
+    Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides rows by a running
+    root mean square instead. Zero rows stay zero.
     """
 
     def frobenius_norm(t: Tensor) -> Tensor:
@@ -830,7 +846,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            # Parameters of one shape are updated together, which takes fewer and larger kernels
+            # Matrices of one shape are orthogonalized together
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
@@ -838,8 +854,10 @@ class Optimizer(torch.optim.Optimizer):
             for params in by_shape.values():
                 if group["kind"] == "muon":
                     self.muon(group, params)
-                else:
+                elif group["kind"] == "adam":
                     self.adam(group, params)
+                else:
+                    raise ValueError(f"no optimizer is called {group['kind']}")
 
     def state_tensors(self, name: str, params: list[Tensor]) -> list[Tensor]:
         """The state tensors of this name, one per parameter; zeros at first."""
@@ -847,6 +865,7 @@ class Optimizer(torch.optim.Optimizer):
             state = self.state[p]
             if name not in state:
                 state[name] = torch.zeros_like(p)
+            # After load_state_dict as well: a DTensor under FSDP, and on the device again
             state[name] = to_local(state[name])
             if self.offload and state[name].is_cuda:
                 state[name] = state[name].cpu().pin_memory()
@@ -867,8 +886,11 @@ class Optimizer(torch.optim.Optimizer):
         device = weights[0].device
         lr, beta = group["lr"], group["momentum"]
 
-        # Momentum of all matrices; Nesterov's step for those that this rank orthogonalizes
+        # This rank's share of the matrices, a slice: under DDP a part of them; else all, of which
+        # a rank has some rows under FSDP. There is a drawing in ops/parallel.py
         mine = my_share(params)
+
+        # Momentum, on the device and with --offload written back; Nesterov's step
         with state_on_device(self.state_tensors("momentum", params), device) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
@@ -877,9 +899,10 @@ class Optimizer(torch.optim.Optimizer):
         else:  # there are more ranks than matrices
             x = grads[0].new_empty((0, *grads[0].shape))
 
-        # Orthogonalize whole matrices, then send every rank its rows of all updates
+        # Orthogonalize whole matrices. Under FSDP, ranks exchange rows of all for some whole ones
+        # before, and back; under DDP, each then gets the updates of the others
         x = gather_whole_matrices(x.to(self.ns_dtype), params[0])
-        parts = x.split(group["stacked"], dim=1)
+        parts = x.split(group["matrix_rows"], dim=1)
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)
         updates = exchange_updates(x, params).to(weights[0].dtype)
 

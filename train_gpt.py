@@ -37,7 +37,7 @@ from data.stream import TokenStream, prefetch
 from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
-# How the same is computed on several ranks
+# Kernels, and several ranks
 from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
@@ -107,7 +107,9 @@ class Config:
     preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
     data: str = flag("", "folder from data/prepare.py; default: Python's standard library")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
-    resume: str = flag("", "continue out_dir, or this run or file; auto: if any", const="newest")
+    resume: str = flag(
+        "", "alone: the run in out_dir; or a run or file; auto: if any", const="newest"
+    )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
@@ -146,7 +148,7 @@ class Config:
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
-    attn: str = flag("auto", "attention (varlen, fa3, fa4: never run on a GPU)", ATTENTION_BACKENDS)
+    attn: str = flag("auto", "attention (varlen, fa3, fa4: untested on GPUs)", ATTENTION_BACKENDS)
     checkpointing: str = flag("auto", "activations: none, selective, full, or a budget in (0, 1)")
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
@@ -187,7 +189,8 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # saved: the flags of the run that --resume names (of --init_from: the model's shape), or {}
+    # given: the flags, checked (--resume may add the out_dir of its run). saved: those that are
+    # taken from a checkpoint: all with --resume, the model's shape with --init_from, else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
 
     # With --minutes and no size, resolve_auto chooses the size
@@ -201,8 +204,8 @@ def make_config(**flags) -> Config:
     if given.get("params", 0) > 0:
         preset.update(flags_for_size(given["params"], given))
 
-    # What counts, from least to most: defaults, preset, resumed run, flags. A preset that is given
-    # counts more than the run
+    # What counts, from least to most: defaults, preset, resumed run, given flags. Only a preset
+    # that is given and is not the run's own counts more than the run
     if "preset" in given and preset_name != saved.get("preset"):
         values = saved | preset | given
     else:
@@ -214,12 +217,15 @@ def make_config(**flags) -> Config:
     return cfg
 
 
-def resolve_auto(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved: dict) -> Config:
+def resolve_auto(
+    cfg: Config, dist_ctx: DistContext, stream: TokenStream, checkpoint_flags: dict
+) -> Config:
     """Replace every automatic value (dtype auto, learning rates of 0, ...) by this run's own.
 
-    saved: the flags in the checkpoint that is resumed, which keeps what was chosen then; or {}.
+    checkpoint_flags: of the checkpoint that is resumed, or {}.
     """
-    # Those that are measured on this machine
+    # dtype, attn, loss_chunk, ngram, by the machine and the dataset; with --minutes also the number
+    # of steps and, if it differs from the preset in no size, the sizes
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
     resolved = dataclasses.replace(cfg, **chosen)
@@ -232,12 +238,14 @@ def resolve_auto(cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved:
         resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
     )
 
-    # A resumed run keeps the automatic values of its first start
+    # What was automatic just now (it has changed) is as in the checkpoint. Most resumed runs have
+    # the values already, by make_config; not after a restart by torchrun, in --trials, and where
+    # --minutes measures again
     kept = {}
     for field in dataclasses.fields(Config):
         was_auto = getattr(resolved, field.name) != getattr(cfg, field.name)
-        if was_auto and field.name in saved:
-            kept[field.name] = saved[field.name]
+        if was_auto and field.name in checkpoint_flags:
+            kept[field.name] = checkpoint_flags[field.name]
     return dataclasses.replace(resolved, **kept)
 
 
@@ -263,8 +271,8 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
 def get_ngram_dropout(cfg: Config, epochs: float) -> float:
     """Probability of dropping an n-gram's embedding; --ngram_dropout -1 chooses it by the epochs.
 
-    n-grams of a dataset that is repeated are memorized. So there is no dropout up to 0.75 epochs,
-    and then as much as leaves each n-gram in use about twice in the whole run.
+    n-grams of a dataset that is repeated are memorized. So there is no dropout up to 0.75 epochs;
+    then it grows so that each n-gram is used in 1.3 of 2 epochs, 1.9 of 8, and in 2.2 at most.
     """
     if cfg.ngram < 2:
         return 0.0
@@ -296,9 +304,9 @@ class TrainState:
     # at every log line; set them in train_step, or in evaluate for its line
     metrics: dict = dataclasses.field(default_factory=dict)
 
-    # For your changes: what you want in checkpoints. Tensors, numbers, strings, lists, dicts. A
-    # tensor with the name of a parameter is sharded like it. extra["eval_weights"], name -> tensor
-    # (an EMA, say), is evaluated, sampled and saved as the best weights
+    # For your changes: what you want in checkpoints. Tensors, numbers, strings, lists, dicts. Where
+    # a dict in it has a parameter's name as key, that tensor is sharded like the parameter.
+    # extra["eval_weights"], name -> tensor (an EMA, say), is evaluated, sampled and saved as best
     extra: dict = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -309,7 +317,7 @@ class TrainState:
         try:
             yield self.raw_model
         finally:
-            reshard(self.raw_model)
+            reshard(self.raw_model)  # FSDP has gathered weights, and no backward has freed them
             self.swap_eval_weights()
             self.raw_model.train()
 
@@ -401,21 +409,22 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
 # 3. One training step, and evaluation
 
 
-# Seconds of --minutes that imports, the last sample and the last checkpoint take
-SHUTDOWN_S = 4.0
+# Seconds of --minutes for imports, the last sample and the last checkpoint
+RESERVED_S = 4.0
 
 
 def get_progress(
     cfg: Config, step: int, epochs: float, wall_time: float, time_to_finish: float
 ) -> float:
-    """The fraction of the run that is done, which schedules follow; 1 and more ends it.
+    """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    Under --minutes it is that of the time for training, or of the most epochs.
+    With --minutes it is that of the time for training, or the fraction of the epochs that are
+    useful on a small dataset (more with strong weight decay), if that is larger.
     time_to_finish: seconds of one more step and the last evaluation.
     """
     if not cfg.minutes:
         return step / cfg.max_steps
-    training_time = 60 * cfg.minutes - SHUTDOWN_S - time_to_finish
+    training_time = 60 * cfg.minutes - RESERVED_S - time_to_finish
     return max(wall_time / max(1e-9, training_time), epochs / max_epochs(cfg.weight_decay))
 
 
@@ -463,25 +472,26 @@ def seed_random(state: TrainState) -> None:
 def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
     """One optimizer step on this rank's batch, at this fraction of the run.
 
-    Returns the loss, a scalar in fp32 whose mean over the ranks is the mean over all targets of the
-    global batch, and the gradient norm before clipping. If that is not finite, there is no update.
+    Returns this rank's share of the loss, a scalar in fp32 (the mean over ranks is the mean over
+    all targets of the global batch), and the gradient norm before clipping. There is no update if
+    that norm is not finite.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # The targets are the next tokens. A target of -1 is ignored by the loss
+    # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
 
-    # Cut the batch into micro-batches, all of as many tokens, also while sequences are short
+    # Cut the batch into micro-batches of equally many tokens: of short sequences there are more
     seq_len = get_seq_len(progress, cfg)
     micro_batch = state.micro_batch * cfg.seq_len // seq_len
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over all targets of all ranks. The number of targets may differ between
-    # micro-batches and ranks, so each micro-batch's mean is weighted by its number of them. DDP and
-    # FSDP average gradients over ranks, hence targets per rank
+    # The loss is the mean over all targets of all ranks. Where some are -1, their number differs
+    # between micro-batches and ranks, so each micro-batch's mean is weighted by it. DDP and FSDP
+    # average gradients over ranks, hence targets per rank
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -489,7 +499,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with maybe_no_sync(state.model, is_last):  # ranks reduce their gradients once, at the last
+        with maybe_no_sync(state.model, is_last):  # DDP's ranks exchange gradients at the last only
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
@@ -529,8 +539,8 @@ def evaluate(state: TrainState, stream: TokenStream, signals: list = ()) -> floa
     batches = stream.eval_batches(
         cfg.eval_tokens, state.micro_batch, rank=dist_ctx.rank, world_size=dist_ctx.world_size
     )
-    # Sum up the losses of this rank's batches. All ranks have as many; the last may hold padding,
-    # of targets -1
+    # Sum up the losses of this rank's batches. Every rank has the same number of them; the last may
+    # contain padding, with targets of -1
     loss_sum, n_targets = 0.0, 0
     with state.evaluating() as model:
         for x, y in batches:
@@ -571,7 +581,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     dist_ctx = init_device_and_ranks(cfg)
     with open_run(cfg, dist_ctx) as run:
         with raise_on_all_ranks(dist_ctx):
-            windows = gpt_config(cfg, vocab_size=0).layer_windows()
+            windows = gpt_config(cfg, vocab_size=0).layer_windows()  # for any vocabulary
             warnings = check_device(cfg, dist_ctx, windows)
 
         # Data, and the checkpoint of --resume or --init_from, if there is one
@@ -623,8 +633,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             progress, process_s, signaled = ask_ranks(state, stream, run)
             has_trained = step > first_step
 
-            # Does the run end here? The last reason counts. All but the first need a step of this
-            # process, so that a job that is restarted again and again makes progress
+            # Does the run end here? Later reasons override earlier ones. Unless it is finished, at
+            # least one step is made, so that a job that is restarted again and again progresses
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
@@ -644,19 +654,20 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 save_checkpoint(state, stream, run, required=bool(stop))
                 saved_step = step
 
-            # After a signal there may be little time left
+            # After a signal there may be little time left; diverged weights need no evaluation
             if stop in ("signal", "diverged"):
                 break
 
             # Once in a while: evaluate
             if (stop or is_due(cfg.eval_every, step)) and step != run.last_eval_step:
-                with run.evaluating():
+                with run.timing_evaluation():
                     val_loss = evaluate(state, stream, run.signals)
                 if val_loss is None:
                     stop = "signal"
                     break
                 is_best = run.log_eval(state, val_loss)
-                # The weights of a run's only evaluation, at its end, are in the last checkpoint
+                # If this is the first evaluation and the run ends, the last checkpoint has the
+                # same weights
                 if is_best and not (stop and run.n_evals == 1):
                     save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
@@ -670,7 +681,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 break
 
             # A single training step
-            with run.training():
+            with run.timing_step():
                 batch = run.next_batch(batches)
                 loss, grad_norm = train_step(state, batch, progress)
             if math.isfinite(grad_norm):
@@ -693,12 +704,12 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 
 
 def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:
-    """What all ranks must see alike: the fraction of the run that is done, the seconds of this
-    process, and whether a rank has received a signal."""
+    """The fraction of the run that is done, the seconds of this process, and whether a rank has
+    received a signal: the largest of all ranks' values, the same on all of them."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    eval_steps = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
+    eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch  # in batches
     progress = get_progress(
-        state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_steps)
+        state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_size)
     )
     signaled = bool(run.signals)
     progress, process_s, signaled = max_over_ranks(
@@ -715,7 +726,7 @@ HELP = "Train a GPT. In brackets: the defaults of --preset laptop."
 
 @command
 def main(argv: list[str]) -> None:
-    """Returns the exit code: 0 done, 2 the user's mistake, 1 anything else."""
+    """Train as the command line says. `command` prints errors and makes the exit code of them."""
     cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], HELP))
     if cfg.trials == 1:
         train(cfg)

@@ -39,7 +39,16 @@ CHECKPOINT_SCHEMA = dict(
 BEST = "ckpt_best.pt"  # the weights of the best evaluation
 
 # What the flags of a resumed run decide about its optimizer, not the checkpoint
-SET_BY_FLAGS = ("lr", "initial_lr", "weight_decay", "betas", "momentum", "kind", "stacked", "fused")
+SET_BY_FLAGS = (
+    "lr",
+    "initial_lr",
+    "weight_decay",
+    "betas",
+    "momentum",
+    "kind",
+    "matrix_rows",
+    "fused",
+)
 
 
 class CorruptCheckpointError(UserError):

@@ -119,7 +119,7 @@ class Run:
         return self.earlier_wall_time + self.process_time
 
     @contextlib.contextmanager
-    def training(self):
+    def timing_step(self):
         """Context of a training step, until the device has finished it."""
         began = time.perf_counter()
         yield
@@ -132,18 +132,18 @@ class Run:
         self.last_step_s = took
 
     @contextlib.contextmanager
-    def evaluating(self):
+    def timing_evaluation(self):
         """Context of an evaluation."""
         began = time.perf_counter()
         yield
         self.last_eval_s = time.perf_counter() - began
 
-    def time_to_finish(self, eval_steps: float) -> float:
+    def time_to_finish(self, eval_size: float) -> float:
         """Seconds for one more step and the last evaluation.
 
-        eval_steps: size of an evaluation in training steps, of which it takes about 0.4 the time.
+        eval_size: of an evaluation, in batches of training, of which it takes 0.4 of the time.
         """
-        eval_s = self.last_eval_s or 0.4 * eval_steps * self.typical_step_s
+        eval_s = self.last_eval_s or 0.4 * eval_size * self.typical_step_s
         return 1.5 * self.typical_step_s + eval_s
 
     def next_batch(self, batches):

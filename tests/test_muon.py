@@ -48,7 +48,7 @@ def test_muon_against_torch(monkeypatch):
     settings = dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3)
     groups = []
     for part in (ours[:2], ours[2:3], ours[3:]):
-        groups.append(settings | dict(params=part, stacked=(len(part[0]),)))
+        groups.append(settings | dict(params=part, matrix_rows=(len(part[0]),)))
     optimizer = Optimizer(groups, torch.bfloat16)
     oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
     random_steps(optimizer, ours)
@@ -94,7 +94,7 @@ def plain_muon(groups: list[dict], momenta: dict) -> None:
         for p in group["params"]:
             momentum = momenta[p].lerp_(p.grad, 1 - group["momentum"])
             nesterov = p.grad.lerp(momentum, group["momentum"])
-            for w, x in zip(p.split(group["stacked"]), nesterov.split(group["stacked"])):
+            for w, x in zip(p.split(group["matrix_rows"]), nesterov.split(group["matrix_rows"])):
                 x = newton_schulz(x[None])[0]
                 even = x / x.norm(dim=1, keepdim=True) * x.norm() / math.sqrt(len(x))
                 update = even * math.sqrt(max(1, len(w) / w.size(1)))
@@ -119,7 +119,7 @@ def test_muon_is_a_plain_loop_over_matrices(table_rows, splits, at_once, monkeyp
     for plain in (False, True):
         gpt, generator = random_gpt(), torch.Generator().manual_seed(0)
         for (place, split), block in itertools.product(splits.items(), gpt.blocks):
-            block.get_submodule(place).stacked = split
+            block.get_submodule(place).matrix_rows = split
         optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
         muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
         momenta = {p: torch.zeros_like(p) for group in muon for p in group["params"]}

@@ -92,12 +92,12 @@ def sources_are_mixed(run) -> bool:
 def half_the_keys_are_cached(run) -> bool:
     cache = run.ours.generation.KVCache(run.sampled, torch.tensor([5]))
     run.sampled.next_logits(torch.arange(5)[None], cache)
-    stacked = {group.get("stacked") for group in run.state.optimizer.param_groups}
-    return cache.layers[0].k.shape[1] == 1 and (32, 16, 16) in stacked
+    matrix_rows = {group.get("matrix_rows") for group in run.state.optimizer.param_groups}
+    return cache.layers[0].k.shape[1] == 1 and (32, 16, 16) in matrix_rows
 
 
 def experts_are_orthogonalized_apart(run) -> bool:
-    return (32,) * 4 in {group.get("stacked") for group in run.state.optimizer.param_groups}
+    return (32,) * 4 in {group.get("matrix_rows") for group in run.state.optimizer.param_groups}
 
 
 def texts_are_longer_than_the_context(run) -> bool:
