@@ -46,9 +46,9 @@ from benchmarks.memory import bench_memory
 from benchmarks.plot import X_AXES, Y_AXES, bench_plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
-from common import UserError, exit_process, nan_to_none, report_error
+from common import UserError, cpu_cores, exit_process, nan_to_none, report_error
 from records.check import COLUMNS, check_record, pack
-from runtime.device import cpu_cores, device_name
+from runtime.device import device_name
 from runtime.flags import parse_flags
 from train_gpt import Config
 

@@ -227,6 +227,23 @@ def read_rows(metrics: str) -> list[dict]:
     return [row for row in rows if isinstance(row, dict)]
 
 
+def new_run_folder(name: str) -> Path:
+    """Make runs/<time>-<name>; a second later if another run has just made it."""
+    while True:
+        path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        time.sleep(0.1)
+
+
+def cpu_cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears at `path` only once it is complete and on the disk.

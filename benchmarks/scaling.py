@@ -17,8 +17,8 @@ from benchmarks.harness import (
     table,
     time_ms,
 )
-from common import REPO, TrainerError
-from runtime.device import cpu_cores, peak_memory_mb
+from common import REPO, TrainerError, cpu_cores
+from runtime.device import peak_memory_mb
 from train_gpt import Config, train_step
 
 

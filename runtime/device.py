@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import REPO, UserError
+from common import REPO, UserError, cpu_cores
 from runtime.ranks import DistContext, check_ranks, rendezvous
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -172,13 +172,6 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         if re.search(rf"\b{key}\b", name):
             return 1e12 * tflops
     return None
-
-
-def cpu_cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -63,6 +63,8 @@ def check_flags(cfg) -> None:
         )
 
     # How it is computed
+    if cfg.bf16 and cfg.dtype not in ("auto", "bf16"):
+        raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")
     if cfg.checkpointing not in ("auto", *AC_MODES) and not 0 < budget < 1:
         raise UserError(
             f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full or a "
@@ -76,10 +78,6 @@ def check_flags(cfg) -> None:
         raise UserError(
             f"--compile {cfg.compile} records CUDA graphs, which FSDP's moving weights break; "
             "use --compile max-autotune-no-cudagraphs or default"
-        )
-    if cfg.deterministic and cfg.compile.startswith("max-autotune"):
-        raise UserError(
-            f"--compile {cfg.compile} picks kernels by timing, so reruns may differ; use default"
         )
     if cfg.dtype == "fp16" and cfg.is_sharded:
         raise UserError(
@@ -128,6 +126,10 @@ def check_device(cfg, dist_ctx: DistContext, windows: list[int]) -> list[str]:
         warnings.append(
             f"--offload {cfg.offload} has no effect on {device.type}: everything is in host "
             "memory already"
+        )
+    if cfg.short_frac and (cfg.seq_len % 8 or cfg.doc_align):
+        warnings.append(
+            "--short_frac has no effect with --doc_align, or a --seq_len that 8 does not divide"
         )
     if cfg.preset.startswith("gpt2") and not cfg.data:
         warnings.append(

@@ -22,6 +22,7 @@ from common import (
     copy_sources,
     error_sentence,
     nan_to_none,
+    new_run_folder,
     read_rows,
     source_hashes,
 )
@@ -66,20 +67,10 @@ def open_run(cfg, dist_ctx: DistContext):
             run.close()
 
 
-def new_run_folder(name: str) -> Path:
-    """Make runs/<time>-<name>; a second later if another run has just made it."""
-    while True:
-        path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-        time.sleep(0.1)
-
-
 class Run:
     """What a run reports, and its clock. Only rank 0 writes and prints.
 
-    signals: the names of those received. train_time: seconds of training, measured by training().
+    signals: the names of those received. train_time: seconds of training, by timing_step().
     """
 
     def __init__(self, folder: Path, cfg, dist_ctx: DistContext, signals: list[str]):
@@ -117,6 +108,11 @@ class Run:
     @property
     def wall_time(self) -> float:
         return self.earlier_wall_time + self.process_time
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training in this process."""
+        return self.train_time - self.first_train_time
 
     @contextlib.contextmanager
     def timing_step(self):
@@ -411,14 +407,13 @@ class Run:
             with atomic_write(path) as file:
                 file.write(json.dumps(summary, indent=1).encode() + b"\n")
 
-        trained_s = self.train_time - self.first_train_time
-        stall = self.data_wait_s / max(trained_s, 1e-9)
+        stall = self.data_wait_s / max(self.trained_s, 1e-9)
         self.info(
             f"stopped by {stopped_by} at step {state.step}: train_time {self.train_time:.1f} s "
             f"(data stall {stall:.2%}), wall time {self.wall_time:.1f} s; "
             f"everything is in {shlex.quote(str(self.folder))}"
         )
-        self.info(self.hint(state.step, stopped_by, trained_s))
+        self.info(self.hint(state.step, stopped_by))
 
         if stopped_by == "diverged":
             raise RunError(
@@ -441,9 +436,8 @@ class Run:
                 target_reached = dict(step=row["step"], train_time_s=row["train_time_s"])
                 break
         tokens_per_s = math.nan
-        if self.train_time > self.first_train_time:
-            trained_s = self.train_time - self.first_train_time
-            tokens_per_s = (state.tokens - self.first_tokens) / trained_s
+        if self.trained_s:
+            tokens_per_s = (state.tokens - self.first_tokens) / self.trained_s
         val_seqs = self.stream.num_eval_seqs(self.cfg.eval_tokens)
         return nan_to_none(
             dict(
@@ -466,7 +460,7 @@ class Run:
             )
         )
 
-    def hint(self, step: int, stopped_by: str, trained_s: float) -> str:
+    def hint(self, step: int, stopped_by: str) -> str:
         """What to try next."""
         folder = shlex.quote(str(self.folder))
         resume = f"python train_gpt.py --out_dir {folder} --resume"
@@ -479,7 +473,7 @@ class Run:
             "larger: --params 10M",
         ]
         can_compile = self.cfg.compile == "off" and self.dist_ctx.device.type != "mps"
-        if can_compile and trained_s > COMPILE_PAYS_S:
+        if can_compile and self.trained_s > COMPILE_PAYS_S:
             hints.append("faster: --compile")
         return " | ".join(hints)
 

@@ -154,7 +154,7 @@ FLAG_CASES = (
     (dict(checkpointing="1.0"), "--checkpointing is '1.0'; expected auto, none, selective, full"),
     (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
     (dict(compile="max-autotune", parallel="fsdp"), "use --compile max-autotune-no-cudagraphs or"),
-    (dict(compile="max-autotune", deterministic=True), "picks kernels by timing, so reruns may"),
+    (dict(bf16=True, dtype="fp32"), "--bf16 and --dtype fp32 contradict each other"),
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
     (dict(params=-1), "--params -1 chooses a size for --minutes"),
     (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),

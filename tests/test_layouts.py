@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import model
 import sample
-from common import exit_process
+from common import cpu_cores, exit_process
 from conftest import (
     TINY,
     assert_same_run,
@@ -35,7 +35,6 @@ from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
 from runtime import device
 from runtime.checkpoint import read_checkpoint
-from runtime.device import cpu_cores
 from train_gpt import make_config, train
 
 
