@@ -182,5 +182,6 @@ def choose_attention(cfg) -> str:
     if cfg.is_compiled or has_window:
         return "blocked"
     # Eager and without a window, bf16 alone is faster, and not where SDPA's kernel has AMX
-    has_amx = torch.cpu._is_amx_tile_supported()
-    return "blocked" if cfg.dtype == "bf16" and not has_amx else "sdpa"
+    if cfg.dtype == "bf16" and not torch.cpu._is_amx_tile_supported():
+        return "blocked"
+    return "sdpa"

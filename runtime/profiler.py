@@ -15,8 +15,10 @@ def profile_steps(n_steps: int, steps_left: int, run):
     log. For 0 steps, or more than are left, it does nothing.
     """
     if n_steps and steps_left < n_steps + SKIPPED_STEPS:
-        why = f"it starts after {SKIPPED_STEPS} steps, and {steps_left} are left"
-        run.info(f"--profile {n_steps} has no effect: {why}")
+        run.info(
+            f"--profile {n_steps} has no effect: it starts after {SKIPPED_STEPS} steps, and "
+            f"{steps_left} are left"
+        )
         n_steps = 0
     if not n_steps:
         yield lambda: None
