@@ -1,7 +1,6 @@
 """Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and
 their deaths."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from common import RunError, UserError, exit_process
+from common import UserError, exit_process
 from conftest import (
     TINY,
     assert_same_run,
@@ -34,7 +33,7 @@ from conftest import (
 )
 from data.shards import write_shard
 from ops.parallel import to_full
-from runtime import dataset, device, ranks, run
+from runtime import dataset, device, ranks
 from runtime.ranks import (
     DistContext,
     any_rank,
@@ -421,19 +420,6 @@ def test_ranks_leave_the_cause_of_their_end_in_the_store():
     assert dead.error_of_others("the cause") == ""
     assert ours.error_of_others(lost) == "rank 1 has ended with an error: the cause"
     assert CPU.error_of_others(lost) == ""  # one process
-
-
-@pytest.mark.parametrize("node, ends", [("0", False), ("1", True)])
-def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, ends, monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", node)
-    others = [("0", True), ("0", False)]
-    monkeypatch.setattr(run, "gather_objects", lambda dist_ctx, own: [*others, own])
-    signals = ["SIGTERM"] if node == "0" else []
-    expected = contextlib.nullcontext()
-    if ends:
-        expected = pytest.raises(RunError, match="another node was told to stop")
-    with expected:
-        run.fail_on_nodes_without_signal(CPU, signals)
 
 
 if __name__ == "__main__":

@@ -196,17 +196,13 @@ def test_flags_of_sample_that_cannot_be(noisy, tmp_path, capsys):
         ), flags
 
 
-@pytest.mark.parametrize(
-    "says", ["a vocabulary of 200, and its tokenizer has 257", "not finite", "unknown tokenizer"]
-)
+@pytest.mark.parametrize("says", ["not finite", "unknown tokenizer"])
 def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, capsys):
     checkpoint = read_checkpoint(noisy)
     if says == "unknown tokenizer":
         checkpoint["tokenizer"] = "llama"
-    elif says == "not finite":
-        checkpoint["model"]["head.weight"][0, 0] = math.nan
     else:
-        checkpoint["model_config"]["vocab_size"] = 200
+        checkpoint["model"]["head.weight"][0, 0] = math.nan
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
     assert sample.main(["--run", str(tmp_path), "--max_new_tokens", "5"]) == 2
     shown = capsys.readouterr()
