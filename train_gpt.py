@@ -668,7 +668,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 is_best = run.log_eval(state, val_loss)
                 # If this is the first evaluation and the run ends, the last checkpoint has the
                 # same weights
-                if is_best and not (stop and run.n_evals == 1):
+                if is_best and not (stop and len(run.evaluations) == 1):
                     save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
                     stop = "target_val_loss"

@@ -138,8 +138,7 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
 
     resolved = dataclasses.replace(cfg, **chosen)
     if resolved.ngram == -1:
-        is_bytes = vocab_size < 258
-        chosen["ngram"] = 6 if is_bytes else 3
+        chosen["ngram"] = 6 if vocab_size < 258 else 3  # bytes, or longer tokens
     if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
     if resolved.attn == "auto" and device.type == "cpu":

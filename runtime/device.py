@@ -214,10 +214,7 @@ def software_versions(device: torch.device) -> str:
         described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         parts.append(f"git {described or 'unknown'}")
     if device.type == "cuda":
-        if torch.version.hip:
-            parts.append(f"rocm {torch.version.hip}")
-        else:
-            parts.append(f"cuda {torch.version.cuda}")
+        parts.append(f"cuda {torch.version.cuda or torch.version.hip}")
         parts.append(f"cudnn {torch.backends.cudnn.version()}")
         parts.append(torch.cuda.get_device_name())
     return ", ".join(parts)

@@ -387,17 +387,14 @@ class Run:
     def last_eval_step(self) -> int | None:
         return self.evaluations[-1]["step"] if self.evaluations else None
 
-    @property
-    def n_evals(self) -> int:
-        return len(self.evaluations)
-
     # ----------------------------------------------------------------------------------------------
     # The end
 
     def finish(self, state, stopped_by: str) -> dict:
         """Write summary.json, say how the run ended and what to try next; returns the summary.
 
-        Raises RunError for a run that diverged.
+        Raises RunError for a run that diverged, and on nodes that did not get the signal that ended
+        it.
         """
         summary = self.summary(state, stopped_by)
         # A run that was complete before keeps its figures
@@ -415,6 +412,10 @@ class Run:
         )
         self.info(self.hint(state.step, stopped_by))
 
+        # Another node was told to stop: torchrun starts this one again, with those that are left
+        if stopped_by == "signal" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+            text = "another node was told to stop; --resume continues from what has been saved"
+            raise RunError(text, printed=self.dist_ctx.local_rank > 0)
         if stopped_by == "diverged":
             raise RunError(
                 "the loss or gradient was not finite in many steps in a row, to step "
