@@ -11,9 +11,8 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     cfg = state.cfg
     model = state.raw_model
     meta = stream.meta
-    device = state.dist_ctx.device
     n_ranks = state.dist_ctx.world_size
-    lines = [software_versions(device)]
+    lines = [software_versions(state.dist_ctx.device)]
 
     # How it is computed
     parallel = "ddp" if cfg.parallel == "auto" else cfg.parallel

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import common
 import train_gpt
 from common import SOURCE_FILES, UserError, error_sentence, exit_process, is_out_of_memory
 from conftest import (
@@ -142,7 +143,7 @@ def opened_run(folder: Path, step: int = 0, **flags) -> Run:
 
 def test_a_resumed_run_keeps_its_sources_too(tmp_path, monkeypatch):
     source, folder = tmp_path / "train_gpt.py", tmp_path / "run"
-    monkeypatch.setattr(sources, "SOURCE_FILES", {"train_gpt.py": source})
+    monkeypatch.setattr(common, "SOURCE_FILES", {"train_gpt.py": source})
     for step, text in ((0, "first"), (9, "second")):
         source.write_text(text)
         opened_run(folder, step).close()
