@@ -181,7 +181,9 @@ class AttnContext(NamedTuple):
 
 def shift_right(x: Tensor) -> Tensor:
     """Shift x (B, T, ...) right by one position, with zeros in the first."""
-    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+    # Per dimension, from the last: what is added before and after. -1 drops the last position
+    padding = [0, 0] * (x.dim() - 2) + [1, -1]
+    return F.pad(x, padding)
 
 
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:

@@ -263,8 +263,8 @@ class Run:
 
         Returns what to raise: if another rank has ended first, an error that says why.
         """
-        cause = error_sentence(error) or traceback.format_exc()
-        others = self.dist_ctx.error_of_others(cause)
+        cause = error_sentence(error) or traceback.format_exc().strip()
+        others = self.dist_ctx.error_of_others(cause.splitlines()[-1])
         if others:
             error = RunError(others)
             cause = others
