@@ -51,7 +51,10 @@ def parsed(line: str) -> dict:
         ("--max_steps 3e14", "below 2\\*\\*48"),
         ("--minutes 1", "--minutes ends the run by the clock, so that --max_steps cannot be given"),
         ("--wandb yes", "invalid boolean value: 'yes'"),
-        ("--resume", "has no valid checkpoint; give a run's folder that has one, or another --out"),
+        (
+            "--resume",
+            "has no valid checkpoint; give a run's folder that has one, or another --out_dir",
+        ),
         ("--resume gone.pt", "no checkpoint gone.pt"),
         ("--init_from gone", "no checkpoint gone"),
         ("--micro_batch 5", "does not divide the 16 sequences .* use --micro_batch 4"),
@@ -151,21 +154,37 @@ FLAG_CASES = (
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
     (dict(batch_tokens=1000), "not a multiple of --seq_len 2048; use --batch_tokens 2048"),
     (dict(ngram_dropout=1.0), "--ngram_dropout is 1; expected a probability below 1"),
-    (dict(checkpointing="1.0"), "--checkpointing is '1.0'; expected auto, none, selective, full"),
+    (
+        dict(checkpointing="1.0"),
+        "--checkpointing is '1.0'; expected auto, none, selective, full or a number",
+    ),
     (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
-    (dict(compile="max-autotune", parallel="fsdp"), "use --compile max-autotune-no-cudagraphs or"),
-    (dict(compile="max-autotune", deterministic=True), "picks kernels by timing, so reruns may"),
+    (
+        dict(compile="max-autotune", parallel="fsdp"),
+        "use --compile max-autotune-no-cudagraphs or default",
+    ),
+    (
+        dict(compile="max-autotune", deterministic=True),
+        "picks kernels by timing, so reruns may differ",
+    ),
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
     (dict(params=-1), "--params -1 chooses a size for --minutes"),
     (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),
     (dict(trials=2, target_val_loss=3.0), "nor with --target_val_loss"),
-    (dict(TORCHELASTIC_MAX_RESTARTS="3"), "needs a folder to resume from; give --out_dir"),
+    (
+        dict(TORCHELASTIC_MAX_RESTARTS="3"),
+        "--max-restarts needs a folder to resume from; give --out_dir",
+    ),
 )
 DEVICE_CASES = (
     ("cpu", dict(attn="flex"), "--attn flex trains on CUDA only, not on cpu"),
     ("cuda", dict(attn="flash", doc_mask=True), "--attn flash takes no mask"),
     ("cuda", dict(attn="cudnn", dtype="fp32"), "--attn cudnn needs bf16 or fp16"),
-    ("t4", dict(attn="flash", dtype="fp16"), "--attn flash needs .* a GPU of .* capability 8.0"),
+    (
+        "t4",
+        dict(attn="flash", dtype="fp16"),
+        "--attn flash needs .* a GPU of compute capability 8.0",
+    ),
     ("cpu", dict(fp8=True), "--fp8 needs CUDA, not cpu"),
     ("cuda", dict(fp8=True, dtype="fp16"), "--fp8 needs --dtype bf16"),
     ("cuda", dict(deterministic=True), "--deterministic on CUDA needs a --micro_batch"),
@@ -288,18 +307,15 @@ def test_learning_rates_by_rule():
 
     assert rates(preset="gpt2-small") == (0.02, 0.006)  # the NanoGPT speedrun's
     assert rates() == pytest.approx((0.03, 0.012), rel=0.1)  # what was tuned by hand for laptop
-    assert rates(optimizer="adamw")[1] == pytest.approx(
-        0.008, rel=0.05
-    )  # the best of 0.002, 0.004, 0.008, 0.016
+    # The best of 0.002, 0.004, 0.008, 0.016
+    assert rates(optimizer="adamw")[1] == pytest.approx(0.008, rel=0.05)
     assert rates(preset="gpt2-small", optimizer="adamw")[1] == 0.002
-    assert (
-        rates(muon_lr=0.5, adam_lr=0.1) == (0.5, 0.1)
-        and rates(optimizer="adamw", adam_lr=0.1)[1] == 0.1
-    )
-    muon, adam = zip(
-        *(rates(n_embd=n_embd, max_steps=100 * n_embd) for n_embd in (64, 128, 256, 512))
-    )
-    assert sorted(muon, reverse=True) == list(muon) and sorted(adam, reverse=True) == list(adam)
+    assert rates(muon_lr=0.5, adam_lr=0.1) == (0.5, 0.1)
+    assert rates(optimizer="adamw", adam_lr=0.1)[1] == 0.1
+    # Wider models in longer runs take lower rates, both of them
+    for kind in (0, 1):
+        found = [rates(n_embd=n, max_steps=100 * n)[kind] for n in (64, 128, 256, 512)]
+        assert sorted(found, reverse=True) == found
 
 
 def test_ngram_dropout_by_epochs():
@@ -308,93 +324,66 @@ def test_ngram_dropout_by_epochs():
     chosen = [train_gpt.get_ngram_dropout(cfg, n) for n in epochs]
     assert chosen[:2] == [0, 0] and 0.05 < chosen[2] < 0.15 and chosen == sorted(chosen)
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], chosen[3:], strict=True))
-    assert [
-        train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=p), 99)
-        for p in (0.0, 0.4)
-    ] == [0, 0.4]
+    for p in (0.0, 0.4):
+        assert train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=p), 99) == p
 
 
-OPEN = ("dtype", "attn", "loss_chunk", "ngram", "muon_lr", "adam_lr", "ngram_dropout")
+AUTOMATIC = ("dtype", "attn", "loss_chunk", "ngram", "muon_lr", "adam_lr", "ngram_dropout")
 
 
-def test_open_flags_are_settled_once_and_kept(data, tmp_path, monkeypatch):
-    """Also where a resumed run would choose otherwise, as on another machine or for another
-    --max_steps."""
-    flags = {k: v for k, v in TINY.items() if k not in OPEN} | dict(
-        data=str(data), ngram_rows=65, max_steps=120
-    )
+def test_automatic_values_are_chosen_once_and_kept(data, tmp_path, monkeypatch):
+    """Also where a resumed run would choose otherwise: another machine, another --max_steps."""
+    flags = {name: value for name, value in TINY.items() if name not in AUTOMATIC}
+    flags |= dict(data=str(data), ngram_rows=65, max_steps=120)
     out_dir = dict(out_dir=str(tmp_path / "run"))
     train(make_config(**flags | out_dir))
     config = final(tmp_path / "run")["config"]
-    assert (
-        config["dtype"] in ("fp32", "bf16")
-        and config["attn"] in ("blocked", "sdpa")
-        and config["loss_chunk"] == 2048
-    )
-    assert (config["muon_lr"], config["adam_lr"]) == train_gpt.learning_rates(
-        make_config(max_steps=120, n_embd=32)
-    )
+    assert config["dtype"] in ("fp32", "bf16") and config["attn"] in ("blocked", "sdpa")
+    assert config["loss_chunk"] == 2048 and config["ngram"] == 6
+    rates = train_gpt.learning_rates(make_config(max_steps=120, n_embd=32))
+    assert (config["muon_lr"], config["adam_lr"]) == rates
     epochs = 120 / 56.56
-    assert config["ngram"] == 6 and config["ngram_dropout"] == pytest.approx(
-        1 - 1 / (1.45 + 0.45 * (epochs - 1.75)), rel=1e-3
-    )
-    monkeypatch.setattr(
-        train_gpt,
-        "choose_auto_values",
-        lambda *_: dict(dtype="fp16", attn="math", loss_chunk=64, ngram=4),
-    )
-    train(make_config(**out_dir, resume="newest", max_steps=125))
+    dropout = 1 - 1 / (1.45 + 0.45 * (epochs - 1.75))
+    assert config["ngram_dropout"] == pytest.approx(dropout, rel=1e-3)
+    chosen = {name: config[name] for name in AUTOMATIC}
+
+    others = dict(dtype="fp16", attn="math", loss_chunk=64, ngram=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "choose_auto_values", lambda *_: others)
+        train(make_config(**out_dir, resume="newest", max_steps=125))
     again = final(tmp_path / "run")["config"]
-    assert {name: again[name] for name in OPEN} == {name: config[name] for name in OPEN} and again[
-        "max_steps"
-    ] == 125
+    assert {name: again[name] for name in AUTOMATIC} == chosen and again["max_steps"] == 125
+
+    given = make_config(**flags | chosen)
     stream = TokenStream(data, 32, 512)
-    given = make_config(
-        **flags
-        | {name: value for name, value in config.items() if name in OPEN}
-        | dict(data=str(data))
-    )
-    monkeypatch.undo()
     assert train_gpt.resolve_auto(given, CPU, stream, {}) == given  # what is given stays
 
 
 def test_params_choose_sizes_that_flags_may_change(data, tmp_path):
-    for params, text in (
-        (300_000, "0.3M"),
-        (2_000_000, "2m"),
-        (10_000_000, "10M"),
-        (1_500_000_000, "1.5B"),
-    ):
+    sizes = {"0.3M": 300_000, "2m": 2_000_000, "10M": 10_000_000, "1.5B": 1_500_000_000}
+    for text, params in sizes.items():
         cfg = make_config(**parsed(f"--params {text}"))
-        assert cfg.params == params and 12 * cfg.n_layer * cfg.n_embd**2 == pytest.approx(
-            params, rel=0.32
-        )
+        n_params = 12 * cfg.n_layer * cfg.n_embd**2
+        assert cfg.params == params and n_params == pytest.approx(params, rel=0.32)
         assert cfg.n_embd // cfg.n_head in (64, 128) and cfg.batch_tokens % cfg.seq_len == 0
-        assert cfg.batch_tokens * cfg.max_steps == pytest.approx(
-            20 * 12 * cfg.n_layer * cfg.n_embd**2, rel=0.01
-        )
+        assert cfg.batch_tokens * cfg.max_steps == pytest.approx(20 * n_params, rel=0.01)
     small = make_config(params=85_000_000)
     assert (small.n_layer, small.n_embd, small.n_head, small.ngram) == (12, 768, 6, 0)  # GPT-2's
-    given = make_config(
-        params=10_000_000, n_embd=256, batch_tokens=65536
-    )  # what is not given follows from it
-    assert (given.n_head, given.n_layer) == (2, 13) and given.max_steps == round(
-        20 * 12 * 13 * 256**2 / 65536
-    )
-    assert (
-        make_config(params=290_000, n_layer=2).n_embd == 128
-        and make_config(params=290_000).n_layer == 6
-    )
-    flags = {k: v for k, v in TINY.items() if k not in ("n_layer", "n_embd", "n_head")} | dict(
-        data=str(data)
-    )
-    train(make_config(**flags | dict(params=50_000, max_steps=2, out_dir=str(tmp_path / "run"))))
-    again = dict(out_dir=str(tmp_path / "run"), resume="newest")
-    assert (
-        make_config(**again, params=50_000, max_steps=22).n_embd
-        == make_config(**again).n_embd
-        == 64
-    )
+    # What is not given follows from what is
+    given = make_config(params=10_000_000, n_embd=256, batch_tokens=65536)
+    assert (given.n_head, given.n_layer) == (2, 13)
+    assert given.max_steps == round(20 * 12 * 13 * 256**2 / 65536)
+    assert make_config(params=290_000, n_layer=2).n_embd == 128
+    assert make_config(params=290_000).n_layer == 6
+
+    out_dir = dict(out_dir=str(tmp_path / "run"))
+    flags = TINY | out_dir | dict(data=str(data), params=50_000, max_steps=2)
+    for name in ("n_layer", "n_embd", "n_head"):
+        del flags[name]
+    train(make_config(**flags))
+    again = out_dir | dict(resume="newest")
+    assert make_config(**again, params=50_000, max_steps=22).n_embd == 64
+    assert make_config(**again).n_embd == 64
     with pytest.raises(UserError, match="--params 60000 is for new runs"):
         make_config(**again, params=60_000)
 
@@ -434,9 +423,8 @@ def test_minutes_on_a_small_dataset_ask_for_more_weight_decay_of_large_models(
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     preset = make_config()
     cfg = dataclasses.replace(preset, **given, minutes=5.0, dtype="fp32", params=-1)
-    cfg = dataclasses.replace(
-        cfg, **auto.choose_auto_values(cfg, preset, stream_of(n_tokens, 257), CPU)
-    )
+    chosen = auto.choose_auto_values(cfg, preset, stream_of(n_tokens, 257), CPU)
+    cfg = dataclasses.replace(cfg, **chosen)
     assert cfg.weight_decay == weight_decay
     assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * n_tokens
 
@@ -479,33 +467,29 @@ def test_micro_batch_is_what_fits(monkeypatch):
 
 def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
     peaks = {
-        "H100 80GB HBM3": 989,
-        "H100 PCIe": 756,
-        "H100 NVL": 835,
-        "H200": 989,
-        "GH200 480GB": None,
-        "A10G": 70,
-    }
-    peaks |= {
+        "H100 80GB HBM3": 989e12,
+        "H100 PCIe": 756e12,
+        "H100 NVL": 835e12,
         "H100 80GB HBM3 MIG 1g.10gb": None,
-        "A100-SXM4-80GB": 312,
-        "A10": 125,
-        "RTX A1000": None,
-        "L4": 121,
-    }
-    peaks |= {
-        "RTX A6000": 155,
-        "L40S": 362,
-        "GeForce RTX 4090": 165,
-        "GeForce RTX 4090 D": None,
+        "H200": 989e12,
+        "GH200 480GB": None,
+        "A100-SXM4-80GB": 312e12,
+        "A10": 125e12,
         "A10-4Q": None,
+        "A10G": 70e12,
+        "L4": 121e12,
+        "L40S": 362e12,
+        "RTX A1000": None,
+        "RTX A6000": 155e12,
+        "GeForce RTX 3090 Ti": None,
+        "GeForce RTX 4090": 165e12,
+        "GeForce RTX 4090 D": None,
+        "GeForce RTX 4090 Laptop GPU": None,
     }
-    peaks |= {"GeForce RTX 3090 Ti": None, "GeForce RTX 4090 Laptop GPU": None}
     for name, peak in peaks.items():
-        monkeypatch.setattr(
-            torch.cuda, "get_device_name", lambda device, name=name: f"NVIDIA {name}"
-        )
-        assert device.peak_flops(torch.device("cuda"), "bf16") == (peak and 1e12 * peak), name
+        full_name = f"NVIDIA {name}"
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=full_name: name)
+        assert device.peak_flops(torch.device("cuda"), "bf16") == peak, name
 
 
 # --------------------------------------------------------------------------------------------------
@@ -519,21 +503,18 @@ def test_scripts_set_what_pytorch_reads_before_it_is_imported(script):
         class UntilTorch:
             def find_spec(name, *_):
                 if name == "torch":
-                    names = ("GOMP_SPINCOUNT", "TORCHINDUCTOR_VEC_ISA_OK")
-                    print(*(os.environ.get(n) for n in names), flush=True)
+                    print(os.environ.get("GOMP_SPINCOUNT"), end=" ")
+                    print(os.environ.get("TORCHINDUCTOR_VEC_ISA_OK"), flush=True)
                     os._exit(0)
         sys.meta_path.insert(0, UntilTorch)
         sys.path[0] = os.getcwd()
         runpy.run_path(sys.argv[1], run_name="__main__")
     """
-    env = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("GOMP_SPINCOUNT", "TORCHINDUCTOR_VEC_ISA_OK")
-    }
-    for given in ({}, dict(GOMP_SPINCOUNT="77")):  # the user's own stays
-        done = run_python("-c", code, script, env=env | given)
-        assert done.stdout.split() == [
-            "None" if script == "sample.py" and not given else given.get("GOMP_SPINCOUNT", "5000"),
-            "1",
-        ], done
+    env = dict(os.environ)
+    for name in ("GOMP_SPINCOUNT", "TORCHINDUCTOR_VEC_ISA_OK"):
+        env.pop(name, None)
+    done = run_python("-c", code, script, env=env)
+    assert done.stdout.split() == ["None" if script == "sample.py" else "5000", "1"], done
+    # The user's own stays
+    done = run_python("-c", code, script, env=env | dict(GOMP_SPINCOUNT="77"))
+    assert done.stdout.split() == ["77", "1"], done

@@ -1,5 +1,4 @@
-"""The optimizer against SVD, PyTorch's Muon and AdamW, and a plain loop (ranks:
-test_layouts.py)."""
+"""The optimizer against SVD, PyTorch's Muon and AdamW, and a plain loop; ranks: test_layouts.py."""
 
 import itertools
 import math
