@@ -60,7 +60,7 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     """
     table = model.ngrams
     if table is not None:  # ONNX has lookups and sums, but no embedding_bag
-        table.forward = lambda rows, weights: F.embedding(rows, table.weight).sum(1)
+        table.forward = lambda rows, keep: F.embedding(rows, table.weight).sum(-2)
     seq_len = model.cfg.seq_len
     example = torch.zeros((2, max(2, seq_len // 2)), dtype=torch.int64)
     shape = {
