@@ -561,8 +561,8 @@ class GPT(nn.Module):
     def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of rotary embedding at these positions, in the compute dtype."""
         if position.dim() == 1:  # 0, 1, 2, ...
-            cos = self.cos[: len(position)]
-            sin = self.sin[: len(position)]
+            cos = self.cos[: position.size(0)]  # torch.export refuses len()
+            sin = self.sin[: position.size(0)]
         else:  # in generation, which may go beyond seq_len
             angle = position[..., None, None] * self.frequency
             cos, sin = angle.cos(), angle.sin()
