@@ -62,7 +62,7 @@ def attention_mask(
             f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa"
         )
     # An exported model takes every length, so its window stays
-    if window >= length and not torch.compiler.is_exporting():
+    if not torch.compiler.is_exporting() and window >= length:
         window = 0
 
     if backend == "varlen":

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import train_gpt
-from common import UserError, error_sentence, exit_process, is_out_of_memory
+from common import SOURCE_FILES, UserError, error_sentence, exit_process, is_out_of_memory
 from conftest import (
     ROOT,
     TINY,
@@ -39,13 +39,10 @@ from conftest import (
 from data.shards import write_shard
 from model import GPT, Optimizer
 from runtime import run as run_module
-from runtime import sources
-from runtime.auto import get_progress
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.ranks import DistContext
 from runtime.run import SECTION, Run
-from runtime.sources import SOURCE_FILES
-from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, make_config, train
+from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, get_progress, make_config, train
 
 CPU = DistContext(torch.device("cpu"))
 
