@@ -1,7 +1,6 @@
 """Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and
 their deaths."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from common import RunError, UserError, exit_process
+from common import UserError, exit_process
 from conftest import (
     TINY,
     assert_same_run,
@@ -34,7 +33,7 @@ from conftest import (
 )
 from data.shards import write_shard
 from ops.parallel import to_full
-from runtime import dataset, device, ranks, run
+from runtime import dataset, device, ranks
 from runtime.ranks import (
     DistContext,
     any_rank,
@@ -390,30 +389,6 @@ def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
     ).exists()
 
 
-def failing_rank(folder: Path) -> None:
-    """A run in which rank 1 raises an error of its own at step 3."""
-    step = train_gpt.train_step
-
-    def failing_step(state, *inputs):
-        if state.step == 3 and state.dist_ctx.rank == 1:
-            raise ValueError("the cause")
-        return step(state, *inputs)
-
-    train_gpt.train_step = failing_step
-    flags = TINY | dict(data=folder / "data", out_dir=folder / "run", save_every=2)
-    exit_process(train_gpt.main(flags_of(flags)))
-
-
-def test_the_cause_of_a_dead_rank_is_told_by_the_others(data, tmp_path):
-    (tmp_path / "data").symlink_to(data)
-    done = run_ranks(tmp_path, __file__, "failing", tmp_path)
-    assert done.codes == [1, 1], done
-    assert "error [rank 0]: rank 1 has ended with an error: " in done.stderr[0]
-    assert "ValueError: the cause" in done.stderr[0]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "ended: " in log and "ValueError: the cause" in log
-
-
 def test_ranks_leave_the_cause_of_their_end_in_the_store():
     store = dist.HashStore()
     ours, dead = (DistContext(torch.device("cpu"), rank, 2, store=store) for rank in range(2))
@@ -423,25 +398,10 @@ def test_ranks_leave_the_cause_of_their_end_in_the_store():
     assert CPU.error_of_others(lost) == ""  # one process
 
 
-@pytest.mark.parametrize("node, ends", [("0", False), ("1", True)])
-def test_a_node_that_is_told_to_stop_leaves_the_others_to_their_torchrun(node, ends, monkeypatch):
-    monkeypatch.setenv("GROUP_RANK", node)
-    others = [("0", True), ("0", False)]
-    monkeypatch.setattr(run, "gather_objects", lambda dist_ctx, own: [*others, own])
-    signals = ["SIGTERM"] if node == "0" else []
-    expected = contextlib.nullcontext()
-    if ends:
-        expected = pytest.raises(RunError, match="another node was told to stop")
-    with expected:
-        run.fail_on_nodes_without_signal(CPU, signals)
-
-
 if __name__ == "__main__":
     what, folder, *rest = sys.argv[1:]
     if what == "mistakes":
         mistaken_rank(Path(folder))
-    elif what == "failing":
-        failing_rank(Path(folder))
     elif what == "mortal":
         mortal_rank(Path(folder), rest[0], *map(int, rest[1:]))
     else:
