@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -29,6 +28,7 @@ from conftest import (
     final,
     flags_of,
     forked,
+    free_port,
     make_data,
     rows,
     run_main,
@@ -45,11 +45,6 @@ from runtime.run import SECTION, Run
 from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, get_progress, make_config, train
 
 CPU = DistContext(torch.device("cpu"))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def read_log(run: Path) -> str:
