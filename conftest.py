@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import time
@@ -221,6 +222,11 @@ def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNam
         [path.read_text() if path.exists() else "" for path in paths] for paths in zip(*outputs)
     )
     return SimpleNamespace(codes=[rank.exitcode for rank in ranks], stdout=stdout, stderr=stderr)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def rows(folder, key: str) -> list:

@@ -1,11 +1,10 @@
-"""Several nodes on one machine: torchrun agents that meet by c10d, the ranks that they start, and
-their deaths."""
+"""Several nodes on one machine: torchrun agents, the ranks that they start, and their deaths."""
 
 import hashlib
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from conftest import (
     assert_same_run,
     final,
     flags_of,
+    free_port,
     make_data,
     python_process,
     rows,
@@ -62,11 +62,6 @@ CASES = {  # of two nodes of two ranks each
 STARTED: list[subprocess.Popen] = []  # agents
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.fixture(autouse=True)
 def no_agent_stays():
     """What a failed test has started ends with it."""
@@ -78,27 +73,15 @@ def no_agent_stays():
     STARTED.clear()
 
 
-def start_node(
-    port: int, output: Path, *argv, host=None, nnodes="2", ranks=2, options=(), env=None
-):
-    """One torchrun agent of several (Popen), with `ARGV` as its ranks. host: whether it has the
-    rendezvous."""
+def start_node(port: int, output: Path, *argv, host=None, ranks=2, options=()) -> subprocess.Popen:
+    """Start one of two torchrun agents, with `ARGV` as its ranks. host: it has the rendezvous."""
     hosts = "" if host is None else f",is_host={int(host)}"
-    options = (
-        *options,
-        f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}",
-        "--monitor-interval=0.2",
-    )
-    options += ("--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}")
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        f"--nnodes={nnodes}",
-        f"--nproc_per_node={ranks}",
-        *options,
-    )
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}"]
+    torchrun += ["--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}"]
+    torchrun += [f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}"]
+    torchrun += ["--monitor-interval=0.2", *options]
     with open(output, "a") as file:
-        process = python_process(*torchrun, __file__, *argv, env=os.environ | (env or {}))
+        process = python_process(*torchrun, __file__, *argv)
         STARTED.append(subprocess.Popen(**process, stdout=file, stderr=file))
     return STARTED[-1]
 
@@ -108,15 +91,14 @@ def start_node(
 
 
 def run_cases(folder: Path) -> None:
-    """What each rank does under torchrun: all cases; report.json says of each whether all ranks'
-    weights are equal."""
+    """Train all cases on a rank; report.json says of each if all ranks' weights are equal."""
     report = {}
     for name, case in CASES.items():
         flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
-        flags |= dict(resume=str(folder / case["resume"])) if "resume" in case else {}
-        model = train_gpt.train(
-            make_config(**flags, out_dir=str(folder / name)), return_model=True
-        )[1]
+        if "resume" in case:
+            flags["resume"] = str(folder / case["resume"])
+        cfg = make_config(**flags, out_dir=str(folder / name))
+        model = train_gpt.train(cfg, return_model=True)[1]
         weights = b"".join(to_full(p.detach()).numpy().tobytes() for p in model.parameters())
         hashes = [None] * dist.get_world_size()
         dist.all_gather_object(hashes, hashlib.sha256(weights).hexdigest())
@@ -139,29 +121,25 @@ def two_nodes(data, noisy, tmp_path_factory) -> Path:
 
 
 def assert_same_end(run: Path, whole: Path) -> None:
-    """The run, which was resumed somewhere, has the losses of the whole one, and its last
-    weights."""
+    """A run that was resumed somewhere has the losses of the whole one, and its last weights."""
     ours, theirs = rows(run, "train_loss"), rows(whole, "train_loss")
-    assert (
-        ours == pytest.approx(theirs[-len(ours) :], rel=1e-5)
-        and final(run)["step"] == final(whole)["step"]
-    )
+    assert ours == pytest.approx(theirs[-len(ours) :], rel=1e-5)
+    assert final(run)["step"] == final(whole)["step"]
     for name, w in final(run)["model"].items():
         torch.testing.assert_close(w, final(whole)["model"][name], rtol=1e-3, atol=2e-5)
 
 
 def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
-    assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(
-        CASES, True
-    )  # equal to the bit
+    # All ranks' weights are equal to the bit
+    assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(CASES, True)
     for case in ("ddp_half", "hsdp", "hsdp_accum"):
         assert_same_run(two_nodes / case, plain)
     tiny_run(tmp_path / "thin", data=data, **CASES["hsdp_thin"] | dict(parallel="auto"))
     assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
-    for case in ("ddp_bf16", "hsdp_bf16"):  # to bf16's rounding, and not to fp32's
-        norms, expected = (
-            np.array(rows(run, "grad_norm")[:5]) for run in (two_nodes / case, plain)
-        )
+    # To bf16's rounding, and not to fp32's
+    expected = np.array(rows(plain, "grad_norm")[:5])
+    for case in ("ddp_bf16", "hsdp_bf16"):
+        norms = np.array(rows(two_nodes / case, "grad_norm")[:5])
         assert 1e-5 < np.abs(norms / expected - 1).max() < 1e-2
     log = (two_nodes / "hsdp" / "log.txt").read_text()
     assert " hsdp, " in log and "4 ranks x 1 grad_accum_steps" in log
@@ -201,22 +179,21 @@ MISTAKES = {  # case -> its sentence
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
     "data": "rank 1 on HOST has other/a_train_1.bin",
     "no_data": "there is no folder nowhere",
-    "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder that "
-    "all can read",
+    "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder "
+    "that all can read",
 }
 
 
 def mistaken_rank(folder: Path) -> None:
-    """What each of two nodes does in the test below, in a working directory of its own: every
-    mistake in turn."""
-    rank, codes = int(os.environ["RANK"]), {}
-    flags, sha256 = TINY | dict(data="data", max_steps=4), ranks.sha256_of_file
+    """Make every mistake, one after the other, in this node's own working directory."""
+    rank = int(os.environ["RANK"])
+    sha256 = ranks.sha256_of_file
+
+    def other_hash(path):
+        return "0" * 64 if path.name == "model.py" else sha256(path)
+
     changes = {
-        "code": (
-            ranks,
-            "sha256_of_file",
-            lambda path: "0" * 64 if path.name == "model.py" else sha256(path),
-        ),
+        "code": (ranks, "sha256_of_file", other_hash),
         "torch": (torch, "__version__", "2.9.9"),
     }
     more = {
@@ -227,14 +204,14 @@ def mistaken_rank(folder: Path) -> None:
         "no_data": dict(data="nowhere"),
         "unseen": dict(out_dir="run", resume="auto"),
     }
+    codes = {}
     for name in MISTAKES:
+        flags = TINY | dict(data="data", max_steps=4, out_dir=f"out_{name}") | more.get(name, {})
         with pytest.MonkeyPatch.context() as patch:
             if rank and name in changes:
                 patch.setattr(*changes[name])
             print(f"== {name}", file=sys.stderr, flush=True)
-            codes[name] = train_gpt.main(
-                flags_of(flags | dict(out_dir=f"out_{name}") | more.get(name, {}))
-            )
+            codes[name] = train_gpt.main(flags_of(flags))
     check_agreement(device.init_device_and_ranks(make_config(device="cpu")))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
@@ -242,8 +219,7 @@ def mistaken_rank(folder: Path) -> None:
 
 
 def check_agreement(dist_ctx: DistContext) -> None:
-    """What two ranks agree on: errors, the largest value, means over those that have one, what rank
-    0 returns."""
+    """What two ranks agree on: errors, largest values, means, what rank 0 returns."""
     rank = dist_ctx.rank
 
     def fail():
@@ -260,9 +236,11 @@ def check_agreement(dist_ctx: DistContext) -> None:
     assert max_over_ranks(dist_ctx, [rank, -rank]) == [1, 0]
     assert any_rank(dist_ctx, rank == 1) and not any_rank(dist_ctx, False)
     assert gather_objects(dist_ctx, rank) == [0, 1]
-    assert mean_over_ranks(
-        dist_ctx, dict(a=torch.tensor(2.0 + rank)) | (dict(b=7) if rank else {})
-    ) == dict(a=2.5, b=7.0)
+    # A mean is over the ranks that have the value
+    own = dict(a=torch.tensor(2.0 + rank))
+    if rank:
+        own["b"] = 7
+    assert mean_over_ranks(dist_ctx, own) == dict(a=2.5, b=7.0)
 
 
 def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path):
@@ -278,24 +256,15 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
     for rank in range(2):
         assert set(json.loads((tmp_path / f"codes{rank}.json").read_text()).values()) == {2}
     for name, sentence in MISTAKES.items():
-        said = [
-            line
-            for text in outputs
-            for line in text.split(f"== {name}\n")[1].split("== ")[0].splitlines()
-        ]
-        (error,) = [line for line in said if line.startswith("error")]
+        said = [text.split(f"== {name}\n")[1].split("== ")[0] for text in outputs]
+        (error,) = re.findall("^error.*", "".join(said), re.MULTILINE)
         assert sentence in error and error.startswith("error [rank 0]"), (name, said)
     assert not any((node / "out_flags").exists() for node in nodes)
 
 
 def set_place(monkeypatch, rank: int, port: int, hosted: bool = True) -> None:
-    place = dict(
-        RANK=rank,
-        WORLD_SIZE=2,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-        TORCHELASTIC_USE_AGENT_STORE=hosted,
-    )
+    place = dict(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    place["TORCHELASTIC_USE_AGENT_STORE"] = hosted
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
 
@@ -309,9 +278,8 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
     set_place(monkeypatch, rank, port, hosted)
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
     assert code == 2
-    assert (
-        f"error [rank {rank}]: rank {rank} did not meet the other ranks at 127.0.0.1:{port}" in err
-    )
+    sentence = f"rank {rank} did not meet the other ranks at 127.0.0.1:{port}"
+    assert f"error [rank {rank}]: {sentence}" in err
     assert "start the same command on every node, with torchrun" in err
     assert not (tmp_path / "run").exists() and not dist.is_initialized()
 
@@ -346,71 +314,39 @@ def test_ranks_on_other_devices_are_told(monkeypatch):
 # Ranks and nodes that die
 
 
-def mortal_rank(folder: Path, out: str, dies_at: int = 0) -> None:
-    """A run whose steps take a while, so that it can be killed in the middle; rank 1 kills itself
-    once at `dies_at`."""
-    step, died = train_gpt.train_step, folder / f"{out} died"
+def mortal_rank(folder: Path) -> None:
+    """A run in which rank 1 kills itself at step 7, once."""
+    step, died = train_gpt.train_step, folder / "died"
 
-    def slow_step(state, *inputs):
-        time.sleep(0.0 if dies_at else 0.1)
-        if state.step == dies_at > 0 and os.environ["RANK"] == "1" and not died.exists():
+    def deadly_step(state, *inputs):
+        if state.step == 7 and os.environ["RANK"] == "1" and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return step(state, *inputs)
 
-    train_gpt.train_step = slow_step
-    flags = TINY | dict(
-        data=folder / "data", out_dir=folder / out, save_every=2, eval_every=3, micro_batch=2
-    )
-    exit_process(
-        train_gpt.main(flags_of(flags | dict(resume="auto", max_steps=20 if dies_at else 120)))
-    )
+    train_gpt.train_step = deadly_step
+    flags = TINY | dict(data=folder / "data", out_dir=folder / "run", resume="auto")
+    flags |= dict(save_every=2, eval_every=3, micro_batch=2)
+    exit_process(train_gpt.main(flags_of(flags)))
 
 
 def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
-    """One restart is enough, though torchrun counts it on one node only, and its store has
-    addresses of dead ranks.
+    """One restart is enough, though torchrun counts it on one node only.
 
-    With PyTorch's env:// alone, rank 1 often reads such an address, and a second restart is due
-    when it gives up.
+    Its store also has addresses of dead ranks. With PyTorch's env:// alone, rank 1 often reads
+    such an address, and a second restart is due when it gives up.
     """
     (tmp_path / "data").symlink_to(data)
     port, output = free_port(), tmp_path / "output.txt"
     options = dict(ranks=1, options=["--max-restarts=1"])
     nodes = [
-        start_node(port, output, "mortal", tmp_path, "run", 7, host=host, **options)
-        for host in (True, False)
+        start_node(port, output, "mortal", tmp_path, host=host, **options) for host in (True, False)
     ]
     assert [node.wait(120) for node in nodes] == [0, 0], output.read_text()[-5000:]
     tiny_run(tmp_path / "whole", data=data, eval_every=3, micro_batch=2)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
-    assert (tmp_path / "run" / "log.txt").read_text().count("resumed from") == 1 and (
-        tmp_path / "run died"
-    ).exists()
-
-
-def failing_rank(folder: Path) -> None:
-    """A run in which rank 1 raises an error of its own at step 3."""
-    step = train_gpt.train_step
-
-    def failing_step(state, *inputs):
-        if state.step == 3 and state.dist_ctx.rank == 1:
-            raise ValueError("the cause")
-        return step(state, *inputs)
-
-    train_gpt.train_step = failing_step
-    flags = TINY | dict(data=folder / "data", out_dir=folder / "run", save_every=2)
-    exit_process(train_gpt.main(flags_of(flags)))
-
-
-def test_the_cause_of_a_dead_rank_is_told_by_the_others(data, tmp_path):
-    (tmp_path / "data").symlink_to(data)
-    done = run_ranks(tmp_path, __file__, "failing", tmp_path)
-    assert done.codes == [1, 1], done
-    assert "error [rank 0]: rank 1 has ended with an error: " in done.stderr[0]
-    assert "ValueError: the cause" in done.stderr[0]
-    log = (tmp_path / "run" / "log.txt").read_text()
-    assert "ended: " in log and "ValueError: the cause" in log
+    assert (tmp_path / "run" / "log.txt").read_text().count("resumed from") == 1
+    assert (tmp_path / "died").exists()
 
 
 def test_ranks_leave_the_cause_of_their_end_in_the_store():
@@ -423,12 +359,5 @@ def test_ranks_leave_the_cause_of_their_end_in_the_store():
 
 
 if __name__ == "__main__":
-    what, folder, *rest = sys.argv[1:]
-    if what == "mistakes":
-        mistaken_rank(Path(folder))
-    elif what == "failing":
-        failing_rank(Path(folder))
-    elif what == "mortal":
-        mortal_rank(Path(folder), rest[0], *map(int, rest[1:]))
-    else:
-        run_cases(Path(folder))
+    functions = dict(mistakes=mistaken_rank, mortal=mortal_rank, cases=run_cases)
+    functions[sys.argv[1]](Path(sys.argv[2]))
