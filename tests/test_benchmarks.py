@@ -16,8 +16,8 @@ import torch
 import bench
 from benchmarks import attention, harness, ladder, loss, plot
 from conftest import ROOT, measured, run_python, tiny_run
+from model import attention as attention_op
 from model import may_attend
-from ops.attention import attention as attention_op
 from ops.attention import attention_mask
 from records.check import t_test
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import train_gpt
-from common import UserError
+from common import SOURCE_FILES, UserError
 from conftest import ROOT, TINY, assert_same_run, flags_of, rows, run_main
 from data import prepare
 from records import check, source
-from runtime.sources import SOURCE_FILES
 from train_gpt import make_config, train
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
