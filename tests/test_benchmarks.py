@@ -326,11 +326,11 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
 def test_explicit_attention_is_attention():
     q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
     torch.testing.assert_close(
-        attention.naive_attention(q, k, v, None), attention_op(q, k, v, None)
+        attention.naive_attention(q, k, v, None), attention_op(q, k, v, None, "sdpa")
     )
     mask = attention_mask("sdpa", may_attend, torch.zeros(2, 50, dtype=torch.long), 7, None)
     torch.testing.assert_close(
-        attention.naive_attention(q, k, v, mask), attention_op(q, k, v, mask)
+        attention.naive_attention(q, k, v, mask), attention_op(q, k, v, mask, "sdpa")
     )
 
 

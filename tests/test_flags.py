@@ -205,6 +205,7 @@ DEVICE_CASES = (
 )
 NO_EFFECT_CASES = (
     ("cpu", dict(offload="optimizer"), "--offload optimizer has no effect on cpu"),
+    ("cpu", dict(short_frac=0.5, doc_align=True), "--short_frac has no effect with --doc_align"),
     ("cpu", dict(preset="gpt2-small"), "python data/prepare.py fineweb10B"),
     ("t4", {}, "this GPU has no bf16, or emulates it"),
     ("cuda", dict(doc_mask=True), "keeps SDPA from its flash kernel"),
