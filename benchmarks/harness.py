@@ -166,15 +166,7 @@ def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     """Build what the trainer builds: the state, its data and the first batch. Raises UserError."""
     dist_ctx = init_device_and_ranks(cfg)
     check_device(cfg, dist_ctx, gpt_config(cfg, 0).layer_windows())
-    stream = open_stream(
-        cfg.data,
-        dist_ctx,
-        seq_len=cfg.seq_len,
-        batch_tokens=cfg.batch_tokens,
-        seed=cfg.seed,
-        vocab_size=cfg.vocab_size,
-        doc_align=cfg.doc_align,
-    )
+    stream = open_stream(cfg, dist_ctx)
     cfg = resolve_auto(cfg, dist_ctx, stream, {})
     check_flags(cfg)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
