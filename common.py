@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import BinaryIO
 
@@ -200,6 +201,29 @@ def largest_divisor(n: int, most: int) -> int:
     for divisor in range(min(n, max(1, most)), 0, -1):
         if n % divisor == 0:
             return divisor
+
+
+UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+
+
+def integer(text: str) -> int:
+    """Read an integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
+    unit = UNITS.get(text[-1:].lower(), 1)
+    number = text if unit == 1 else text[:-1]
+    try:
+        value = Decimal(number) * unit
+        if value == value.to_integral_value():
+            return int(value)
+    except ArithmeticError:  # not a number, or not a finite one
+        pass
+    raise ValueError
+
+
+def boolean(text: str) -> bool:
+    """Read true, 1, false or 0. Raises ValueError."""
+    if text.lower() not in ("true", "1", "false", "0"):
+        raise ValueError
+    return text.lower() in ("true", "1")
 
 
 def nan_to_none(value):

@@ -67,8 +67,8 @@ def one_step(batch: Tensor, **flags) -> dict[str, Tensor]:
     found["the loss"] = train_gpt.train_step(state, batch, 0.0)[0]
     assert len(found) > 1, (
         "the gradient norm is not finite on random tokens: look for a division by zero (a "
-        "micro-batch without targets "
-        "is one), a logarithm of zero or an attention row that sees nothing"
+        "micro-batch without targets is one), a logarithm of zero or an attention row that sees "
+        "nothing"
     )
     return found | {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
 
@@ -97,8 +97,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 @functools.cache
 def draws() -> bool:
-    """Whether the edited model draws random numbers in training: then losses differ between
-    layouts."""
+    """Whether the edited model draws random numbers in training: layouts then differ in losses."""
     model, batch, seen, losses = scrambled(), some_batch(), set(), set()
     saved = copy.deepcopy(model.state_dict())
     for call in range(4):
@@ -121,14 +120,12 @@ def no_draws(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Two ranks
 
-RANKS = dict(
-    micro_batch=8, max_steps=5, eval_every=2
-)  # every layout has micro-batches of the same sequences
+# Every layout has micro-batches of the same sequences
+RANKS = dict(micro_batch=8, max_steps=5, eval_every=2)
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
-    """Random weights, no draws, and targets that are missing here and there, more on one rank than
-    on the other."""
+    """Random weights, no draws, and missing targets, more on one rank than on the other."""
     init_weights, batch_of, forward = train_gpt.init_weights, train_gpt.get_batch, GPT.forward
 
     def init_and_add_noise(model, *args):
@@ -140,15 +137,14 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch) -> None:
         batch[:, 1:][(batch[:, 1:] >= ord("a")) & (batch[:, 1:] < ord("h"))] = -1
         return batch
 
+    def of_valid_tokens(self, idx, *rest, **named):
+        return forward(self, idx.clamp(min=0), *rest, **named)
+
     if draws():
         patch.setattr(GPT, "train", lambda self, mode=True: nn.Module.train(self, False))
     patch.setattr(train_gpt, "init_weights", init_and_add_noise)
     patch.setattr(train_gpt, "get_batch", some_targets)
-    patch.setattr(
-        GPT,
-        "forward",
-        lambda self, idx, *rest, **named: forward(self, idx.clamp(min=0), *rest, **named),
-    )
+    patch.setattr(GPT, "forward", of_valid_tokens)
 
 
 def worker(folder: Path) -> None:
@@ -156,10 +152,8 @@ def worker(folder: Path) -> None:
     prepare_for_ranks(pytest.MonkeyPatch())
     for parallel in ("ddp", "fsdp"):
         model = run(folder / parallel, folder / "data", **RANKS, parallel=parallel)
-        torch.save(
-            [to_full(p.detach()) for p in model.parameters()],
-            f"{folder / parallel}{dist.get_rank()}.pt",
-        )
+        weights = [to_full(p.detach()) for p in model.parameters()]
+        torch.save(weights, f"{folder / parallel}{dist.get_rank()}.pt")
     exit_process(0)
 
 
@@ -171,8 +165,8 @@ def two_ranks(data, tmp_path_factory) -> Path:
     codes = run_ranks(folder, __file__, folder, timeout=120).codes
     assert -9 not in codes or max(codes) > 0, (  # killed, though none failed
         "two ranks wait for each other: they went different ways, as by `if` on random numbers or "
-        "on this rank's "
-        "tokens; draw what all ranks must share from a generator seeded with GPT.step_seed"
+        "on this rank's tokens; draw what all ranks must share from a generator seeded with "
+        "GPT.step_seed"
     )
     return folder
 
@@ -187,10 +181,11 @@ def test_causal(doc_mask):
     model, middle = scrambled(doc_mask=doc_mask), 13
     idx, other = some_batch(4)[:, :-1], some_batch(4, seed=1)[:, :-1]
     idx[0, middle] = EOT
-    later, earlier = (
-        torch.cat((idx[:1], other[1:])) for _ in range(2)
-    )  # other sequences, and in the first one
-    later[0, middle:], earlier[0, :middle] = other[0, middle:], other[0, :middle]
+    # Other sequences, and in the first one other tokens from the middle on, or before it
+    later = torch.cat((idx[:1], other[1:]))
+    earlier = later.clone()
+    later[0, middle:] = other[0, middle:]
+    earlier[0, :middle] = other[0, :middle]
     saved = copy.deepcopy(model.state_dict())
 
     def logits(tokens: Tensor) -> Tensor:
@@ -200,40 +195,38 @@ def test_causal(doc_mask):
     for training in (False,) if draws() else (False, True):
         model.train(training)
         ours, after, before = map(logits, (idx, later, earlier))
-        assert not (found := difference(after[:middle], ours[:middle], "the logits", 1e-3)), (
+        found = difference(after[:middle], ours[:middle], "the logits", 1e-3)
+        assert not found, (
             f"{found} with later tokens or other sequences: a position may see itself and earlier "
-            "ones only, also in "
-            "training (mask, shift, normalize, route and write buffers so); draw numbers `if "
-            "self.training` only"
+            "ones only, also in training (mask, shift, normalize, route and write buffers so); "
+            "draw numbers `if self.training` only"
         )
-        assert not (
-            found := doc_mask and difference(before[middle:], ours[middle:], "the logits", 1e-3)
-        ), (
-            f"{found} with the document before, under --doc_mask: give attention the mask of "
-            "AttnContext, and reach "
-            "back by previous_token(), which stops at documents"
-        )
+        if doc_mask:
+            found = difference(before[middle:], ours[middle:], "the logits", 1e-3)
+            assert not found, (
+                f"{found} with the document before, under --doc_mask: give attention the mask of "
+                "AttnContext, and reach back by previous_token(), which stops at documents"
+            )
 
 
 def test_initial_values():
     def drawn(**flags) -> dict[str, Tensor]:
         """What rows of PARAM_TABLE draw, up to a scale, which may depend on the depth."""
-        named = built(**FLAGS | flags).raw_model.named_parameters()
-        named = {
-            name: p for name, p in named if get_spec(name, p).init and p.numel() > 1 and p.std() > 0
-        }
-        return {name: (p - p.mean()) / p.std() for name, p in named.items()}
+        found = {}
+        for name, p in built(**FLAGS | flags).raw_model.named_parameters():
+            if get_spec(name, p).init and p.numel() > 1 and p.std() > 0:
+                found[name] = (p - p.mean()) / p.std()
+        return found
 
     ours, deeper, other = drawn(), drawn(n_layer=4), drawn(seed=1)
-    moved = [
-        name
-        for name, p in ours.items()
-        if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4
-    ]
+    moved = []
+    for name, p in ours.items():
+        if p.shape == deeper[name].shape and relative(p, deeper[name]) > 1e-4:
+            moved.append(name)
     assert not moved, (
         f"{moved[0]} starts at other values if there are more layers: init, in its row of "
-        "PARAM_TABLE, must draw from "
-        "the generator that it gets, which is seeded by (seed, name), and nothing else"
+        "PARAM_TABLE, must draw from the generator that it gets, which is seeded by (seed, name), "
+        "and nothing else"
     )
     fixed = [name for name, p in ours.items() if relative(p, other[name]) < 0.1]
     assert not fixed, (
@@ -260,12 +253,11 @@ def test_checkpoint_rebuilds_the_model(whole):
     checkpoint, idx = final(folder), some_batch(4)[:, :-1]
     rebuilt = GPT(GPTConfig(**checkpoint["model_config"])).eval()
     load_weights(rebuilt, checkpoint, folder)
-    assert not (
-        found := difference(rebuilt(idx), copy.deepcopy(model).eval()(idx), "the logits")
-    ), (
+    found = difference(rebuilt(idx), copy.deepcopy(model).eval()(idx), "the logits")
+    assert not found, (
         f"{found} between the trained model and one rebuilt from its checkpoint, as for sampling: "
-        "what the model "
-        "computes with belongs in parameters, persistent buffers or fields of GPTConfig"
+        "what the model computes with belongs in parameters, persistent buffers or fields of "
+        "GPTConfig"
     )
 
 
@@ -279,14 +271,12 @@ def test_cached_decoding(flags):
     whole, cache = model(idx), KVCache(model, lengths)
     for place in (lengths + i for i in range(-1, 24)):  # of each sequence's newest token
         read = gather_positions(idx, place) if place.max() > 6 else idx[:, :7]
-        found = difference(
-            model.next_logits(read, cache), gather_positions(whole, place), "the logits", 1e-3
-        )
+        logits = model.next_logits(read, cache)
+        found = difference(logits, gather_positions(whole, place), "the logits", 1e-3)
         assert not found, (
-            f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or "
-            "at positions must go "
-            "through previous_token(), GPT.attention_bias or embed's `position`; else sample with "
-            "--no_cache"
+            f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or at "
+            "positions must go through previous_token(), GPT.attention_bias or embed's `position`; "
+            "else sample with --no_cache"
         )
 
 
@@ -330,29 +320,28 @@ def test_evaluated_loss():
     x, y = batch[:, :-1].clamp(min=0), batch[:, 1:]
     with torch.no_grad():
         evaluated, logits = model(x, y), model(x)
-    assert not (found := difference(model(x, y), evaluated, "the loss")), (
+    found = difference(model(x, y), evaluated, "the loss")
+    assert not found, (
         f"in eval mode, {found} with gradients from without: softcap_cross_entropy has its "
-        "gradient "
-        "written by hand; to change the loss, replace its line in CrossEntropy"
+        "gradient written by hand; to change the loss, replace its line in CrossEntropy"
     )
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
-    assert not (found := difference(evaluated, expected, "the loss")), (
+    found = difference(evaluated, expected, "the loss")
+    assert not found, (
         f"in evaluation, {found} from the cross entropy of the logits: GPT.loss and GPT.logits "
-        "both call head, change "
-        "both; a term of the training loss alone belongs under `if self.training`, else val_loss "
-        "contains it too"
+        "both call head, change both; a term of the training loss alone belongs under `if "
+        "self.training`, else val_loss contains it too"
     )
 
 
 @torch.no_grad()
 def test_int8_weights():
     model, idx = scrambled().eval(), some_batch(4)[:, :-1]
-    assert not (
-        found := difference(quantize(copy.deepcopy(model))(idx), model(idx), "the logits", 0.1)
-    ), (
+    found = difference(quantize(copy.deepcopy(model))(idx), model(idx), "the logits", 0.1)
+    assert not found, (
         f"with weights in int8, {found}: int8.quantize replaces Linear and Embedding layers; give "
-        "one that does more "
-        "than multiply a class of its own, which it leaves alone, or do without int8"
+        "one that does more than multiply a class of its own, which it leaves alone, or do without "
+        "int8"
     )
 
 
@@ -366,8 +355,7 @@ def test_traced_graph():
         found = str(error)
     assert not found, (
         f"export.py --to torch-export and onnx fail: {found}; keep `if` on tensors, .item() and "
-        ".tolist() out of the "
-        "forward pass, or do without these exports"
+        ".tolist() out of the forward pass, or do without these exports"
     )
 
 
@@ -385,46 +373,44 @@ def masked_batch() -> Tensor:
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_micro_batches(micro_batch, no_draws):
-    found = difference(
-        *(one_step(masked_batch(), micro_batch=n, loss_chunk=0) for n in (micro_batch, 16)), "the "
-    )
+    whole = one_step(masked_batch(), micro_batch=16, loss_chunk=0)
+    parts = one_step(masked_batch(), micro_batch=micro_batch, loss_chunk=0)
+    found = difference(parts, whole, "the ")
     assert not found, (
-        f"{found} with --micro_batch {micro_batch} instead of 16: GPT.forward must return the "
-        "mean over targets that "
-        "are not -1 (0 without any), and train_step weight it by their number; a term across "
-        "sequences (contrastive, "
-        "balance of experts) or a buffer that forward writes may differ: then compare runs of one "
-        "--micro_batch only"
+        f"{found} with --micro_batch {micro_batch} instead of 16: GPT.forward must return the mean "
+        "over targets that are not -1 (0 without any), and train_step weight it by their number; a "
+        "term across sequences (contrastive, balance of experts) or a buffer that forward writes "
+        "may differ: then compare runs of one --micro_batch only"
     )
 
 
 @pytest.mark.parametrize("loss_chunk", [7, 128, 4096])
 def test_loss_in_chunks(loss_chunk, no_draws):
-    found = difference(
-        *(one_step(masked_batch(), micro_batch=16, loss_chunk=n) for n in (loss_chunk, 0)), "the "
-    )
+    whole = one_step(masked_batch(), micro_batch=16, loss_chunk=0)
+    chunks = one_step(masked_batch(), micro_batch=16, loss_chunk=loss_chunk)
+    found = difference(chunks, whole, "the ")
     assert not found, (
         f"{found} with --loss_chunk {loss_chunk} instead of 0: chunked_loss takes a mean over the "
-        "targets that are not "
-        "-1, of x and the listed parameters alone; what compares tokens belongs in GPT.forward, "
-        "outside of the chunks"
+        "targets that are not -1, of x and the listed parameters alone; what compares tokens "
+        "belongs in GPT.forward, outside of the chunks"
     )
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation(mode):
-    plain, recomputed = (one_step(some_batch(), checkpointing=name) for name in ("none", mode))
-    assert not (found := difference(recomputed, plain, "buffer")), (
+    plain = one_step(some_batch(), checkpointing="none")
+    recomputed = one_step(some_batch(), checkpointing=mode)
+    found = difference(recomputed, plain, "buffer")
+    assert not found, (
         f"{found} with --checkpointing {mode}: backward recomputes a block, which then writes its "
-        "buffer again; return "
-        "the new value and write it in GPT.backbone, after the block, or train with "
-        "--checkpointing none"
+        "buffer again; return the new value and write it in GPT.backbone, after the block, or "
+        "train with --checkpointing none"
     )
-    assert not (found := difference(recomputed, plain)), (
+    found = difference(recomputed, plain)
+    assert not found, (
         f"{found} with --checkpointing {mode}: recomputed, a block gave something else, as it "
-        "draws from a generator "
-        "of its own, numpy or Python (draw from torch's global one, which is restored), or reads "
-        "what it has written"
+        "draws from a generator of its own, numpy or Python (draw from torch's global one, which "
+        "is restored), or reads what it has written"
     )
 
 
@@ -432,29 +418,26 @@ def test_compiled(no_draws):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     try:
-        found = difference(
-            one_step(some_batch(), compile="default"), one_step(some_batch()), rtol=1e-4
-        )
+        compiled = one_step(some_batch(), compile="default")
+        found = difference(compiled, one_step(some_batch()), rtol=1e-4)
     except Exception as error:
         found = f"training fails ({type(error).__name__}: {str(error).strip()[:400]})"
     assert not found, (
         f"under --compile, {found}: each block and the loss are one graph, so keep `if` on "
-        "tensors, .item(), bool "
-        "indices and Python's side effects out of them; all else trains without --compile"
+        "tensors, .item(), bool indices and Python's side effects out of them; all else trains "
+        "without --compile"
     )
 
 
 def test_bf16(no_draws):
-    losses = []
-    for dtype in ("bf16", "fp32"):
+    def losses(dtype: str) -> Tensor:
         state = built(**FLAGS | dict(dtype=dtype))
-        losses.append(
-            torch.stack([train_gpt.train_step(state, some_batch(), 0.0)[0] for _ in range(6)])
-        )
-    assert not (found := difference(*losses, "the loss", 2e-3)), (
+        return torch.stack([train_gpt.train_step(state, some_batch(), 0.0)[0] for _ in range(6)])
+
+    found = difference(losses("bf16"), losses("fp32"), "the loss", 2e-3)
+    assert not found, (
         f"{found} between bf16 and fp32 in six steps: sum, exponentiate and normalize in fp32 "
-        "(.float()), and make "
-        "tensors in the dtype of x"
+        "(.float()), and make tensors in the dtype of x"
     )
 
 
@@ -465,8 +448,7 @@ def test_batches(data):
 
     assert torch.equal(batch(77), torch.cat([batch(77, rank, 4) for rank in range(4)])), (
         "the batches of four ranks are not the parts of one rank's: get_batch must depend on "
-        "(seed, step) alone, and "
-        "give a rank its part of the sequences"
+        "(seed, step) alone, and give a rank its part of the sequences"
     )
     differ = not torch.equal(batch(77), batch(78)) and not torch.equal(batch(77), batch(77, seed=1))
     assert torch.equal(batch(77), batch(77)) and differ, (
@@ -482,9 +464,8 @@ def test_batches(data):
 def remember(state, loss: Tensor) -> None:
     """What an edit might keep in state.extra."""
     seen = state.extra.get("seen", dict(sum=0, steps=[]))
-    state.extra["seen"] = dict(
-        sum=seen["sum"] + loss, steps=[*seen["steps"], state.step], note="kept"
-    )
+    steps = [*seen["steps"], state.step]
+    state.extra["seen"] = dict(sum=seen["sum"] + loss, steps=steps, note="kept")
 
 
 @pytest.fixture(scope="module")
@@ -502,9 +483,9 @@ def record(folder: Path, *keys: str, parts=("model", "optimizer", "extra")) -> d
         found[key] = torch.tensor(values, dtype=torch.float64)
     saved = final(folder)
     for path, leaf in tree_flatten_with_path({part: saved[part] for part in parts})[0]:
-        found[f"checkpoint{keystr(path)}"] = (
-            leaf if isinstance(leaf, Tensor) else torch.tensor(hash(leaf))
-        )
+        if not isinstance(leaf, Tensor):
+            leaf = torch.tensor(hash(leaf))
+        found[f"checkpoint{keystr(path)}"] = leaf
     return found
 
 
@@ -513,36 +494,36 @@ def test_resuming_is_exact(data, whole, tmp_path):
     shutil.copytree(theirs, ours)
     (ours / "ckpt_20.pt").unlink()
     run(ours, data, remember, save_every=10, keep=0, resume="newest")
-    assert not (found := difference(record(ours), record(theirs), rtol=0)), (
-        f"after a kill and --resume, {found}: keep what later steps need in parameters, "
-        "persistent buffers, tensors of "
-        "the optimizer's state[p] or state.extra, and draw from the global generators, which each "
-        "step seeds"
+    found = difference(record(ours), record(theirs), rtol=0)
+    assert not found, (
+        f"after a kill and --resume, {found}: keep what later steps need in parameters, persistent "
+        "buffers, tensors of the optimizer's state[p] or state.extra, and draw from the global "
+        "generators, which each step seeds"
     )
 
 
 def test_watching_disturbs_nothing(data, whole, tmp_path):
     run(tmp_path / "run", data, remember, eval_every=3, sample_every=7, save_every=5)
-    ours, theirs = (
-        record(folder, "train_loss", "grad_norm") for folder in (tmp_path / "run", whole[0])
-    )
-    assert not (found := difference(ours, theirs, rtol=0)), (
+    ours = record(tmp_path / "run", "train_loss", "grad_norm")
+    found = difference(ours, record(whole[0], "train_loss", "grad_norm"), rtol=0)
+    assert not found, (
         f"with --eval_every 3 --sample_every 7 --save_every 5, {found}: evaluation or sampling "
-        "changes training, as by "
-        "a buffer written without `if self.training`, a generator of its own, or weights that are "
-        "not put back"
+        "changes training, as by a buffer written without `if self.training`, a generator of its "
+        "own, or weights that are not put back"
     )
 
 
 def test_the_log_is_true(data, tmp_path, monkeypatch):
-    forward, trained, seen = GPT.forward, [0], []
+    forward, trained, seen = GPT.forward, 0, []
 
     def counted(self, idx, targets=None, *rest, **named):
-        trained[0] += targets.numel() if targets is not None and torch.is_grad_enabled() else 0
+        nonlocal trained
+        if targets is not None and torch.is_grad_enabled():
+            trained += targets.numel()
         return forward(self, idx, targets, *rest, **named)
 
     def note(optimizer, *_):
-        seen.append((trained[0], {group["lr"] for group in optimizer.param_groups}))
+        seen.append((trained, {group["lr"] for group in optimizer.param_groups}))
 
     monkeypatch.setattr(GPT, "forward", counted)
     handle = register_optimizer_step_pre_hook(note)
@@ -551,14 +532,12 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
     tokens, expected = rows(tmp_path / "run", "tokens")[:6], [count for count, _ in seen]
     assert tokens == expected, (
         f"the log counts {tokens} tokens, and GPT.forward was given {expected}: add to "
-        "state.tokens what train_step "
-        "trains on"
+        "state.tokens what train_step trains on"
     )
     wrong = [lr for lr, (_, rates) in zip(rows(tmp_path / "run", "lr"), seen) if lr not in rates]
     assert not wrong, (
         f"the log has lr {wrong[0]:.3g}, which no parameter group had in that step: set "
-        "group['lr'] before "
-        "optimizer.step(), and leave it until the step is logged"
+        "group['lr'] before optimizer.step(), and leave it until the step is logged"
     )
 
 
@@ -570,21 +549,18 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
     weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     assert all(path.exists() for path in weights), (
         f"two ranks fail with --parallel {parallel}; where a rank may skip a layer or an expert, "
-        "pass "
-        f"find_unused_parameters=True to apply_ddp in runtime/wrap_model.py; else see\n{said}"
+        f"pass find_unused_parameters=True to apply_ddp in runtime/wrap_model.py; else see\n{said}"
     )
     assert all(map(torch.equal, *map(torch.load, weights))), (
         f"with --parallel {parallel}, two ranks end with different weights: what changes weights "
-        "or gradients must be "
-        "the same on all ranks; average it by sum_over_ranks, or draw it from a generator seeded "
-        "with GPT.step_seed"
+        "or gradients must be the same on all ranks; average it by sum_over_ranks, or draw it from "
+        "a generator seeded with GPT.step_seed"
     )
     found = difference(record(two_ranks / parallel, parts=()), record(tmp_path / "one", parts=()))
     assert not found, (
         f"with two ranks and --parallel {parallel}, {found} from one process: the mean of the "
-        "ranks' losses must be "
-        "the mean over all targets; what forward writes or train_step counts is of this rank's "
-        "tokens, if not averaged"
+        "ranks' losses must be the mean over all targets; what forward writes or train_step counts "
+        "is of this rank's tokens, if not averaged"
     )
 
 

@@ -5,9 +5,8 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
-from decimal import Decimal
 
-from common import UserError
+from common import UserError, boolean, integer
 
 # Names in nanoGPT and elsewhere, and what there is here
 OTHER_NAMES = {
@@ -92,28 +91,6 @@ def check_ranges(cfg) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Command line
-
-UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
-
-
-def integer(text: str) -> int:
-    """Read an integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
-    unit = UNITS.get(text[-1:].lower(), 1)
-    number = text if unit == 1 else text[:-1]
-    try:
-        value = Decimal(number) * unit
-        if value == value.to_integral_value():
-            return int(value)
-    except ArithmeticError:  # not a number, or not a finite one
-        pass
-    raise ValueError
-
-
-def boolean(text: str) -> bool:
-    """Read true, 1, false or 0. Raises ValueError."""
-    if text.lower() not in ("true", "1", "false", "0"):
-        raise ValueError
-    return text.lower() in ("true", "1")
 
 
 class Parser(argparse.ArgumentParser):

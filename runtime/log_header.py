@@ -64,6 +64,9 @@ def describe_run(state, stream: TokenStream) -> list[str]:
         f"{cfg.seq_len} seq_len; {cfg.max_steps:,} steps{about}, {epochs:.2f} epochs"
     )
 
+    if cfg.alloc_conf and state.dist_ctx.device.type == "cuda":
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        lines.append(f"allocator: {settings}")
     if stream.tokenizer is None:
         lines.append("no samples will be printed, as a rank has no tokenizer for this data")
     return lines

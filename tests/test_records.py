@@ -11,12 +11,13 @@ import torch
 
 import train_gpt
 from common import SOURCE_FILES, UserError
-from conftest import ROOT, TINY, assert_same_run, flags_of, rows, run_main
+from conftest import ROOT, TINY, assert_same_run, flags_of, rows, run_main, tiny_run
 from data import prepare
 from records import check, source
-from train_gpt import make_config, train
+from train_gpt import make_config
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
+FLAGS = TINY | dict(eval_tokens=0, log_every=5)
 
 
 @pytest.fixture(scope="session")
@@ -24,19 +25,13 @@ def shakespeare_like(tmp_path_factory) -> Path:
     """A data folder, and three short runs on it in the form of a record."""
     folder = tmp_path_factory.mktemp("record")
     (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 400)
-    arguments = ["files", folder / "text.txt", "--tokenizer", "bytes", "--out", folder / "data"]
-    assert prepare.main(list(map(str, arguments))) == 0
+    command = f"files {folder}/text.txt --tokenizer bytes --out {folder}/data"
+    assert prepare.main(command.split()) == 0
     record = folder / NAME
-    flags = flags_of(
-        TINY
-        | dict(data=str(folder / "data"), out_dir=str(record), trials=3, eval_tokens=0, log_every=5)
-    )
+    flags = flags_of(FLAGS | dict(data=folder / "data", out_dir=record, trials=3))
     assert train_gpt.main(flags) == 0
-    command = (
-        "OMP_NUM_THREADS=1 python ./train_gpt.py "
-        + " \\\n    ".join(flags)
-        + ' 2>&1 | tee "log"  # as it was\n'
-    )
+    arguments = " \\\n    ".join(flags)
+    command = f'OMP_NUM_THREADS=1 python ./train_gpt.py {arguments} 2>&1 | tee "log"  # as it was\n'
     (record / "command.sh").write_text("# how to \\\n" + command)
     (record / "README.md").write_text("A test.")
     return folder
@@ -59,19 +54,9 @@ def repository(tmp_path_factory) -> Path:
 
 def test_trials_are_runs_with_seeds(shakespeare_like, tmp_path):
     record = shakespeare_like / NAME
-    assert sorted(path.name for path in record.iterdir() if path.is_dir()) == [
-        "seed_0",
-        "seed_1",
-        "seed_2",
-    ]
-    flags = dict(
-        data=str(shakespeare_like / "data"),
-        out_dir=str(tmp_path / "run"),
-        eval_tokens=0,
-        seed=1,
-        log_every=5,
-    )
-    train(make_config(**TINY | flags))
+    folders = [path.name for path in record.iterdir() if path.is_dir()]
+    assert sorted(folders) == ["seed_0", "seed_1", "seed_2"]
+    tiny_run(tmp_path / "run", **FLAGS | dict(data=shakespeare_like / "data", seed=1))
     assert_same_run(record / "seed_1", tmp_path / "run", exact=True)
     assert rows(record / "seed_0", "train_loss") != rows(record / "seed_1", "train_loss")
 
@@ -81,9 +66,7 @@ def test_trials_resume_where_one_was_torn(shakespeare_like, tmp_path, capsys):
     shutil.copytree(shakespeare_like / NAME, done)
     shutil.rmtree(done / "seed_2")
     before = [(done / f"seed_{seed}" / "summary.json").read_bytes() for seed in range(2)]
-    flags = TINY | dict(
-        data=str(shakespeare_like / "data"), out_dir=str(done), eval_tokens=0, log_every=5, trials=3
-    )
+    flags = FLAGS | dict(data=shakespeare_like / "data", out_dir=done, trials=3)
     assert "already holds ckpt_20.pt" in run_main(flags_of(flags), capsys)[1]
     assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
     assert [(done / f"seed_{seed}" / "summary.json").read_bytes() for seed in range(2)] == before
@@ -106,6 +89,7 @@ def edit_copy(run: Path, name: str, text: str) -> None:
 
 FIRST = (ROOT / "model.py").read_text().partition("\n")[0]
 ONE_LINE_MORE = f"--- a/model.py\n+++ b/model.py\n@@ -1 +1,2 @@\n+# edited\n {FIRST}\n"
+NO_HASH = "log.txt does not hold the hash of model.py"
 CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_1/summary.json", '"max_steps"', '"target_val_loss"', "stopped by target_val_loss"),
     ("seed_1/summary.json", '"step": 20', '"step": 10', "stopped by max_steps at step 10"),
@@ -116,18 +100,8 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_2/log.txt", '"seed": 2', '"seed": 7', "not 0, 1, 2"),
     ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "other flags"),
     ("seed_1/log.txt", r"train_gpt.py sha256 \w", "train_gpt.py sha256 ", "another source"),
-    (
-        "seed_2/log.txt",
-        "model.py sha256 ",
-        "\nno ",
-        "seed_2: log.txt does not hold the hash of model.py",
-    ),
-    (
-        "source.patch",
-        r"\Z",
-        ONE_LINE_MORE,
-        "seed_0: log.txt does not hold the hash of model.py as source.patch gives it",
-    ),
+    ("seed_2/log.txt", "model.py sha256 ", "\nno ", f"seed_2: {NO_HASH}"),
+    ("source.patch", r"\Z", ONE_LINE_MORE, f"seed_0: {NO_HASH} as source.patch gives it"),
     ("seed_1/log.txt", r"\Z", "=" * 40 + " run\n{}\n", "resumed"),
     ("seed_1/log.txt", r" \| train_time", " | no time", "log.txt disagree"),
     ("command.sh", "train_gpt.py", "train.py", "command.sh does not say"),
@@ -147,10 +121,9 @@ def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(source, "REPOSITORY", repository)
     record = Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
     summary = json.loads((record / "seed_0" / "summary.json").read_text())
-    reached = {key: summary[key] for key in ("files", "val_tokens")} | dict(
-        targets={"shakespeare-1.8857": 5.0}
-    )
-    monkeypatch.setitem(check.TRACKS, "laptop", check.TRACKS["laptop"] | reached)
+    track = check.TRACKS["laptop"] | dict(targets={"shakespeare-1.8857": 5.0})
+    track |= {key: summary[key] for key in ("files", "val_tokens")}
+    monkeypatch.setitem(check.TRACKS, "laptop", track)
     return record
 
 
@@ -186,16 +159,13 @@ def test_a_record_may_leave_open_what_its_log_has_settled(record):
 
 
 def test_records_of_this_repository_keep_the_rules():
-    if (
-        not shutil.which("git")
-        or source.git("rev-parse", "--is-shallow-repository").strip() != b"false"
-    ):
-        pytest.skip("needs git and the whole history")
-    records = [
-        path
-        for path in ROOT.glob("records/*/*")
-        if path.is_dir() and path.parent.name in check.TRACKS
-    ]
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    if source.git("rev-parse", "--is-shallow-repository").strip() != b"false":
+        pytest.skip("needs the whole history")
+    records = []
+    for track in check.TRACKS:
+        records += [path for path in ROOT.glob(f"records/{track}/*") if path.is_dir()]
     table = (ROOT / "records" / "README.md").read_text(encoding="utf-8")
     assert records
     for path in records:
@@ -211,17 +181,15 @@ def test_records_need_significance_and_three_finished_runs(record):
     edit(record / "seed_1" / "summary.json", r'"val_loss": [\d.]+', '"val_loss": null')
     with pytest.raises(UserError, match="is not a finished run"):
         check.check_record(str(record))
-    with pytest.raises(
-        UserError, match="is not a folder of a track; expected one of records/laptop/DATE_shakesp"
-    ):
+    refused = "is not a folder of a track; expected one of records/laptop/DATE_shakesp"
+    with pytest.raises(UserError, match=refused):
         check.check_record(str(record.parent))
 
 
 def test_packed_records_need_no_copies(record):
     commit = source.git("rev-parse", "HEAD").decode()
-    assert (record / "source.patch").read_text() == f"commit {commit}" and not list(
-        record.glob("*/source")
-    )
+    assert (record / "source.patch").read_text() == f"commit {commit}"
+    assert not list(record.glob("*/source"))
     row, notes = check.check_record(str(record))
     assert row["verdict"] == "PASS" and not any("must read the source" in note for note in notes)
 
@@ -232,20 +200,17 @@ def test_packed_records_keep_the_difference(unpacked):
         edit_copy(run, "data/more.py", "more = 1\r\n")
     check.pack(str(unpacked), "HEAD")
     row, (*_, note) = check.check_record(str(unpacked))
-    assert row["verdict"] == "PASS" and note.endswith(
-        "not this repository's: data/more.py, model.py."
-    )
+    assert row["verdict"] == "PASS"
+    assert note.endswith("not this repository's: data/more.py, model.py.")
     assert len((unpacked / "source.patch").read_text().splitlines()) < 30
 
 
 def test_pack_keeps_what_it_cannot_pack(unpacked):
     edit_copy(unpacked / "seed_1", "model.py", "# edited")
-    for commit, said in (
-        ("HEAD", "seed_1: source.patch does not give model.py"),
-        ("HEAD~7", "as in --pack HEAD"),
-    ):
-        with pytest.raises(UserError, match=said):
-            check.pack(str(unpacked), commit)
+    with pytest.raises(UserError, match="seed_1: source.patch does not give model.py"):
+        check.pack(str(unpacked), "HEAD")
+    with pytest.raises(UserError, match="as in --pack HEAD"):
+        check.pack(str(unpacked), "HEAD~7")
     assert len(list(unpacked.glob("*/source"))) == 3
     for folder in unpacked.glob("*/source"):
         shutil.rmtree(folder)
@@ -254,14 +219,12 @@ def test_pack_keeps_what_it_cannot_pack(unpacked):
 
 
 def test_sources_that_cannot_be_rebuilt_are_told(record, monkeypatch):
+    patch = (record / "source.patch").read_text()
     for text, said in (
         ("HEAD\n", "source.patch is missing or does not begin with `commit`"),
         (f"commit {'0' * 40}\n", "or `git fetch --unshallow` in a shallow clone"),
-        (
-            (record / "source.patch").read_text() + ONE_LINE_MORE.replace(FIRST, "other"),
-            "git apply failed",
-        ),
-        ((record / "source.patch").read_text(), "cannot be started"),
+        (patch + ONE_LINE_MORE.replace(FIRST, "other"), "git apply failed"),
+        (patch, "cannot be started"),
     ):
         (record / "source.patch").write_text(text)
         if said == "cannot be started":
@@ -273,45 +236,8 @@ def test_sources_that_cannot_be_rebuilt_are_told(record, monkeypatch):
 
 def test_p_values_against_tables():
     for df, t, p in ((1, 1.0, 0.25), (2, 6.965, 0.01), (9, 2.821, 0.01), (30, 1.697, 0.05)):
+        # Values whose t, for a mean below 0, is this one
         values = torch.linspace(-1, 1, df + 1, dtype=torch.float64)
-        values = values - t * values.std() / math.sqrt(
-            df + 1
-        )  # so that this is their t for a mean below 0
+        values = values - t * values.std() / math.sqrt(df + 1)
         assert check.t_test(values.tolist(), 0.0) == pytest.approx(p, rel=2e-3)
         assert check.t_test((-values).tolist(), 0.0) == pytest.approx(1 - p, rel=2e-3)
-
-
-ZEN4 = ROOT / "records" / "laptop" / "2026-11-21-zen4_shakespeare-1.4697"
-
-
-def test_nanogpt_logs_have_the_trainers_clock():
-    from benchmarks.plot import read_curves
-
-    curves = read_curves([str(ZEN4)])
-    (name,) = [name for name in curves if "nanoGPT" in name]
-    (row,) = [row for row in curves[name][0] if row.get("val_loss") and row["step"]]
-    assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
-    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)  # what the log's first line says
-    assert 82 < row["wall_time_s"] < 86.3
-
-
-def test_plot_of_runs_and_a_record(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    import bench
-
-    lines = [
-        dict(step=step, tokens=64 * step, val_loss=1 + 5 / step, val_bpb=2.0) for step in (10, 20)
-    ]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text(
-        "\n".join(map(json.dumps, lines)) + '\n{"step": 30, "val'
-    )
-    for name in ("a.svg", "b.png"):
-        command = f"plot {tmp_path}/run {ZEN4} --x step --target 1.3 --out {tmp_path}/{name}"
-        assert bench.main(command.split()) == 0 and name in capsys.readouterr().out
-    assert "<svg" in (tmp_path / "a.svg").read_text() and (
-        tmp_path / "b.png"
-    ).read_bytes().startswith(b"\x89PNG")
-    for argv in (["plot", str(tmp_path)], ["plot", str(ZEN4), "--out", str(tmp_path / "a.pdf")]):
-        assert bench.main(argv) == 2
-        assert re.fullmatch("error: .*\n", capsys.readouterr().err)

@@ -2,7 +2,9 @@
 
 import io
 import math
+import re
 import unittest.mock
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,58 +26,56 @@ def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
     assert text.startswith("abc") and len(text) > 10
     assert out("--prompt", "abc", "--seed", "1") == text != out("--prompt", "abc", "--seed", "2")
     both = out("--prompt", "abc", "x", "--num_samples", "2", "--seed", "1")
-    assert [part.split("\n", 1)[0] for part in both.split("--- sample ")[1:]] == [
-        "1",
-        "2",
-        "3",
-        "4",
-    ]
-    assert both.startswith("--- sample 1\n" + text) and both.split("--- sample ")[3].startswith(
-        "3\nx"
-    )
+    parts = both.split("--- sample ")
+    assert [part.partition("\n")[0] for part in parts] == ["", "1", "2", "3", "4"]
+    assert parts[1].startswith("1\n" + text) and parts[3].startswith("3\nx")
     assert sample.main(["--run", str(tmp_path)]) == 2 and "holds no ckpt" in capsys.readouterr().err
 
 
-def test_streamed_text_never_splits_a_character(noisy, capsys, monkeypatch):
-    raw = "aé€😀z".encode() + b"\xff\xe2"
-    monkeypatch.setattr(
-        sample, "generate", lambda *args, **options: (torch.tensor([byte]) for byte in raw)
-    )
+@pytest.fixture
+def draw(monkeypatch):
+    """A function that makes these bytes the continuation of every prompt."""
+
+    def set_bytes(raw: bytes) -> None:
+        def generate(model, prompts, **options):
+            for byte in raw:
+                yield torch.tensor([byte] * len(prompts))
+
+        monkeypatch.setattr(sample, "generate", generate)
+
+    return set_bytes
+
+
+def test_streamed_text_never_splits_a_character(noisy, capsys, draw):
+    draw("aé€😀z".encode() + b"\xff\xe2")
     assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
     assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
 
 
+WHOLE = "aé€😀z€\ufffd"
+
+
+# The last stop is in the prompt, where it counts for nothing
 @pytest.mark.parametrize(
-    "stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", "aé€😀z€\ufffd"), (">", None)]
+    "stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", WHOLE), (">", WHOLE)]
 )
-def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, monkeypatch):
-    raw = "aé€😀z€".encode() + b"\xe2"
-    monkeypatch.setattr(
-        sample,
-        "generate",
-        lambda *args, **options: (torch.tensor([byte] * len(args[1])) for byte in raw),
-    )
-    kept = "aé€😀z€\ufffd" if kept is None else kept  # a stop in the prompt is none
+def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, draw):
+    draw("aé€😀z€".encode() + b"\xe2")
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
     assert capsys.readouterr().out == f"> {kept}\n"
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "", "--stop", stop]) == 0
     assert capsys.readouterr().out == f"--- sample 1\n> {kept}\n--- sample 2\n{kept}\n"
 
 
-def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch):
+def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch, draw):
     shown = []
     monkeypatch.setattr(
         "builtins.print", lambda text="", **options: options.get("file") or shown.append(text)
     )
-    monkeypatch.setattr(
-        sample,
-        "generate",
-        lambda *args, **options: (torch.tensor([byte]) for byte in b"one\nYou: two"),
-    )
+    draw(b"one\nYou: two")
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", "\nYou:"]) == 0
-    assert "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"] or shown == ["> ", "one"], (
-        shown
-    )
+    letter_by_letter = "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"]
+    assert letter_by_letter or shown == ["> ", "one"], shown
 
 
 def printed_perplexity(capsys) -> tuple[int, int, float, float]:
@@ -86,59 +86,38 @@ def printed_perplexity(capsys) -> tuple[int, int, float, float]:
 
 
 def test_perplexity_by_word_on_text_like_wikitext(noisy, tmp_path, capsys):
-    text = (
-        " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n" * 32
-    )  # whole contexts
+    line = " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n"
+    text = 32 * line  # whole contexts
     (tmp_path / "text").write_text(text)
-    assert (
-        sample.main(
-            ["--run", str(noisy), "--perplexity", str(tmp_path / "text"), "--dtype", "fp32"]
-        )
-        == 0
-    )
-    rows = [
-        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("per word")
-    ]
-    gpt, stream, loss = (
-        sample.load(noisy, "cpu", "fp32")[0],
-        torch.tensor([256, *text.encode()]),
-        0.0,
-    )
+    command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32"
+    assert sample.main(command.split()) == 0
+    (row,) = re.findall("^per word.*", capsys.readouterr().out, re.MULTILINE)
+    gpt, stream = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *text.encode()])
+    loss = 0.0
     for start in range(0, len(text), 32):
         window = stream[start : start + 33]
         loss += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="sum").item()
-    words = [word for line in text.split("\n") for word in line.split(" ") if word]
-    assert int(rows[0][2]) == len(words) == 32 * 18
-    assert float(rows[0][4]) == pytest.approx(loss / len(words), abs=1e-3)
+    n_words = len(text.split())
+    assert int(row.split()[2]) == n_words == 32 * 18
+    assert float(row.split()[4]) == pytest.approx(loss / n_words, abs=1e-3)
 
 
 @pytest.mark.parametrize("stride", [0, 7])
 def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
     raw = ("hällo wörld " * 30).encode()
     (tmp_path / "text").write_bytes(raw)
-    argv = [
-        "--run",
-        noisy,
-        "--perplexity",
-        tmp_path / "text",
-        "--dtype",
-        "fp32",
-        "--stride",
-        stride,
-    ]
-    assert sample.main(list(map(str, argv))) == 0
-    gpt, stream, losses, end = (
-        sample.load(noisy, "cpu", "fp32")[0],
-        torch.tensor([256, *raw]),
-        [],
-        0,
-    )
-    while end < len(raw):  # each window counts what no earlier one has
-        counted, end = end, min(len(raw), end + (stride if stride and end else 32))
+    command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32 --stride {stride}"
+    assert sample.main(command.split()) == 0
+    gpt, stream = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *raw])
+    # Each window counts what no earlier one has
+    losses, end = [], 0
+    while end < len(raw):
+        counted = end
+        end += stride if stride and end else 32
+        end = min(len(raw), end)
         window = stream[max(0, end - 32) : end + 1]
-        losses += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")[
-            counted - end :
-        ].tolist()
+        loss = F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")
+        losses += loss[counted - end :].tolist()
     n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
     assert n_tokens == n_bytes == len(raw) == len(losses)
     assert [nats, bits * math.log(2)] == pytest.approx([sum(losses) / len(raw)] * 2, abs=1e-4)
@@ -150,10 +129,8 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     model = random_gpt(vocab_size=50304)
     evaluation.print_perplexity(model, gpt2, tmp_path / "raw", 24)
     tokens = gpt2.tiktoken.encode_ordinary(text)
-    loss, n_bytes = (
-        evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24),
-        len(text.encode()),
-    )
+    loss = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24)
+    n_bytes = len(text.encode())
     expected = len(tokens), n_bytes, loss / len(tokens), loss / n_bytes / math.log(2)
     assert printed_perplexity(capsys) == pytest.approx(expected, abs=1e-4)
 
@@ -166,9 +143,10 @@ def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
     assert shown.err.count("5 tokens, ") == 2
 
 
-def test_flags_of_sample_that_cannot_be(noisy, tmp_path, capsys):
-    for name, content in dict(text=b"text", latin=b"caf\xe9 " * 9, empty=b"").items():
-        (tmp_path / name).write_bytes(content)
+def test_flags_of_sample_that_cannot_be(noisy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("text", b"text"), ("latin", b"caf\xe9 " * 9), ("empty", b"")):
+        Path(name).write_bytes(content)
     for flags, says in (
         ("--stride 8", "--stride is for --perplexity"),
         ("--perplexity text --compile", "--compile does nothing for --perplexity"),
@@ -187,16 +165,11 @@ def test_flags_of_sample_that_cannot_be(noisy, tmp_path, capsys):
         ("--choices empty", "holds no questions"),
         ("--best", "holds no ckpt_best.pt"),
     ):
-        there = [
-            str(tmp_path / flag) if flag in ("text", "latin", "empty", "none") else flag
-            for flag in flags.split()
-        ]
-        assert (
-            sample.main(["--run", str(noisy), *there]) == 2 and says in capsys.readouterr().err
-        ), flags
+        assert sample.main(["--run", str(noisy), *flags.split()]) == 2, flags
+        assert says in capsys.readouterr().err, flags
 
 
-@pytest.mark.parametrize("says", ["not finite", "unknown tokenizer"])
+@pytest.mark.parametrize("says", ["does not fit this model", "not finite", "unknown tokenizer"])
 def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, capsys):
     checkpoint = read_checkpoint(noisy)
     if says == "unknown tokenizer":
