@@ -174,8 +174,10 @@ def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, caps
     checkpoint = read_checkpoint(noisy)
     if says == "unknown tokenizer":
         checkpoint["tokenizer"] = "llama"
-    else:
+    elif says == "not finite":
         checkpoint["model"]["head.weight"][0, 0] = math.nan
+    else:
+        checkpoint["model_config"]["vocab_size"] = 200
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
     assert sample.main(["--run", str(tmp_path), "--max_new_tokens", "5"]) == 2
     shown = capsys.readouterr()
