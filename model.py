@@ -181,7 +181,7 @@ class AttnContext(NamedTuple):
 
 def shift_right(x: Tensor) -> Tensor:
     """Shift x (B, T, ...) right by one position, with zeros in the first."""
-    return torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+    return torch.cat((torch.zeros_like(x[:, :1]), x), dim=1)[:, :-1]
 
 
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:
