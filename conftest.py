@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # tiny matrices: threads only cost, here and in the processes started
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # as the scripts set it: faster compilation
+# Tiny matrices: threads only cost, here and in the processes that are started
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As the scripts set them, for faster compilation
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")
 
 import numpy as np
@@ -44,20 +44,23 @@ TINY = dict(
     micro_batch=8,
     max_steps=20,
     log_every=1,
+    eval_every=0,
+    eval_tokens=2048,
+    muon_lr=0.02,
+    adam_lr=0.004,
+    device="cpu",
+    dtype="fp32",
+    ngram=0,
+    loss_chunk=100,
+    short_frac=0.0,
 )
-TINY |= dict(
-    eval_every=0, eval_tokens=2048, muon_lr=0.02, adam_lr=0.004, device="cpu", dtype="fp32", ngram=0
-)
-TINY |= dict(loss_chunk=100, short_frac=0.0)
 
-# Samples of text get 40 tokens instead of 256, which cost as much as the runs; 40 are more than the
-# context
+# Samples get 40 tokens, more than the context, instead of 256, which cost as much as the runs
 train_gpt.sample_text = functools.partial(train_gpt.sample_text, n_tokens=40)
 
 
 def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
-    """Two training shards and a validation shard of learnable bytes, with sequences that cross from
-    shard to shard."""
+    """Two training shards and a validation shard of learnable bytes; sequences cross shards."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     words = [bytes(rng.integers(97, 123, n, dtype=np.uint8)) + b" " for n in rng.integers(2, 7, 50)]
@@ -76,9 +79,8 @@ def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
         "train": dict(tokens=29000, bytes=28999, documents=1),
         "val": dict(tokens=4333, bytes=4333, documents=1),
     }
-    meta = dict(
-        tokenizer="bytes", vocab_size=257, eot=256, splits=splits, source="test", files=files
-    )
+    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, source="test")
+    meta |= dict(splits=splits, files=files)
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -152,12 +154,12 @@ def flags_of(values: dict) -> list[str]:
 
 
 def python_process(*argv, env=os.environ) -> dict:
-    """Arguments for subprocess: `python ARGV` in the repository's root, which scripts elsewhere can
-    import from too."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    return dict(
-        args=[sys.executable, *map(str, argv)], cwd=ROOT, env={**env, "PYTHONPATH": path}, text=True
-    )
+    """Arguments for subprocess: `python ARGV` in the repository, from which scripts can import."""
+    path = str(ROOT)
+    if env.get("PYTHONPATH"):
+        path += os.pathsep + env["PYTHONPATH"]
+    args = [sys.executable, *map(str, argv)]
+    return dict(args=args, cwd=ROOT, env={**env, "PYTHONPATH": path}, text=True)
 
 
 def run_python(*argv, timeout=300, env=os.environ) -> subprocess.CompletedProcess:
@@ -175,8 +177,10 @@ def in_a_fork(env: dict, script, argv: tuple, cwd, outputs: tuple) -> None:
 
 
 def forked(script, *argv, outputs, env=os.environ, cwd=ROOT) -> multiprocessing.Process:
-    """`python SCRIPT ARGV` as a fork of a process that has imported everything. outputs: files for
-    stdout, stderr."""
+    """Start `python SCRIPT ARGV` as a fork of a process that has imported everything.
+
+    outputs: files for stdout and stderr.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["conftest", "torch._dynamo", "torch.distributed.fsdp"])
     env = dict(env) | dict(PYTHONPATH=str(ROOT))
@@ -186,29 +190,24 @@ def forked(script, *argv, outputs, env=os.environ, cwd=ROOT) -> multiprocessing.
 
 
 def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNamespace:
-    """`script ARGV` as two ranks without torchrun: their exit codes, stdout and stderr (files in
-    the folder), by rank.
+    """Run `script ARGV` as two ranks without torchrun: exit codes, stdout and stderr, by rank.
 
-    nodes: the working directories of two nodes, with a rank each; else both are on one node. A rank
-    that has not noticed five seconds after the other failed is ended, as torchrun would.
+    Their output goes to files in the folder. nodes: the working directories of two nodes, with a
+    rank each; else both are on one node. A rank that has not noticed five seconds after the other
+    failed is ended, as torchrun would.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = dict(
-        WORLD_SIZE="2", LOCAL_WORLD_SIZE="1" if nodes else "2", TORCHELASTIC_USE_AGENT_STORE="True"
-    )
-    shared |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-    outputs, ranks = (
-        [(folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt") for rank in range(2)],
-        [],
-    )
-    for rank, cwd in enumerate(nodes or (ROOT, ROOT)):
-        place = (
-            dict(LOCAL_RANK="0", GROUP_RANK=str(rank))
-            if nodes
-            else dict(LOCAL_RANK=str(rank), GROUP_RANK="0")
-        )
+    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), WORLD_SIZE="2")
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    ranks = []
+    for rank in range(2):
+        place = dict(LOCAL_RANK=str(rank), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
+        if nodes:
+            place = dict(LOCAL_RANK="0", GROUP_RANK=str(rank), LOCAL_WORLD_SIZE="1")
         env = {**os.environ, **shared, **place, "RANK": str(rank)}
-        ranks.append(forked(script, *argv, outputs=outputs[rank], env=env, cwd=cwd))
+        outputs = (folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt")
+        cwd = nodes[rank] if nodes else ROOT
+        ranks.append(forked(script, *argv, outputs=outputs, env=env, cwd=cwd))
     deadline = time.monotonic() + timeout
     while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
         if any(rank.exitcode for rank in ranks):
@@ -218,10 +217,13 @@ def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNam
         if rank.exitcode is None:
             rank.kill()
         rank.join()
-    stdout, stderr = (
-        [path.read_text() if path.exists() else "" for path in paths] for paths in zip(*outputs)
-    )
-    return SimpleNamespace(codes=[rank.exitcode for rank in ranks], stdout=stdout, stderr=stderr)
+
+    def output(name: str) -> list[str]:
+        paths = [folder / f"{name}{rank}.txt" for rank in range(2)]
+        return [path.read_text() if path.exists() else "" for path in paths]
+
+    codes = [rank.exitcode for rank in ranks]
+    return SimpleNamespace(codes=codes, stdout=output("stdout"), stderr=output("stderr"))
 
 
 def free_port() -> int:
@@ -240,8 +242,7 @@ def final(folder) -> dict:
 
 
 def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
-    """Same losses, gradient norms, weights and optimizer state: to the bit, or to rounding (but for
-    the optimizer)."""
+    """Same losses, gradient norms and weights, to rounding; or to the bit, and optimizer state."""
     for key in ("train_loss", "grad_norm", "val_loss"):
         x, y = rows(a, key), rows(b, key)
         assert len(x) == len(y) > 0
@@ -252,9 +253,8 @@ def assert_same_run(a, b, exact=False, rtol=1e-5) -> None:
         return assert_weights_equal(a, b)
     assert ours["model"].keys() == theirs["model"].keys()
     for name, weight in theirs["model"].items():
-        atol = (
-            1e-4 if name == "value_embed.weight" else 2e-5
-        )  # Adam moves it far where a gradient is only rounding
+        # Adam moves value embeddings far where a gradient is only rounding
+        atol = 1e-4 if name == "value_embed.weight" else 2e-5
         torch.testing.assert_close(ours["model"][name], weight, rtol=1e-3, atol=atol)
 
 
@@ -280,14 +280,12 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def noisy(data, tmp_path_factory) -> Path:
-    """A checkpoint whose every weight is random: fresh weights hide most gradients behind matrices
-    of zeros."""
+    """A checkpoint of random weights: fresh ones hide most gradients behind matrices of zeros."""
     folder = tmp_path_factory.mktemp("noisy")
     cfg = make_config(**TINY | dict(data=str(data), out_dir=str(folder / "run"), max_steps=1))
     model = train(cfg, return_model=True)[1]
-    torch.save(
-        final(folder / "run") | dict(model={**add_noise(model).state_dict()}), folder / "noisy.pt"
-    )
+    checkpoint = final(folder / "run") | dict(model={**add_noise(model).state_dict()})
+    torch.save(checkpoint, folder / "noisy.pt")
     return folder / "noisy.pt"
 
 
@@ -320,21 +318,21 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
 
     assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == code
     report = json.loads((folder / "out.json").read_text())
-    assert (
-        report["machine"]["torch"] == torch.__version__
-        and report["benchmark"] == name
-        and name in report["command"]
-    )
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["benchmark"] == name and name in report["command"]
     return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
 def pytest_cmdline_main(config) -> None:
     """The whole suite runs in two processes: a test has one thread."""
-    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    whole &= config.option.markexpr in config.getini("addopts") and not (
-        config.option.usepdb or config.option.trace
-    )
-    apart = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
-    if whole and apart and config.option.numprocesses is None and config.option.dist == "no":
-        config.option.numprocesses, config.option.dist = 2, "worksteal"
+    option = config.option
+    if config.args_source != pytest.Config.ArgsSource.TESTPATHS or option.keyword:
+        return
+    if option.markexpr not in config.getini("addopts") or option.usepdb or option.trace:
+        return
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    if option.numprocesses is None and option.dist == "no":
+        option.numprocesses = 2
+        option.dist = "worksteal"

@@ -61,7 +61,10 @@ def gradients(source: str, compiled: str | None, monkeypatch) -> dict[str, torch
             p.normal_(0, 0.1, generator=generator)
     if compiled:
         real = torch.compile
-        fast = lambda function, mode, **how: real(function, backend="aot_eager", **how)  # noqa: E731
+
+        def fast(function, mode, **how):
+            return real(function, backend="aot_eager", **how)
+
         monkeypatch.setattr(torch, "compile", fast)
         apply_compile(gpt, "default", 1.0, torch.device(compiled))
     idx = torch.randint(70, (2, 25), generator=generator)

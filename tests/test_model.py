@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -55,30 +56,31 @@ def explicit_mask(idx: torch.Tensor, window: int, eot: int | None) -> torch.Tens
     "window, eot, biased", [(0, None, 0), (40, None, 0), (0, 3, 0), (40, 3, 1), (999, None, 1)]
 )
 @pytest.mark.parametrize("backend", ["sdpa", "math", "blocked", "flex"])
-def test_attention_against_pytorchs_with_an_explicit_mask(
-    backend, window, eot, biased, dtype, most
-):
+def test_attention_against_pytorchs_with_a_mask(backend, window, eot, biased, dtype, most):
     if backend == "flex" and (biased or dtype == torch.bfloat16):
         pytest.skip("FlexAttention adds no bias here")
     qkvd = torch.randn(4, 2, 3, 290, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    idx, bias = (
-        tokens(2, 290, 50),
-        torch.randn(3, 290, 290, generator=torch.Generator().manual_seed(1)).to(dtype),
-    )
-    seen = explicit_mask(idx, window, eot)
-    mask = attention_mask(backend, may_attend, idx, window, eot, bias.to(dtype) if biased else None)
-    exact_mask, results = torch.where(seen, bias.double(), -math.inf) if biased else seen, []
-    for function, kind in (
-        (lambda q, k, v: attention(q, k, v, mask, backend), dtype),
-        (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, exact_mask), torch.float64),
-    ):
+    idx, bias = tokens(2, 290, 50), None
+    exact_mask = explicit_mask(idx, window, eot)
+    if biased:
+        generator = torch.Generator().manual_seed(1)
+        bias = torch.randn(3, 290, 290, generator=generator).to(dtype)
+        exact_mask = torch.where(exact_mask, bias.double(), -math.inf)
+    mask = attention_mask(backend, may_attend, idx, window, doc_eot=eot, bias=bias)
+
+    def with_gradients(function, kind) -> list[torch.Tensor]:
         *qkv, dy = qkvd.to(kind).unbind()
-        inputs = [
-            t.clone().requires_grad_(backend != "flex") for t in qkv
-        ]  # which has no backward pass on a CPU
+        inputs = [t.clone().requires_grad_() for t in qkv]
+        if backend == "flex":  # it has no backward pass on a CPU
+            return [function(*qkv)]
         out = function(*inputs)
-        results.append((out, *(torch.autograd.grad(out, inputs, dy) if backend != "flex" else ())))
-    for got, want in zip(*results):
+        return [out, *torch.autograd.grad(out, inputs, dy)]
+
+    def exact(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, exact_mask)
+
+    ours = with_gradients(lambda q, k, v: attention(q, k, v, mask, backend), dtype)
+    for got, want in zip(ours, with_gradients(exact, torch.float64)):
         assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
 
 
@@ -87,10 +89,8 @@ def test_varlen_takes_offsets_and_some_backends_take_no_bias():
     idx[0, 0] = idx[0, 7] = idx[1, 10] = 3
     mask = attention_mask("varlen", may_attend, idx, 5, 3)
     assert mask.cu_seqlens.tolist() == [0, 7, 48, 58, 96] and mask.cu_seqlens.dtype == torch.int32
-    assert mask.max_seqlen == 48 and mask.window == (
-        4,
-        0,
-    )  # ours counts the query itself, varlen_attn's does not
+    # Our window counts the query itself, that of varlen_attn does not
+    assert mask.max_seqlen == 48 and mask.window == (4, 0)
     assert attention_mask("varlen", may_attend, idx, 0, None).cu_seqlens.tolist() == [0, 48, 96]
     for backend in ("flash", "flex", "varlen"):
         with pytest.raises(UserError, match=f"--attn {backend} adds no bias"):
@@ -115,35 +115,30 @@ def test_model_against_its_description(shape):
     targets[0, :9] = -1
     exact = Plain({name: w.double() for name, w in gpt.state_dict().items()}, gpt.cfg)
     torch.testing.assert_close(gpt(idx).double(), exact.logits(idx), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(
-        gpt(idx, targets).double(), exact.loss(idx, targets), rtol=1e-5, atol=1e-5
-    )
+    loss = gpt(idx, targets).double()
+    torch.testing.assert_close(loss, exact.loss(idx, targets), rtol=1e-5, atol=1e-5)
     assert gpt(idx, targets.fill_(-1)).item() == 0
 
 
 def test_bf16_model_is_close_and_keeps_fp32_weights():
-    exact, rounded, idx, grads = (
-        random_gpt(),
-        random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10),
-        tokens(),
-        [],
-    )
+    exact, rounded = random_gpt(), random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
+    idx = tokens()
     a, b = exact(idx, idx), rounded(idx, idx)
     assert b.dtype == torch.float32 and a.item() != b.item() == pytest.approx(a.item(), rel=2e-2)
     a.backward()
-    for share in (
-        1,
-        1 / 491520,
-    ):  # a micro-batch's share of the targets, which bf16 would round by 0.3 %
+
+    def gradients(share: float) -> list[torch.Tensor]:
+        """With the loss multiplied by a micro-batch's share of the targets, and that undone."""
         rounded.zero_grad()
         (rounded(idx, idx) * share).backward()
-        grads.append([p.grad / share for p in rounded.parameters()])
-    for p, got in zip(exact.parameters(), grads[0]):
-        assert (
-            got.dtype == torch.float32
-            and F.cosine_similarity(p.grad.flatten(), got.flatten(), dim=0) > 0.995
-        )
-    ratios = [(scaled * g).sum() / g.square().sum() for g, scaled in zip(*grads)]
+        return [p.grad / share for p in rounded.parameters()]
+
+    grads = gradients(1)
+    for p, got in zip(exact.parameters(), grads):
+        assert got.dtype == torch.float32
+        assert F.cosine_similarity(p.grad.flatten(), got.flatten(), dim=0) > 0.995
+    scaled_grads = gradients(1 / 491520)  # which bf16 would round by 0.3 %
+    ratios = [(scaled * g).sum() / g.square().sum() for g, scaled in zip(grads, scaled_grads)]
     assert sum(ratios) / len(ratios) == pytest.approx(1, abs=1.5e-3)
 
 
@@ -152,12 +147,10 @@ def test_flops_against_a_counter():
         gpt, idx = random_gpt(window=window), torch.zeros((1, 24), dtype=torch.int64)
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             gpt(idx, idx).backward()
-        full, seen = (
-            3 * 12 * 32 * keys for keys in (24, attended)
-        )  # the counter sees a full square of scores
-        assert gpt.flops_per_token() == pytest.approx(
-            counter.get_total_flops() / 24 - full + seen, rel=1e-6
-        )
+        # The counter sees a full square of scores, 24 keys a query
+        counted = counter.get_total_flops() / 24
+        expected = counted - 3 * 12 * 32 * (24 - attended)
+        assert gpt.flops_per_token() == pytest.approx(expected, rel=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,9 +159,9 @@ def test_flops_against_a_counter():
 
 def exact_loss(logits, targets, softcap: float) -> torch.Tensor:
     logits = logits.double()
-    return F.cross_entropy(
-        softcap * torch.tanh(logits / softcap) if softcap else logits, targets, ignore_index=-1
-    )
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, targets, ignore_index=-1)
 
 
 @pytest.mark.parametrize(
@@ -177,49 +170,41 @@ def exact_loss(logits, targets, softcap: float) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize("softcap", [0.0, 0.7, 15.0, 69.0, 80.0])
 def test_cross_entropy_and_its_gradient_in_float64(softcap, scale, dtype, rtol):
-    """By hand from 0 to 70, and by PyTorch: also of the surest mistakes, and of targets that are
-    masked."""
+    """Softcaps where the gradient is made by hand and by PyTorch; sure mistakes, masked targets."""
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(20, 50, generator=generator)).to(dtype).requires_grad_()
     targets = torch.cat([torch.randint(-1, 50, (18,), generator=generator), logits[18:].argmin(-1)])
     targets[:2] = -1
-    loss, want = (
-        CrossEntropy(GPTConfig(softcap=softcap))(logits, targets),
-        exact_loss(logits, targets, softcap),
-    )
+    loss = CrossEntropy(GPTConfig(softcap=softcap))(logits, targets)
+    want = exact_loss(logits, targets, softcap)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
-    (grad,), (exact,) = torch.autograd.grad(3 * loss, logits), torch.autograd.grad(3 * want, logits)
+    (grad,) = torch.autograd.grad(3 * loss, logits)
+    (exact,) = torch.autograd.grad(3 * want, logits)
     assert loss.dtype == torch.float32 and grad.dtype == dtype and not grad[:2].any()
     torch.testing.assert_close(grad.double(), exact.double(), rtol=rtol, atol=2e-7)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 7, 48, 1000])
 def test_a_loss_in_chunks_is_that_of_all_tokens(chunk):
-    """Value and gradients of the mean over all targets, though each chunk has another number of
-    them, or none."""
+    """Value and gradients of the mean over targets, though chunks have more or fewer, or none."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (48, 30))
-    targets, rows, unused = (
-        torch.randint(-1, 30, (48,), generator=generator),
-        [],
-        torch.ones(1, requires_grad=True),
-    )
+    targets = torch.randint(-1, 30, (48,), generator=generator)
     targets[7:14] = -1
+    unused, frozen = torch.ones(1, requires_grad=True), torch.ones(1)
+    rows = []
 
     def function(x, y):
         rows.append(len(x))
         return CrossEntropy(GPTConfig())(x @ w.T, y)
 
-    loss = chunked_loss(
-        function, [w, unused, torch.ones(1)], x, targets, chunk
-    )  # the last is frozen
+    loss = chunked_loss(function, [w, unused, frozen], x, targets, chunk)
     assert max(rows) == min(chunk or 48, 48)
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     want = exact_loss(exact[0] @ exact[1].T, targets, 15)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
-    for got, grad in zip(
-        torch.autograd.grad(loss / 3, (x, w)), torch.autograd.grad(want / 3, exact)
-    ):
+    grads = torch.autograd.grad(loss / 3, (x, w))
+    for got, grad in zip(grads, torch.autograd.grad(want / 3, exact)):
         torch.testing.assert_close(got.double(), grad, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(chunked_loss(function, [], x, targets, chunk), loss)
@@ -234,60 +219,55 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 16, generator=generator).to(dtype).requires_grad_()
     w = (0.1 * torch.randn(65536, 16, generator=generator)).requires_grad_()
-    targets, shift = (
-        torch.randint(-1, 9, (40,), generator=generator),
-        torch.zeros(65536, dtype=dtype),
-    )
+    targets = torch.randint(-1, 9, (40,), generator=generator)
+    shift = torch.zeros(65536, dtype=dtype)
     shift[:9] = certain
-    function = lambda x, y: CrossEntropy(GPTConfig(softcap=softcap))(x @ w.to(dtype).T + shift, y)  # noqa: E731
+
+    def function(x, y):
+        return CrossEntropy(GPTConfig(softcap=softcap))(x @ w.to(dtype).T + shift, y)
+
     loss = 4096 * chunked_loss(function, [w], x, targets, 16)  # as scaled by GradScaler
-    exact_x, exact_w = (
-        x.detach().double().requires_grad_(),
-        w.detach().to(dtype).double().requires_grad_(),
-    )
+    exact_x = x.detach().double().requires_grad_()
+    exact_w = w.detach().to(dtype).double().requires_grad_()
     want = 4096 * exact_loss(exact_x @ exact_w.T + shift, targets, softcap)
     assert loss.item() == pytest.approx(want.item(), rel=most)
-    (dx, dw), (exact_dx, exact_dw) = (
-        torch.autograd.grad(*a) for a in ((loss, (x, w)), (want, (exact_x, exact_w)))
-    )
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    exact_dx, exact_dw = torch.autograd.grad(want, (exact_x, exact_w))
     for got, exact in ((dx, exact_dx), (dw[:9], exact_dw[:9]), (dw[9:], exact_dw[9:])):
-        assert (got.double() - exact).norm() < most * exact.norm(), (
-            got.double() - exact
-        ).norm() / exact.norm()
+        apart = (got.double() - exact).norm() / exact.norm()
+        assert apart < most, apart
 
 
 @torch.no_grad()
 def test_ngrams_end_at_documents_and_after_n_tokens():
     gpt, idx = random_gpt(ngram=3, ngram_rows=1 << 20), torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
-    whole, other = gpt.embed(idx, torch.arange(9))[0], idx.clone()
-    assert torch.equal(whole[2], whole[8]) and not torch.equal(
-        whole[1], whole[7]
-    )  # 5 6 7, and (4) 5 6 against (-) 5 6
+
+    def embed(idx, n: int) -> torch.Tensor:
+        """Embeddings of the last n tokens, which see those before them."""
+        return gpt.embed(idx, torch.arange(n))[0]
+
+    whole, other = embed(idx, 9), idx.clone()
+    assert torch.equal(whole[2], whole[8])  # 5 6 7
+    assert not torch.equal(whole[1], whole[7])  # (-) 5 6 and (4) 5 6
     other[0, 2] = 60
-    differs = (gpt.embed(other, torch.arange(9))[0] != whole).any(-1)
+    differs = (embed(other, 9) != whole).any(-1)
     assert differs.tolist() == [False, False, True, True, True, False, False, False, False]
-    assert torch.equal(
-        gpt.embed(idx, torch.arange(4))[0], whole[5:]
-    )  # earlier tokens are seen, as a cache has them
+    assert torch.equal(embed(idx, 4), whole[5:])
     gpt.doc_eot = 4  # starts a document
-    masked = gpt.embed(idx, torch.arange(9))[0]
-    assert torch.equal(masked[:5], whole[:5]) and torch.equal(
-        masked[5:], gpt.embed(idx[:, 5:], torch.arange(4))[0]
-    )
-    assert torch.equal(gpt.embed(idx, torch.arange(3))[0], masked[6:]) and not torch.equal(
-        masked[6], whole[6]
-    )
+    masked = embed(idx, 9)
+    assert torch.equal(masked[:5], whole[:5])
+    assert torch.equal(masked[5:], embed(idx[:, 5:], 4))
+    assert torch.equal(embed(idx, 3), masked[6:]) and not torch.equal(masked[6], whole[6])
 
 
 def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
     found, gpt = [], GPT(GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=64))
-    train_gpt.init_weights(gpt, len)
+    train_gpt.init_weights(gpt, seed=0)
 
     def watch(q, k, v, *_):
         free = slice(gpt.cfg.rotary_dim, None)  # dimensions that are not rotated
-        found.append(
-            (q[..., free] @ k[..., free].mT).argmax(-1)[0, :, 12:23] == torch.arange(1, 12)
-        )
+        likeliest = (q[..., free] @ k[..., free].mT).argmax(-1)
+        found.append(likeliest[0, :, 12:23] == torch.arange(1, 12))
         return v
 
     monkeypatch.setattr(model, "attention", watch)
@@ -296,8 +276,7 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
 
 
 def test_embeddings_add_gradients_in_place():
-    """After three micro-steps, gradients are autograd's and dense, although they were added row by
-    row."""
+    """After three micro-steps, gradients are autograd's and dense, though added row by row."""
     pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
     use_sparse_embedding_gradients(pair[1].ngrams)
     for gpt in pair:
@@ -315,26 +294,25 @@ def test_embeddings_add_gradients_in_place():
 
 def test_dropped_ngrams():
     idx, gpt = tokens(8), random_gpt(ngram=2, ngram_rows=1 << 16)
-    words, whole = gpt.wte(idx), gpt.embed(idx, torch.arange(24))
-    gpt.ngram_dropout, dropped = 0.4, []
+    position = torch.arange(24)
+    words, whole = gpt.wte(idx), gpt.embed(idx, position)
+    gpt.ngram_dropout = 0.4
+    steps = []
     for gpt.step_seed in range(100):
-        got = gpt.embed(idx, torch.arange(24))
-        dropped.append((got == words).all(-1).float())
-        expected = torch.where(dropped[-1][..., None] > 0, words, words + (whole - words) / 0.6)
+        got = gpt.embed(idx, position)
+        is_dropped = (got == words).all(-1)
+        expected = torch.where(is_dropped[..., None], words, words + (whole - words) / 0.6)
         torch.testing.assert_close(got, expected)
-        assert torch.equal(
-            gpt.embed(idx[3:5], torch.arange(24)), got[3:5]
-        )  # whatever rows are beside it
-        assert torch.equal(
-            gpt.eval().embed(idx, torch.arange(24)), whole
-        )  # evaluation and sampling drop nothing
+        steps.append(is_dropped.float())
+        # Whatever rows are beside it; evaluation and sampling drop nothing
+        assert torch.equal(gpt.embed(idx[3:5], position), got[3:5])
+        assert torch.equal(gpt.eval().embed(idx, position), whole)
         gpt.train()
-    dropped = torch.stack(dropped)
+    dropped = torch.stack(steps)
     assert not any(torch.equal(dropped[0], other) for other in dropped[1:])
     assert dropped.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
-    assert (dropped.mean(0) - 0.4).abs().max() < 0.25 and (
-        dropped.mean((1, 2)) - 0.4
-    ).abs().max() < 0.18
+    assert (dropped.mean(0) - 0.4).abs().max() < 0.25
+    assert (dropped.mean((1, 2)) - 0.4).abs().max() < 0.18
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,8 +341,7 @@ def likeliest_uncached(gpt, prompt, n_tokens, context) -> list[int]:
     "shape", [dict(), dict(window="SL:5"), dict(ngram=3), dict(ngram=4, window="SSL:7")]
 )
 def test_generation_with_cache_is_generation_without(shape, eot):
-    """Prompts of several lengths at once; from the context of 24 on, each layer has a sliding
-    window of it."""
+    """Prompts of several lengths at once; beyond 24 tokens, each layer has a window of them."""
     short, long = random_gpt(**shape, std=0.4), random_gpt(**shape | dict(seq_len=100), std=0.4)
     long.windows = [window or 24 for window in short.windows]
     short.doc_eot = long.doc_eot = eot
@@ -377,44 +354,47 @@ def test_generation_with_cache_is_generation_without(shape, eot):
 
 def test_the_cache_is_as_large_as_it_must_be():
     gpt = random_gpt(seq_len=400, n_layer=1, std=0.3)
-    assert likeliest(gpt, PROMPTS[:2], 200) == [
-        likeliest_uncached(gpt, prompt, 200, 400) for prompt in PROMPTS[:2]
-    ]
+    expected = [likeliest_uncached(gpt, prompt, 200, 400) for prompt in PROMPTS[:2]]
+    assert likeliest(gpt, PROMPTS[:2], 200) == expected
 
 
 def test_without_a_cache_the_context_is_read_again(monkeypatch):
     gpt = random_gpt(std=0.3)
     (text,) = likeliest(gpt, PROMPTS[:1], 40, use_cache=False)
     text = torch.tensor(PROMPTS[0].tolist() + text)
-    assert all(
-        gpt(text[None, max(0, i - 24) : i])[0, -1, :65].argmax() == text[i] for i in range(9, 49)
-    )
+    for i in range(9, 49):
+        assert gpt(text[None, max(0, i - 24) : i])[0, -1, :65].argmax() == text[i]
     with pytest.raises(UserError, match="equally long"):
         next(generate(gpt, PROMPTS, n_tokens=5, vocab_size=65, use_cache=False))
     monkeypatch.setattr(GPT, "extrapolates", False)  # as with learned positions, which end
     assert likeliest(gpt, PROMPTS[:1], 40) == [text[9:].tolist()]
 
 
-@pytest.mark.parametrize("ours", [CpuRMSNorm.apply, CpuReLUSquared.apply])
-def test_eager_functions_are_pytorchs(ours):
-    def plain(x):
-        return (
-            F.relu(x).square() if ours == CpuReLUSquared.apply else F.rms_norm(x, (24,), eps=2**-23)
-        )
+def rms_norm(x):
+    return F.rms_norm(x, (24,), eps=2**-23)  # as in fp32
 
-    x = torch.randn(4, 7, 2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))[
-        :, :, 1:
-    ]
+
+@pytest.mark.parametrize(
+    "ours, plain",
+    [(CpuRMSNorm.apply, rms_norm), (CpuReLUSquared.apply, lambda x: F.relu(x).square())],
+    ids=["norm", "relu_squared"],
+)
+def test_eager_functions_are_pytorchs(ours, plain):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 7, 2, 24, dtype=torch.float64, generator=generator)[:, :, 1:]
     x[0, 0] = 0
-    grad = torch.randn(x.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 0.01)):  # their epsilon is 2**-23
-        results = []
-        for function, kind in ((ours, dtype), (plain, torch.float64)):
-            leaf = x.to(dtype).to(kind).requires_grad_()
-            y = function(leaf)
-            results.append((y, *torch.autograd.grad(y, leaf, grad.to(dtype).to(kind))))
-        for got, want in zip(*results):
+    grad = torch.randn(x.shape, dtype=torch.float64, generator=generator)
+
+    def with_gradient(function, dtype, kind) -> list[torch.Tensor]:
+        leaf = x.to(dtype).to(kind).requires_grad_()
+        y = function(leaf)
+        return [y, *torch.autograd.grad(y, leaf, grad.to(dtype).to(kind))]
+
+    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 0.01)):
+        found = with_gradient(ours, dtype, dtype)
+        for got, want in zip(found, with_gradient(plain, dtype, torch.float64)):
             assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
+    leaf = x.float().requires_grad_()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(ours(leaf).sum(), leaf, create_graph=True)
 
@@ -435,33 +415,23 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0)[:, 0], minlength=4) / 4000
     torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
-    cases = (
-        ((2, 1.0), {0, 1}),
-        ((0, 0.8), {0, 1}),
-        ((0, 0.81), {0, 1, 2}),
-        ((0, 1e-9), {0}),
-        ((9, 1.0), {0, 1, 2, 3}),
-    )
-    for options, drawn in cases:
-        assert {*sample_token(logits, draws, 1.0, *options).flatten().tolist()} == drawn
+    cases = ((2, 1.0, 2), (0, 0.8, 2), (0, 0.81, 3), (0, 1e-9, 1), (9, 1.0, 4))
+    for top_k, top_p, n in cases:
+        drawn = sample_token(logits, draws, 1.0, top_k, top_p)
+        assert drawn.unique().tolist() == list(range(n))
     assert not sample_token(logits, draws, 0, 0, 1.0).any()
 
 
 @pytest.mark.parametrize("in_int8", [False, True])
 def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
-    """Traced as the compiler does it and run by PyTorch: a row alone is multiplied by sums, and
-    guards are skipped."""
-    compiled = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **_: compiled(f, fullgraph=True, dynamic=False, backend="eager")
-    )
+    """Traced as the compiler does, without guards, and run by PyTorch."""
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function))
     monkeypatch.setattr(int8, "FEW_ROWS", 0)  # the kernel for a few rows rounds them to bf16
     step = compile_decode_step(torch.device("cpu"))
-    for shape, prompts in (
-        (dict(), PROMPTS[:1]),
-        (dict(), PROMPTS[:4]),
-        (dict(ngram=3, n_embd=28), PROMPTS[:1]),
-    ):
+    other = dict(ngram=3, n_embd=28)
+    # A row alone is multiplied by sums
+    for shape, prompts in (({}, PROMPTS[:1]), ({}, PROMPTS[:4]), (other, PROMPTS[:1])):
         gpt = random_gpt(window="SL:5", std=0.3, **shape)
         fast = quantize(copy.deepcopy(gpt)) if in_int8 else gpt
         if in_int8:
@@ -481,11 +451,10 @@ def round_weights(gpt) -> None:
     """To what int8 stands for."""
     for p in gpt.parameters():
         q, scale = round_to_int8(p)
-        assert (
-            q.abs().amax(1).eq(127).all()
-            and (q * scale[:, None] - p).abs().le(scale[:, None] * 0.5001).all()
-        )
-        p.copy_(q * scale[:, None])
+        rounded = q * scale[:, None]
+        assert q.abs().amax(1).eq(127).all()
+        assert (rounded - p).abs().le(scale[:, None] * 0.5001).all()
+        p.copy_(rounded)
 
 
 @pytest.mark.parametrize("shape", [dict(), dict(ngram=3), dict(n_embd=24)])
@@ -501,9 +470,8 @@ def test_int8_is_close(shape):
     few = torch.randn(3, gpt.cfg.n_embd)  # the kernel of few rows computes in bf16
     want = few @ whole.head.weight.T
     assert ((whole.head(few) - want).norm() / want.norm()) < 0.01
-    assert sum(b.nbytes for b in whole.state_dict().values()) < 0.32 * sum(
-        p.nbytes for p in gpt.parameters()
-    )
+    n_bytes = sum(p.nbytes for p in gpt.parameters())
+    assert sum(b.nbytes for b in whole.state_dict().values()) < 0.32 * n_bytes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -525,14 +493,15 @@ def saved_for_backward():
 
 def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     forward = model.MLP.forward
-    monkeypatch.setattr(
-        model.MLP, "forward", lambda self, x: F.dropout(forward(self, x), 0.3, self.training)
-    )
-    gpt, idx, kept, grads, flops = random_gpt(n_layer=6), tokens(8), {}, {}, {}
-    names, weights = (
-        list(gpt.state_dict()),
-        {p.untyped_storage().data_ptr() for p in gpt.parameters()},
-    )
+
+    def with_dropout(self, x):
+        return F.dropout(forward(self, x), 0.3, self.training)
+
+    monkeypatch.setattr(model.MLP, "forward", with_dropout)
+    gpt, idx = random_gpt(n_layer=6), tokens(8)
+    kept, grads, flops = {}, {}, {}
+    names = list(gpt.state_dict())
+    weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     for mode in ("none", "selective", "full", "none"):
         for block in gpt.blocks:
             apply_ac(block, mode)
@@ -543,31 +512,34 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
         kept[mode] = sum(size for pointer, size in storages.items() if pointer not in weights)
         with FlopCounterMode(display=False) as counter:
             loss.backward()
-        flops[mode], got = counter.get_total_flops(), [p.grad for p in gpt.parameters()]
-        torch.testing.assert_close(got, grads.setdefault("none", got))
+        flops[mode] = counter.get_total_flops()
+        grads[mode] = [p.grad for p in gpt.parameters()]
+        torch.testing.assert_close(grads[mode], grads["none"])
         assert list(gpt.state_dict()) == names and type(gpt.blocks[0]).__name__ == "Block"
         torch.testing.assert_close(copy.deepcopy(gpt).eval()(idx), gpt.eval()(idx))
         gpt.train()
-    assert max(kept["full"], kept["selective"]) < 0.2 * kept["none"], (
-        kept
-    )  # but for the outputs of matmuls, kept apart
+    # But for the outputs of matmuls, kept apart
+    assert max(kept["full"], kept["selective"]) < 0.2 * kept["none"], kept
     assert flops["selective"] == flops["none"] < flops["full"], flops
-    names = (
-        "mm.default",
-        "mul.Tensor",
-        "_scaled_dot_product_flash_attention.default",
-        "tanh.default",
-    )
-    kept_apart = [
-        selective_ac_policy(None, f"aten.{name}") == CheckpointPolicy.MUST_SAVE for name in names
-    ]
-    assert kept_apart == [True, False, True, False]
+    saved = {"mm.default", "_scaled_dot_product_flash_attention.default"}
+    for name in (*saved, "mul.Tensor", "tanh.default"):
+        policy = selective_ac_policy(None, f"aten.{name}")
+        assert (policy == CheckpointPolicy.MUST_SAVE) == (name in saved)
+
+
+def compile_with(monkeypatch, backend) -> None:
+    """Have torch.compile take this backend, and no mode."""
+    compiled = torch.compile
+
+    def compile(function, **options):
+        return compiled(function, **options | dict(mode=None, backend=backend))
+
+    monkeypatch.setattr(torch, "compile", compile)
 
 
 def test_budget_of_the_compiler_acts(monkeypatch):
-    kept, idx, compiled = {}, torch.zeros((8, 32), dtype=torch.int64), torch.compile
-    partitions = dict(mode=None, backend="aot_eager_decomp_partition")
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, **options | partitions))
+    kept, idx = {}, torch.zeros((8, 32), dtype=torch.int64)
+    compile_with(monkeypatch, "aot_eager_decomp_partition")
     for budget in ("0.1", "0.3"):
         state = built(compile="default", checkpointing=budget, loss_chunk=0)
         with saved_for_backward() as storages:
@@ -578,16 +550,13 @@ def test_budget_of_the_compiler_acts(monkeypatch):
 
 def test_blocks_and_the_loss_share_a_compilation_and_evaluation_has_its_own(monkeypatch):
     """In eval mode and without gradients, as what people add to a block may ask for."""
-    gpt, idx, compiled = random_gpt(loss_chunk=24), tokens(), torch.compile
+    gpt, idx = random_gpt(loss_chunk=24), tokens()
     counter, want = CompileCounterWithBackend("aot_eager"), gpt(idx, idx)
-    grads = torch.autograd.grad(want, list(gpt.parameters()))
-    counted = dict(mode=None, backend=counter)
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, **options | counted))
+    want_grads = torch.autograd.grad(want, list(gpt.parameters()))
+    compile_with(monkeypatch, counter)
     apply_compile(gpt, "default", 1.0, torch.device("cpu"))
-    loss = gpt(idx, idx)
-    torch.testing.assert_close(
-        torch.autograd.grad(loss, list(gpt.parameters())), grads, rtol=1e-4, atol=1e-6
-    )
+    grads = torch.autograd.grad(gpt(idx, idx), list(gpt.parameters()))
+    torch.testing.assert_close(grads, want_grads, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == 2  # a block, and the loss
     gpt.eval()
     for _ in range(2):
@@ -619,40 +588,41 @@ def test_fp8_products_are_close(scaled_mm):
     got = Fp8Linear.apply(x.requires_grad_(), w.requires_grad_())
     assert got.dtype == torch.bfloat16 and got.shape == (4, 16, 48) and not got[..., 3].any()
     dx, dw = torch.autograd.grad(got, (x, w), grad)
-    for ours, exact, most in (
-        (got, x.float() @ w.float().T, 0.06),
-        (dx, grad.float() @ w.float(), 0.12),
-    ):  # e4m3, e5m2
-        error, size = ((t.double().flatten(0, 1)).norm(dim=-1) for t in (ours - exact, exact))
-        assert (
-            ours.isfinite().all() and (error <= most * size).all()
-        )  # of each row; rows of zeros stay zeros
+    want, want_dx = x.float() @ w.float().T, grad.float() @ w.float()
+    # e4m3, and e5m2. Each row has its scale; rows of zeros stay zeros
+    for ours, exact, most in ((got, want, 0.06), (dx, want_dx, 0.12)):
+        error = (ours - exact).double().norm(dim=-1)
+        assert ours.isfinite().all() and (error <= most * exact.double().norm(dim=-1)).all()
     assert torch.equal(dw, grad.flatten(0, 1).T @ x.flatten(0, 1))
 
 
 def test_fp8_takes_layers_by_their_type(scaled_mm):
-    idx, values = tokens(size=80), []
-    for fp8 in (False, True):
-        gpt = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80, loss_chunk=16)
-        gpt.blocks[0].mlp.narrow = model.Linear(24, 8)  # 16 does not divide these
-        if fp8:
-            for module in (*(block.mlp for block in gpt.blocks), gpt.head):
-                apply_fp8(module)
-        in_fp8 = [
-            name
-            for name, m in gpt.named_modules()
-            if isinstance(m, model.Linear) and m.matmul is not linear
-        ]
-        assert in_fp8 == fp8 * [
-            *(f"blocks.{i}.mlp.{name}" for i in range(3) for name in ("fc", "proj")),
-            "head",
-        ]
+    gpt, idx = (
+        random_gpt(compute_dtype=torch.bfloat16, vocab_size=80, loss_chunk=16),
+        tokens(size=80),
+    )
+    gpt.blocks[0].mlp.narrow = model.Linear(24, 8)  # 16 does not divide these
+
+    def layers_in_fp8() -> list[str]:
+        linears = [(name, m) for name, m in gpt.named_modules() if isinstance(m, model.Linear)]
+        return [name for name, m in linears if m.matmul is not linear]
+
+    def loss_and_gradients() -> tuple[float, list[torch.Tensor]]:
+        gpt.zero_grad()
         loss = gpt(idx, idx)
         loss.backward()
-        values.append(
-            (loss.item(), [p.grad.flatten() for p in gpt.parameters() if p.grad is not None])
-        )
-    (a, grads), (b, other) = values
+        return loss.item(), [p.grad.flatten() for p in gpt.parameters() if p.grad is not None]
+
+    assert layers_in_fp8() == []
+    a, grads = loss_and_gradients()
+    for block in gpt.blocks:
+        apply_fp8(block.mlp)
+    apply_fp8(gpt.head)
+    expected = []
+    for i in range(3):
+        expected += [f"blocks.{i}.mlp.fc", f"blocks.{i}.mlp.proj"]
+    assert layers_in_fp8() == [*expected, "head"]
+    b, other = loss_and_gradients()
     assert a != b == pytest.approx(a, rel=0.02)
     assert min(F.cosine_similarity(x, y, dim=0).item() for x, y in zip(grads, other)) > 0.95
 
@@ -660,27 +630,25 @@ def test_fp8_takes_layers_by_their_type(scaled_mm):
 def test_fp16_skips_bad_steps_and_continues(data, noisy, tmp_path, monkeypatch):
     from torch.amp import GradScaler
 
-    monkeypatch.setattr(
-        train_gpt.torch.amp,
-        "GradScaler",
-        lambda d, enabled: GradScaler(d, 2.0**26, enabled=enabled),
-    )
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(GradScaler, init_scale=2.0**26))
     flags = dict(data=data, dtype="fp16", max_steps=30, save_every=15, keep=0)
     tiny_run(tmp_path / "run", init_from=noisy, **flags)
     saved, losses = final(tmp_path / "run"), rows(tmp_path / "run", "train_loss")
-    assert saved["scaler"]["scale"] < 2.0**26 and all(
-        w.isfinite().all() for w in saved["model"].values()
-    )
+    assert saved["scaler"]["scale"] < 2.0**26
+    assert all(w.isfinite().all() for w in saved["model"].values())
     assert losses[-1] < losses[0] - 0.5
     tiny_run(tmp_path / "again", resume=tmp_path / "run" / "ckpt_15.pt", **flags)
-    assert all(
-        torch.equal(final(tmp_path / "again")["model"][name], w)
-        for name, w in saved["model"].items()
-    )
+    again = final(tmp_path / "again")["model"]
+    assert all(torch.equal(again[name], w) for name, w in saved["model"].items())
 
 
 # --------------------------------------------------------------------------------------------------
 # Edits: what is refused, and what needs no word
+
+
+def mix_into_mlp(monkeypatch, mix) -> None:
+    forward = model.MLP.forward
+    monkeypatch.setattr(model.MLP, "forward", lambda self, x: forward(self, x + mix(x)))
 
 
 MIXES = {  # what an MLP may add to its input, and see later tokens by
@@ -694,30 +662,23 @@ MIXES = {  # what an MLP may add to its input, and see later tokens by
     "flags", [{}, dict(dtype="bf16", attn="blocked", checkpointing="full")], ids=["plain", "bf16"]
 )
 def test_a_model_that_sees_later_tokens_is_refused(flags, monkeypatch):
-    forward = model.MLP.forward
     for mix in MIXES.values():
-        monkeypatch.setattr(
-            model.MLP, "forward", lambda self, x, mix=mix: forward(self, x + mix(x))
-        )
+        mix_into_mlp(monkeypatch, mix)
         with pytest.raises(UserError, match="logits change with later tokens"):
             built(**flags)
-    monkeypatch.setattr(model.MLP, "forward", lambda self, x: forward(self, x + x.cumsum(1)))
+        monkeypatch.undo()
+    mix_into_mlp(monkeypatch, lambda x: x.cumsum(1))
     built(**flags)
 
 
 def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(
     data, tmp_path, monkeypatch, capsys
 ):
-    """A look at the token before that decoding does not have: the text would come from another
-    model."""
-    forward = model.MLP.forward
-    monkeypatch.setattr(
-        model.MLP, "forward", lambda self, x: forward(self, x + F.pad(x, (0, 0, 1, -1)))
-    )
+    """It looks at the token before, which decoding does not have: text of another model."""
+    mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))
     tiny_run(tmp_path / "run", data=data, max_steps=4, sample_every=2, eval_every=2)
-    assert (tmp_path / "run" / "log.txt").read_text().count(
-        "(no sample: logits with a KV cache differ"
-    ) == 2
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("(no sample: logits with a KV cache differ") == 2
     assert final(tmp_path / "run")["step"] == 4 and len(rows(tmp_path / "run", "val_loss")) == 2
     capsys.readouterr()
     argv = ["--run", str(tmp_path / "run"), "--max_new_tokens", "3"]
