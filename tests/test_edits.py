@@ -1,5 +1,4 @@
-"""What people do in their first hour: add parameters, bring an optimizer, continue a run for
-longer, use Python."""
+"""The first hour: add parameters, bring an optimizer, continue a run for longer, use Python."""
 
 import shutil
 from pathlib import Path
@@ -18,16 +17,14 @@ from train_gpt import make_config, train
 
 
 class Gated(model_module.MLP):
-    """An MLP with a number, two vectors and a layer of PyTorch's, one that is frozen and one that
-    has no use."""
+    """An MLP with a scalar, vectors, a layer of PyTorch's, and what is frozen or has no use."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.gate, self.scale = nn.Parameter(torch.full((1,), 0.7)), nn.Parameter(torch.tensor(2.0))
-        self.noise, self.mix = (
-            nn.Parameter(torch.randn(cfg.n_embd)),
-            nn.Linear(cfg.n_embd, cfg.n_embd),
-        )
+        self.gate = nn.Parameter(torch.full((1,), 0.7))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.noise = nn.Parameter(torch.randn(cfg.n_embd))
+        self.mix = nn.Linear(cfg.n_embd, cfg.n_embd)
         self.fc.requires_grad_(False)
         self.unused = nn.Parameter(torch.ones(3))
 
@@ -45,7 +42,9 @@ class Counting(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             group["done"] += 1
-            for p in (p for p in group["params"] if p.grad is not None):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
                 state = self.state[p]
                 state["seen"] = state.get("seen", 0) + 1
                 p.sub_(p.grad.sign(), alpha=group["lr"] / (group["done"] + state["seen"]))
@@ -66,30 +65,26 @@ def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch
     monkeypatch.setattr(model_module, "PARAM_TABLE", [row, *model_module.PARAM_TABLE])
     model = GPT(GPTConfig(vocab_size=64, seq_len=8, n_layer=2, n_head=2, n_embd=32))
     made = model.blocks[1].mlp.noise.detach().clone()
-    model_module.init_weights(model, lambda name: len(name))
+    model_module.init_weights(model, seed=0)
     mlp = model.blocks[1].mlp
     assert mlp.scale == 2 and torch.equal(mlp.noise, made) and (mlp.mix.weight == 3).all()
     groups = model_module.optimizer_groups(model, "muon", 0.02, 0.004, 0.1)
-    by_param = {
-        p: (group["kind"], group["lr"], group["weight_decay"])
-        for group in groups
-        for p in group["params"]
-    }
-    assert by_param[mlp.mix.weight] == ("adam", 0.002, 0.0) and by_param[mlp.noise] == (
-        "adam",
-        0.004,
-        0.0,
-    )
-    assert by_param[mlp.fc.weight] == ("muon", 0.02, 0.1) and len(by_param) == len(
-        list(model.parameters())
-    )
+    by_param = {}
+    for group in groups:
+        settings = (group["kind"], group["lr"], group["weight_decay"])
+        by_param |= dict.fromkeys(group["params"], settings)
+    assert by_param[mlp.mix.weight] == ("adam", 0.002, 0.0)
+    assert by_param[mlp.noise] == ("adam", 0.004, 0.0)
+    assert by_param[mlp.fc.weight] == ("muon", 0.02, 0.1)
+    assert by_param.keys() == set(model.parameters())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_path, monkeypatch):
     monkeypatch.setattr(model_module, "MLP", Gated)
     flags = dict(data=data, max_steps=6, save_every=3, keep=0, micro_batch=16)
-    if make := OPTIMIZERS[optimizer]:
+    make = OPTIMIZERS[optimizer]
+    if make:
         monkeypatch.setattr(train_gpt, "make_optimizer", make)
     else:
         flags["optimizer"] = optimizer
@@ -114,9 +109,8 @@ def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_
 def halfway(data, tmp_path_factory):
     """A finished run of 8 steps, with flags that are nobody's defaults."""
     folder = tmp_path_factory.mktemp("halfway") / "run"
-    tiny_run(
-        folder, data=data, max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep=0
-    )
+    flags = dict(max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep=0)
+    tiny_run(folder, data=data, **flags)
     return folder
 
 
@@ -136,26 +130,21 @@ def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(how, halfway, tmp_p
 
 
 def test_weights_fit_another_context_and_bring_their_sizes(halfway, data, tmp_path):
-    sizes = ("n_layer", "n_embd", "n_head", "ngram", "ngram_rows")
-    flags = {k: v for k, v in TINY.items() if k not in sizes} | dict(
-        data=str(data), seq_len=16, max_steps=1
-    )
-    first, loss = [], []
-    monitor = dict(
-        on_step=lambda state, value: (first.append(state.raw_model.cfg), loss.append(value.item()))
-    )
-    train(make_config(**flags, init_from=str(halfway), out_dir=str(tmp_path / "new")), **monitor)
-    assert first[0].n_embd == 32 and first[0].seq_len == 16
-    assert loss[0] < rows(halfway, "train_loss")[0] - 0.5  # as of trained weights
+    flags = TINY | dict(data=str(data), seq_len=16, max_steps=1, init_from=str(halfway))
+    for name in ("n_layer", "n_embd", "n_head", "ngram"):
+        del flags[name]
+    cfg = make_config(**flags, out_dir=str(tmp_path / "new"))
+    losses = []
+    _, model = train(cfg, return_model=True, on_step=lambda _, loss: losses.append(loss.item()))
+    assert model.cfg.n_embd == 32 and model.cfg.seq_len == 16
+    assert losses[0] < rows(halfway, "train_loss")[0] - 0.5  # as of trained weights
 
 
 def test_runs_without_a_folder_get_one_each_and_return_the_model(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    losses, flags = [], TINY | dict(data=str(data), max_steps=2)
+    losses, cfg = [], make_config(**TINY | dict(data=str(data), max_steps=2))
     for _ in range(2):
-        summary, model = train(
-            make_config(**flags), return_model=True, on_step=lambda _, loss: losses.append(loss)
-        )
+        summary, model = train(cfg, return_model=True, on_step=lambda _, loss: losses.append(loss))
     folders = sorted((tmp_path / "runs").iterdir())
     assert len(folders) == 2 and summary["step"] == 2
     assert np.allclose(torch.stack(losses[2:]), rows(folders[1], "train_loss"))

@@ -28,18 +28,14 @@ def write(path, rows):
 
 
 def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
-    """Of one ending, by a forward pass of its own in float64, and whether each letter is the
-    likeliest."""
+    """Of one ending, by a forward pass of its own; and whether each letter is the likeliest."""
     letters = torch.tensor([*ending.encode()])
-    window = ([*context.encode()] or [BYTES.eot])[
-        -(65 - len(letters)) :
-    ]  # the newest that fit before it
-    logits = (
-        model(torch.tensor([[*window, *letters][:-1]]))[0].double().log_softmax(-1)[-len(letters) :]
-    )
-    return logits.gather(1, letters[:, None]).sum().item(), bool(
-        (logits.argmax(-1) == letters).all()
-    )
+    window = [*context.encode()] or [BYTES.eot]
+    window = window[-(65 - len(letters)) :]  # the newest that fit before it
+    logits = model(torch.tensor([[*window, *letters][:-1]]))[0, -len(letters) :]
+    log_probs = logits.double().log_softmax(-1)
+    is_likeliest = bool((logits.argmax(-1) == letters).all())
+    return log_probs.gather(1, letters[:, None]).sum().item(), is_likeliest
 
 
 def printed(capsys) -> dict[str, list[float]]:
@@ -54,30 +50,31 @@ def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
     measures = {
         "summed": lambda ending: 1,
         "per token (llm.c)": lambda ending: len(ending.encode()),
+        "per character (lm-evaluation-harness)": lambda ending: len(ending.strip()),
     }
-    measures["per character (lm-evaluation-harness)"] = lambda ending: len(ending.strip())
     assert shown.keys() == measures.keys()
     for name, length_of in measures.items():
         right = 0
         for row in QUESTIONS:
-            scores = [
-                log_likelihood(model, row["context"].rstrip(), end)[0] / length_of(end)
-                for end in row["endings"]
-            ]
+            scores = []
+            for ending in row["endings"]:
+                score, _ = log_likelihood(model, row["context"].rstrip(), ending)
+                scores.append(score / length_of(ending))
             right += scores.index(max(scores)) == row["label"]
-        assert shown[name] == pytest.approx(
-            [right / n, math.sqrt(right * (n - right) / n**2 / (n - 1))], abs=1e-4
-        )
+        deviation = math.sqrt(right * (n - right) / n**2 / (n - 1))
+        assert shown[name] == pytest.approx([right / n, deviation], abs=1e-4)
 
 
 def test_scores_do_not_depend_on_what_they_are_batched_with():
     model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
-    pairs = [
-        (row["context"], ending) for row in QUESTIONS for ending in row["endings"]
-    ] * 40  # several batches
-    encoded = [[torch.tensor(list(t.encode()) or [BYTES.eot]) for t in pair] for pair in pairs]
-    scores, greedy = score_endings(model, encoded)
-    expected = [log_likelihood(model, *pair) for pair in pairs[: len(pairs) // 40]] * 40
+    pairs, expected = [], []
+    for row in QUESTIONS:
+        context = torch.tensor([*row["context"].encode()] or [BYTES.eot])
+        for ending in row["endings"]:
+            pairs.append((context, torch.tensor([*ending.encode()])))
+            expected.append(log_likelihood(model, row["context"], ending))
+    expected *= 40
+    scores, greedy = score_endings(model, pairs * 40)  # several batches
     assert scores.tolist() == pytest.approx([score for score, _ in expected], rel=1e-5)
     assert greedy.tolist() == [drawn for _, drawn in expected]
 
@@ -88,17 +85,13 @@ def test_last_words(tmp_path, capsys):
     prompt = torch.tensor([*text.encode()])
     drawn = sample.generate(model, [prompt], n_tokens=1, vocab_size=257, temperature=0)
     likeliest = bytes(drawn).decode("latin-1")
-    rows = [
-        {"context": text, "endings": [ending], "label": 0}
-        for ending in (likeliest, "zz")
-        if ending.isascii()
-    ]
+    endings = [ending for ending in (likeliest, "zz") if ending.isascii()]
+    rows = [{"context": text, "endings": [ending], "label": 0} for ending in endings]
     print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
     shown = printed(capsys)
-    found = [log_likelihood(model, text, row["endings"][0]) for row in rows]
-    assert shown["drawn greedily"][0] == pytest.approx(
-        sum(drawn for _, drawn in found) / len(rows), abs=1e-4
-    )
+    found = [log_likelihood(model, text, ending) for ending in endings]
+    greedy = sum(drawn for _, drawn in found) / len(rows)
+    assert shown["drawn greedily"][0] == pytest.approx(greedy, abs=1e-4)
     perplexity = math.exp(-sum(score for score, _ in found) / len(rows))
     assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
     with pytest.raises(UserError, match="two files"):
