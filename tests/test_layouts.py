@@ -43,6 +43,7 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
     optimizer, losses, norms = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], []
+    peak_lrs = [group["lr"] for group in optimizer.param_groups]
     for step in range(20):
         batch = torch.from_numpy(stream.batch(step))
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -51,8 +52,8 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
         norms.append(
             math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters()))
         )
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * min(1, (20 - step) / 12)
+        for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
+            group["lr"] = peak_lr * min(1, (20 - step) / 12)
             group["momentum"] = 0.85 + 0.1 * step / 300
         optimizer.step()
         optimizer.zero_grad()
