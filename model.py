@@ -83,8 +83,8 @@ class GPTConfig:
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
-# On a CPU, eager training computes norm and relu_squared in fewer passes, as long as they are not
-# changed here (ops/cpu.py)
+# On a CPU, wrap_model replaces norm and relu_squared by functions that make fewer passes, for
+# training (use_cpu_functions in ops/cpu.py). You may edit them: an edited one is left as it is
 
 
 def norm(x: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ class CrossEntropy(nn.Module):
     def __init__(self, cfg: GPTConfig):
         super().__init__()
         self.softcap = cfg.softcap
-        self.kernel = fused_softcap_cross_entropy  # --compile puts its compiled form here
+        self.kernel = fused_softcap_cross_entropy  # --compile may put its compiled form here
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over the targets (N,) that are not -1, in nats, as a scalar in fp32.
@@ -323,8 +323,9 @@ class CrossEntropy(nn.Module):
         """
         # This is
         #     F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
-        # but in training, loss and gradient are made in one pass. To train on another loss, replace
-        # or extend this line by what is a mean over these targets, a chunk of the batch
+        # but in training its gradient is computed in the forward pass. To change the loss, edit
+        # this line. It is called for each chunk of tokens, and must return the mean over the
+        # chunk's targets that are not -1; chunks are then weighted by their number of targets
         return softcap_cross_entropy(logits, targets, self.softcap, self.kernel)
 
 
@@ -358,7 +359,7 @@ def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None)
 
 def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
     """The row of each n-gram in a table of n_rows embeddings."""
-    # The lowest bits of a product depend on the lowest bits of its factors alone: not those
+    # Without the lowest bits, which are badly mixed: they depend on the factors' lowest bits alone
     return ((hashes * HASH_B) >> 7) % n_rows
 
 
@@ -486,8 +487,7 @@ class GPT(nn.Module):
             x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
 
-        # idx, after the last tokens before it, which n-grams reach back to. cache.length now
-        # counts idx as well
+        # Adds idx to the cache: cache.length grows. tokens: the ngram - 1 tokens before it, then idx
         tokens = cache.read(idx, self.doc_eot)
 
         # Prompts of more than one token
@@ -602,7 +602,8 @@ class GPT(nn.Module):
         def head_loss(x: Tensor, targets: Tensor) -> Tensor:
             return self.cross_entropy(self.head(x), targets)
 
-        # chunked_loss takes the gradients by itself, of all parameters that head_loss may use
+        # chunked_loss runs its own backward pass in each chunk, so a parameter gets a gradient from
+        # it only if it is listed: all are, as a changed loss may use more than the head
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
         return chunked_loss(head_loss, list(self.parameters()), x, targets, chunk=self.loss_chunk)
@@ -696,13 +697,13 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 def init_weights(model: GPT, seed: int) -> None:
     """Initialize the parameters of PARAM_TABLE, and the second layer as an induction head.
 
-    Values are drawn on the CPU, for the whole parameter, from a seed per name: they do not depend
-    on device, sharding or other parameters.
+    Values are drawn on the CPU, for the whole parameter, from a seed per name (of 63 bits): they do
+    not depend on device, sharding or other parameters.
     """
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # 63 bits
+            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
@@ -867,7 +868,8 @@ class Optimizer(torch.optim.Optimizer):
             state = self.state[p]
             if name not in state:
                 state[name] = torch.zeros_like(p)
-            # After load_state_dict as well: a DTensor under FSDP, and on the device again
+            # zeros_like and load_state_dict give DTensors under FSDP, of which this rank keeps its
+            # shard; load_state_dict moves it to the device, from which offload takes it back
             state[name] = to_local(state[name])
             if self.offload and state[name].is_cuda:
                 state[name] = state[name].cpu().pin_memory()
@@ -883,13 +885,15 @@ class Optimizer(torch.optim.Optimizer):
             self.muon_at_once(group, params[first : first + at_once])
 
     def muon_at_once(self, group: dict, params: list[Tensor]) -> None:
+        """One Muon update of these parameters, all of the same shape."""
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
         device = weights[0].device
         lr, beta = group["lr"], group["momentum"]
 
-        # This rank's share of the matrices, a slice: under DDP a part of them; else all, of which
-        # a rank has some rows under FSDP. There is a drawing in ops/parallel.py
+        # The matrices that this rank works on, a slice of params. One process: all of them. DDP: a
+        # share of them, whole. FSDP: all of them, but this rank's rows only. HSDP: a share of them,
+        # this rank's rows
         mine = my_share(params)
 
         # Momentum, on the device and with --offload written back; Nesterov's step
@@ -901,8 +905,9 @@ class Optimizer(torch.optim.Optimizer):
         else:  # there are more ranks than matrices
             x = grads[0].new_empty((0, *grads[0].shape))
 
-        # Orthogonalize whole matrices. Under FSDP, ranks exchange rows of all for some whole ones
-        # before, and back; under DDP, each then gets the updates of the others
+        # Orthogonalize whole matrices. FSDP and HSDP: before it, ranks exchange rows so that each
+        # has some matrices whole; after it, the updates go back as rows. DDP and HSDP: then all get
+        # the updates of the others' shares. One process: neither call does anything
         x = gather_whole_matrices(x.to(self.ns_dtype), params[0])
         parts = x.split(group["matrix_rows"], dim=1)
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)

@@ -108,7 +108,7 @@ class Config:
     data: str = flag("", "folder from data/prepare.py; default: Python's standard library")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "alone: the run in out_dir; or a run or file; auto: if any", const="newest"
+        "", "continue out_dir, or the run or file PATH; auto: if any", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
@@ -189,8 +189,8 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # given: the flags, checked (--resume may add the out_dir of its run). saved: those that are
-    # taken from a checkpoint: all with --resume, the model's shape with --init_from, else {}
+    # given: the flags, checked (--resume may add the out_dir of its run, --init_from short_frac=0).
+    # saved: those from a checkpoint: all with --resume, the model's shape with --init_from, else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
 
     # With --minutes and no size, resolve_auto chooses the size
@@ -204,8 +204,8 @@ def make_config(**flags) -> Config:
     if given.get("params", 0) > 0:
         preset.update(flags_for_size(given["params"], given))
 
-    # What counts, from least to most: defaults, preset, resumed run, given flags. Only a preset
-    # that is given and is not the run's own counts more than the run
+    # Precedence, lowest first: defaults, preset, resumed run, given flags. Exception: --resume with
+    # another --preset, which then counts more than the run
     if "preset" in given and preset_name != saved.get("preset"):
         values = saved | preset | given
     else:
@@ -224,8 +224,8 @@ def resolve_auto(
 
     checkpoint_flags: of the checkpoint that is resumed, or {}.
     """
-    # dtype, attn, loss_chunk, ngram, by the machine and the dataset; with --minutes also the number
-    # of steps and, if it differs from the preset in no size, the sizes
+    # By the machine and the dataset: dtype, attn, loss_chunk, ngram. With --minutes also max_steps;
+    # with --params -1 the sizes and the batch, those aside that are not the preset's
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
     resolved = dataclasses.replace(cfg, **chosen)
@@ -238,9 +238,9 @@ def resolve_auto(
         resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
     )
 
-    # What was automatic just now (it has changed) is as in the checkpoint. Most resumed runs have
-    # the values already, by make_config; not after a restart by torchrun, in --trials, and where
-    # --minutes measures again
+    # In a resumed run, the checkpoint's value counts, not one chosen above (which differs from
+    # cfg's). Usually make_config has loaded it already. Three cases get here: a restart by
+    # torchrun, --trials, and --minutes, which measures again
     kept = {}
     for field in dataclasses.fields(Config):
         was_auto = getattr(resolved, field.name) != getattr(cfg, field.name)
@@ -301,7 +301,7 @@ class TrainState:
     tokens: int = 0  # trained on so far
 
     # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
-    # at every log line; set them in train_step, or in evaluate for its line
+    # and logged with every training and evaluation line, until you change or delete it
     metrics: dict = dataclasses.field(default_factory=dict)
 
     # For your changes: what you want in checkpoints. Tensors, numbers, strings, lists, dicts. Where
@@ -418,9 +418,9 @@ def get_progress(
 ) -> float:
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    With --minutes it is that of the time for training, or the fraction of the epochs that are
-    useful on a small dataset (more with strong weight decay), if that is larger.
-    time_to_finish: seconds of one more step and the last evaluation.
+    With --minutes: max(elapsed / available time, epochs / max_epochs), as more epochs than that
+    overfit a small dataset; strong weight decay allows more. time_to_finish: seconds of one more
+    step and the last evaluation.
     """
     if not cfg.minutes:
         return step / cfg.max_steps
@@ -666,8 +666,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     stop = "signal"
                     break
                 is_best = run.log_eval(state, val_loss)
-                # If this is the first evaluation and the run ends, the last checkpoint has the
-                # same weights
+                # Not after the only evaluation of a run: the last checkpoint, just saved, has the
+                # same weights, and there is no older ckpt_best.pt to replace
                 if is_best and not (stop and len(run.evaluations) == 1):
                     save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
@@ -695,7 +695,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 on_step(state, loss)
             profiler_step()
 
-    # target_val_loss may be reached at a step that was not saved
+    # The target was reached, or a signal came, in an evaluation at a step that was not saved
     if saved_step != state.step:
         save_checkpoint(state, stream, run, required=True)
     if stop == "signal" and run.signals:
