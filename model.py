@@ -487,7 +487,7 @@ class GPT(nn.Module):
             x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
 
-        # Adds idx to the cache: cache.length grows. tokens: the ngram - 1 tokens before it, then idx
+        # Adds idx to the cache: cache.length grows. tokens: the ngram - 1 tokens before it and idx
         tokens = cache.read(idx, self.doc_eot)
 
         # Prompts of more than one token
