@@ -1,7 +1,6 @@
 """Measure what each flag is worth on this machine: `python bench.py [SUBCOMMAND] [--quick] [flags]`
 
-train      (the default) the ladder: systems flags added one by one; then the full stack without
-           each of them
+train      (the default) the ladder: systems flags added one by one
 loss       A against B over several seeds: time and steps to a loss, mean, deviation, p. Each
            --flags="..." is a side: trainer flags, after the folder of an edited checkout if it
            begins with one
@@ -46,8 +45,8 @@ from benchmarks.memory import bench_memory
 from benchmarks.plot import X_AXES, Y_AXES, bench_plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
-from common import UserError, cpu_cores, exit_process, nan_to_none, report_error
-from records.check import COLUMNS, check_record, pack
+from common import UserError, command, cpu_cores, exit_process, nan_to_none
+from records.check import check_record, pack
 from runtime.device import device_name
 from runtime.flags import parse_flags
 from train_gpt import Config
@@ -61,12 +60,9 @@ def bench_record(bench: Bench) -> dict:
     if bench.options.pack:
         pack(folder, bench.options.pack)
     row, notes = check_record(folder)
-    cells = {}
-    for key, (heading, form) in COLUMNS.items():
-        if row[key] is not None:
-            cells[heading] = format(row[key], form)
+    shown = row | dict(mean=f"{row['mean']:.4f}")  # a loss has more digits than a time
     broken = [f"- {reason}" for reason in row["broken"]]
-    print(table(f"Track {row['track']}", [cells], "\n".join(broken + notes)))
+    print(table("Record", [shown], "\n".join(broken + notes)))
     return dict(record=[row])
 
 
@@ -128,19 +124,14 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
     return name, Bench(flags, options)
 
 
+@command
 def main(argv: list[str]) -> int:
-    """Run a benchmark and return the exit code.
-
-    0 done, 1 a case failed or rules are broken, 2 a user's mistake.
-    """
-    try:
-        name, bench = parse(argv)
-        measured = BENCHMARKS[name](bench)
-    except Exception as error:
-        return report_error(error)
+    """Run a benchmark; returns the exit code, 1 if a case failed or rules are broken."""
+    name, bench = parse(argv)
+    measured = BENCHMARKS[name](bench)
     if measured is None:  # a picture, or a rank that does not report
         return 0
-    command = shlex.join(["python", "bench.py", *argv])
+    command_line = shlex.join(["python", "bench.py", *argv])
     machine = dict(
         device=f"{bench.device.type} ({device_name(bench.device)})",
         cores=cpu_cores(),
@@ -148,9 +139,9 @@ def main(argv: list[str]) -> int:
         python=platform.python_version(),
         platform=platform.platform(),
     )
-    print(", ".join(f"{key} {value}" for key, value in machine.items()) + f". `{command}`")
+    print(", ".join(f"{key} {value}" for key, value in machine.items()) + f". `{command_line}`")
     if bench.options.json:
-        report = dict(benchmark=name, command=command, machine=machine) | measured
+        report = dict(benchmark=name, command=command_line, machine=machine) | measured
         text = json.dumps(nan_to_none(report), indent=1) + "\n"
         Path(bench.options.json).write_text(text, encoding="utf-8")
     for row in measured[name]:

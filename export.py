@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from common import UserError, atomic_write, report_error
+from common import UserError, atomic_write, command
 from data.tokenizers import VOCABULARY_FILE, Tokenizer, bytes_of_letters, get_tokenizer
 from inference.generation import freeze, random_tokens
 from inference.int8 import quantize
@@ -228,10 +228,6 @@ def check_arguments(kind: str, out: Path) -> None:
     for path in (out, *(out.parent / name for name in beside)):
         if path.exists():
             raise UserError(f"{path} is there already; give another --out, or delete it")
-    if out.name in beside:
-        raise UserError(
-            f"--out is {out.name}, which is written beside the weights; give them another name"
-        )
     if kind == "torch-export" and out.suffix != ".pt2":
         raise UserError(
             f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending"
@@ -255,8 +251,9 @@ def export(path: Path, kind: str, out: Path) -> None:
     print(f"{path} -> {out}: {kind}, {size:,} bytes ({n_params:,} parameters)")
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 an error, 2 the user's mistake."""
+@command
+def main(argv: list[str]) -> None:
+    """Export as the command line says."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, or a checkpoint file")
@@ -270,12 +267,8 @@ def main(argv: list[str]) -> int:
     add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     args = parser.parse_args(argv)
     out = Path(args.out)
-    try:
-        check_arguments(args.to, out)
-        export(find_file(args.run, args.best), args.to, out)
-    except Exception as error:
-        return report_error(error)
-    return 0
+    check_arguments(args.to, out)
+    export(find_file(args.run, args.best), args.to, out)
 
 
 if __name__ == "__main__":

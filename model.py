@@ -83,8 +83,8 @@ class GPTConfig:
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
-# On a CPU, wrap_model replaces norm and relu_squared by functions that make fewer passes, for
-# training (use_cpu_functions in ops/cpu.py). You may edit them: an edited one is left as it is
+# On a CPU, training swaps the next two for faster functions, unless you have edited them (it
+# compares their code: use_cpu_functions in ops/cpu.py)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         B, T, C = x.shape
 
-        # Queries and keys, and values: all heads, (B, T, ..., head_dim)
+        # qk: (B, T, 2 * n_head, head_dim); v: (B, T, n_head, head_dim)
         qkv = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
 
@@ -341,9 +341,11 @@ HASH_MODULUS = 2**31
 def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None) -> Tensor:
     """Hash the n-grams that end at each of the last `length` tokens.
 
-    Returns int64 (B, length, longest - 1). tokens: integer (B, S). longest: the
-    n-grams have 2, ..., longest tokens. Before the start of the context, or of a document (the
-    token doc_eot, if given), there is "no token".
+    tokens: integer (B, S).
+    longest: the n-grams have 2, ..., longest tokens.
+    doc_eot: the token that starts a document. Before it, and before the first token, there is
+    "no token".
+    Returns int64 (B, length, longest - 1).
     """
     hashes = []
     before = code = tokens.long() + 1  # 0 stands for "no token"
@@ -359,7 +361,7 @@ def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None)
 
 def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
     """The row of each n-gram in a table of n_rows embeddings."""
-    # Without the lowest bits, which are badly mixed: they depend on the factors' lowest bits alone
+    # >> 7: the lowest bits of a product are badly mixed, as they depend on its lowest bits alone
     return ((hashes * HASH_B) >> 7) % n_rows
 
 
@@ -397,10 +399,10 @@ class NgramEmbedding(nn.Embedding):
             keep = keep.view(B * T, N)
         summed = F.embedding_bag(
             rows.view(B * T, N),
-            self.weight.float(),  # fp32 already, except under FSDP
+            self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
             per_sample_weights=keep,
-            sparse=self.sparse,  # set by ops/cpu.py
+            sparse=self.sparse,  # True on some CPU runs: cheaper gradients (ops/cpu.py)
         )
         return summed.view(B, T, -1)
 
@@ -487,10 +489,10 @@ class GPT(nn.Module):
             x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
 
-        # Adds idx to the cache: cache.length grows. tokens: the ngram - 1 tokens before it and idx
+        # Adds idx to the cache: cache.length grows. tokens: ngram - 1 earlier tokens, then idx
         tokens = cache.read(idx, self.doc_eot)
 
-        # Prompts of more than one token
+        # Prompts of more than one token. cache.length - 1: where each ends, before its padding
         if idx.size(1) > 1:
             masks = self.attention_masks("sdpa", idx)
             x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
@@ -602,8 +604,8 @@ class GPT(nn.Module):
         def head_loss(x: Tensor, targets: Tensor) -> Tensor:
             return self.cross_entropy(self.head(x), targets)
 
-        # chunked_loss runs its own backward pass in each chunk, so a parameter gets a gradient from
-        # it only if it is listed: all are, as a changed loss may use more than the head
+        # chunked_loss has its own backward pass, which gives gradients to x and to the parameters
+        # that are listed: all of them, as a changed loss may use more than the head
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
         return chunked_loss(head_loss, list(self.parameters()), x, targets, chunk=self.loss_chunk)
@@ -697,13 +699,13 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 def init_weights(model: GPT, seed: int) -> None:
     """Initialize the parameters of PARAM_TABLE, and the second layer as an induction head.
 
-    Values are drawn on the CPU, for the whole parameter, from a seed per name (of 63 bits): they do
-    not depend on device, sharding or other parameters.
+    Values are drawn on the CPU, for the whole parameter, from a seed per name: they do not depend
+    on device, sharding or other parameters.
     """
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
+            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # 63 bits
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
@@ -733,7 +735,7 @@ def optimizer_groups(
             settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
         else:
             settings = dict(kind=spec.optim, lr=spec.lr_mul * adam_lr, weight_decay=0.0)
-            # fused: load_state_dict then keeps the number of steps on the device
+            # fused: torch's load_state_dict then leaves the number of steps on the device
             settings |= dict(betas=spec.betas, fused=True)
 
         # It joins those that are optimized alike
@@ -868,9 +870,9 @@ class Optimizer(torch.optim.Optimizer):
             state = self.state[p]
             if name not in state:
                 state[name] = torch.zeros_like(p)
-            # zeros_like and load_state_dict give DTensors under FSDP, of which this rank keeps its
-            # shard; load_state_dict moves it to the device, from which offload takes it back
+            # Under FSDP, zeros_like and load_state_dict make DTensors: keep this rank's shard
             state[name] = to_local(state[name])
+            # load_state_dict moves the state to the device: take it back
             if self.offload and state[name].is_cuda:
                 state[name] = state[name].cpu().pin_memory()
         return [self.state[p][name] for p in params]
@@ -891,9 +893,8 @@ class Optimizer(torch.optim.Optimizer):
         device = weights[0].device
         lr, beta = group["lr"], group["momentum"]
 
-        # The matrices that this rank works on, a slice of params. One process: all of them. DDP: a
-        # share of them, whole. FSDP: all of them, but this rank's rows only. HSDP: a share of them,
-        # this rank's rows
+        # The slice of params that this rank works on: with one process or FSDP all of them, with
+        # DDP or HSDP a share. With FSDP and HSDP, a rank has only its rows of each matrix
         mine = my_share(params)
 
         # Momentum, on the device and with --offload written back; Nesterov's step
@@ -905,12 +906,11 @@ class Optimizer(torch.optim.Optimizer):
         else:  # there are more ranks than matrices
             x = grads[0].new_empty((0, *grads[0].shape))
 
-        # Orthogonalize whole matrices. FSDP and HSDP: before it, ranks exchange rows so that each
-        # has some matrices whole; after it, the updates go back as rows. DDP and HSDP: then all get
-        # the updates of the others' shares. One process: neither call does anything
+        # With FSDP and HSDP, ranks exchange rows, so that each has some matrices whole
         x = gather_whole_matrices(x.to(self.ns_dtype), params[0])
         parts = x.split(group["matrix_rows"], dim=1)
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)
+        # The way back: with FSDP and HSDP to rows; with DDP and HSDP all get each other's updates
         updates = exchange_updates(x, params).to(weights[0].dtype)
 
         # Decoupled weight decay, and the update

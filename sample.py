@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import torch
 
-from common import UserError, printable, report_error
+from common import UserError, command, printable
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.evaluation import print_choices, print_perplexity
 from inference.generation import (
@@ -302,8 +302,9 @@ def run(args) -> None:
             print_samples(prompts, model, tokenizer, args, step)
 
 
+@command
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0 done, 1 an error, 2 the user's mistake."""
+    """Sample or evaluate as the command line says; returns the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -314,12 +315,8 @@ def main(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:
-        return report_error(error)
     return 0
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stdin):  # the text may hold what a terminal cannot show
-        stream.reconfigure(errors="replace")
     sys.exit(main(sys.argv[1:]))

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Data and model
+# Errors and seeds, data, model
 from common import command, derive_seed, exit_process
 from data.stream import TokenStream, prefetch
 from inference.generation import check_causal, sample_continuation
@@ -89,7 +89,7 @@ PRESETS = {
         max_steps=1000,
         eval_tokens=262144,
     ),
-    # The sizes of GPT-2
+    # GPT-2's depths and widths, with fewer and mostly wider heads
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
@@ -108,7 +108,7 @@ class Config:
     data: str = flag("", "folder from data/prepare.py; default: Python's standard library")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue out_dir, or the run or file PATH; auto: if any", const="newest"
+        "", "continue out_dir, or the run or file PATH; auto: if there is one", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
@@ -189,8 +189,9 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # given: the flags, checked (--resume may add the out_dir of its run, --init_from short_frac=0).
-    # saved: those from a checkpoint: all with --resume, the model's shape with --init_from, else {}
+    # given: the flags, checked. --resume may add its run's out_dir, --init_from adds short_frac=0
+    # saved: flags from a checkpoint. --resume: all of them. --init_from: the model's shape, if the
+    # command names no size itself. Else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
 
     # With --minutes and no size, resolve_auto chooses the size
@@ -225,7 +226,7 @@ def resolve_auto(
     checkpoint_flags: of the checkpoint that is resumed, or {}.
     """
     # By the machine and the dataset: dtype, attn, loss_chunk, ngram. With --minutes also max_steps;
-    # with --params -1 the sizes and the batch, those aside that are not the preset's
+    # with --params -1 the sizes and the batch, except for flags that differ from the preset's
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
     resolved = dataclasses.replace(cfg, **chosen)
@@ -238,13 +239,13 @@ def resolve_auto(
         resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
     )
 
-    # In a resumed run, the checkpoint's value counts, not one chosen above (which differs from
-    # cfg's). Usually make_config has loaded it already. Three cases get here: a restart by
-    # torchrun, --trials, and --minutes, which measures again
+    # A resumed run keeps the checkpoint's value where one has just been chosen. Usually make_config
+    # has loaded it already. Three cases get here: a restart by torchrun, --trials, and --minutes,
+    # which measures again
     kept = {}
     for field in dataclasses.fields(Config):
-        was_auto = getattr(resolved, field.name) != getattr(cfg, field.name)
-        if was_auto and field.name in checkpoint_flags:
+        was_chosen = getattr(resolved, field.name) != getattr(cfg, field.name)
+        if was_chosen and field.name in checkpoint_flags:
             kept[field.name] = checkpoint_flags[field.name]
     return dataclasses.replace(resolved, **kept)
 
@@ -372,7 +373,7 @@ def build(
 
     # fp8, activation checkpointing, compile, DDP or FSDP. Steps on dummy data find the micro-batch
     # that fits and trigger compilation; weights do not change
-    seq_lens = {get_seq_len(0.0, cfg), get_seq_len(1.0, cfg)}
+    seq_lens = {get_seq_len(0.0, cfg), get_seq_len(1.0, cfg)}  # of the first and the last step
     model, micro_batch = wrap_model(raw_model, cfg, make_optimizer, dist_ctx, seq_lens)
 
     # Its optimizer
@@ -419,8 +420,8 @@ def get_progress(
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
     With --minutes: max(elapsed / available time, epochs / max_epochs), as more epochs than that
-    overfit a small dataset; strong weight decay allows more. time_to_finish: seconds of one more
-    step and the last evaluation.
+    overfit a small dataset; with strong weight decay it takes more epochs. time_to_finish: seconds
+    of one more step and the last evaluation.
     """
     if not cfg.minutes:
         return step / cfg.max_steps
@@ -461,7 +462,7 @@ def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
 def seed_random(state: TrainState) -> None:
     """Seed every generator for this step, so that checkpoints need not hold their states."""
     seed, step, rank = state.cfg.seed, state.step, state.dist_ctx.rank
-    # n-gram dropout must not depend on ranks; what else is random differs between them
+    # n-gram dropout is the same on any number of ranks; all other random numbers differ by rank
     state.raw_model.step_seed = derive_seed(seed, "step", step)
     rank_seed = derive_seed(seed, "step", step, rank)
     random.seed(rank_seed)
@@ -472,9 +473,9 @@ def seed_random(state: TrainState) -> None:
 def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
     """One optimizer step on this rank's batch, at this fraction of the run.
 
-    Returns this rank's share of the loss, a scalar in fp32 (the mean over ranks is the mean over
-    all targets of the global batch), and the gradient norm before clipping. There is no update if
-    that norm is not finite.
+    Returns this rank's part of the loss, a scalar in fp32, scaled so that its mean over ranks is
+    the loss of the global batch; and the gradient norm before clipping. There is no update if that
+    norm is not finite.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
@@ -489,9 +490,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over all targets of all ranks. Where some are -1, their number differs
-    # between micro-batches and ranks, so each micro-batch's mean is weighted by it. DDP and FSDP
-    # average gradients over ranks, hence targets per rank
+    # The loss is the mean over all targets of all ranks, those of -1 aside: the sum of each
+    # micro-batch's mean times its number of targets, divided by all targets. As DDP and FSDP
+    # average gradients over the ranks, it is divided by the targets per rank
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -499,7 +500,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with maybe_no_sync(state.model, is_last):  # DDP's ranks exchange gradients at the last only
+        with maybe_no_sync(state.model, is_last):  # DDP, HSDP: one all-reduce, in the last
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
@@ -530,10 +531,10 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, stream: TokenStream, signals: list = ()) -> float | None:
+def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None:
     """Mean loss over --eval_tokens validation tokens, in nats, whatever the ranks and micro-batch.
 
-    None if a rank has received a signal meanwhile: there may be little time left.
+    None if a rank has received one of `signals` meanwhile: there may be little time left.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
@@ -560,7 +561,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals: list = ()) -> floa
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
     """The end of the validation tokens, ">>>", and the model's continuation."""
-    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]  # 512 tokens
     with state.evaluating() as model:
         return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
 
@@ -581,7 +582,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     dist_ctx = init_device_and_ranks(cfg)
     with open_run(cfg, dist_ctx) as run:
         with raise_on_all_ranks(dist_ctx):
-            windows = gpt_config(cfg, vocab_size=0).layer_windows()  # for any vocabulary
+            windows = gpt_config(cfg, vocab_size=0).layer_windows()  # need no vocabulary
             warnings = check_device(cfg, dist_ctx, windows)
 
         # Data, and the checkpoint of --resume or --init_from, if there is one
@@ -633,14 +634,14 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             progress, process_s, signaled = ask_ranks(state, stream, run)
             has_trained = step > first_step
 
-            # Does the run end here? Later reasons override earlier ones. Unless it is finished, at
-            # least one step is made, so that a job that is restarted again and again progresses
+            # Does the run end here? Later reasons override earlier ones. has_trained: make a step
+            # before anything else ends it, so that a job that is restarted often still progresses
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
             if has_trained and cfg.max_minutes and process_s >= 60 * cfg.max_minutes:
                 stop = "max_minutes"
-            if has_trained and bad_steps == MAX_BAD_STEPS:
+            if bad_steps == MAX_BAD_STEPS:
                 stop = "diverged"
             if has_trained and signaled:
                 stop = "signal"
@@ -666,8 +667,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     stop = "signal"
                     break
                 is_best = run.log_eval(state, val_loss)
-                # Not after the only evaluation of a run: the last checkpoint, just saved, has the
-                # same weights, and there is no older ckpt_best.pt to replace
+                # If this is the only evaluation of a run that ends, the last checkpoint, just
+                # saved, already holds these weights
                 if is_best and not (stop and len(run.evaluations) == 1):
                     save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
@@ -682,7 +683,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 
             # A single training step
             with run.timing_step():
-                batch = run.next_batch(batches)
+                batch = run.next_batch(batches)  # counts the time that it waits
                 loss, grad_norm = train_step(state, batch, progress)
             if math.isfinite(grad_norm):
                 bad_steps = 0
@@ -707,7 +708,8 @@ def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, 
     """The fraction of the run that is done, the seconds of this process, and whether a rank has
     received a signal: the largest of all ranks' values, the same on all of them."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch  # in batches
+    # An evaluation is as long as so many training batches, from which its time is estimated
+    eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
     progress = get_progress(
         state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_size)
     )

@@ -1,4 +1,4 @@
-"""`bench.py train`: systems flags added one by one, then the full stack without each of them."""
+"""`bench.py train`: systems flags added one by one."""
 
 import math
 import time
@@ -13,7 +13,6 @@ from benchmarks.harness import (
     build_state,
     measure,
     progress,
-    summarize,
     table,
     time_steps,
 )
@@ -99,7 +98,7 @@ def measure_matmul_peak(device: torch.device) -> tuple[float, str]:
 
 
 def bench_train(bench: Bench) -> dict:
-    """Print the ladder, and the full stack without each of the steps that were kept."""
+    """Print the ladder. A step that is slower than the last one kept is not kept."""
     bench.forbid_flags(*BASE, "bf16")
     cfg = bench.cfg
     on_cuda = bench.device.type == "cuda"
@@ -115,7 +114,6 @@ def bench_train(bench: Bench) -> dict:
     rows = compare(bench, "fp32 eager", base)
     stack = base
     total_speedup = 1.0
-    replaced = {}
     for name, change in steps.items():
         _, row = compare(bench, f"+ {name}", stack, stack | change)
         rows.append(row)
@@ -131,20 +129,7 @@ def bench_train(bench: Bench) -> dict:
             row["note"] = "slower: not kept"
             continue
         total_speedup *= speedup
-        replaced[name] = {key: stack[key] for key in change}
         stack = stack | change | dict(micro_batch=row["micro_batch"])
-
-    # Take one flag away from all that were kept
-    if replaced:
-        replaced = {"all of them": base} | replaced
-    without = []
-    for name, change in replaced.items():
-        full, row = compare(bench, f"without {name}", stack, stack | change)
-        without.append(row)
-        if row["ratios"]:
-            for end in ("", "_min", "_max"):
-                row[f"full stack (interleaved), ms/step{end}"] = full[f"ms/step{end}"]
-            row |= summarize([{"slowdown": 1 / ratio} for ratio in row["ratios"]])
 
     for row in rows:
         if row["tokens/s"]:
@@ -156,5 +141,4 @@ def bench_train(bench: Bench) -> dict:
         "the cumulative column multiplies these ratios."
     )
     print(table("The ladder", rows, note))
-    print(table("The full stack without one", without))
-    return dict(train=rows, without=without, stack=stack, peak_flops=peak)
+    return dict(train=rows, stack=stack, peak_flops=peak)

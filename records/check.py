@@ -303,21 +303,6 @@ def t_test(values: list[float], target: float) -> float:
 # --------------------------------------------------------------------------------------------------
 # The verdict
 
-# Of the row that check_record returns: key -> heading, format
-COLUMNS = dict(
-    record=("record", ""),
-    target=("target", ""),
-    mean=("mean val_loss", ".4f"),
-    deviation=("sd", ".4f"),
-    p=("p", ".1e"),
-    runs=("runs", "d"),
-    steps=("steps", ",d"),
-    train_time_s=("train_time, s", ".1f"),
-    wall_time_s=("wall time, s", ".1f"),
-    machine=("machine", ""),
-    verdict=("", ""),
-)
-
 
 def check_record(path: str) -> tuple[dict, list[str]]:
     """Check a record's folder against its track's rules. Raises UserError for any other folder.

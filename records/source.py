@@ -28,11 +28,7 @@ def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
     command = ["git", "-c", "core.autocrlf=false", *arguments]
     # Temporary folders are in no repository
     env = os.environ | dict(GIT_CEILING_DIRECTORIES=tempfile.gettempdir())
-    try:
-        done = subprocess.run(command, cwd=folder or REPOSITORY, env=env, capture_output=True)
-    except OSError as error:
-        wrong = f"git, which reads the sources of records, cannot be started ({error})"
-        raise UserError(f"{wrong}; install it") from None
+    done = subprocess.run(command, cwd=folder or REPOSITORY, env=env, capture_output=True)
     if done.returncode and advice:
         complaint = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise UserError(f"git {arguments[0]} failed ({complaint}); {advice}")

@@ -88,9 +88,7 @@ def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
     assert not rows["+ fp8"]["ms/step"]
     stack = dict(dtype="bf16", attn="blocked", compile="off", fp8=False)
     assert {name: report["stack"][name] for name in stack} == stack
-    without = {row["Config"].removeprefix("without "): row["slowdown"] for row in report["without"]}
-    assert without["all of them"] == without["fused attention"] == 2 and without["bf16"] == 1
-    assert "compile" not in without and "MFU (measured matmul peak)" in capsys.readouterr().out
+    assert "MFU (measured matmul peak)" in capsys.readouterr().out
 
 
 def test_steps_of_the_ladder_compute_the_same(tmp_path, monkeypatch):
