@@ -123,7 +123,7 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     method = "forkserver" if "forkserver" in methods else "spawn"
     context = multiprocessing.get_context(method)
     # Imported once, for all cases
-    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(["benchmarks.harness", "torch._dynamo"])
     running = [RunningCase(context, case) for case in cases]
     for number in range(1 + repeats):
         for case in running:

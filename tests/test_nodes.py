@@ -49,8 +49,7 @@ CPU = DistContext(torch.device("cpu"))
 CASES = {  # of two nodes of two ranks each
     "ddp_half": dict(micro_batch=4, save_every=10, keep=0),
     "ddp_bf16": dict(micro_batch=2, grad_comm="bf16", bucket_cap_mb=1, max_steps=5),
-    "hsdp": dict(parallel="hsdp", micro_batch=4, save_every=10, keep=0),
-    "hsdp_accum": dict(parallel="hsdp", micro_batch=2, checkpointing="full"),
+    "hsdp": dict(parallel="hsdp", micro_batch=2, checkpointing="full", save_every=10, keep=0),
     "hsdp_resumed": dict(
         parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt", init_from=""
     ),
@@ -132,7 +131,7 @@ def assert_same_end(run: Path, whole: Path) -> None:
 def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
     # All ranks' weights are equal to the bit
     assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(CASES, True)
-    for case in ("ddp_half", "hsdp", "hsdp_accum"):
+    for case in ("ddp_half", "hsdp"):
         assert_same_run(two_nodes / case, plain)
     tiny_run(tmp_path / "thin", data=data, **CASES["hsdp_thin"] | dict(parallel="auto"))
     assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
@@ -142,7 +141,7 @@ def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
         norms = np.array(rows(two_nodes / case, "grad_norm")[:5])
         assert 1e-5 < np.abs(norms / expected - 1).max() < 1e-2
     log = (two_nodes / "hsdp" / "log.txt").read_text()
-    assert " hsdp, " in log and "4 ranks x 1 grad_accum_steps" in log
+    assert " hsdp, " in log and "4 ranks x 2 grad_accum_steps" in log
 
 
 def test_checkpoints_of_any_shape_resume_in_any_other(two_nodes, plain, data, tmp_path):
