@@ -26,7 +26,7 @@ from torch.optim.adamw import adamw
 from common import derive_seed
 from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention, flex_attention
 from ops.linear import linear
-from ops.loss import chunked_loss, fused_softcap_cross_entropy, softcap_cross_entropy
+from ops.loss import chunked_loss
 from ops.parallel import (
     exchange_updates,
     gather_whole_matrices,
@@ -83,8 +83,8 @@ class GPTConfig:
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
-# On a CPU, training swaps the next two for faster functions, unless you have edited them (it
-# compares their code: use_cpu_functions in ops/cpu.py)
+# Eager training swaps norm, relu_squared and cross_entropy for faster functions that compute the
+# same, unless you have edited them (it compares their code: ops/eager.py)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -308,25 +308,12 @@ def softcap(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-class CrossEntropy(nn.Module):
-    """The loss, in training and in evaluation."""
+def cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Mean cross entropy of the soft-capped logits, in nats: a scalar in fp32.
 
-    def __init__(self, cfg: GPTConfig):
-        super().__init__()
-        self.softcap = cfg.softcap
-        self.kernel = fused_softcap_cross_entropy  # --compile may put its compiled form here
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the targets (N,) that are not -1, in nats, as a scalar in fp32.
-
-        logits: (N, vocab_size), before the soft-cap, in the compute dtype.
-        """
-        # This is
-        #     F.cross_entropy(softcap(logits.float(), self.softcap), targets, ignore_index=-1)
-        # but in training its gradient is computed in the forward pass. To change the loss, edit
-        # this line. It is called for each chunk of tokens, and must return the mean over the
-        # chunk's targets that are not -1; chunks are then weighted by their number of targets
-        return softcap_cross_entropy(logits, targets, self.softcap, self.kernel)
+    logits: (N, vocab_size), in the compute dtype. targets: int64 (N,); those of -1 do not count.
+    """
+    return F.cross_entropy(softcap(logits.float(), cap), targets, ignore_index=-1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -402,7 +389,7 @@ class NgramEmbedding(nn.Embedding):
             self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
             per_sample_weights=keep,
-            sparse=self.sparse,  # True on some CPU runs: cheaper gradients (ops/cpu.py)
+            sparse=self.sparse,  # True on some CPU runs: cheaper gradients (ops/eager.py)
         )
         return summed.view(B, T, -1)
 
@@ -452,7 +439,6 @@ class GPT(nn.Module):
             self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
-        self.cross_entropy = CrossEntropy(cfg)
 
         # Tables of rotary embedding: buffers that checkpoints need not hold
         frequency, cos, sin = precompute_rotary(cfg)
@@ -598,17 +584,22 @@ class GPT(nn.Module):
         """Apply head and soft-cap to x (..., C): fp32 (..., vocab_size)."""
         return softcap(self.head(x).float(), self.cfg.softcap)
 
+    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of some tokens: of what the blocks make of them, x (N, C), and targets (N,).
+
+        To change the loss, edit this or cross_entropy. It is called for each chunk of tokens, and
+        must return the mean over the chunk's targets that are not -1; chunks are then weighted by
+        their number of targets.
+        """
+        return cross_entropy(self.head(x), targets, self.cfg.softcap)
+
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Head and loss, `loss_chunk` tokens at a time: the mean over targets, a scalar in fp32."""
-
-        def head_loss(x: Tensor, targets: Tensor) -> Tensor:
-            return self.cross_entropy(self.head(x), targets)
-
-        # chunked_loss has its own backward pass, which gives gradients to x and to the parameters
-        # that are listed: all of them, as a changed loss may use more than the head
+        """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        return chunked_loss(head_loss, list(self.parameters()), x, targets, chunk=self.loss_chunk)
+        # The parameters: chunks make their gradients, for those that head_loss uses
+        params = list(self.parameters())
+        return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, and attention's.

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from ops.loss import CompiledLoss
+
 # The modes that use CUDA graphs, and what they are without
 WITHOUT_CUDAGRAPHS = {
     "reduce-overhead": "default",
@@ -29,13 +31,10 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     for block in model.blocks:
         block.compile(mode=mode, fullgraph=True, dynamic=False)
 
-    # The loss without CUDA graphs, which would copy each chunk's logits into their memory
+    # The loss without CUDA graphs, which would copy each chunk's logits into their memory. On a CPU
+    # evaluation is not worth its compile time
     options = dict(mode=WITHOUT_CUDAGRAPHS.get(mode, mode), fullgraph=True, dynamic=False)
-    if device.type == "cpu":
-        # The other parts of cross entropy, and evaluation, are not worth their compile time
-        model.cross_entropy.kernel = torch.compile(model.cross_entropy.kernel, **options)
-    else:
-        model.cross_entropy.compile(**options)
+    model.head_loss = CompiledLoss(model, compile_forward=device.type != "cpu", options=options)
     if mode in WITHOUT_CUDAGRAPHS:
         # Tell CUDA graphs that earlier outputs may be overwritten
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())

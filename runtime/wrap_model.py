@@ -8,7 +8,7 @@ from torch import nn
 from common import UserError, is_out_of_memory, largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
-from ops.cpu import use_cpu_functions, use_sparse_embedding_gradients
+from ops.eager import use_eager_functions, use_sparse_embedding_gradients
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.device import DTYPES
@@ -34,9 +34,8 @@ def wrap_model(
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     blocks = set(model.blocks)  # a changed model may use one several times
 
-    # 1. Functions that are faster on a CPU; float8
-    if device.type == "cpu":
-        use_cpu_functions(type(model).backbone.__globals__)
+    # 1. Functions that are faster when eager; float8
+    use_eager_functions(type(model).backbone.__globals__)
     if cfg.fp8:
         for block in blocks:
             for name, module in block.named_children():
