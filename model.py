@@ -83,8 +83,8 @@ class GPTConfig:
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
-# Eager training swaps norm, relu_squared and cross_entropy for faster functions that compute the
-# same, unless you have edited them (it compares their code: ops/eager.py)
+# Training swaps norm, relu_squared and cross_entropy for functions that compute the same in fewer
+# passes, unless you have edited them (ops/faster.py compares their code)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -389,7 +389,7 @@ class NgramEmbedding(nn.Embedding):
             self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
             per_sample_weights=keep,
-            sparse=self.sparse,  # True on some CPU runs: cheaper gradients (ops/eager.py)
+            sparse=self.sparse,  # True on some CPU runs: cheaper gradients (ops/faster.py)
         )
         return summed.view(B, T, -1)
 

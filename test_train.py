@@ -322,8 +322,8 @@ def test_evaluated_loss():
         evaluated, logits = model(x, y), model(x)
     found = difference(model(x, y), evaluated, "the loss")
     assert not found, (
-        f"in eval mode, {found} with gradients from without: softcap_cross_entropy has its "
-        "gradient written by hand; to change the loss, replace its line in CrossEntropy"
+        f"in eval mode, {found} with gradients from without: what depends on them belongs under "
+        "`if self.training`"
     )
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
     found = difference(evaluated, expected, "the loss")

@@ -235,7 +235,7 @@ ATTENTION_BACKENDS = ("auto", "sdpa", *SDPA_KERNELS, "blocked", "flex", "varlen"
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention to the keys of a KV cache."""
     one_query = q.size(2) == 1 and q.size(1) == k.size(1) and mask is not None
-    if one_query and q.is_cpu and torch.compiler.is_dynamo_compiling():
+    if one_query and torch.compiler.is_dynamo_compiling():
         return one_query_attention(q, k, v, mask)
     if q.is_cuda:  # not cuDNN, which plans anew for every number of keys
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -246,8 +246,9 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention of one query (B, n_head, 1, head_dim), as sums of products in fp32, to be compiled.
 
-    On a CPU the compiler turns them into loops over k and v as they lie in memory, several times
-    as fast as SDPA's kernel, which is made for blocks of queries.
+    The compiler turns them into loops over k and v as they lie in memory. On a CPU they are several
+    times as fast as SDPA's kernel, which is made for blocks of queries; on a GPU, SDPA's kernel
+    refuses the strides that the compiler gives q.
     """
     scores = (q.float() * k.float()).sum(-1, keepdim=True) / math.sqrt(q.size(-1))
     mask = mask.mT  # (..., number of keys, 1)

@@ -9,6 +9,10 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
     """x (..., K) @ w (N, K).T, by sums of products where a single row is compiled."""
     if is_matvec(x):
         return matvec(x, w).to(x.dtype)
+    n = len(w)
+    if x.is_cuda and n % 8:  # as of a gate per head: cuBLAS is slow unless 8 divides it
+        padded = F.pad(w, (0, 0, 0, -n % 8))
+        return F.linear(x, padded)[..., :n]
     return F.linear(x, w)
 
 
@@ -74,6 +78,11 @@ class Fp8Linear(torch.autograd.Function):
         return dx.view_as(x), grad.T @ x.flatten(0, -2)
 
 
+def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x (..., K) @ w (N, K).T in float8. A function, as PyTorch 2.11 does not trace Fp8Linear."""
+    return Fp8Linear.apply(x, w)
+
+
 def apply_fp8(module: nn.Module) -> None:
     """Use float8 in the linear layers of a module, those that have a `matmul` like model.Linear.
 
@@ -81,4 +90,4 @@ def apply_fp8(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if hasattr(layer, "matmul") and all(size % 16 == 0 for size in layer.weight.shape):
-            layer.matmul = Fp8Linear.apply
+            layer.matmul = fp8_linear

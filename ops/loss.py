@@ -116,13 +116,14 @@ class CompiledLoss:
     edit of it as well.
     """
 
-    def __init__(self, model: nn.Module, compile_forward: bool, options: dict):
-        """compile_forward: also without gradients, for evaluation. options: of torch.compile."""
+    def __init__(self, model: nn.Module, options: dict, compile_forward: bool):
+        """options: Inductor's. compile_forward: also without gradients, for evaluation."""
+        how = dict(fullgraph=True, dynamic=False, options=options)
         self.module = HeadLoss(model)
         self.forward = call
         if compile_forward:
-            self.forward = torch.compile(call, **options)
-        self.compiled_gradients = torch.compile(traceable_gradients, **options)
+            self.forward = torch.compile(call, **how)
+        self.compiled_gradients = torch.compile(traceable_gradients, **how)
 
         # The parameters that it uses: those that get a gradient from a single token
         params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}

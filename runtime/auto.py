@@ -140,7 +140,9 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     if resolved.ngram == -1:
         chosen["ngram"] = 6 if vocab_size < 258 else 3  # bytes, or longer tokens
     if resolved.loss_chunk == -1:
-        chosen["loss_chunk"] = 4096 if device.type == "cuda" else 2048
+        chosen["loss_chunk"] = run_on_rank0(
+            dist_ctx, lambda: choose_loss_chunk(resolved, device, vocab_size)
+        )
     if resolved.attn == "auto" and device.type == "cpu":
         chosen["attn"] = run_on_rank0(dist_ctx, lambda: choose_attention(resolved))
     return chosen
@@ -164,6 +166,18 @@ def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
     tokens = tokens_in_time(cfg, vocab_size, flops)
     tokens = min(tokens, max_epochs(cfg.weight_decay) * n_tokens)
     return max(1, round(tokens / cfg.batch_tokens))
+
+
+def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
+    """On a GPU, as many tokens as have logits of a tenth of its memory, up to 32,768."""
+    if device.type != "cuda":
+        return 2048
+    # Logits and their gradient in 16 bits; eager, also three tensors of their size in fp32
+    bytes_per_token = (4 if cfg.is_compiled else 16) * (cfg.vocab_size or vocab_size)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    memory *= torch.cuda.get_per_process_memory_fraction()
+    fitting = 2 ** int(math.log2(0.1 * memory / bytes_per_token))
+    return max(1024, min(32768, fitting))
 
 
 def choose_attention(cfg) -> str:

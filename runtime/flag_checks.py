@@ -155,6 +155,11 @@ def check_cuda(cfg, device: torch.device, dtype: str, has_mask: bool) -> None:
             f"--attn {cfg.attn} needs bf16 or fp16 and a GPU of compute capability 8.0 or newer "
             "(A100, RTX 30); add --bf16, or use --attn efficient"
         )
+    if cfg.attn == "fa3" and (10, 0) <= capability < (99, 0):
+        raise UserError(
+            f"--attn fa3 has no kernels for compute capability {capability[0]}.{capability[1]}; "
+            "use --attn fa4, cudnn or flash"
+        )
     if cfg.fp8 and (dtype != "bf16" or capability < (8, 9)):
         raise UserError(
             "--fp8 needs --dtype bf16 and a GPU of compute capability 8.9 or newer "

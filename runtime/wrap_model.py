@@ -1,5 +1,6 @@
 """What is put around the model for training, the micro-batch that fits, and warming it all up."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from common import UserError, is_out_of_memory, largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
-from ops.eager import use_eager_functions, use_sparse_embedding_gradients
+from ops.faster import use_faster_functions, use_sparse_embedding_gradients
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.device import DTYPES
@@ -17,7 +18,7 @@ from runtime.ranks import DistContext, any_rank
 
 # Tokens of a micro-batch: fewer leave a GPU idle, and more are no faster
 ENOUGH_TOKENS = 4096
-MOST_TOKENS = 65536
+MOST_TOKENS = 131072
 CPU_TOKENS = 8192
 
 
@@ -34,8 +35,8 @@ def wrap_model(
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     blocks = set(model.blocks)  # a changed model may use one several times
 
-    # 1. Functions that are faster when eager; float8
-    use_eager_functions(type(model).backbone.__globals__)
+    # 1. Functions in fewer passes; float8
+    use_faster_functions(type(model).backbone.__globals__)
     if cfg.fp8:
         for block in blocks:
             for name, module in block.named_children():
@@ -51,9 +52,14 @@ def wrap_model(
     # 3. Micro-batch
     micro_batch = choose_micro_batch(model, cfg, make_optimizer, ac_modes, n_seqs, dist_ctx)
 
-    # 4. Compile
+    # 4. Compile. Compiled blocks keep less for backward: twice as many sequences may fit
     if cfg.is_compiled:
         apply_compile(model, cfg.compile, activation_budget(cfg), device)
+        larger = largest_divisor(n_seqs, min(2 * micro_batch, MOST_TOKENS // cfg.seq_len))
+        is_tried = device.type == "cuda" and not cfg.micro_batch and not cfg.is_sharded
+        if is_tried and larger > micro_batch and not cfg.uses_cudagraphs:
+            if step_fits(model, cfg, make_optimizer, larger, dist_ctx):
+                micro_batch = larger
 
     # 5. Offload activations
     if cfg.offload == "activations" and device.type == "cuda":
@@ -135,16 +141,7 @@ def choose_micro_batch(
         for micro_batch in candidates:
             if micro_batch < enough and mode != ac_modes[-1]:
                 break
-            fits = step_fits(
-                model,
-                make_optimizer(cfg, model),
-                micro_batch=micro_batch,
-                seq_len=cfg.seq_len,
-                n_ranks=dist_ctx.world_size,
-            )
-            model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-            if not any_rank(dist_ctx, not fits):
+            if step_fits(model, cfg, make_optimizer, micro_batch, dist_ctx):
                 return micro_batch
     raise UserError(
         "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, add "
@@ -153,26 +150,27 @@ def choose_micro_batch(
 
 
 def step_fits(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batch: int,
-    seq_len: int,
-    n_ranks: int,
+    model: nn.Module, cfg, make_optimizer: Callable, micro_batch: int, dist_ctx: DistContext
 ) -> bool:
-    """Try whether a step takes at most 92 % of the GPU's memory; fragmentation takes the rest."""
+    """Try whether a step takes at most 92 % of the GPU's memory, on every rank.
+
+    Fragmentation takes the rest.
+    """
     torch.cuda.reset_peak_memory_stats()
+    needed = math.inf
     try:
-        dummy_step(model, optimizer, micro_batch, seq_len)
+        dummy_step(model, make_optimizer(cfg, model), micro_batch, cfg.seq_len)
+        needed = torch.cuda.max_memory_allocated()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return False
-    needed = torch.cuda.max_memory_allocated()
-    if n_ranks > 1:
+    if dist_ctx.world_size > 1:
         needed += sum(4 * p.numel() for p in model.parameters())  # DDP's buckets, in fp32
     available = torch.cuda.get_device_properties(None).total_memory
     available *= torch.cuda.get_per_process_memory_fraction()
-    return needed <= 0.92 * available
+    model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    return not any_rank(dist_ctx, needed > 0.92 * available)
 
 
 def dummy_step(

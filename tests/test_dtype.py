@@ -1,6 +1,7 @@
 """Automatic values: --dtype by speed, once; the attention; the chunks of the loss."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,8 +86,14 @@ def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     chosen = dataclasses.replace(cfg, **choose("cpu"))
     assert (chosen.attn, chosen.loss_chunk) == (attn, flags.get("loss_chunk", 2048))
+    # A GPU of 24 GB, with GPT-2's vocabulary
+    gpu = SimpleNamespace(total_memory=24 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
+    cfg = dataclasses.replace(cfg, vocab_size=50304)
     on_gpu = choose("cuda")
-    assert "attn" not in on_gpu and on_gpu.get("loss_chunk", 0) == flags.get("loss_chunk", 4096)
+    expected = flags.get("loss_chunk", 8192 if cfg.is_compiled else 2048)
+    assert "attn" not in on_gpu and on_gpu.get("loss_chunk", 0) == expected
 
 
 def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, capsys):

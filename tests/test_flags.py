@@ -435,7 +435,7 @@ def test_micro_batch_is_what_fits(monkeypatch):
         model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
         set_modes = []
 
-        def step_fits(model, optimizer, micro_batch, **_) -> bool:
+        def step_fits(model, cfg, make_optimizer, micro_batch, dist_ctx) -> bool:
             tried.append(micro_batch)
             return micro_batch * bytes_per_seq[set_modes[-1]] <= memory
 
@@ -451,7 +451,7 @@ def test_micro_batch_is_what_fits(monkeypatch):
         )
         return micro_batch, set_modes[-1]
 
-    assert choose(10**9) == (64, "none") and tried == [64]
+    assert choose(10**9) == (64, "none") and tried == [64]  # all that there are
     assert choose(100) == (8, "none") and tried[1:] == [64, 32, 16, 8]
     assert choose(30) == (4, "selective")  # of which 4,096 tokens fit: fewer leave a GPU idle
     assert choose(3) == (2, "full") and choose(100, n_seqs=60) == (6, "none")

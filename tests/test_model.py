@@ -21,11 +21,17 @@ from conftest import built, final, random_gpt, rows, tiny_run
 from inference import generation, int8
 from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token
 from inference.int8 import quantize, round_to_int8
-from model import GPT, CrossEntropy, GPTConfig, attention, may_attend
+from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
-from ops.cpu import CpuReLUSquared, CpuRMSNorm, use_sparse_embedding_gradients
+from ops.faster import (
+    CpuReLUSquared,
+    CpuRMSNorm,
+    FusedCrossEntropy,
+    bounded_cross_entropy,
+    use_sparse_embedding_gradients,
+)
 from ops.linear import Fp8Linear, apply_fp8, linear
 from ops.loss import chunked_loss
 from tests.edit_cases import Plain
@@ -168,14 +174,23 @@ def exact_loss(logits, targets, softcap: float) -> torch.Tensor:
     "dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 2**-7), (torch.float16, 2**-9)]
 )
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
-@pytest.mark.parametrize("softcap", [0.0, 0.7, 15.0, 69.0, 80.0])
-def test_cross_entropy_and_its_gradient_in_float64(softcap, scale, dtype, rtol):
-    """Softcaps where the gradient is made by hand and by PyTorch; sure mistakes, masked targets."""
+@pytest.mark.parametrize(
+    "function, softcaps",
+    [
+        (cross_entropy, (0.0, 15.0, 80.0)),
+        (FusedCrossEntropy.apply, (0.7, 15.0, 30.0)),
+        (bounded_cross_entropy, (0.7, 15.0, 30.0)),
+    ],
+)
+@pytest.mark.parametrize("number", range(3))
+def test_cross_entropy_and_its_gradient_in_float64(function, softcaps, number, scale, dtype, rtol):
+    """The page's and those that are put in its place; sure mistakes, masked targets."""
+    softcap = softcaps[number]
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(20, 50, generator=generator)).to(dtype).requires_grad_()
     targets = torch.cat([torch.randint(-1, 50, (18,), generator=generator), logits[18:].argmin(-1)])
     targets[:2] = -1
-    loss = CrossEntropy(GPTConfig(softcap=softcap))(logits, targets)
+    loss = function(logits, targets, softcap)
     want = exact_loss(logits, targets, softcap)
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad(3 * loss, logits)
@@ -196,7 +211,7 @@ def test_a_loss_in_chunks_is_that_of_all_tokens(chunk):
 
     def function(x, y):
         rows.append(len(x))
-        return CrossEntropy(GPTConfig())(x @ w.T, y)
+        return cross_entropy(x @ w.T, y, 15.0)
 
     loss = chunked_loss(function, [w, unused, frozen], x, targets, chunk)
     assert max(rows) == min(chunk or 48, 48)
@@ -224,7 +239,7 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
     shift[:9] = certain
 
     def function(x, y):
-        return CrossEntropy(GPTConfig(softcap=softcap))(x @ w.to(dtype).T + shift, y)
+        return cross_entropy(x @ w.to(dtype).T + shift, y, softcap)
 
     loss = 4096 * chunked_loss(function, [w], x, targets, 16)  # as scaled by GradScaler
     exact_x = x.detach().double().requires_grad_()
@@ -532,9 +547,36 @@ def compile_with(monkeypatch, backend) -> None:
     compiled = torch.compile
 
     def compile(function, **options):
-        return compiled(function, **options | dict(mode=None, backend=backend))
+        return compiled(function, **options | dict(mode=None, options=None, backend=backend))
 
     monkeypatch.setattr(torch, "compile", compile)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_what_is_compiled_can_be_traced(checkpointing, monkeypatch):
+    """As one graph each, with all that a flag adds to them, as for a GPU; on a CPU."""
+
+    def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    compile_with(monkeypatch, "aot_eager")
+    shape = dict(n_layer=1, vocab_size=80, window="S:9", ngram=3)
+    gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=16, **shape), tokens(size=80)
+    gpt.doc_eot, gpt.ngram_dropout, gpt.attn_backend = 3, 0.2, "blocked"
+    apply_fp8(gpt.blocks[0].mlp)
+    apply_fp8(gpt.head)
+    apply_ac(gpt.blocks[0], checkpointing)
+    want = gpt(idx, idx)
+    want_grads = torch.autograd.grad(want, list(gpt.parameters()))
+    apply_compile(gpt, "default", 1.0, torch.device("cuda"))
+    got = gpt(idx, idx)
+    grads = torch.autograd.grad(got, list(gpt.parameters()))
+    assert got.item() == pytest.approx(want.item(), rel=0.01)
+    for ours, exact in zip(grads, want_grads):
+        assert (ours - exact).norm() <= 0.1 * exact.norm()
+    with torch.no_grad():
+        assert gpt(idx, idx).item() == pytest.approx(want.item(), rel=0.01)
 
 
 def test_budget_of_the_compiler_acts(monkeypatch):
