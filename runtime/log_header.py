@@ -1,6 +1,7 @@
 """The first lines of a run's log: what is in effect, and what was derived from its flags."""
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from data.stream import TokenStream
 from runtime.device import device_summary, software_versions
@@ -21,8 +22,8 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     ac_mode = getattr(model.blocks[0], "ac_mode", "none")
     lines.append(
         f"device: {device_summary(state.dist_ctx)}, {cfg.dtype}, compile {cfg.compile}, "
-        f"{parallel}, attention {cfg.attn}, loss_chunk {cfg.loss_chunk}, checkpointing {ac_mode}, "
-        f"matmul precision {torch.get_float32_matmul_precision()}"
+        f"{parallel}, attention {attention_kernel(cfg, model)}, loss_chunk {cfg.loss_chunk}, "
+        f"checkpointing {ac_mode}, matmul precision {torch.get_float32_matmul_precision()}"
     )
 
     # Data
@@ -70,3 +71,17 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     if stream.tokenizer is None:
         lines.append("no samples will be printed, as a rank has no tokenizer for this data")
     return lines
+
+
+def attention_kernel(cfg, model) -> str:
+    """The value of --attn; on a GPU, also the kernel that PyTorch chooses for auto."""
+    if cfg.attn not in ("auto", "sdpa") or model.device.type != "cuda":
+        return cfg.attn
+    shape = (1, cfg.n_head, cfg.seq_len, cfg.n_embd // cfg.n_head)
+    q = torch.empty(shape, dtype=model.compute_dtype, device=model.device, requires_grad=True)
+    mask = None
+    if any(model.windows) or model.doc_eot is not None:
+        mask = torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool, device=model.device)
+    chosen = torch._fused_sdp_choice(q, q, q, attn_mask=mask, is_causal=mask is None)
+    kernel = SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
+    return f"{cfg.attn} ({kernel})"

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import model
 import ops.checkpointing
 import train_gpt
+from benchmarks import attention as bench_attention
+from benchmarks import ladder
 from conftest import (
     TINY,
     add_noise,
@@ -68,8 +70,11 @@ def packed(monkeypatch) -> list[int]:
 
 
 def started(**flags) -> tuple:
-    """The TrainState of a tiny run before its first step, and four batches."""
-    batches = [torch.randint(0, 257, (16, 33)).pin_memory() for _ in range(4)]
+    """The TrainState of a tiny run before its first step, and four batches, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(4):
+        batches.append(torch.randint(0, 257, (16, 33), generator=generator).pin_memory())
     return built(device="cuda", **flags), batches
 
 
@@ -240,7 +245,13 @@ def test_gpu_dropout_is_recomputed_as_it_was(compile, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["train", "attention", "memory", "profile"])
-def test_bench_on_cuda(name, tmp_path):
+def test_bench_on_cuda(name, tmp_path, monkeypatch):
+    # Each case is a process that starts CUDA: a part of them, in two minutes for all GPU tests
+    steps = {step: ladder.LADDER[step] for step in ("bf16", "compile")}
+    monkeypatch.setattr(ladder, "LADDER", steps)
+    monkeypatch.setattr(bench_attention, "BACKENDS", ("naive", "sdpa", "flex"))
+    causal = bench_attention.VARIANTS["causal"]
+    monkeypatch.setattr(bench_attention, "VARIANTS", dict(causal=causal))
     report = measured(tmp_path, name, "--preset laptop --n_layer 2 --quick --repeats 2")
     assert report["machine"]["device"].startswith("cuda")
 
