@@ -389,7 +389,6 @@ class NgramEmbedding(nn.Embedding):
             self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
             per_sample_weights=keep,
-            sparse=self.sparse,  # True on some CPU runs: cheaper gradients (ops/faster.py)
         )
         return summed.view(B, T, -1)
 

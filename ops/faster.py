@@ -1,29 +1,13 @@
-"""Functions of model.py in fewer passes, put there from outside; sparse gradients on CPUs."""
+"""Functions of model.py in fewer passes, put there from outside."""
 
 import math
 from types import FunctionType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ops.loss import loss_scale
-
-
-def use_sparse_embedding_gradients(table: nn.Embedding) -> None:
-    """Make a table's gradients sparse; `.grad` is dense, and each micro-step adds its rows to it.
-
-    Dense gradients are as large as the table: with the n-grams of `laptop`, 8 micro-steps of 1,024
-    tokens take 48 ms instead of 6 (2 cores of an EPYC). torch.autograd.grad returns sparse ones.
-    """
-
-    def densify(p: Tensor) -> None:
-        if p.grad is not None and p.grad.is_sparse:
-            p.grad = p.grad.to_dense()
-
-    if table.weight.requires_grad and table.weight.is_leaf:
-        table.sparse = True
-        table.weight.register_post_accumulate_grad_hook(densify)
 
 
 def refuse_second_derivative() -> None:

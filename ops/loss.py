@@ -45,10 +45,7 @@ class ChunkedLoss(torch.autograd.Function):
         ):
             n = (part_targets >= 0).sum()
             # Of the sum, not the mean, which would underflow in 16 bits
-            if isinstance(function, CompiledLoss):
-                loss, dx_new, new = function.gradients(part, part_targets, n * scale, params)
-            else:
-                loss, dx_new, *new = gradients(function, part, part_targets, n * scale, params)
+            loss, dx_new, *new = gradients(function, part, part_targets, n * scale, params)
             total += torch.where(n > 0, loss * n, 0)
             dx_part.copy_(dx_new)
             for i in range(len(params)):
@@ -87,6 +84,8 @@ def gradients(
 
     None for a param that the loss does not use.
     """
+    if isinstance(function, CompiledLoss):
+        return function.gradients(x, targets, factor, params)
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         loss = function(x, targets)
@@ -120,9 +119,9 @@ class CompiledLoss:
         """options: Inductor's. compile_forward: also without gradients, for evaluation."""
         how = dict(fullgraph=True, dynamic=False, options=options)
         self.module = HeadLoss(model)
-        self.forward = call
+        self.evaluated = HeadLoss(model)
         if compile_forward:
-            self.forward = torch.compile(call, **how)
+            self.evaluated.compile(**how)
         self.compiled_gradients = torch.compile(traceable_gradients, **how)
 
         # The parameters that it uses: those that get a gradient from a single token
@@ -134,7 +133,7 @@ class CompiledLoss:
         self.names = [name for name, grad in zip(params, found) if grad is not None]
 
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
-        return self.forward(self.module, x, targets)
+        return self.evaluated(x, targets)
 
     def used_params(self) -> list[Tensor]:
         return [self.module.get_parameter(name) for name in self.names]
@@ -145,13 +144,9 @@ class CompiledLoss:
         return self.compiled_gradients(self.module, x, targets, factor, by_name)
 
 
-def call(module: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    return module(x, targets)
-
-
 def traceable_gradients(
     module: nn.Module, x: Tensor, targets: Tensor, factor: Tensor, params: dict[str, Tensor]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, ...]:
     """As `gradients`, for the compiler, which does not trace torch.autograd.grad."""
 
     def scaled_loss(x: Tensor, params: dict[str, Tensor]):
@@ -160,4 +155,4 @@ def traceable_gradients(
 
     compute = grad_and_value(scaled_loss, argnums=(0, 1), has_aux=True)
     (dx, grads), (_, loss) = compute(x, params)
-    return loss, dx, list(grads.values())
+    return loss, dx, *grads.values()

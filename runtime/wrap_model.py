@@ -9,7 +9,7 @@ from torch import nn
 from common import UserError, is_out_of_memory, largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
-from ops.faster import use_faster_functions, use_sparse_embedding_gradients
+from ops.faster import use_faster_functions
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.device import DTYPES
@@ -75,14 +75,7 @@ def wrap_model(
     elif dist_ctx.world_size > 1:
         wrapped = apply_ddp(model, cfg.bucket_cap_mb, grad_dtype)
 
-    # 7. Sparse gradients of n-grams on a CPU, if a micro-batch looks up few of their rows
-    lookups = micro_batch * cfg.seq_len * (cfg.ngram - 1)
-    is_plain = device.type == "cpu" and dist_ctx.world_size == 1 and not cfg.is_sharded
-    if is_plain and micro_batch < n_seqs and 4 * lookups <= cfg.ngram_rows:
-        if isinstance(model.ngrams, nn.Embedding):
-            use_sparse_embedding_gradients(model.ngrams)
-
-    # 8. Warm up: compile, load kernels, allocate, connect, so that step 1 is like any other
+    # 7. Warm up: compile, load kernels, allocate, connect, so that step 1 is like any other
     if cfg.is_compiled or device.type == "cuda" or dist_ctx.world_size > 1:
         for seq_len in sorted(seq_lens, reverse=True):
             dummy_step(

@@ -30,7 +30,6 @@ from ops.faster import (
     CpuRMSNorm,
     FusedCrossEntropy,
     bounded_cross_entropy,
-    use_sparse_embedding_gradients,
 )
 from ops.linear import Fp8Linear, apply_fp8, linear
 from ops.loss import chunked_loss
@@ -288,23 +287,6 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
     monkeypatch.setattr(model, "attention", watch)
     gpt(torch.randperm(70, generator=torch.Generator().manual_seed(0))[:12].repeat(2)[None])
     assert found[1].all() and max(found[i].float().mean() for i in (0, 2)) < 0.4
-
-
-def test_embeddings_add_gradients_in_place():
-    """After three micro-steps, gradients are autograd's and dense, though added row by row."""
-    pair, layouts = [random_gpt(ngram=3, ngram_rows=50).train() for _ in range(2)], []
-    use_sparse_embedding_gradients(pair[1].ngrams)
-    for gpt in pair:
-        gpt.ngram_dropout = 0.3
-        gpt.ngrams.weight.register_hook(lambda grad: layouts.append(grad.layout))
-        for part in tokens(6).split(2):
-            gpt(part, part).backward()
-    assert layouts == 3 * [torch.strided] + 3 * [torch.sparse_coo]
-    for (name, want), got in zip(pair[0].named_parameters(), pair[1].parameters()):
-        torch.testing.assert_close(got.grad, want.grad, msg=name)
-    gpt = random_gpt(ngram=3, loss_chunk=8)
-    use_sparse_embedding_gradients(gpt.ngrams)
-    gpt.loss(torch.randn(2, 24, 32), tokens(2)).backward()  # looks nothing up
 
 
 def test_dropped_ngrams():

@@ -317,7 +317,6 @@ def assert_plain(case: Case, state, batch) -> None:
         for (name, _), grad, want in zip(named, grads, wants):
             assert (grad is None) == (want is None), name
             if grad is not None:
-                grad = grad.to_dense()  # that of n-grams is sparse until it is added
                 apart = (grad - want).norm() / want.norm().clamp(min=1)
                 assert apart <= 2e-6, (name, apart)
 
