@@ -124,12 +124,12 @@ class CompiledLoss:
             self.evaluated.compile(**how)
         self.compiled_gradients = torch.compile(traceable_gradients, **how)
 
-        # The parameters that it uses: those that get a gradient from a single token
+        # The parameters that it uses: those that get a gradient from some tokens
         params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        x = torch.zeros((1, model.cfg.n_embd), dtype=model.compute_dtype, device=model.device)
-        target = torch.zeros((1,), dtype=torch.int64, device=model.device)
+        x = torch.zeros((32, model.cfg.n_embd), dtype=model.compute_dtype, device=model.device)
+        targets = torch.zeros((32,), dtype=torch.int64, device=model.device)
         one = torch.ones((), device=model.device)
-        _, _, *found = gradients(self.module, x, target, one, tuple(params.values()))
+        _, _, *found = gradients(self.module, x, targets, one, tuple(params.values()))
         self.names = [name for name, grad in zip(params, found) if grad is not None]
 
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
