@@ -91,21 +91,6 @@ def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
     assert "MFU (measured matmul peak)" in capsys.readouterr().out
 
 
-def test_steps_of_the_ladder_compute_the_same(tmp_path, monkeypatch):
-    names = ("fused attention", "chunked loss", "auto micro-batch", "full checkpointing")
-    steps = {name: ladder.LADDER[name] for name in names}
-    monkeypatch.setattr(ladder, "LADDER", {"TF32": {}} | steps)
-    rows = measured(tmp_path, "train", SMALL + " --micro_batch 2")["train"]
-    numbers_are_finite(rows)
-    assert [row["Config"] for row in rows] == ["fp32 eager", *(f"+ {name}" for name in names)]
-    for row in rows:
-        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-4)
-        assert row["losses"][2] < row["losses"][0] and row["peak MiB"] > 50
-        assert row["tokens/s"] * row["ms/step"] / 1000 == pytest.approx(512)
-        assert 0 < row["MFU (measured matmul peak)"] < 1
-    assert [row["micro_batch"] for row in rows[:3]] == [2, 2, 2] and rows[3]["micro_batch"] == 8
-
-
 def run(*losses: float, seconds: float = 1.0) -> dict:
     """A run that is evaluated every ten steps, each of which takes so many seconds."""
     rows = []
