@@ -6,7 +6,7 @@ Differences from GPT-2:
 - the other half of each key is the previous token's key (partial key offset)
 - value embeddings, with a gate per head
 - embeddings of hashed n-grams, added to the token embeddings
-- squared ReLU; no biases, no dropout; an untied head, and a tanh soft-cap on the logits
+- squared ReLU; no biases, dropout of n-grams only; an untied head, a tanh soft-cap on the logits
 - projections and head start at zero; the second layer starts as an induction head
 
 In this file: 1 config, 2 layers, 3 n-grams, 4 GPT, 5 parameter table, 6 optimizer. In ops/: kernels
@@ -84,7 +84,7 @@ class GPTConfig:
 
 
 # Training swaps norm, relu_squared and cross_entropy for functions that compute the same in fewer
-# passes, unless you have edited them (ops/faster.py compares their code)
+# passes, unless you have edited them, or softcap (ops/faster.py compares their code)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None)
 
 def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
     """The row of each n-gram in a table of n_rows embeddings."""
-    # >> 7: the lowest bits of a product are badly mixed, as they depend on its lowest bits alone
+    # >> 7: a product's lowest bits are badly mixed, as they depend on the hash's lowest bits alone
     return ((hashes * HASH_B) >> 7) % n_rows
 
 
@@ -474,7 +474,7 @@ class GPT(nn.Module):
             x = self.backbone(idx, position, masks, self.attn_backend)
             return self.logits(x[:, -1:])
 
-        # Adds idx to the cache: cache.length grows. tokens: ngram - 1 earlier tokens, then idx
+        # Adds idx to the cache (its length and document). tokens: ngram - 1 earlier ones, then idx
         tokens = cache.read(idx, self.doc_eot)
 
         # Prompts of more than one token. cache.length - 1: where each ends, before its padding
@@ -483,7 +483,7 @@ class GPT(nn.Module):
             x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
             return self.logits(gather_positions(x, cache.length - 1))
 
-        # One token per row, at its own position
+        # One token per row, at its own position (a prompt of one token, too)
         position = cache.length[:, None] - 1
         masks = cache.masks(self, position)
         x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
@@ -596,7 +596,8 @@ class GPT(nn.Module):
         """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # The parameters: chunks make their gradients, for those that head_loss uses
+        # chunked_loss computes gradients in its forward pass: of x, and of the ones of these
+        # parameters that head_loss uses
         params = list(self.parameters())
         return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
 
@@ -663,7 +664,8 @@ PARAM_TABLE = [
     ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0),
     ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0),
     ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0),
-    # Zero: a new model gives all tokens the same probability, and its blocks pass x through
+    # Zero: a new model gives all tokens the same probability, its blocks pass x through, and its
+    # gates are 1. Gates have a row per head, too few for Muon
     ParamSpec(r"head\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
@@ -695,7 +697,8 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # 63 bits
+            # >> 1 stays: all initial weights depend on it
+            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
@@ -841,7 +844,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            # Matrices of one shape are orthogonalized together
+            # By shape: Muon orthogonalizes matrices of one shape together
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:

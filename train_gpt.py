@@ -89,7 +89,7 @@ PRESETS = {
         max_steps=1000,
         eval_tokens=262144,
     ),
-    # GPT-2's depths and widths, with fewer and mostly wider heads
+    # GPT-2's depths and widths, mostly with fewer, wider heads
     "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
@@ -190,8 +190,8 @@ def make_config(**flags) -> Config:
     data and device are known.
     """
     # given: the flags, checked. --resume may add its run's out_dir, --init_from adds short_frac=0
-    # saved: flags from a checkpoint. --resume: all of them. --init_from: the model's shape, if the
-    # command names no size itself. Else {}
+    # saved: flags from a checkpoint. --resume: nearly all. --init_from: the model's shape, unless
+    # --preset or --params is given. Else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
 
     # With --minutes and no size, resolve_auto chooses the size
@@ -226,7 +226,7 @@ def resolve_auto(
     checkpoint_flags: of the checkpoint that is resumed, or {}.
     """
     # By the machine and the dataset: dtype, attn, loss_chunk, ngram. With --minutes also max_steps;
-    # with --params -1 the sizes and the batch, except for flags that differ from the preset's
+    # with --params -1 sizes and batch, but what was changed from the preset stays
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
     resolved = dataclasses.replace(cfg, **chosen)
@@ -239,9 +239,8 @@ def resolve_auto(
         resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
     )
 
-    # A resumed run keeps the checkpoint's value where one has just been chosen. Usually make_config
-    # has loaded it already. Three cases get here: a restart by torchrun, --trials, and --minutes,
-    # which measures again
+    # A resumed run keeps the checkpoint's value where one has just been chosen: make_config has not
+    # loaded these flags after a restart by torchrun or with --trials, and --minutes measures again
     kept = {}
     for field in dataclasses.fields(Config):
         was_chosen = getattr(resolved, field.name) != getattr(cfg, field.name)
@@ -379,7 +378,7 @@ def build(
     # Its optimizer
     optimizer = make_optimizer(cfg, raw_model)
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # what the schedule multiplies
+        group.setdefault("initial_lr", group["lr"])  # what the schedule multiplies, if not set yet
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
     return TrainState(
         cfg=cfg,
@@ -490,9 +489,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over all targets of all ranks, those of -1 aside: the sum of each
-    # micro-batch's mean times its number of targets, divided by all targets. As DDP and FSDP
-    # average gradients over the ranks, it is divided by the targets per rank
+    # Loss = sum of all ranks' token losses / n_targets; targets of -1 do not count. A micro-batch
+    # adds its mean times its number of targets. DDP and FSDP then average over the ranks, so here
+    # it is divided by n_targets / world_size
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -500,7 +499,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with maybe_no_sync(state.model, is_last):  # DDP, HSDP: one all-reduce, in the last
+        with maybe_no_sync(state.model, is_last):  # all-reduce in the last only (FSDP: in each)
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
@@ -561,7 +560,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
     """The end of the validation tokens, ">>>", and the model's continuation."""
-    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]  # 512 tokens
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]  # at most 512
     with state.evaluating() as model:
         return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
 
@@ -708,7 +707,7 @@ def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, 
     """The fraction of the run that is done, the seconds of this process, and whether a rank has
     received a signal: the largest of all ranks' values, the same on all of them."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    # An evaluation is as long as so many training batches, from which its time is estimated
+    # Size of an evaluation in training batches, to estimate its time before one is measured
     eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
     progress = get_progress(
         state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_size)
