@@ -148,7 +148,7 @@ class Config:
     bf16: bool = flag(False, "short for --dtype bf16", const=True)
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
-    attn: str = flag("auto", "attention (varlen, fa3, fa4: untested on GPUs)", ATTENTION_BACKENDS)
+    attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
     checkpointing: str = flag("auto", "activations: none, selective, full, or a budget in (0, 1)")
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)

@@ -1,5 +1,7 @@
 """torch.compile, of each block and of the loss, in place."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -12,6 +14,7 @@ WITHOUT_CUDAGRAPHS = {
 }
 
 
+@functools.cache
 def reduce_short_rows_at_once() -> None:
     """Have Triton reduce rows of few elements without a loop over them.
 
@@ -21,15 +24,17 @@ def reduce_short_rows_at_once() -> None:
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 
-    class Choices(InductorChoices):
-        @staticmethod
-        def should_use_persistent_reduction(features, cooperative_reduction):
-            is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 256)
-            return is_short or InductorChoices.should_use_persistent_reduction(
-                features, cooperative_reduction
-            )
+    if torch.__version__ >= "2.15":
+        return
+    plain = InductorChoices.should_use_persistent_reduction
 
-    V.set_choices_handler(Choices())
+    def should_use_persistent_reduction(features, cooperative_reduction):
+        is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 256)
+        return is_short or plain(features, cooperative_reduction)
+
+    # In the class: backward passes are compiled in another thread, which has other handlers
+    choose = staticmethod(should_use_persistent_reduction)
+    InductorChoices.should_use_persistent_reduction = choose
 
 
 def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.device) -> None:
@@ -59,8 +64,9 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     if device.type == "cuda":
         # Else the gradient of all logits is stored in fp32 before it is quantized, with --fp8
         options["realize_opcount_threshold"] = 60
-    # On a CPU, evaluation is not worth its compile time
-    model.head_loss = CompiledLoss(model, options, compile_forward=device.type != "cpu")
+    # On a CPU, evaluation is not worth its compile time; without chunks, training needs it
+    compile_forward = device.type != "cpu" or model.loss_chunk == 0
+    model.head_loss = CompiledLoss(model, options, compile_forward)
     if mode in WITHOUT_CUDAGRAPHS:
         # Tell CUDA graphs that earlier outputs may be overwritten
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())

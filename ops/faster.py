@@ -166,17 +166,19 @@ def use_faster_functions(names: dict) -> None:
 
     Only where they are the plain ones: what a change makes of them is what is computed.
     """
-    if same_code(names["norm"], plain_norm):
+    if same_code(names.get("norm"), plain_norm):
         names["norm"] = faster_norm
-    if same_code(names["relu_squared"], plain_relu_squared):
+    if same_code(names.get("relu_squared"), plain_relu_squared):
         names["relu_squared"] = faster_relu_squared
-    if same_code(names["softcap"], softcap):
-        if same_code(names["cross_entropy"], plain_cross_entropy):
+    if same_code(names.get("softcap"), softcap):
+        if same_code(names.get("cross_entropy"), plain_cross_entropy):
             names["cross_entropy"] = faster_cross_entropy
 
 
-def same_code(function: FunctionType, plain: FunctionType) -> bool:
+def same_code(function: object, plain: FunctionType) -> bool:
     """Whether a function is the plain one, docstrings aside."""
+    if not isinstance(function, FunctionType):
+        return False
     ours, theirs = function.__code__, plain.__code__
     same_constants = ours.co_consts[1:] == theirs.co_consts[1:]  # the first is the docstring
     return same_constants and ours.co_code == theirs.co_code and ours.co_names == theirs.co_names

@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., K) @ w (N, K).T, by sums of products where a single row is compiled."""
+    """x (..., K) @ w (N, K).T; a single compiled row by sums of products."""
     if is_matvec(x):
         return matvec(x, w).to(x.dtype)
     n = len(w)
-    if x.is_cuda and n % 8:  # as of a gate per head: cuBLAS is slow unless 8 divides it
+    if x.is_cuda and n < 64 and n % 8:  # as of a gate per head: cuBLAS is slow unless 8 divides it
         padded = F.pad(w, (0, 0, 0, -n % 8))
         return F.linear(x, padded)[..., :n]
     return F.linear(x, w)

@@ -18,7 +18,7 @@ def chunked_loss(
     """
     if chunk and torch.is_grad_enabled():
         if isinstance(function, CompiledLoss):
-            params = function.used_params()
+            params = function.trained_params().values()
         trained = [p for p in params if p.requires_grad]
         return ChunkedLoss.apply(function, chunk, x, targets, *trained)
 
@@ -124,23 +124,27 @@ class CompiledLoss:
             self.evaluated.compile(**how)
         self.compiled_gradients = torch.compile(traceable_gradients, **how)
 
-        # The parameters that it uses: those that get a gradient from some tokens
-        params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        # The parameters that it uses, also those that are frozen now: those that get a gradient
+        params = {}
+        for name, p in self.module.named_parameters():
+            params[name] = p.detach().requires_grad_()
         x = torch.zeros((32, model.cfg.n_embd), dtype=model.compute_dtype, device=model.device)
         targets = torch.zeros((32,), dtype=torch.int64, device=model.device)
-        one = torch.ones((), device=model.device)
-        _, _, *found = gradients(self.module, x, targets, one, tuple(params.values()))
+        loss = functional_call(self.module, params, (x, targets))
+        found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
         self.names = [name for name, grad in zip(params, found) if grad is not None]
 
     def __call__(self, x: Tensor, targets: Tensor) -> Tensor:
         return self.evaluated(x, targets)
 
-    def used_params(self) -> list[Tensor]:
-        return [self.module.get_parameter(name) for name in self.names]
+    def trained_params(self) -> dict[str, Tensor]:
+        """Those that it uses, by name, without the frozen ones."""
+        params = {name: self.module.get_parameter(name) for name in self.names}
+        return {name: p for name, p in params.items() if p.requires_grad}
 
     def gradients(self, x: Tensor, targets: Tensor, factor: Tensor, params: tuple[Tensor, ...]):
         """As the function above."""
-        by_name = dict(zip(self.names, params))
+        by_name = dict(zip(self.trained_params(), params))
         return self.compiled_gradients(self.module, x, targets, factor, by_name)
 
 

@@ -172,12 +172,14 @@ def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
     """On a GPU, as many tokens as have logits of a tenth of its memory, up to 32,768."""
     if device.type != "cuda":
         return 2048
-    # Logits and their gradient in 16 bits; eager, also three tensors of their size in fp32
-    bytes_per_token = (4 if cfg.is_compiled else 16) * (cfg.vocab_size or vocab_size)
+    if cfg.dtype == "fp16":
+        return 4096  # the head's gradient is a sum over the tokens of a chunk, and could overflow
+    # Logits and their gradient; eager, also three tensors of their size in fp32
+    bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
     memory = torch.cuda.get_device_properties(device).total_memory
     memory *= torch.cuda.get_per_process_memory_fraction()
-    fitting = 2 ** int(math.log2(0.1 * memory / bytes_per_token))
-    return max(1024, min(32768, fitting))
+    fitting = 0.1 * memory / (bytes_per_logit * (cfg.vocab_size or vocab_size))
+    return max(1024, min(32768, 2 ** int(math.log2(fitting))))
 
 
 def choose_attention(cfg) -> str:

@@ -79,9 +79,9 @@ def attention_kernel(cfg, model) -> str:
         return cfg.attn
     shape = (1, cfg.n_head, cfg.seq_len, cfg.n_embd // cfg.n_head)
     q = torch.empty(shape, dtype=model.compute_dtype, device=model.device, requires_grad=True)
-    mask = None
-    if any(model.windows) or model.doc_eot is not None:
-        mask = torch.ones(cfg.seq_len, cfg.seq_len, dtype=torch.bool, device=model.device)
-    chosen = torch._fused_sdp_choice(q, q, q, attn_mask=mask, is_causal=mask is None)
-    kernel = SDPBackend(chosen).name.removesuffix("_ATTENTION").lower()
-    return f"{cfg.attn} ({kernel})"
+    idx = torch.zeros((1, cfg.seq_len), dtype=torch.int64, device=model.device)
+    kernels = set()
+    for mask in model.attention_masks(cfg.attn, idx).values():
+        chosen = torch._fused_sdp_choice(q, q, q, attn_mask=mask, is_causal=mask is None)
+        kernels.add(SDPBackend(chosen).name.removesuffix("_ATTENTION").lower())
+    return f"{cfg.attn} ({', '.join(sorted(kernels))})"
