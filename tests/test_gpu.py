@@ -107,7 +107,7 @@ def test_gpu_offload_returns_what_it_took():
 @pytest.mark.parametrize("compile", ["off", "default"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_weights_are_not_offloaded(dtype, compile, packed):
-    """Activations of 5 x 100 tokens are not taken for weights 256 wide, nor for their casts."""
+    """Activations of 5 x 100 tokens, 256 wide, are taken; weights are not, nor their casts."""
     with torch.device("cuda"):
         gpt = GPT(GPTConfig(vocab_size=64, n_layer=2, n_head=2, n_embd=256, seq_len=100), dtype)
     if compile != "off":
@@ -116,7 +116,9 @@ def test_gpu_weights_are_not_offloaded(dtype, compile, packed):
         apply_offload(block)
     idx = torch.zeros((5, 100), dtype=torch.int64, device="cuda")
     gpt(idx, idx).backward()
-    assert packed and all(n % 500 == 0 for n in packed), packed
+    # The compiler pads some activations to 504 tokens
+    sizes_of_weights = {p.numel() for p in gpt.parameters()}
+    assert {500 * 256, 500 * 1024} <= set(packed) and not sizes_of_weights & set(packed), packed
 
 
 @pytest.mark.parametrize("docs", [False, True])
