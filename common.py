@@ -41,8 +41,21 @@ class RunError(TrainerError):
     """What ends a run and is not the user's mistake: exit code 1."""
 
 
-# What the system raises for a wrong path: exit code 2
-PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+class SavedInterrupt(KeyboardInterrupt):
+    """Ctrl-C, after the run has saved: it ends what called train(). A script's exit code is 0."""
+
+
+# What the system says of a wrong path: exit code 2
+BAD_PATH = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+)
 
 NO_ROOM = (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None))
 
@@ -65,9 +78,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
 
 
+def is_bad_path(error: Exception) -> bool:
+    """Whether a path that was given cannot be what it is meant for."""
+    return isinstance(error, OSError) and error.errno in BAD_PATH and bool(error.filename)
+
+
 def is_lost_connection(error: Exception) -> bool:
     """Whether another rank has ended."""
-    several_ranks = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    several_ranks = env_int("WORLD_SIZE", 1) > 1
     lost = isinstance(error, RuntimeError) and NO_CONNECTION.search(str(error))
     return several_ranks and bool(lost)
 
@@ -93,7 +111,7 @@ def error_sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         path = error.filename or "a file"
         return f"{path} could not be written ({error.strerror}); make room and --resume"
-    if isinstance(error, PATH_ERRORS) and error.filename:
+    if is_bad_path(error):
         return (
             f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix "
             "its permissions"
@@ -117,6 +135,8 @@ def command(main: Callable) -> Callable:
                 stream.reconfigure(errors="replace")  # what a terminal cannot encode
         try:
             return main(argv) or 0
+        except SavedInterrupt:
+            return 0
         except Exception as error:
             return report_error(error)
 
@@ -127,13 +147,27 @@ def report_error(error: Exception) -> int:
     """Print what ended the script on standard error; returns the exit code."""
     sentence = error_sentence(error)
     if not sentence:
-        traceback.print_exception(error)
+        print_line("".join(traceback.format_exception(error)).rstrip(), sys.stderr)
     elif not getattr(error, "printed", False):
         rank = os.environ.get("RANK")
         begin = f"error [rank {rank}]" if rank else "error"
-        print(f"{begin}: {sentence}", file=sys.stderr, flush=True)
-    is_mistake = isinstance(error, (UserError, *PATH_ERRORS))
-    return 2 if is_mistake else 1
+        print_line(f"{begin}: {sentence}", sys.stderr)
+    return 2 if isinstance(error, UserError) or is_bad_path(error) else 1
+
+
+def print_line(text: str, stream=None) -> None:
+    """Print a line at once, by default on standard output.
+
+    A console that fails (its pipe or terminal is closed, its disk is full) is given up: what is
+    printed to it from then on is lost.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def exit_process(code: int) -> None:
@@ -142,8 +176,9 @@ def exit_process(code: int) -> None:
     A gloo thread that releases a tensor late would find the interpreter gone, and abort.
     """
     if "WORLD_SIZE" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, AttributeError):  # a console that has gone, or none
+                stream.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -160,7 +195,10 @@ SAME_SIGNAL_S = 0.5
 
 @contextlib.contextmanager
 def catch_signals():
-    """Yield a list that collects the names of signals. A second one ends the process at once."""
+    """Yield a list that collects the names of signals.
+
+    A second one does what it did before, at once: it ends the process, or raises KeyboardInterrupt.
+    """
     caught = []
     first_at = 0.0
 
@@ -169,7 +207,7 @@ def catch_signals():
         if not caught:
             first_at = time.monotonic()
         elif time.monotonic() > first_at + SAME_SIGNAL_S:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, handlers[number])
             signal.raise_signal(number)
         caught.append(signal.Signals(number).name)
 
@@ -196,6 +234,11 @@ def derive_seed(*names) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
+def env_int(name: str, default: int) -> int:
+    """An integer of the environment, as torchrun sets them; the default if it is unset or empty."""
+    return int(os.environ.get(name) or default)
+
+
 def largest_divisor(n: int, most: int) -> int:
     """The largest divisor of n that is at most `most`; at least 1."""
     for divisor in range(min(n, max(1, most)), 0, -1):
@@ -212,7 +255,7 @@ def integer(text: str) -> int:
     number = text if unit == 1 else text[:-1]
     try:
         value = Decimal(number) * unit
-        if value == value.to_integral_value():
+        if value == value.to_integral_value() and abs(value) < 2**63:
             return int(value)
     except ArithmeticError:  # not a number, or not a finite one
         pass

@@ -14,7 +14,6 @@ line. The model and its optimizer are in model.py.
 import contextlib
 import dataclasses
 import math
-import os
 import random
 import statistics
 import sys
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Errors and seeds, data, model
-from common import command, derive_seed, exit_process
+from common import command, derive_seed, env_int, exit_process
 from data.stream import TokenStream, prefetch
 from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
@@ -45,9 +44,9 @@ from ops.parallel import maybe_no_sync, reshard, sum_over_ranks, to_full, to_loc
 from runtime.auto import choose_auto_values, flags_for_size, max_epochs
 from runtime.checkpoint import save_best_weights, save_checkpoint
 from runtime.dataset import open_stream
-from runtime.device import DTYPES, init_device_and_ranks
+from runtime.device import DTYPES, init_device_and_ranks, restore_process_state
 from runtime.flag_checks import check_device, check_flags
-from runtime.flags import flag, parse_flags
+from runtime.flags import check_types, flag, parse_flags
 from runtime.ranks import DistContext, any_rank, max_over_ranks, raise_on_all_ranks
 from runtime.resume import flags_of_run, load_init_checkpoint
 from runtime.run import Run, open_run
@@ -571,12 +570,16 @@ def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> 
 MAX_BAD_STEPS = 10  # end the run after so many steps in a row without a finite gradient
 
 
+@restore_process_state()
 def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
     """Run from data to the last checkpoint; returns what summary.json holds, and perhaps the model.
 
-    on_step(state, loss) is called after each step on each rank, with the loss of train_step.
-    Raises UserError or RunError.
+    on_step(state, loss) is called after each step on each rank, with the loss of train_step. The
+    model is in eval mode. Raises UserError, RunError, or, after Ctrl-C, KeyboardInterrupt: the run
+    has saved then.
     """
+    cfg = check_types(cfg)
+
     # Device and ranks; then the run's folder, its log and its clock
     dist_ctx = init_device_and_ranks(cfg)
     with open_run(cfg, dist_ctx) as run:
@@ -608,7 +611,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         stopped_by = loop(state, stream, run, on_step)
         summary = run.finish(state, stopped_by)
     if return_model:
-        return summary, state.raw_model
+        return summary, state.raw_model.eval()
     return summary
 
 
@@ -666,9 +669,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     stop = "signal"
                     break
                 is_best = run.log_eval(state, val_loss)
-                # If this is the only evaluation of a run that ends, the last checkpoint, just
-                # saved, already holds these weights
-                if is_best and not (stop and len(run.evaluations) == 1):
+                if is_best:
                     save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
                     stop = "target_val_loss"
@@ -712,7 +713,7 @@ def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, 
     progress = get_progress(
         state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_size)
     )
-    signaled = bool(run.signals)
+    signaled = run.asked_to_stop()
     progress, process_s, signaled = max_over_ranks(
         state.dist_ctx, [progress, run.process_time, signaled]
     )
@@ -749,7 +750,7 @@ def run_trials(cfg: Config) -> None:
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])
 
-    is_rank0 = int(os.environ.get("RANK", 0)) == 0
+    is_rank0 = env_int("RANK", 0) == 0
     if is_rank0 and None not in losses:  # None: not finite
         mean, deviation = statistics.mean(losses), statistics.stdev(losses)
         print(

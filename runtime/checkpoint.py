@@ -5,7 +5,9 @@ no pickled code is executed; the checksums of the zip file find damage that torc
 same file serves every number of ranks.
 """
 
+import contextlib
 import dataclasses
+import math
 import re
 import zipfile
 from pathlib import Path
@@ -22,7 +24,7 @@ from runtime.ranks import run_on_rank0
 CHECKPOINT_SCHEMA = dict(
     step=int,
     tokens=int,
-    clock=dict,  # train_time and wall_time, in seconds
+    clock=dict,  # attributes of the Run, in seconds
     config=dict,  # the flags
     model_config=dict,
     model=dict,  # name -> tensor
@@ -59,6 +61,16 @@ def checkpoint_step(path: Path) -> int:
     """The step in a checkpoint's name; -1 for any other file."""
     match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
     return int(match[1]) if match else -1
+
+
+def best_val_loss(folder: Path) -> float:
+    """The validation loss of a folder's ckpt_best.pt; infinity if there is none."""
+    path = folder / BEST
+    if not path.exists():
+        return math.inf
+    with contextlib.suppress(UserError):  # damaged
+        return read_checkpoint(path, verify=False).get("val_loss", math.inf)
+    return math.inf
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -235,6 +247,7 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
 def save_best_weights(state, stream, run) -> None:
     """Save the weights that were just evaluated as ckpt_best.pt. Every rank must call it."""
     checkpoint = collect_values(state, stream, run)
+    checkpoint["val_loss"] = run.saved_val_loss
     with state.evaluating():
         weights = state.raw_model.state_dict(keep_vars=True)
         checkpoint["model"] = whole_tensors(weights, "model", run)
@@ -248,7 +261,12 @@ def collect_values(state, stream, run) -> dict:
     return dict(
         step=state.step,
         tokens=state.tokens,
-        clock=dict(train_time=run.train_time, wall_time=run.wall_time),
+        clock=dict(
+            train_time=run.train_time,
+            wall_time=run.wall_time,
+            typical_step_s=run.typical_step_s,
+            last_eval_s=run.last_eval_s,
+        ),
         config=dataclasses.asdict(state.cfg),
         model_config=dataclasses.asdict(state.raw_model.cfg),
         optimizer={},

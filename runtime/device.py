@@ -1,10 +1,13 @@
 """The device and the ranks of a run, and what that hardware and its PyTorch can do."""
 
+import contextlib
 import ctypes
+import functools
 import logging
 import math
 import os
 import platform
+import random
 import re
 import shutil
 import subprocess
@@ -13,10 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import REPO, UserError, cpu_cores
+from common import REPO, UserError, cpu_cores, env_int
 from runtime.ranks import DistContext, check_ranks, rendezvous
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,10 +56,10 @@ def init_device_and_ranks(cfg) -> DistContext:
     Sets what belongs to the process: CUDA's allocator, threads, determinism, matmul precision. May
     be called again in a process, for another run. Raises UserError.
     """
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = env_int("RANK", 0)
+    world_size = env_int("WORLD_SIZE", 1)
+    local_rank = env_int("LOCAL_RANK", 0)
+    local_world_size = env_int("LOCAL_WORLD_SIZE", 1)
     device = select_device(cfg.device)
 
     # CUDA reads these variables when it is first used
@@ -90,10 +94,9 @@ def init_device_and_ranks(cfg) -> DistContext:
     torch.set_float32_matmul_precision(cfg.matmul_precision)
 
     # One process group for all runs of this process. FSDP needs one even of a single rank
-    by_torchrun = "WORLD_SIZE" in os.environ
-    if (by_torchrun or cfg.is_sharded) and not dist.is_initialized():
+    if (world_size > 1 or cfg.is_sharded) and not dist.is_initialized():
         store = dist.HashStore()
-        if by_torchrun:
+        if world_size > 1:
             store = rendezvous(rank, world_size, device.type)
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
@@ -110,6 +113,28 @@ def init_device_and_ranks(cfg) -> DistContext:
         dist_ctx.store = dist.distributed_c10d._get_default_store()
     check_ranks(cfg, dist_ctx)
     return dist_ctx
+
+
+@contextlib.contextmanager
+def restore_process_state():
+    """Context, or decorator, that leaves random generators and settings as they were.
+
+    A random search over runs would else draw the same values after each.
+    """
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_float32_matmul_precision(precision)
+        if deterministic != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(deterministic)
 
 
 def set_flash_impl(attn: str) -> None:
@@ -252,8 +277,12 @@ def hardware_dtype(dtype: str, device: torch.device) -> str:
     return "bf16" if has_bf16 else "fp32"
 
 
+@functools.cache
 def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
-    """Resolve "auto" as hardware_dtype does; on a CPU to bf16 if that is faster in matmuls."""
+    """Resolve "auto" as hardware_dtype does; on a CPU to bf16 if that is faster in matmuls.
+
+    It is measured once, so that all runs of a process train in the same.
+    """
     dtype = hardware_dtype(dtype, device)
     if dtype != "auto":
         return dtype

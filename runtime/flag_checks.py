@@ -1,12 +1,11 @@
 """Flags that cannot go together, cannot work on this device, or have no effect here."""
 
 import math
-import os
 import re
 
 import torch
 
-from common import UserError, largest_divisor
+from common import UserError, env_int, largest_divisor
 from runtime.device import hardware_dtype
 from runtime.flags import check_ranges
 from runtime.ranks import DistContext
@@ -27,9 +26,9 @@ def check_flags(cfg) -> None:
             "--trials compares whole runs: it goes with --resume auto, but neither with another "
             "--resume nor with --target_val_loss"
         )
-    if cfg.trials > 1 and not cfg.out_dir and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if cfg.trials > 1 and not cfg.out_dir and env_int("WORLD_SIZE", 1) > 1:
         raise UserError("--trials on several ranks needs a folder that all know; give --out_dir")
-    if not cfg.out_dir and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+    if not cfg.out_dir and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
 
     # Sizes and schedule
@@ -194,6 +193,11 @@ def check_compiler(device: torch.device) -> None:
             from torch._inductor.cpp_builder import get_cpp_compiler
 
             found = get_cpp_compiler()
+    except OSError as error:
+        raise UserError(
+            f"--compile cannot write its cache ({error}); set TORCHINDUCTOR_CACHE_DIR to a folder "
+            "where it can"
+        ) from None
     except Exception:  # it raises when it finds none
         found = False
     if not found:

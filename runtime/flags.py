@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
+from pathlib import Path
 
 from common import UserError, boolean, integer
 
@@ -66,6 +67,8 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
             value = float(value)
         if kind is int and type(value) is float and value.is_integer():
             value = int(value)
+        if kind is str and isinstance(value, Path):
+            value = str(value)
         if type(value) is not kind:
             raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
         if choices and value not in choices:
@@ -75,6 +78,12 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
             )
         checked[name] = value
     return checked
+
+
+def check_types(cfg):
+    """Check a Config that was made in Python; returns it with paths as texts. Raises UserError."""
+    known = {field.name: field for field in dataclasses.fields(cfg)}
+    return dataclasses.replace(cfg, **check_values(vars(cfg), known))
 
 
 def check_ranges(cfg) -> None:

@@ -14,6 +14,7 @@ from common import SOURCE_FILES, TrainerError, UserError, sha256_of_file
 from ops.parallel import to_full
 
 RENDEZVOUS_TIMEOUT_S = 600.0  # as torchrun's for nodes
+LAUNCHER_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -55,6 +56,12 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
     count restarts alike. So each start has a random prefix for its keys: rank 0 writes it for each
     rank until all have joined. They first delete what they find there, of a dead rank 0.
     """
+    missing = [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} are not set; start with "
+            "torchrun, which sets them all, or unset WORLD_SIZE"
+        )
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     try:

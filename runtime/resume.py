@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import os
 from pathlib import Path
 
 import torch
 
-from common import UserError
+from common import UserError, env_int
 from runtime.checkpoint import (
     BEST,
     CorruptCheckpointError,
@@ -157,6 +156,14 @@ class InitCheckpoint:
         stream.eval_subset = saved["eval_part"]
         run.train_time = saved["clock"]["train_time"]
         run.earlier_wall_time = saved["clock"]["wall_time"]
+        # A finished run of --minutes stays finished: its last step and evaluation take as long
+        run.typical_step_s = saved["clock"].get("typical_step_s", 0.0)
+        run.last_eval_s = saved["clock"].get("last_eval_s", 0.0)
+        if state.step > state.cfg.max_steps and not state.cfg.minutes:
+            raise UserError(
+                f"{path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; "
+                "give more"
+            )
 
 
 def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
@@ -165,7 +172,7 @@ def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
     Raises UserError.
     """
     # torchrun restarts a job with the flags it had, and not every node counts restarts
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    is_restart = env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
     is_restart = any_rank(run.dist_ctx, is_restart)
     path, resumes = run_on_rank0(run.dist_ctx, lambda: find_checkpoint(cfg, run, is_restart))
     if path is None:
@@ -187,7 +194,7 @@ def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
 def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     """The verified file to start from (None: from scratch), and whether to resume it.
 
-    Best weights without a checkpoint to resume from are deleted. Raises UserError.
+    Raises UserError.
     """
     folder, resume = run.folder, cfg.resume
     checkpoints = list_checkpoints(folder)
@@ -200,6 +207,13 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
         )
     if resume == "newest" or (resume == "auto" and checkpoints):
         return newest_valid(folder, run), True
+    if not checkpoints and (folder / BEST).exists():
+        if not resume and not is_restart:
+            raise UserError(
+                f"{folder} holds {BEST}, the only weights of a run that was killed; start from "
+                f"them with --init_from {folder / BEST} and another --out_dir, or delete it"
+            )
+        run.info(f"{folder} has no checkpoint to resume: {BEST} stays until there are better")
     if resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
         raise UserError(
             f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them"
@@ -207,7 +221,6 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
 
     source = cfg.init_from if resume in ("", "auto") else resume
     if not source:
-        (folder / BEST).unlink(missing_ok=True)
         return None, False
     path = Path(source)
     if path.is_dir():

@@ -5,7 +5,9 @@ import dataclasses
 import json
 import math
 import os
+import platform
 import shlex
+import shutil
 import sys
 import time
 import traceback
@@ -16,19 +18,24 @@ import torch
 
 from common import (
     RunError,
+    SavedInterrupt,
     UserError,
     atomic_write,
     catch_signals,
     copy_sources,
+    env_int,
     error_sentence,
     nan_to_none,
     new_run_folder,
+    print_line,
     read_rows,
     source_hashes,
 )
 from data.shards import recorded_hashes
 from data.stream import TokenStream
 from data.tokenizers import VOCABULARY_FILE
+from runtime.auto import max_epochs
+from runtime.checkpoint import best_val_loss
 from runtime.device import device_summary, peak_flops, peak_memory_mb
 from runtime.log_header import describe_run
 from runtime.profiler import profile_steps
@@ -79,6 +86,7 @@ class Run:
         self.dist_ctx = dist_ctx
         self.signals = signals
         self.is_rank0 = dist_ctx.rank == 0
+        self.parent_pid = os.getppid()
 
         # Files, open from begin() on
         self.log = None
@@ -142,6 +150,12 @@ class Run:
         eval_s = self.last_eval_s or 0.4 * eval_size * self.typical_step_s
         return 1.5 * self.typical_step_s + eval_s
 
+    def asked_to_stop(self) -> bool:
+        """Whether a signal has come, or torchrun, which started this rank, has been killed."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid:
+            self.signals.append("end of torchrun")
+        return bool(self.signals)
+
     def next_batch(self, batches):
         """Take the next batch, and count the time that training waits for it."""
         asked = time.perf_counter()
@@ -163,27 +177,35 @@ class Run:
         Raises UserError.
         """
         patience_s = 0
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        if env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
             patience_s = 30
         deadline = time.monotonic() + patience_s
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock_file = open(self.folder / ".lock", "a")
+        lock_file = open(self.folder / ".lock", "a+")
         while fcntl:
             try:
                 fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 if time.monotonic() >= deadline:
+                    lock_file.seek(0)
                     raise UserError(
-                        f"another run is using {self.folder}; give another --out_dir or wait"
+                        f"another run ({lock_file.read()}) is using {self.folder}; give another "
+                        "--out_dir, or wait"
                     ) from None
                 time.sleep(0.2)
             except OSError as error:  # some network file systems have no locks
                 self.info(f"{self.folder} is not locked against a second run ({error})")
                 break
         self.lock_file = lock_file
+        lock_file.truncate(0)
+        lock_file.write(f"process {os.getpid()} on {platform.node()}")
+        lock_file.flush()
         for partial in self.folder.glob(".tmp-*"):
-            partial.unlink()
+            if partial.is_dir():
+                shutil.rmtree(partial)
+            else:
+                partial.unlink()
 
     def begin(self, state, stream: TokenStream, warnings: list[str]) -> None:
         """Open log.txt and metrics.jsonl, and say what is in effect. Raises UserError.
@@ -208,6 +230,11 @@ class Run:
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
         self.evaluations = [row for row in history if row.get("val_loss") is not None]
+        for row in history:
+            self.earlier_wall_time = max(self.earlier_wall_time, row.get("wall_time_s") or 0.0)
+
+        # Best weights of a start that was killed stay until there are better
+        self.saved_val_loss = run_on_rank0(self.dist_ctx, lambda: best_val_loss(self.folder))
         self.has_begun = True
         for line in describe_run(state, stream) + warnings:
             self.info(line)
@@ -243,15 +270,24 @@ class Run:
         copy_sources(self.folder / (f"source_{step}" if step else "source"))
 
         if self.cfg.wandb:
-            self.start_wandb(flags)
+            self.start_wandb(flags, step)
         return history
 
-    def start_wandb(self, flags: dict) -> None:
+    def start_wandb(self, flags: dict, step: int) -> None:
         try:
             import wandb
 
+            # A resumed run continues its own
+            id_file = self.folder / "wandb_id"
+            if not step or not id_file.exists():
+                id_file.write_text(os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
             self.wandb = wandb.init(
-                project="train_gpt", name=self.folder.name, dir=self.folder, config=flags
+                project=os.environ.get("WANDB_PROJECT") or "train_gpt",
+                name=os.environ.get("WANDB_NAME") or self.folder.name,
+                id=id_file.read_text(),
+                resume="allow",
+                dir=self.folder,
+                config=flags,
             )
         except Exception as error:  # no package, no login, no network
             raise UserError(
@@ -297,13 +333,13 @@ class Run:
             file.write(line + "\n")
             file.flush()
         except OSError as error:
-            print(f"WARNING: {file.name} cannot be written ({error.strerror})", flush=True)
+            print_line(f"WARNING: {file.name} cannot be written ({error.strerror})")
 
     def info(self, text: str) -> None:
         """Print a line, and keep it in log.txt."""
         if not self.is_rank0:
             return
-        print(text, flush=True)
+        print_line(text)
         if self.log:
             self.write(self.log, text)
         else:
@@ -363,9 +399,11 @@ class Run:
         row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
         self.log_row(row, metrics, begin, f"train_time {self.train_time:.1f} s")
 
-        earlier = [row["val_loss"] for row in self.evaluations]
         self.evaluations.append(row)
-        return math.isfinite(val_loss) and not any(loss <= val_loss for loss in earlier)
+        is_best = math.isfinite(val_loss) and val_loss < self.saved_val_loss
+        if is_best:
+            self.saved_val_loss = val_loss
+        return is_best
 
     def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
         """Record a row with metrics and clock; print a line with metrics between begin and end."""
@@ -393,8 +431,8 @@ class Run:
     def finish(self, state, stopped_by: str) -> dict:
         """Write summary.json, say how the run ended and what to try next; returns the summary.
 
-        Raises RunError for a run that diverged, and on nodes that did not get the signal that ended
-        it.
+        Raises SavedInterrupt after Ctrl-C, RunError for a run that diverged, and on nodes that did
+        not get the signal that ended it.
         """
         summary = self.summary(state, stopped_by)
         # A run that was complete before keeps its figures
@@ -410,10 +448,14 @@ class Run:
             f"(data stall {stall:.2%}), wall time {self.wall_time:.1f} s; "
             f"everything is in {shlex.quote(str(self.folder))}"
         )
+        for line in self.remarks(state):
+            self.info(line)
         self.info(self.hint(state.step, stopped_by))
 
+        if stopped_by == "SIGINT":
+            raise SavedInterrupt
         # Another node was told to stop: torchrun starts this one again, with those that are left
-        if stopped_by == "signal" and int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+        if stopped_by == "signal" and env_int("GROUP_WORLD_SIZE", 1) > 1:
             text = "another node was told to stop; --resume continues from what has been saved"
             raise RunError(text, printed=self.dist_ctx.local_rank > 0)
         if stopped_by == "diverged":
@@ -461,15 +503,45 @@ class Run:
             )
         )
 
+    def remarks(self, state) -> list[str]:
+        """What is not obvious about the end of the run."""
+        cfg = self.cfg
+        lines = []
+        tokens_per_epoch = self.stream.seqs_per_epoch * cfg.seq_len
+        epochs = state.step * cfg.batch_tokens / tokens_per_epoch
+        if cfg.minutes and epochs >= max_epochs(cfg.weight_decay):
+            lines.append(
+                f"it ended after {epochs:.0f} epochs, before its {cfg.minutes:g} minutes: on small "
+                "datasets more did not lower the loss; --max_steps instead of --minutes trains on"
+            )
+        elif state.tokens == self.first_tokens:
+            limit = f"{cfg.max_steps} steps"
+            if cfg.minutes:
+                limit = f"{cfg.minutes:g} minutes, which are the total of all starts"
+            lines.append(f"it had already trained for its {limit}: give more to go on")
+
+        finite = [row for row in self.evaluations if math.isfinite(row["val_loss"])]
+        best = min(finite, key=lambda row: row["val_loss"], default=None)
+        if best and finite[-1]["val_loss"] > 1.01 * best["val_loss"]:
+            lines.append(
+                f"val_loss has risen since step {best['step']}, where it was "
+                f"{best['val_loss']:.4f}: sample.py --best takes those weights; fewer steps, more "
+                "data or --weight_decay 0.8 may end lower"
+            )
+        return lines
+
     def hint(self, step: int, stopped_by: str) -> str:
         """What to try next."""
         folder = shlex.quote(str(self.folder))
         resume = f"python train_gpt.py --out_dir {folder} --resume"
         if stopped_by not in ("max_steps", "minutes", "target_val_loss"):
             return f"to continue: {resume}"
+        longer = f"--max_steps {2 * step}"
+        if stopped_by == "minutes":
+            longer = f"--minutes {2 * self.cfg.minutes:g}"
         hints = [
             f"next: python sample.py --run {folder}",
-            f"longer: {resume} --max_steps {2 * step}",
+            f"longer: {resume} {longer}",
             "on your own text: python data/prepare.py files PATH",
             "larger: --params 10M",
         ]
