@@ -277,19 +277,20 @@ def hardware_dtype(dtype: str, device: torch.device) -> str:
     return "bf16" if has_bf16 else "fp32"
 
 
-@functools.cache
 def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
-    """Resolve "auto" as hardware_dtype does; on a CPU to bf16 if that is faster in matmuls.
-
-    It is measured once, so that all runs of a process train in the same.
-    """
+    """Resolve "auto" as hardware_dtype does; on a CPU to bf16 if that is faster in matmuls."""
     dtype = hardware_dtype(dtype, device)
     if dtype != "auto":
         return dtype
-    width = min(n_embd, 512)
+    return "bf16" if bf16_gain(min(n_embd, 512)) >= BF16_GAIN else "fp32"
+
+
+@functools.cache  # so that all runs of a process train in the same dtype
+def bf16_gain(width: int) -> float:
+    """Measure how many times faster than in fp32 matmuls are in bf16, on the CPU."""
+    device = torch.device("cpu")
     fp32_flops = matmul_flops(device, torch.float32, width)
-    bf16_flops = matmul_flops(device, torch.bfloat16, width)
-    return "bf16" if bf16_flops >= BF16_GAIN * fp32_flops else "fp32"
+    return matmul_flops(device, torch.bfloat16, width) / fp32_flops
 
 
 def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.device) -> str:

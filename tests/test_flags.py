@@ -94,6 +94,8 @@ def test_from_python_values_are_checked_too():
     ):
         with pytest.raises(UserError, match=said):
             make_config(**flags)
+    with pytest.raises(UserError, match="--max_steps is '6'; expected int"):
+        train(Config(max_steps="6"))
     assert not OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)}
 
 
@@ -105,17 +107,32 @@ def test_what_is_not_there_is_told(data, tmp_path, capsys):
     done = run_python("train_gpt.py", *argv, env=os.environ | {"CXX": "/no/such/compiler"})
     assert done.returncode == 2
     assert "--compile finds no C++ compiler" in done.stderr.splitlines()[-1]
+    cache = tmp_path / "file"
+    cache.touch()
+    done = run_python("train_gpt.py", *argv, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache})
+    assert done.returncode == 2 and "set TORCHINDUCTOR_CACHE_DIR to a" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
 # Declaring and reading flags
 
 
+def test_variables_of_a_launcher(data, tmp_path, monkeypatch, capsys):
+    flags = flags_of(TINY | dict(data=data, max_steps=1))
+    for name, value in (("WORLD_SIZE", "1"), ("WORLD_SIZE", ""), ("RANK", "")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert run_main([*flags, "--out_dir", str(tmp_path / (name + value))], capsys)[0] == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, err = run_main(flags, capsys)
+    assert code == 2 and "but RANK, MASTER_ADDR, MASTER_PORT are not set; start with" in err
+
+
 def test_values_as_they_are_written():
     written = {"1000": 1000, "1_000": 1000, "1e3": 1000, "4k": 4000, "-1": -1}
     written |= {"2M": 2 * 10**6, "1.5B": 1500 * 10**6}
     assert {text: integer(text) for text in written} == written
-    for text in ("", "k", "1.5", "1e-3", "nan", "inf", "0x10", "1e999999999"):
+    for text in ("", "k", "1.5", "1e-3", "nan", "inf", "0x10", "1e999999999", "1e5000"):
         with pytest.raises((ValueError, OverflowError)):
             integer(text)
     assert parsed("--compile --resume --profile --bf16") == dict(

@@ -159,9 +159,15 @@ def test_target_profile_and_a_failed_start(data, tmp_path, capsys):
 
 def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypatch, capsys):
     run = mock.Mock()
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    init = mock.Mock(return_value=run)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     tiny_run(tmp_path / "a", data=data, max_steps=2, wandb=True)
     *logged, end = run.mock_calls
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    tiny_run(tmp_path / "a", data=data, max_steps=3, wandb=True, resume="newest")
+    first, second = (call.kwargs for call in init.call_args_list)
+    assert (first["project"], second["project"]) == ("train_gpt", "mine")
+    assert first["id"] == second["id"] and second["resume"] == "allow"
     assert end == mock.call.finish()
     assert [call.kwargs["step"] for call in logged] == [1, 2, 2]
     assert "val_loss" in logged[-1].args[0]
@@ -178,10 +184,11 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
     holder = Run(tmp_path / "run", make_config(), CPU, [])
     holder.lock_folder()
     code, err = run_main(flags, capsys)
-    assert code == 2 and "another run is using" in err
+    assert code == 2 and f"another run (process {os.getpid()} on " in err
     holder.close()
-    (tmp_path / "run").mkdir(exist_ok=True)
-    (tmp_path / "run" / ".tmp-ckpt_1.pt").touch()  # of a run that died
+    # What a run that died can leave
+    (tmp_path / "run" / ".tmp-folder").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "run" / ".tmp-ckpt_1.pt").touch()
     assert run_main(flags, capsys)[0] == 0 and not list((tmp_path / "run").glob(".tmp*"))
 
 
@@ -231,6 +238,11 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     summary = train(make_config(**flags, max_minutes=0.0, resume="newest"))
     assert summary["stopped_by"] == "minutes" and 50 < summary["wall_time_s"] <= 60
     assert summary["train_time_s"] == summary["step"] and 40 < summary["step"] < 56
+    # It is over, and says that its minutes are the total; time does not run backwards
+    again = train(make_config(**flags, max_minutes=0.0, resume="newest"))
+    assert again["step"] == summary["step"] and "the total of all" in read_log(tmp_path / "run")
+    times = rows(tmp_path / "run", "wall_time_s")
+    assert times == sorted(times)
     rates = rows(tmp_path / "run", "lr")
     assert rates[:12] == [0.02] * 12 and 0 < rates[-1] < 0.002
     assert max(np.diff(rates)) < 0.001 > min(np.diff(rates))
@@ -468,6 +480,35 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
     assert code == 2 and "holds weights only, so it cannot be resumed; use --init_from" in err
 
 
+def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, capsys):
+    losses = iter([3.0, 2.0, ZeroDivisionError, 2.5, 1.5, 1.9])
+
+    def evaluate(*_):
+        loss = next(losses)
+        if loss is ZeroDivisionError:
+            raise loss
+        return loss
+
+    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=9, eval_every=3)
+    assert run_main(flags_of(flags), capsys)[0] == 1
+    best = tmp_path / "run" / "ckpt_best.pt"
+    for path in list_checkpoints(tmp_path / "run"):
+        path.unlink()
+    code, err = run_main(flags_of(flags), capsys)
+    assert code == 2 and f"start from them with --init_from {best}" in err
+    kept = []
+    save = train_gpt.save_best_weights
+    monkeypatch.setattr(
+        train_gpt, "save_best_weights", lambda *inputs: (kept.append(inputs[0].step), save(*inputs))
+    )
+    assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
+    assert kept == [6] and read_checkpoint(best)["val_loss"] == 1.5  # not 2.5, at step 3
+    assert "val_loss has risen since step 6, where it was 1.5" in read_log(tmp_path / "run")
+    code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
+    assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
+
+
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
     data, tmp_path, monkeypatch, capsys
 ):
@@ -655,20 +696,83 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
     assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
 
 
-def test_a_second_signal_ends_the_process_at_once():
+@pytest.mark.parametrize("name, printed", [("SIGTERM", ""), ("SIGINT", "KeyboardInterrupt\n")])
+def test_a_second_signal_does_at_once_what_it_did_before(name, printed):
     code = """if True:
-        import os, signal, time
+        import os, signal, sys, time
         from common import catch_signals
-        with catch_signals() as caught:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            print(caught, flush=True)
-            time.sleep(0.6)
-            os.kill(os.getpid(), signal.SIGTERM)
-            print("still here")
+        number = getattr(signal, sys.argv[1])
+        try:
+            with catch_signals() as caught:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), number)
+                print(*caught, flush=True)
+                time.sleep(0.6)
+                os.kill(os.getpid(), number)
+                print("still here")
+        except KeyboardInterrupt:
+            print("KeyboardInterrupt")
     """
-    done = run_python("-c", code)
-    assert done.returncode == -signal.SIGTERM and done.stdout == "['SIGUSR1', 'SIGTERM']\n"
+    done = run_python("-c", code, name)
+    assert done.stdout == f"SIGUSR1 {name}\n{printed}"
+    assert done.returncode == (0 if printed else -signal.SIGTERM)
+
+
+def test_an_interrupt_saves_and_ends_what_called(data, tmp_path, monkeypatch, capsys):
+    step = train_gpt.train_step
+
+    def interrupted(*inputs):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(*inputs)
+
+    monkeypatch.setattr(train_gpt, "train_step", interrupted)
+    flags = TINY | dict(data=str(data))
+    with pytest.raises(KeyboardInterrupt):
+        train(make_config(**flags, out_dir=str(tmp_path / "python")))
+    assert run_main(flags_of(flags | dict(out_dir=tmp_path / "script")), capsys) == (0, "")
+    for folder in (tmp_path / "python", tmp_path / "script"):
+        assert (folder / "ckpt_1.pt").exists() and "stopped by SIGINT" in read_log(folder)
+
+
+def test_a_run_leaves_the_process_as_it_was(data, tmp_path):
+    def draw() -> tuple:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    def seed_all() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seed_all()
+    expected = [draw(), draw()]
+    seed_all()
+    found = [draw()]
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)  # folders as Path
+    cfg = make_config(**flags, matmul_precision="high")
+    _, gpt = train(cfg, return_model=True)
+    assert [*found, draw()] == expected and torch.get_float32_matmul_precision() == "highest"
+    assert not gpt.training
+
+
+def test_a_console_that_goes_costs_nothing(data, tmp_path):
+    code = """if True:
+        import os, sys, train_gpt
+        read, write = os.pipe()
+        os.dup2(write, 1)
+        for end in (read, write):
+            os.close(end)
+        sys.exit(train_gpt.main(sys.argv[1:]))
+    """
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=2)
+    done = run_python("-c", code, *flags_of(flags))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 2/2 | val_loss" in read_log(tmp_path / "run")
+
+
+def test_ranks_end_when_torchrun_is_gone(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parents = iter([7, 7, 7, 1, 1, 1, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    summary = tiny_run(tmp_path / "run", data=data)
+    assert (summary["step"], summary["stopped_by"]) == (2, "end of torchrun")
 
 
 # --------------------------------------------------------------------------------------------------
