@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Errors and seeds, data, model
-from common import command, derive_seed, env_int, exit_process
+from common import command, derive_seed, exit_process
 from data.stream import TokenStream, prefetch
 from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
@@ -750,7 +750,7 @@ def run_trials(cfg: Config) -> None:
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])
 
-    is_rank0 = env_int("RANK", 0) == 0
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if is_rank0 and None not in losses:  # None: not finite
         mean, deviation = statistics.mean(losses), statistics.stdev(losses)
         print(
