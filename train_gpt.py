@@ -132,9 +132,9 @@ class Config:
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
-    batch_tokens: int = flag(524288, "global batch size in tokens", min=1)
+    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by the data (--init_from)")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
-    max_steps: int = flag(5000, "optimizer steps; schedules are fractions of it", min=1)
+    max_steps: int = flag(5000, "optimizer steps, of which schedules are fractions; 0 = as above")
     minutes: float = flag(0.0, "length of the run; schedules then follow the clock; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, to resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
@@ -188,7 +188,8 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # given: the flags, checked. --resume may add its run's out_dir, --init_from adds short_frac=0
+    # given: the flags, checked. --resume may add its run's out_dir, --init_from adds short_frac=0,
+    # and max_steps=0 and batch_tokens=0: by the size of the dataset
     # saved: flags from a checkpoint. --resume: nearly all. --init_from: the model's shape, unless
     # --preset or --params is given. Else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
@@ -413,18 +414,18 @@ RESERVED_S = 4.0
 
 
 def get_progress(
-    cfg: Config, step: int, epochs: float, wall_time: float, time_to_finish: float
+    cfg: Config, step: int, epochs_done: float, wall_time: float, time_to_finish: float
 ) -> float:
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    With --minutes: max(elapsed / available time, epochs / max_epochs), as more epochs than that
-    overfit a small dataset; with strong weight decay it takes more epochs. time_to_finish: seconds
-    of one more step and the last evaluation.
+    With --minutes it is that of the available time, or of the epochs (epochs_done), more of which
+    would overfit a small dataset, whichever is larger. time_to_finish: seconds of one more step and
+    the last evaluation.
     """
     if not cfg.minutes:
         return step / cfg.max_steps
     training_time = 60 * cfg.minutes - RESERVED_S - time_to_finish
-    return max(wall_time / max(1e-9, training_time), epochs / max_epochs(cfg.weight_decay))
+    return max(wall_time / max(1e-9, training_time), epochs_done)
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
@@ -622,7 +623,7 @@ def is_due(every: int, step: int) -> bool:
 
 def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     """Train until something ends the run, and return what: max_steps, minutes, max_minutes,
-    target_val_loss, diverged, or the name of a signal ("signal" on ranks that received none)."""
+    target_val_loss, val_loss, diverged, or the name of a signal ("signal" on ranks that received none)."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     first_step = state.step
     saved_step = state.step
@@ -673,6 +674,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     save_best_weights(state, stream, run)
                 if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
                     stop = "target_val_loss"
+                if run.has_stopped_improving():
+                    stop = "val_loss"
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
@@ -696,7 +699,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 on_step(state, loss)
             profiler_step()
 
-    # The target was reached, or a signal came, in an evaluation at a step that was not saved
+    # An evaluation or a signal during it has ended the run, at a step that was not saved
     if saved_step != state.step:
         save_checkpoint(state, stream, run, required=True)
     if stop == "signal" and run.signals:
@@ -708,10 +711,15 @@ def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, 
     """The fraction of the run that is done, the seconds of this process, and whether a rank has
     received a signal: the largest of all ranks' values, the same on all of them."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
+    epochs_done = epochs / max_epochs(state.cfg, stream.train.n_tokens)
     # Size of an evaluation in training batches, to estimate its time before one is measured
     eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
     progress = get_progress(
-        state.cfg, state.step, epochs, run.wall_time, time_to_finish=run.time_to_finish(eval_size)
+        state.cfg,
+        state.step,
+        epochs_done=epochs_done,
+        wall_time=run.wall_time,
+        time_to_finish=run.time_to_finish(eval_size),
     )
     signaled = run.asked_to_stop()
     progress, process_s, signaled = max_over_ranks(

@@ -19,9 +19,16 @@ STRONG_DECAY_EPOCHS = 12
 MFU_ON_CPU = 0.6
 
 
-def max_epochs(weight_decay: float) -> int:
+def max_epochs(cfg, n_tokens: int) -> float:
     """Most epochs of --minutes. More did not lower the loss on three small datasets."""
-    return STRONG_DECAY_EPOCHS if weight_decay >= STRONG_DECAY else 6
+    if cfg.init_from:
+        return finetuning_tokens(n_tokens) / n_tokens
+    return STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else 6
+
+
+def finetuning_tokens(n_tokens: int) -> float:
+    """Tokens to train on with --init_from: 3 epochs of a million tokens, 86 epochs of 3,600."""
+    return 3e6 * (n_tokens / 1e6) ** 0.4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -102,7 +109,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             break
 
     chosen = dict(params=round(params))
-    most_tokens = max_epochs(0) * n_tokens
+    most_tokens = 6 * n_tokens
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
         most_tokens = STRONG_DECAY_EPOCHS * n_tokens
@@ -123,6 +130,8 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     n_tokens = stream.train.n_tokens
     vocab_size = stream.meta["vocab_size"]
     chosen = dict(dtype=run_on_rank0(dist_ctx, lambda: choose_dtype(cfg, device)))
+    if cfg.init_from:
+        chosen |= choose_finetuning(cfg, preset, n_tokens, dist_ctx.world_size)
 
     if cfg.minutes:
         dtype = DTYPES[chosen["dtype"]]
@@ -164,8 +173,28 @@ def measure_flops(device, dtype) -> float:
 def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
     """--minutes: estimate how many steps there will be."""
     tokens = tokens_in_time(cfg, vocab_size, flops)
-    tokens = min(tokens, max_epochs(cfg.weight_decay) * n_tokens)
+    tokens = min(tokens, max_epochs(cfg, n_tokens) * n_tokens)
     return max(1, round(tokens / cfg.batch_tokens))
+
+
+def choose_finetuning(cfg, preset, n_tokens: int, world_size: int) -> dict:
+    """--init_from: choose batch and steps, where they are 0, by the number of training tokens.
+
+    A step takes half an epoch at most. Ten evaluations find the best weights, which may not be the
+    last. No more steps and tokens a step than in the preset.
+    """
+    batch_tokens = cfg.batch_tokens
+    if not batch_tokens:
+        multiple = cfg.seq_len * world_size * (cfg.micro_batch or 1)
+        n_multiples = 2 ** max(0, round(math.log2(n_tokens / 2 / multiple)))
+        batch_tokens = max(multiple, min(preset.batch_tokens, multiple * n_multiples))
+    chosen = dict(batch_tokens=batch_tokens)
+    if not cfg.max_steps:
+        steps = max(1, round(finetuning_tokens(n_tokens) / batch_tokens))
+        chosen["max_steps"] = min(preset.max_steps, steps)
+        if cfg.eval_every == preset.eval_every:
+            chosen["eval_every"] = max(1, chosen["max_steps"] // 10)
+    return chosen
 
 
 def choose_loss_chunk(cfg, device, vocab_size: int) -> int:

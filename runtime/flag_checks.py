@@ -19,8 +19,6 @@ def check_flags(cfg) -> None:
     budget = activation_budget(cfg)
 
     # The run
-    if cfg.resume and cfg.init_from:
-        raise UserError("--resume and --init_from contradict each other; give one of them")
     if cfg.trials > 1 and (cfg.target_val_loss or cfg.resume not in ("", "auto")):
         raise UserError(
             "--trials compares whole runs: it goes with --resume auto, but neither with another "
@@ -44,6 +42,11 @@ def check_flags(cfg) -> None:
     if not re.fullmatch(r"[SL]+(:[1-9]\d*)?", cfg.window):
         raise UserError(
             f"--window is {cfg.window!r}; expected letters S and L, as in SSSL or SSSL:256"
+        )
+    if not cfg.init_from and not (cfg.max_steps and cfg.batch_tokens):
+        raise UserError(
+            "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset of --init_from; "
+            "without that give numbers"
         )
     if cfg.batch_tokens % cfg.seq_len:
         near = max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len

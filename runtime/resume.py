@@ -21,7 +21,7 @@ from runtime.flags import check_values
 from runtime.ranks import any_rank, raise_on_all_ranks, run_on_rank0
 
 # Flags of the command, which a resumed run does not take from its checkpoint
-COMMAND_FLAGS = {"resume", "out_dir", "init_from", "trials", "profile"}
+COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile"}
 
 # Flags of the model's shape, which --init_from takes from a checkpoint
 SHAPE_FLAGS = {"seq_len", "n_layer", "n_head", "n_embd", "window", "softcap", "ngram", "ngram_rows"}
@@ -44,9 +44,14 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
             "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one "
             "of them"
         )
+    if given.get("resume") and given.get("init_from"):
+        raise UserError("--resume and --init_from contradict each other; give one of them")
     saved = {}
     if given.get("init_from"):
         given.setdefault("short_frac", 0.0)  # the model has learned from short sequences already
+        # By the size of the dataset
+        given.setdefault("max_steps", 0)
+        given.setdefault("batch_tokens", 0)
         if not given.keys() & {"preset", "params"}:
             saved = saved_flags(Path(given["init_from"]))
             saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}

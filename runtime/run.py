@@ -48,6 +48,8 @@ except ImportError:
 
 SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
 
+PATIENCE = 3  # evaluations without a better one, after which fine-tuning ends
+
 # --compile is advised after so many seconds of training: on two cores it takes 45 s the first time,
 # and saves a sixth of the rest
 COMPILE_PAYS_S = 300
@@ -87,6 +89,7 @@ class Run:
         self.signals = signals
         self.is_rank0 = dist_ctx.rank == 0
         self.parent_pid = os.getppid()
+        self.ends_early = cfg.max_steps == 0
 
         # Files, open from begin() on
         self.log = None
@@ -405,6 +408,13 @@ class Run:
             self.saved_val_loss = val_loss
         return is_best
 
+    def has_stopped_improving(self) -> bool:
+        """With --max_steps 0: whether the last three evaluations were no better than one before."""
+        losses = [row["val_loss"] for row in self.evaluations]
+        if not self.ends_early or len(losses) <= PATIENCE:
+            return False
+        return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
+
     def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
         """Record a row with metrics and clock; print a line with metrics between begin and end."""
         row["train_time_s"] = self.train_time
@@ -509,7 +519,7 @@ class Run:
         lines = []
         tokens_per_epoch = self.stream.seqs_per_epoch * cfg.seq_len
         epochs = state.step * cfg.batch_tokens / tokens_per_epoch
-        if cfg.minutes and epochs >= max_epochs(cfg.weight_decay):
+        if cfg.minutes and epochs >= max_epochs(cfg, self.stream.train.n_tokens):
             lines.append(
                 f"it ended after {epochs:.0f} epochs, before its {cfg.minutes:g} minutes: on small "
                 "datasets more did not lower the loss; --max_steps instead of --minutes trains on"
@@ -534,7 +544,7 @@ class Run:
         """What to try next."""
         folder = shlex.quote(str(self.folder))
         resume = f"python train_gpt.py --out_dir {folder} --resume"
-        if stopped_by not in ("max_steps", "minutes", "target_val_loss"):
+        if stopped_by not in ("max_steps", "minutes", "target_val_loss", "val_loss"):
             return f"to continue: {resume}"
         longer = f"--max_steps {2 * step}"
         if stopped_by == "minutes":

@@ -22,7 +22,7 @@ from conftest import (
 )
 from data.stream import TokenStream
 from runtime import auto, device, flag_checks, wrap_model
-from runtime.auto import choose_size, max_epochs, tokens_in_time
+from runtime.auto import choose_finetuning, choose_size, max_epochs, tokens_in_time
 from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
 from runtime.ranks import DistContext
 from train_gpt import Config, make_config, train
@@ -47,7 +47,7 @@ def parsed(line: str) -> dict:
         ("--block_size 64", "unknown flag --block_size; use --seq_len"),
         ("--prefetch 2", "unknown flag --prefetch; batches are always prepared"),
         ("--muon_lr nan", "--muon_lr is nan; expected a finite number"),
-        ("--max_steps 0", "--max_steps is 0; expected a finite number of at least 1"),
+        ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
         ("--max_steps 3e14", "below 2\\*\\*48"),
         ("--minutes 1", "--minutes ends the run by the clock, so that --max_steps cannot be given"),
         ("--wandb yes", "invalid boolean value: 'yes'"),
@@ -90,6 +90,7 @@ def test_from_python_values_are_checked_too():
         (dict(n_layer="2"), "expected int"),
         (dict(wandb=1), "expected bool"),
         (dict(lr=1), "use --muon_"),
+        (dict(resume="auto", init_from="x.pt"), "--resume and --init_from contradict each other"),
         (dict(compile="defualt"), "expected one of off, default.*did you mean default"),
     ):
         with pytest.raises(UserError, match=said):
@@ -165,7 +166,7 @@ def test_a_new_field_is_a_flag(capsys):
 # runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
-    (dict(resume="auto", init_from="x.pt"), "--resume and --init_from contradict each other"),
+    (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
@@ -416,8 +417,23 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
         sizes.append(n_params)
     assert sizes == sorted(set(sizes))
     small = choose(60, 10**5)  # a small dataset allows a small model, and few epochs
-    assert small.max_steps * small.batch_tokens <= 1.1 * max_epochs(small.weight_decay) * 1e5
+    assert small.max_steps * small.batch_tokens <= 1.1 * max_epochs(small, 10**5) * 1e5
     assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
+
+
+def test_finetuning_takes_steps_by_the_size_of_the_dataset():
+    preset = Config(**train_gpt.PRESETS["laptop"])
+    cfg = make_config(preset="laptop", init_from="run", seq_len=512)
+
+    def choose(n_tokens: int, world_size: int = 1, **flags) -> dict:
+        return choose_finetuning(dataclasses.replace(cfg, **flags), preset, n_tokens, world_size)
+
+    assert choose(3584) == dict(batch_tokens=2048, max_steps=154, eval_every=15)
+    assert choose(3584, world_size=3)["batch_tokens"] == 3 * 512
+    assert choose(3584, max_steps=9, batch_tokens=512) == dict(batch_tokens=512)
+    # A large one: as in the preset
+    assert choose(10**7) == dict(batch_tokens=8192, max_steps=300, eval_every=30)
+    assert max_epochs(cfg, 3584) * 3584 == pytest.approx(154 * 2048, rel=0.01)
 
 
 @pytest.mark.parametrize(

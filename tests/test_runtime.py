@@ -198,11 +198,10 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
 
 def test_progress_of_a_run():
     by_steps, by_clock = make_config(max_steps=8), make_config(minutes=2.0)
-    assert [get_progress(by_steps, step, 99, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
+    assert [get_progress(by_steps, step, 9, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
     # Of 120 s - 10 s - 4 s; or the most epochs
     assert get_progress(by_clock, 3, 0, wall_time=53, time_to_finish=10) == pytest.approx(0.5)
-    assert get_progress(by_clock, 3, 6, 53, 10) == 1
-    assert get_progress(make_config(minutes=2.0, weight_decay=0.8), 3, 6, 53, 10) == 0.5
+    assert get_progress(by_clock, 3, 1, 53, 10) == 1
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     factors = [get_lr_multiplier(progress, cfg) for progress in (0, 0.04, 0.3, 0.5, 0.75, 1)]
     assert factors == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0])
@@ -507,6 +506,17 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     assert "val_loss has risen since step 6, where it was 1.5" in read_log(tmp_path / "run")
     code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
     assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
+
+
+def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
+    losses = iter([3.0, 2.0, 2.1, 2.2, 2.0, 1.0])
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *_: next(losses))
+    flags = {name: value for name, value in TINY.items() if name not in ("max_steps", "eval_every")}
+    flags |= dict(data=str(data), init_from=noisy, out_dir=tmp_path / "run", preset="laptop")
+    summary = train(make_config(**flags, eval_every=2))
+    assert (summary["step"], summary["stopped_by"]) == (10, "val_loss")
+    assert list_checkpoints(tmp_path / "run")[0].name == "ckpt_10.pt"
+    assert read_checkpoint(tmp_path / "run" / "ckpt_best.pt")["step"] == 4
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
