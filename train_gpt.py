@@ -623,7 +623,7 @@ def is_due(every: int, step: int) -> bool:
 
 def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     """Train until something ends the run, and return what: max_steps, minutes, max_minutes,
-    target_val_loss, val_loss, diverged, or the name of a signal ("signal" on ranks that received none)."""
+    target_val_loss, val_loss, diverged, or a signal's name ("signal" on ranks that got none)."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     first_step = state.step
     saved_step = state.step
