@@ -414,18 +414,18 @@ RESERVED_S = 4.0
 
 
 def get_progress(
-    cfg: Config, step: int, epochs_done: float, wall_time: float, time_to_finish: float
+    cfg: Config, step: int, epoch_progress: float, wall_time: float, time_to_finish: float
 ) -> float:
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    With --minutes it is that of the available time, or of the epochs (epochs_done), more of which
+    With --minutes it is that of the available time, or of the epochs (epoch_progress), more of which
     would overfit a small dataset, whichever is larger. time_to_finish: seconds of one more step and
     the last evaluation.
     """
     if not cfg.minutes:
         return step / cfg.max_steps
     training_time = 60 * cfg.minutes - RESERVED_S - time_to_finish
-    return max(wall_time / max(1e-9, training_time), epochs_done)
+    return max(wall_time / max(1e-9, training_time), epoch_progress)
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
@@ -711,13 +711,13 @@ def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, 
     """The fraction of the run that is done, the seconds of this process, and whether a rank has
     received a signal: the largest of all ranks' values, the same on all of them."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    epochs_done = epochs / max_epochs(state.cfg, stream.train.n_tokens)
+    epoch_progress = epochs / max_epochs(state.cfg, stream.train.n_tokens)
     # Size of an evaluation in training batches, to estimate its time before one is measured
     eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
     progress = get_progress(
         state.cfg,
         state.step,
-        epochs_done=epochs_done,
+        epoch_progress=epoch_progress,
         wall_time=run.wall_time,
         time_to_finish=run.time_to_finish(eval_size),
     )
