@@ -418,9 +418,9 @@ def get_progress(
 ) -> float:
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    With --minutes it is that of the available time, or of the epochs (epoch_progress), more of which
-    would overfit a small dataset, whichever is larger. time_to_finish: seconds of one more step and
-    the last evaluation.
+    With --minutes it is that of the available time, or epoch_progress, if that is larger: the
+    fraction of the epochs, more of which would overfit a small dataset. time_to_finish: seconds of
+    one more step and the last evaluation.
     """
     if not cfg.minutes:
         return step / cfg.max_steps
