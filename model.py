@@ -170,6 +170,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str) -> Te
 class AttnContext(NamedTuple):
     """What a block needs besides x."""
 
+    position: Tensor  # int64: (T,), or (B, T) in generation
     cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
     doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
@@ -224,8 +225,9 @@ def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with QK norm (Henry et al. 2020) and value embeddings (speedrun)."""
 
-    def __init__(self, cfg: GPTConfig):
+    def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
+        self.layer = layer  # 0, 1, ...: for your changes, as position in AttnContext
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.rotary_dim = cfg.rotary_dim
@@ -291,11 +293,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer."""
+    """One transformer layer; `layer` is its number, from 0."""
 
-    def __init__(self, cfg: GPTConfig):
+    def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
-        self.attn = CausalSelfAttention(cfg)
+        self.attn = CausalSelfAttention(cfg, layer)
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
@@ -436,7 +438,7 @@ class GPT(nn.Module):
         self.ngrams = None
         if cfg.ngram > 1:
             self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
 
         # Tables of rotary embedding: buffers that checkpoints need not hold
@@ -518,6 +520,7 @@ class GPT(nn.Module):
         x = norm(x)
         for layer, block in enumerate(self.blocks):
             ctx = AttnContext(
+                position=position,
                 cos=cos,
                 sin=sin,
                 doc_starts=doc_starts,
@@ -615,9 +618,9 @@ class GPT(nn.Module):
 
         # All parameters but tables, which are looked up. A tied weight counts at each of its uses
         matmul_weights = 0
-        for name, p in self.named_parameters(remove_duplicate=False):
-            if not name.startswith(("wte", "value_embed", "ngrams")):
-                matmul_weights += p.numel()
+        for _, module in self.named_modules(remove_duplicate=False):
+            if not isinstance(module, nn.Embedding):
+                matmul_weights += sum(p.numel() for p in module.parameters(recurse=False))
         return 6 * matmul_weights + 12 * self.cfg.n_embd * attended
 
 

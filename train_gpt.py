@@ -372,7 +372,7 @@ def build(
 
     # fp8, activation checkpointing, compile, DDP or FSDP. Steps on dummy data find the micro-batch
     # that fits and trigger compilation; weights do not change
-    seq_lens = {get_seq_len(0.0, cfg), get_seq_len(1.0, cfg)}  # of the first and the last step
+    seq_lens = {get_seq_len(percent / 100, cfg) for percent in range(101)}  # of all steps
     model, micro_batch = wrap_model(raw_model, cfg, make_optimizer, dist_ctx, seq_lens)
 
     # Its optimizer

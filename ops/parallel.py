@@ -24,9 +24,9 @@ def to_full(tensor: Tensor) -> Tensor:
 
 
 def shard_like(full: Tensor, param: Tensor) -> Tensor:
-    """Move a full tensor to the device of `param`, and shard it like that if the shapes match."""
+    """Move a full tensor to the device of `param`; shard it like that if it has as many rows."""
     full = full.to(param.device)
-    if not is_dtensor(param) or full.shape != param.shape:
+    if not is_dtensor(param) or full.dim() == 0 or len(full) != len(param):
         return full
     from torch.distributed.tensor import distribute_tensor
 
@@ -36,17 +36,19 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
 def state_to_full(state: Tensor, param: Tensor) -> Tensor:
     """Gather a tensor of optimizer state.
 
-    state: a DTensor, a plain tensor that belongs to this rank's shard of `param`, or a full one.
+    state: a DTensor, a full tensor, or a plain one with the rows of this rank's shard of `param`,
+    as Adam's moments or a number a row.
     """
     if is_dtensor(param) and not is_dtensor(state) and state.dim():
         from torch.distributed.tensor import DTensor
 
+        shape = torch.Size([len(param), *state.shape[1:]])
         state = DTensor.from_local(
             state.to(param.device),
             param.device_mesh,
             param.placements,
-            shape=param.shape,
-            stride=param.stride(),
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
     return to_full(state)
 

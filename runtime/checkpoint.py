@@ -189,7 +189,7 @@ def load_optimizer(
             continue
         state = dict(saved)
         for key, value in saved.items():
-            if isinstance(value, Tensor) and value.shape == p.shape:
+            if isinstance(value, Tensor) and value.dim():
                 state[key] = shard_like(value, p)
         states[numbers[p]] = state
     optimizer.load_state_dict(dict(state=states, param_groups=groups))
