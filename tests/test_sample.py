@@ -17,7 +17,7 @@ from inference import evaluation
 from runtime.checkpoint import read_checkpoint
 
 
-def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
+def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
     def out(*argv):
         assert sample.main(["--run", str(plain), "--max_new_tokens", "60", *argv]) == 0
         return capsys.readouterr().out
@@ -29,7 +29,6 @@ def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
     parts = both.split("--- sample ")
     assert [part.partition("\n")[0] for part in parts] == ["", "1", "2", "3", "4"]
     assert parts[1].startswith("1\n" + text) and parts[3].startswith("3\nx")
-    assert sample.main(["--run", str(tmp_path)]) == 2 and "holds no ckpt" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -135,15 +134,16 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     assert printed_perplexity(capsys) == pytest.approx(expected, abs=1e-4)
 
 
-def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("abc\nx\n"))
-    assert sample.main(["--run", str(noisy), "--interactive", "--max_new_tokens", "5"]) == 0
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_interactive_continues_each_line(end, noisy, capsys, monkeypatch, draw):
+    draw(b"7")
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\nx"))
+    assert sample.main(["--run", str(noisy), "--interactive", *filter(None, [end])]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("abc") and "\nx" in shown.out and shown.err.count("> ") == 3
-    assert shown.err.count("5 tokens, ") == 2
+    assert shown.out == f"abc{end}7\nx{end}7\n" and shown.err.count("> ") == 3
 
 
-def test_flags_of_sample_that_cannot_be(noisy, tmp_path, monkeypatch, capsys):
+def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, content in (("text", b"text"), ("latin", b"caf\xe9 " * 9), ("empty", b"")):
         Path(name).write_bytes(content)
@@ -155,6 +155,8 @@ def test_flags_of_sample_that_cannot_be(noisy, tmp_path, monkeypatch, capsys):
         ("--no_cache --compile", "--compile does nothing for --no_cache"),
         ("--interactive --prompt a", "--prompt does nothing for --interactive"),
         ("--max_new_tokens 0", "expected at least 1"),
+        ("--max_new_tokens 99999999999999999999", "below 2**31"),
+        ("--seed 99999999999999999999", "below 2**31"),
         ("--top_p 1.1", "at most 1"),
         ("--no_cache --prompt a bc", "equally long"),
         ("--perplexity text --stride 33", "at most the model"),
@@ -163,7 +165,11 @@ def test_flags_of_sample_that_cannot_be(noisy, tmp_path, monkeypatch, capsys):
         ("--perplexity empty", "is empty"),
         ("--choices none", "there is no file"),
         ("--choices empty", "holds no questions"),
-        ("--best", "holds no ckpt_best.pt"),
+        ("--best", "and --best is for a run's folder"),
+        ("--run none", "there is no none; give the folder of a run, or a checkpoint file"),
+        ("--run .", "holds no ckpt_<step>.pt; give the folder of a run that has saved"),
+        (f"--run {plain} --best", "holds no ckpt_best.pt, which evaluations during a run save; "),
+        (f"--run {plain} --best", "leave out --best for ckpt_20.pt"),
     ):
         assert sample.main(["--run", str(noisy), *flags.split()]) == 2, flags
         assert says in capsys.readouterr().err, flags
