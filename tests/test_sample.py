@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import sample
-from conftest import random_gpt
+from conftest import ROOT, random_gpt
 from inference import evaluation
 from runtime.checkpoint import read_checkpoint
 
@@ -29,6 +29,13 @@ def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
     parts = both.split("--- sample ")
     assert [part.partition("\n")[0] for part in parts] == ["", "1", "2", "3", "4"]
     assert parts[1].startswith("1\n" + text) and parts[3].startswith("3\nx")
+
+
+def test_the_tours_notebook(plain, capsys):
+    (code,) = re.findall("```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), re.DOTALL)
+    names = dict(run=plain)  # a pathlib.Path
+    exec(code.replace('"runs/tour"', "run"), names)
+    assert names["logits"].shape[:2] == (1, 5) and len(capsys.readouterr().out) > 40
 
 
 @pytest.fixture
@@ -77,33 +84,21 @@ def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch, draw):
     assert letter_by_letter or shown == ["> ", "one"], shown
 
 
-def printed_perplexity(capsys) -> tuple[int, int, float, float]:
-    """Tokens, bytes, nats per token and bits per byte, as printed."""
+def printed_perplexity(capsys) -> list[float]:
+    """How many tokens, bytes and words; the nats of one of each; bits per byte."""
     shown = capsys.readouterr().out.replace(",", "")
     rows = [line.split() for line in shown.splitlines() if line.startswith("per ")]
-    return int(rows[0][2]), int(rows[1][2]), float(rows[0][4]), float(rows[1][5])
+    return [float(row[i]) for i in (2, 4) for row in rows] + [float(rows[1][5])]
 
 
-def test_perplexity_by_word_on_text_like_wikitext(noisy, tmp_path, capsys):
-    line = " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n"
-    text = 32 * line  # whole contexts
-    (tmp_path / "text").write_text(text)
-    command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32"
-    assert sample.main(command.split()) == 0
-    (row,) = re.findall("^per word.*", capsys.readouterr().out, re.MULTILINE)
-    gpt, stream = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *text.encode()])
-    loss = 0.0
-    for start in range(0, len(text), 32):
-        window = stream[start : start + 33]
-        loss += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="sum").item()
-    n_words = len(text.split())
-    assert int(row.split()[2]) == n_words == 32 * 18
-    assert float(row.split()[4]) == pytest.approx(loss / n_words, abs=1e-3)
+def expected_perplexity(loss: float, *counts: int):
+    bits_per_byte = loss / counts[1] / math.log(2)
+    return pytest.approx([*counts, *(loss / n for n in counts), bits_per_byte], abs=1e-4)
 
 
 @pytest.mark.parametrize("stride", [0, 7])
 def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
-    raw = ("hällo wörld " * 30).encode()
+    raw = ("hällo <unk> @-@ \n = " * 30).encode()  # words as in WikiText
     (tmp_path / "text").write_bytes(raw)
     command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32 --stride {stride}"
     assert sample.main(command.split()) == 0
@@ -117,9 +112,8 @@ def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
         window = stream[max(0, end - 32) : end + 1]
         loss = F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")
         losses += loss[counted - end :].tolist()
-    n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
-    assert n_tokens == n_bytes == len(raw) == len(losses)
-    assert [nats, bits * math.log(2)] == pytest.approx([sum(losses) / len(raw)] * 2, abs=1e-4)
+    assert len(losses) == len(raw)
+    assert printed_perplexity(capsys) == expected_perplexity(sum(losses), len(raw), len(raw), 120)
 
 
 def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, capsys):
@@ -129,9 +123,8 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     evaluation.print_perplexity(model, gpt2, tmp_path / "raw", 24)
     tokens = gpt2.tiktoken.encode_ordinary(text)
     loss = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24)
-    n_bytes = len(text.encode())
-    expected = len(tokens), n_bytes, loss / len(tokens), loss / n_bytes / math.log(2)
-    assert printed_perplexity(capsys) == pytest.approx(expected, abs=1e-4)
+    counts = len(tokens), len(text.encode()), len(text.split())
+    assert printed_perplexity(capsys) == expected_perplexity(loss, *counts)
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
