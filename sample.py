@@ -57,11 +57,11 @@ def find_file(run: str | Path, best: bool = False) -> Path:
     Raises UserError.
     """
     path = Path(run)
-    if path.is_file():
+    if os.path.isfile(path):  # where Path.is_file raises an error for too long a name
         if best:
             raise UserError(f"{path} is a file, and --best is for a run's folder; leave out --best")
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"there is no {path}; give the folder of a run, or a checkpoint file")
     newest = list_checkpoints(path)
     found = list(path.glob(BEST)) if best else newest
@@ -215,9 +215,7 @@ class Sample:
 
 def displayed(text: str) -> str:
     """Return the text as it is printed: on a terminal without control characters."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        return printable(text)
-    return text
+    return printable(text) if os.isatty(1) else text
 
 
 def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: bool) -> str:
@@ -328,7 +326,7 @@ def main(argv: list[str]) -> int:
         print()
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 

@@ -132,7 +132,7 @@ def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> 
     """
     context = tokenizer.encode(question.context).tolist()
     if question.starts_document:
-        context = [tokenizer.eot, *context]
+        context.insert(0, tokenizer.eot)
     pairs = []
     for text in question.endings:
         ending = torch.tensor(tokenizer.encode(text).tolist())
@@ -184,8 +184,8 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
         )
     encoded = []
     for number, question in enumerate(questions, 1):
-        place = f"{path}, question {number}"
-        encoded.append(encode_question(question, tokenizer, seq_len, place))
+        pairs = encode_question(question, tokenizer, seq_len, place=f"{path}, question {number}")
+        encoded.append(pairs)
 
     results = []
     nats = 0.0

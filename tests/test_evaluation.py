@@ -115,18 +115,13 @@ def test_wrong_lines_are_named(tmp_path):
 
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     questions = [row | {"context": "x"} for row in QUESTIONS] * 30
-    argv = ["--run", str(noisy), "--dtype", "fp32", "--choices", str(tmp_path / "q.jsonl")]
-    write(tmp_path / "q.jsonl", questions)
-    assert sample.main(argv) == 0
+    path = write(tmp_path / "q.jsonl", questions)
+    assert sample.main(["--run", str(noisy), "--choices", str(path)]) == 0
     shown = capsys.readouterr()
     assert "64 of 120 questions" in shown.err and "120 questions, contexts of 32" in shown.out
-    write(
-        tmp_path / "q.jsonl", [*questions, {"context": "a", "endings": ["b" * 33, "c"], "label": 0}]
-    )
-    assert (
-        sample.main(argv) == 2
-        and "question 121 has an ending of 33 tokens" in capsys.readouterr().err
-    )
+    write(path, [*questions, questions[0] | dict(endings=["b" * 33, "c"])])
+    assert sample.main(["--run", str(noisy), "--choices", str(path)]) == 2
+    assert "question 121 has an ending of 33 tokens" in capsys.readouterr().err
 
 
 def test_hellaswags_rows_are_scored_as_elsewhere(tmp_path):

@@ -3,6 +3,8 @@
 import io
 import math
 import re
+import subprocess
+import sys
 import unittest.mock
 from pathlib import Path
 
@@ -38,6 +40,14 @@ def test_the_tours_notebook(plain, capsys):
     assert names["logits"].shape[:2] == (1, 5) and len(capsys.readouterr().out) > 40
 
 
+@pytest.mark.parametrize("console", [">&-", "<&- --interactive", "--num_samples 2 | true"])
+def test_a_closed_console_is_no_error(console, noisy):
+    run = f"{sys.executable} -OO sample.py --run {noisy} --max_new_tokens 5 {console}"
+    line = f"unset PYTHONUNBUFFERED; {run}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr
+
+
 @pytest.fixture
 def draw(monkeypatch):
     """A function that makes these bytes the continuation of every prompt."""
@@ -52,21 +62,17 @@ def draw(monkeypatch):
     return set_bytes
 
 
-def test_streamed_text_never_splits_a_character(noisy, capsys, draw):
-    draw("aé€😀z".encode() + b"\xff\xe2")
-    assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
-    assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
-
-
-WHOLE = "aé€😀z€\ufffd"
+WHOLE = "aé€😀z€\ufffd\ufffd"
 
 
 # The last stop is in the prompt, where it counts for nothing
 @pytest.mark.parametrize(
     "stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", WHOLE), (">", WHOLE)]
 )
-def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, draw):
-    draw("aé€😀z€".encode() + b"\xe2")
+def test_a_sample_ends_before_the_stop_text_and_splits_no_character(
+    stop, kept, noisy, capsys, draw
+):
+    draw("aé€😀z€".encode() + b"\xff\xe2")
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
     assert capsys.readouterr().out == f"> {kept}\n"
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "", "--stop", stop]) == 0
@@ -159,10 +165,12 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, cap
         ("--choices none", "there is no file"),
         ("--choices empty", "holds no questions"),
         ("--best", "and --best is for a run's folder"),
-        ("--run none", "there is no none; give the folder of a run, or a checkpoint file"),
+        (f"--run {300 * 'x'}", "x; give the folder of a run, or a checkpoint file"),
         ("--run .", "holds no ckpt_<step>.pt; give the folder of a run that has saved"),
-        (f"--run {plain} --best", "holds no ckpt_best.pt, which evaluations during a run save; "),
-        (f"--run {plain} --best", "leave out --best for ckpt_20.pt"),
+        (
+            f"--run {plain} --best",
+            "no ckpt_best.pt, which evaluations during a run save; leave out --best for ckpt_20.pt",
+        ),
     ):
         assert sample.main(["--run", str(noisy), *flags.split()]) == 2, flags
         assert says in capsys.readouterr().err, flags
