@@ -144,8 +144,8 @@ def test_interactive_continues_each_line(end, noisy, capsys, monkeypatch, draw):
 
 def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, content in (("text", b"text"), ("latin", b"caf\xe9 " * 9), ("empty", b"")):
-        Path(name).write_bytes(content)
+    Path("text").write_text("text")
+    Path("empty").touch()
     for flags, says in (
         ("--stride 8", "--stride is for --perplexity"),
         ("--perplexity text --compile", "--compile does nothing for --perplexity"),
@@ -155,12 +155,9 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, cap
         ("--interactive --prompt a", "--prompt does nothing for --interactive"),
         ("--max_new_tokens 0", "expected at least 1"),
         ("--max_new_tokens 99999999999999999999", "below 2**31"),
-        ("--seed 99999999999999999999", "below 2**31"),
         ("--top_p 1.1", "at most 1"),
-        ("--no_cache --prompt a bc", "equally long"),
         ("--perplexity text --stride 33", "at most the model"),
         ("--perplexity none", "is not a file of plain text"),
-        ("--perplexity latin", "is not UTF-8 text at byte"),
         ("--perplexity empty", "is empty"),
         ("--choices none", "there is no file"),
         ("--choices empty", "holds no questions"),
@@ -186,7 +183,7 @@ def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, caps
     else:
         checkpoint["model_config"]["vocab_size"] = 200
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
-    assert sample.main(["--run", str(tmp_path), "--max_new_tokens", "5"]) == 2
+    assert sample.main(["--run", str(tmp_path)]) == 2
     shown = capsys.readouterr()
     assert says in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
 
