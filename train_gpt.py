@@ -556,7 +556,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     # The mean over all ranks
     sums = torch.tensor([loss_sum, n_targets], dtype=torch.float64)
     loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
-    state.n_val_targets = n_targets
+    state.n_val_targets = int(n_targets)
     return loss_sum / n_targets if n_targets else math.nan
 
 

@@ -51,7 +51,7 @@ def _parse_question(line):
             context = row["context"]
             endings = row["endings"]
         label = row["label"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     if type(context) is not str or type(endings) is not list or type(label) is not int:
         return None

@@ -103,6 +103,7 @@ def test_wrong_lines_are_named(tmp_path):
     for line in (
         '{"context": "a", "label": 0}',
         '{"context": "a", "endings": ["b", ""], "label": 0}',
+        '{"ctx": 5, "endings": ["b"], "label": 0}',
         '{"context": "a", "endings": "bc", "label": 0}',
         '{"context": "a", "endings": ["b"], "label": 1}',
         '{"context": "a", "endings": ["b"], "label": true}',
