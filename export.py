@@ -147,7 +147,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     TrainGPTConfig.register_for_auto_class()
     TrainGPTForCausalLM.register_for_auto_class("AutoModelForCausalLM")
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
-        written = Path(folder, out.name)
+        written = Path(folder, "hf")
         hf_model.save_pretrained(written)
         if not tokenizer.name.startswith("integers"):
             hf_tokenizer(tokenizer, model.cfg.seq_len).save_pretrained(written)
@@ -239,7 +239,6 @@ def export(path: Path, kind: str, out: Path) -> None:
     checkpoint = with_eval_weights(read_checkpoint(path))
     model = GPT(model_config(checkpoint, GPTConfig, path))
     load_weights(model, checkpoint, path)
-    n_params = sum(p.numel() for p in model.parameters())
     out.parent.mkdir(parents=True, exist_ok=True)
     # The exporters warn of their own packages
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -248,7 +247,7 @@ def export(path: Path, kind: str, out: Path) -> None:
         FORMATS[kind](freeze(model), checkpoint, out)
     files = out.iterdir() if out.is_dir() else [out]
     size = sum(file.stat().st_size for file in files)
-    print(f"{path} -> {out}: {kind}, {size:,} bytes ({n_params:,} parameters)")
+    print(f"{path} -> {out}: {kind}, {size:,} bytes")
 
 
 @command

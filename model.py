@@ -507,8 +507,12 @@ class GPT(nn.Module):
         masks: the attention mask of each window.
         kv_caches: one per layer, in generation.
         """
+        T = position.size(-1)
+        if T > self.cfg.seq_len:
+            raise ValueError(f"got {T} tokens; the model's context is {self.cfg.seq_len}: cut them")
+
         # What all blocks get
-        idx = tokens[:, -position.size(-1) :]
+        idx = tokens[:, -T:]
         cos, sin = self.rotary_tables(position)
         doc_starts = None
         if self.doc_eot is not None:

@@ -51,30 +51,32 @@ NO_EFFECT = {
 }
 
 
-def find_file(run: str, best: bool = False) -> Path:
+def find_file(run: str | Path, best: bool = False) -> Path:
     """Return the checkpoint file to load: `run` itself, or the newest or best in this folder.
 
     Raises UserError.
     """
     path = Path(run)
-    if path.is_file() and not best:
+    if os.path.isfile(path):  # where Path.is_file raises an error for too long a name
+        if best:
+            raise UserError(f"{path} is a file, and --best is for a run's folder; leave out --best")
         return path
-    if best:
-        found = list(path.glob(BEST))
-        name = f"{BEST}, which evaluations during training save"
-    else:
-        found = list_checkpoints(path)
-        name = "ckpt_<step>.pt"
-    if not found:
+    if not os.path.isdir(path):
+        raise UserError(f"there is no {path}; give the folder of a run, or a checkpoint file")
+    newest = list_checkpoints(path)
+    found = list(path.glob(BEST)) if best else newest
+    if found:
+        return found[0]
+    if newest:
         raise UserError(
-            f"{path} holds no {name}; give the folder of a run that has saved, "
-            "or a file without --best"
+            f"{path} holds no {BEST}, which evaluations during a run save; leave out --best for "
+            f"{newest[0].name}"
         )
-    return found[0]
+    raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved")
 
 
 def load(
-    path: Path, device_name: str, dtype_name: str, int8: bool = False
+    path: str | Path, device_name: str = "auto", dtype_name: str = "auto", int8: bool = False
 ) -> tuple[GPT, Tokenizer]:
     """Load the model of a checkpoint file for inference, and its tokenizer.
 
@@ -114,7 +116,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
     add("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
-    add("--interactive", action="store_true", help="continue each line that is typed")
+    add(
+        "--interactive",
+        nargs="?",
+        const="",
+        metavar="END",
+        help="continue each line that is typed, and END after it: $'\\n' after questions",
+    )
     add(
         "--perplexity",
         metavar="FILE",
@@ -161,11 +169,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args, parser: argparse.ArgumentParser) -> None:
     """Raise UserError for invalid values, and for flags that would have no effect."""
-    minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0)
+    minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0, seed=0)
     for name, least in minimum.items():
         value = getattr(args, name)
-        if not value >= least:
-            raise UserError(f"--{name} is {value}; expected at least {least}")
+        if not least <= value < 2**31:
+            raise UserError(f"--{name} is {value}; expected at least {least}, below 2**31")
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
     changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
@@ -207,7 +215,7 @@ class Sample:
 
 def displayed(text: str) -> str:
     """Return the text as it is printed: on a terminal without control characters."""
-    return printable(text) if sys.stdout.isatty() else text
+    return printable(text) if os.isatty(1) else text
 
 
 def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: bool) -> str:
@@ -273,12 +281,13 @@ def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None
         print(summary, file=sys.stderr)
 
 
-def typed_lines():
-    """Yield each typed line as a list of one prompt, until the end of input (Ctrl-D)."""
+def typed_lines(end: str):
+    """Yield each typed line, with this end, as a list of one prompt, until Ctrl-D."""
     print("> ", end="", file=sys.stderr, flush=True)
-    for line in sys.stdin:
-        yield [line.removesuffix("\n")]
+    for line in sys.stdin or []:  # None: it is closed
+        yield [line.removesuffix("\n") + end]
         print("> ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
 
 
 def run(args) -> None:
@@ -297,7 +306,9 @@ def run(args) -> None:
         if args.compile:
             check_compiler(model.device)
             step = compile_decode_step(model.device)
-        prompt_lists = typed_lines() if args.interactive else [args.prompt]
+        prompt_lists = [args.prompt]
+        if args.interactive is not None:
+            prompt_lists = typed_lines(args.interactive)
         for prompts in prompt_lists:
             print_samples(prompts, model, tokenizer, args, step)
 
@@ -310,11 +321,12 @@ def main(argv: list[str]) -> int:
     try:
         check_arguments(args, parser)
         run(args)
+        print(end="", flush=True)  # a closed pipe may show only now
     except KeyboardInterrupt:
         print()
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 

@@ -299,6 +299,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
+    n_val_targets: int = 0  # of the last evaluation
 
     # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
     # and logged with every training and evaluation line, until you change or delete it
@@ -555,7 +556,8 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     # The mean over all ranks
     sums = torch.tensor([loss_sum, n_targets], dtype=torch.float64)
     loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
-    return loss_sum / n_targets
+    state.n_val_targets = int(n_targets)
+    return loss_sum / n_targets if n_targets else math.nan
 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:

@@ -16,6 +16,7 @@ class Question(NamedTuple):
     context: str
     endings: list[str]
     label: int
+    starts_document: bool  # after an end-of-text token; not so HellaSwag's, as in llm.c
 
 
 def read_questions(path):
@@ -41,18 +42,20 @@ def _parse_question(line):
     try:
         row = json.loads(line)
         if "ctx" in row:
-            # HellaSwag's rows have no space before the endings: it is added, as llm.c does
-            context = row["ctx"]
-            endings = [f" {ending}" for ending in row["endings"]]
+            # HellaSwag's rows have no space before the endings: it is added, as llm.c does. One at
+            # the end of a context goes to the endings, as in lm-evaluation-harness
+            context = row["ctx"].rstrip()
+            space = row["ctx"][len(context) :] + " "
+            endings = [space + ending for ending in row["endings"]]
         else:
             context = row["context"]
             endings = row["endings"]
         label = row["label"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     if type(context) is not str or type(endings) is not list or type(label) is not int:
         return None
     is_text = all(type(ending) is str and ending for ending in endings)
     if not is_text or not 0 <= label < len(endings):
         return None
-    return Question(context, endings, label)
+    return Question(context, endings, label, starts_document="ctx" not in row)

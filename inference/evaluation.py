@@ -128,21 +128,20 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
 def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> Pairs:
     """Return the context with each ending, as tokens; a context has at least one token.
 
-    Trailing whitespace of the context moves to the ending, as in lm-evaluation-harness: it is part
-    of the word's token. Raises UserError, with the place, if an ending is longer than seq_len.
+    Raises UserError, with the place, if an ending is longer than seq_len.
     """
-    text = question.context.rstrip()
-    whitespace = question.context[len(text) :]
-    context = torch.tensor(tokenizer.encode(text).tolist() or [tokenizer.eot])
+    context = tokenizer.encode(question.context).tolist()
+    if question.starts_document:
+        context.insert(0, tokenizer.eot)
     pairs = []
-    for ending_text in question.endings:
-        ending = torch.tensor(tokenizer.encode(whitespace + ending_text).tolist())
+    for text in question.endings:
+        ending = torch.tensor(tokenizer.encode(text).tolist())
         if len(ending) > seq_len:
             raise UserError(
                 f"{place} has an ending of {len(ending)} tokens; "
                 f"expected at most the model's context, {seq_len}"
             )
-        pairs.append((context, ending))
+        pairs.append((torch.tensor(context), ending))
     return pairs
 
 
@@ -152,7 +151,7 @@ def is_chosen(question: Question, scores: Tensor, pairs: Pairs) -> dict[str, boo
     scores: log-likelihoods of the endings, fp64.
     """
     n_tokens = torch.tensor([len(ending) for _, ending in pairs])
-    n_characters = torch.tensor([len(text.removeprefix(" ")) or 1 for text in question.endings])
+    n_characters = torch.tensor([len(text.lstrip()) or 1 for text in question.endings])
     measures = {
         "summed": scores,
         "per token (llm.c)": scores / n_tokens,
@@ -185,8 +184,8 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
         )
     encoded = []
     for number, question in enumerate(questions, 1):
-        place = f"{path}, question {number}"
-        encoded.append(encode_question(question, tokenizer, seq_len, place))
+        pairs = encode_question(question, tokenizer, seq_len, place=f"{path}, question {number}")
+        encoded.append(pairs)
 
     results = []
     nats = 0.0

@@ -141,7 +141,7 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
         """Return the inputs of a step: all tokens each time, as there is no cache."""
-        return dict(input_ids=input_ids, attention_mask=attention_mask)
+        return dict(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     def embed(self, idx, doc):
         """Embed tokens idx (B, T) and the n-grams that end at each; doc: each token's document."""
@@ -153,12 +153,23 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
             x = x + self.ngrams(((code * HASH_B) >> 7) % self.config.ngram_rows)
         return x
 
-    def forward(self, input_ids, attention_mask=None, labels=None, **unused):
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        labels=None,
+        output_hidden_states=False,
+        output_attentions=False,
+        **unused,
+    ):
         """Return logits, fp32 (B, T, vocab_size), and the loss, if labels (B, T) are given.
 
         Rows of input_ids (B, T) may be padded on either side, where attention_mask (B, T) is 0.
+        output_hidden_states: return what each block reads, and what the head reads.
         """
         cfg = self.config
+        if output_attentions or cfg.output_attentions:
+            raise ValueError("this model gives no attentions; leave out output_attentions")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         # Number the documents; padding before the first token is another document
@@ -182,17 +193,24 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         same_doc = doc[:, None, :, None] == doc[:, None, None, :]
         distance = position[:, None] - position
         pattern, _, width = cfg.window.partition(":")
+        output_hidden_states = output_hidden_states or cfg.output_hidden_states
+        hidden_states = ()
         for i, block in enumerate(self.blocks):
             window = cfg.seq_len
             if pattern[i % len(pattern)] == "S":
                 window = min(window, int(width or max(1, cfg.seq_len // 4)))
             mask = same_doc & (distance >= 0) & (distance < window)
+            if output_hidden_states:
+                hidden_states += (x,)
             x = block(x, cos, sin, doc_starts, mask, value_embed)
 
-        logits = self.head(norm(x)).float()
+        x = norm(x)
+        if output_hidden_states:
+            hidden_states += (x,)
+        logits = self.head(x).float()
         if cfg.softcap:
             logits = cfg.softcap * torch.tanh(logits / cfg.softcap)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits)
+        return CausalLMOutput(loss=loss, logits=logits, hidden_states=hidden_states or None)

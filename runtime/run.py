@@ -395,7 +395,10 @@ class Run:
     def log_eval(self, state, val_loss: float) -> bool:
         """Log a validation loss, in nats per token, and state.metrics; True if it is the lowest."""
         metrics = mean_over_ranks(self.dist_ctx, state.metrics)
-        val_bpb = val_loss * self.bits_per_nat
+        n_tokens = self.stream.num_eval_seqs(self.cfg.eval_tokens) * self.stream.seq_len
+        val_bpb = math.nan
+        if state.n_val_targets == n_tokens:  # else some are masked, and nobody counts their bytes
+            val_bpb = val_loss * self.bits_per_nat
         begin = f"val_loss {val_loss:.4f}"
         if math.isfinite(val_bpb):
             begin += f" | val_bpb {val_bpb:.4f}"

@@ -11,7 +11,7 @@ import sample
 from common import UserError
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
-from inference.evaluation import print_choices, score_endings
+from inference.evaluation import encode_question, print_choices, score_endings
 
 BYTES = get_tokenizer("bytes")
 QUESTIONS = [
@@ -30,7 +30,7 @@ def write(path, rows):
 def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
     """Of one ending, by a forward pass of its own; and whether each letter is the likeliest."""
     letters = torch.tensor([*ending.encode()])
-    window = [*context.encode()] or [BYTES.eot]
+    window = [BYTES.eot, *context.encode()]
     window = window[-(65 - len(letters)) :]  # the newest that fit before it
     logits = model(torch.tensor([[*window, *letters][:-1]]))[0, -len(letters) :]
     log_probs = logits.double().log_softmax(-1)
@@ -58,7 +58,7 @@ def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
         for row in QUESTIONS:
             scores = []
             for ending in row["endings"]:
-                score, _ = log_likelihood(model, row["context"].rstrip(), ending)
+                score, _ = log_likelihood(model, row["context"], ending)
                 scores.append(score / length_of(ending))
             right += scores.index(max(scores)) == row["label"]
         deviation = math.sqrt(right * (n - right) / n**2 / (n - 1))
@@ -69,7 +69,7 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
     model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
     pairs, expected = [], []
     for row in QUESTIONS:
-        context = torch.tensor([*row["context"].encode()] or [BYTES.eot])
+        context = torch.tensor([BYTES.eot, *row["context"].encode()])
         for ending in row["endings"]:
             pairs.append((context, torch.tensor([*ending.encode()])))
             expected.append(log_likelihood(model, row["context"], ending))
@@ -81,8 +81,8 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
 
 def test_last_words(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
-    text = "A man walks"
-    prompt = torch.tensor([*text.encode()])
+    text = "What is 3 plus 4?\n"  # the end is part of the question
+    prompt = torch.tensor([BYTES.eot, *text.encode()])
     drawn = sample.generate(model, [prompt], n_tokens=1, vocab_size=257, temperature=0)
     likeliest = bytes(drawn).decode("latin-1")
     endings = [ending for ending in (likeliest, "zz") if ending.isascii()]
@@ -103,6 +103,7 @@ def test_wrong_lines_are_named(tmp_path):
     for line in (
         '{"context": "a", "label": 0}',
         '{"context": "a", "endings": ["b", ""], "label": 0}',
+        '{"ctx": 5, "endings": ["b"], "label": 0}',
         '{"context": "a", "endings": "bc", "label": 0}',
         '{"context": "a", "endings": ["b"], "label": 1}',
         '{"context": "a", "endings": ["b"], "label": true}',
@@ -115,26 +116,19 @@ def test_wrong_lines_are_named(tmp_path):
 
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     questions = [row | {"context": "x"} for row in QUESTIONS] * 30
-    argv = ["--run", str(noisy), "--dtype", "fp32", "--choices", str(tmp_path / "q.jsonl")]
-    write(tmp_path / "q.jsonl", questions)
-    assert sample.main(argv) == 0
+    path = write(tmp_path / "q.jsonl", questions)
+    assert sample.main(["--run", str(noisy), "--choices", str(path)]) == 0
     shown = capsys.readouterr()
     assert "64 of 120 questions" in shown.err and "120 questions, contexts of 32" in shown.out
-    write(
-        tmp_path / "q.jsonl", [*questions, {"context": "a", "endings": ["b" * 33, "c"], "label": 0}]
-    )
-    assert (
-        sample.main(argv) == 2
-        and "question 121 has an ending of 33 tokens" in capsys.readouterr().err
-    )
+    write(path, [*questions, questions[0] | dict(endings=["b" * 33, "c"])])
+    assert sample.main(["--run", str(noisy), "--choices", str(path)]) == 2
+    assert "question 121 has an ending of 33 tokens" in capsys.readouterr().err
 
 
-def test_hellaswags_own_rows_are_read_as_they_are(tmp_path):
-    row = dict(
-        ctx="A man [header] scrapes. then he",
-        endings=["stops.", "goes on."],
-        label=1,
-        activity_label="Ice",
-    )
-    questions = data.choices.read_questions(write(tmp_path / "q.jsonl", [row]))
-    assert questions == [(row["ctx"], [" stops.", " goes on."], 1)]
+def test_hellaswags_rows_are_scored_as_elsewhere(tmp_path):
+    row = dict(ctx="A man. he", endings=["stops.", "goes."], label=1, activity_label="Ice")
+    path = write(tmp_path / "q.jsonl", [row, row | dict(ctx="A man. he  ")])
+    for question, space in zip(data.choices.read_questions(path), (" ", "   ")):
+        pairs = encode_question(question, BYTES, 64, "")
+        texts = [[bytes(tokens).decode() for tokens in pair] for pair in pairs]
+        assert texts == [["A man. he", space + "stops."], ["A man. he", space + "goes."]]

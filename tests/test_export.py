@@ -113,9 +113,13 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
     texts, prompt = ["abc d", "", "é\n\n  x12345 don't<"], torch.tensor([256, *b"ab"])
     steps = generate(model, [prompt], n_tokens=50, vocab_size=257, temperature=0)
     drawn = [int(token) for token in steps]  # beyond the context of 32
+    states = []
+    for module in (*model.blocks, model.head):
+        module.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
     expected = [
         idx,
         model(idx)[..., :257],
+        states,
         texts,
         [tokenizer.encode(text).tolist() for text in texts],
         prompt,
@@ -128,14 +132,24 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
         trusted = dict(pretrained_model_name_or_path=sys.argv[1], trust_remote_code=True)
         model = AutoModelForCausalLM.from_pretrained(**trusted)
         tokenizer = AutoTokenizer.from_pretrained(**trusted)
-        idx, logits, texts, tokens, prompt, drawn = torch.load(sys.argv[2])
+        idx, logits, states, texts, tokens, prompt, drawn = torch.load(sys.argv[2])
         close = dict(rtol=0, atol=1e-4)
-        torch.testing.assert_close(model(idx).logits, logits, **close)
+        assert model(idx).hidden_states is None
+        output = model(idx, output_hidden_states=True)
+        torch.testing.assert_close(output.logits, logits, **close)
+        torch.testing.assert_close(output.hidden_states, tuple(states), **close)
+        try:
+            raise SystemError(model(idx, output_attentions=True))
+        except ValueError as error:
+            assert str(error) == "this model gives no attentions; leave out output_attentions"
         assert [tokenizer(text).input_ids for text in texts] == [[256, *ids] for ids in tokens]
         assert [tokenizer.decode(ids) for ids in tokens] == texts
         more = dict(max_new_tokens=50, do_sample=False)
         both = tokenizer(["ab", "a longer text"], return_tensors="pt", padding=True)
-        new = model.generate(**both, **more)[0, both.input_ids.size(1) :].tolist()
+        more |= dict(return_dict_in_generate=True, output_hidden_states=True)
+        made = model.generate(**both, **more)
+        assert len(made.hidden_states[-1]) == 3
+        new = made.sequences[0, both.input_ids.size(1) :].tolist()
         new = new[: new.index(256) + 1] if 256 in new else new
         assert new == (drawn[: drawn.index(256) + 1] if 256 in drawn else drawn), (new, drawn)
         alone = [model(row[None, :n]).logits for row, n in zip(idx, (32, 20, 9))]

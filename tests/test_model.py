@@ -361,6 +361,8 @@ def test_without_a_cache_the_context_is_read_again(monkeypatch):
     text = torch.tensor(PROMPTS[0].tolist() + text)
     for i in range(9, 49):
         assert gpt(text[None, max(0, i - 24) : i])[0, -1, :65].argmax() == text[i]
+    with pytest.raises(ValueError, match="got 25 tokens; the model's context is 24"):
+        gpt(text[None, :25])
     with pytest.raises(UserError, match="equally long"):
         next(generate(gpt, PROMPTS, n_tokens=5, vocab_size=65, use_cache=False))
     monkeypatch.setattr(GPT, "extrapolates", False)  # as with learned positions, which end

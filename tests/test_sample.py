@@ -3,6 +3,8 @@
 import io
 import math
 import re
+import subprocess
+import sys
 import unittest.mock
 from pathlib import Path
 
@@ -12,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 import sample
-from conftest import random_gpt
+from conftest import ROOT, random_gpt
 from inference import evaluation
 from runtime.checkpoint import read_checkpoint
 
 
-def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
+def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
     def out(*argv):
         assert sample.main(["--run", str(plain), "--max_new_tokens", "60", *argv]) == 0
         return capsys.readouterr().out
@@ -29,7 +31,21 @@ def test_sampled_text_depends_on_its_seed_alone(plain, tmp_path, capsys):
     parts = both.split("--- sample ")
     assert [part.partition("\n")[0] for part in parts] == ["", "1", "2", "3", "4"]
     assert parts[1].startswith("1\n" + text) and parts[3].startswith("3\nx")
-    assert sample.main(["--run", str(tmp_path)]) == 2 and "holds no ckpt" in capsys.readouterr().err
+
+
+def test_the_tours_notebook(plain, capsys):
+    (code,) = re.findall("```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), re.DOTALL)
+    names = dict(run=plain)  # a pathlib.Path
+    exec(code.replace('"runs/tour"', "run"), names)
+    assert names["logits"].shape[:2] == (1, 5) and len(capsys.readouterr().out) > 40
+
+
+@pytest.mark.parametrize("console", [">&-", "<&- --interactive", "--num_samples 2 | true"])
+def test_a_closed_console_is_no_error(console, noisy):
+    run = f"{sys.executable} -OO sample.py --run {noisy} --max_new_tokens 5 {console}"
+    line = f"unset PYTHONUNBUFFERED; {run}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr
 
 
 @pytest.fixture
@@ -46,21 +62,17 @@ def draw(monkeypatch):
     return set_bytes
 
 
-def test_streamed_text_never_splits_a_character(noisy, capsys, draw):
-    draw("aé€😀z".encode() + b"\xff\xe2")
-    assert sample.main(["--run", str(noisy), "--prompt", "> "]) == 0
-    assert capsys.readouterr().out == "> aé€😀z\ufffd\ufffd\n"
-
-
-WHOLE = "aé€😀z€\ufffd"
+WHOLE = "aé€😀z€\ufffd\ufffd"
 
 
 # The last stop is in the prompt, where it counts for nothing
 @pytest.mark.parametrize(
     "stop, kept", [("€", "aé"), ("é€", "a"), ("aé", ""), ("z!", WHOLE), (">", WHOLE)]
 )
-def test_a_sample_ends_before_the_stop_text(stop, kept, noisy, capsys, draw):
-    draw("aé€😀z€".encode() + b"\xe2")
+def test_a_sample_ends_before_the_stop_text_and_splits_no_character(
+    stop, kept, noisy, capsys, draw
+):
+    draw("aé€😀z€".encode() + b"\xff\xe2")
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
     assert capsys.readouterr().out == f"> {kept}\n"
     assert sample.main(["--run", str(noisy), "--prompt", "> ", "", "--stop", stop]) == 0
@@ -78,33 +90,21 @@ def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch, draw):
     assert letter_by_letter or shown == ["> ", "one"], shown
 
 
-def printed_perplexity(capsys) -> tuple[int, int, float, float]:
-    """Tokens, bytes, nats per token and bits per byte, as printed."""
+def printed_perplexity(capsys) -> list[float]:
+    """How many tokens, bytes and words; the nats of one of each; bits per byte."""
     shown = capsys.readouterr().out.replace(",", "")
     rows = [line.split() for line in shown.splitlines() if line.startswith("per ")]
-    return int(rows[0][2]), int(rows[1][2]), float(rows[0][4]), float(rows[1][5])
+    return [float(row[i]) for i in (2, 4) for row in rows] + [float(rows[1][5])]
 
 
-def test_perplexity_by_word_on_text_like_wikitext(noisy, tmp_path, capsys):
-    line = " \n = Robert <unk> = \n \n He was born in 1 @,@ 200 , a well @-@ known actor . \n"
-    text = 32 * line  # whole contexts
-    (tmp_path / "text").write_text(text)
-    command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32"
-    assert sample.main(command.split()) == 0
-    (row,) = re.findall("^per word.*", capsys.readouterr().out, re.MULTILINE)
-    gpt, stream = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *text.encode()])
-    loss = 0.0
-    for start in range(0, len(text), 32):
-        window = stream[start : start + 33]
-        loss += F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="sum").item()
-    n_words = len(text.split())
-    assert int(row.split()[2]) == n_words == 32 * 18
-    assert float(row.split()[4]) == pytest.approx(loss / n_words, abs=1e-3)
+def expected_perplexity(loss: float, *counts: int):
+    bits_per_byte = loss / counts[1] / math.log(2)
+    return pytest.approx([*counts, *(loss / n for n in counts), bits_per_byte], abs=1e-4)
 
 
 @pytest.mark.parametrize("stride", [0, 7])
 def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
-    raw = ("hällo wörld " * 30).encode()
+    raw = ("hällo <unk> @-@ \n = " * 30).encode()  # words as in WikiText
     (tmp_path / "text").write_bytes(raw)
     command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32 --stride {stride}"
     assert sample.main(command.split()) == 0
@@ -118,9 +118,8 @@ def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
         window = stream[max(0, end - 32) : end + 1]
         loss = F.cross_entropy(gpt(window[None, :-1])[0], window[1:], reduction="none")
         losses += loss[counted - end :].tolist()
-    n_tokens, n_bytes, nats, bits = printed_perplexity(capsys)
-    assert n_tokens == n_bytes == len(raw) == len(losses)
-    assert [nats, bits * math.log(2)] == pytest.approx([sum(losses) / len(raw)] * 2, abs=1e-4)
+    assert len(losses) == len(raw)
+    assert printed_perplexity(capsys) == expected_perplexity(sum(losses), len(raw), len(raw), 120)
 
 
 def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, capsys):
@@ -130,23 +129,23 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
     evaluation.print_perplexity(model, gpt2, tmp_path / "raw", 24)
     tokens = gpt2.tiktoken.encode_ordinary(text)
     loss = evaluation.summed_loss(model, np.array(tokens), gpt2.eot, 24)
-    n_bytes = len(text.encode())
-    expected = len(tokens), n_bytes, loss / len(tokens), loss / n_bytes / math.log(2)
-    assert printed_perplexity(capsys) == pytest.approx(expected, abs=1e-4)
+    counts = len(tokens), len(text.encode()), len(text.split())
+    assert printed_perplexity(capsys) == expected_perplexity(loss, *counts)
 
 
-def test_interactive_continues_each_line(noisy, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("abc\nx\n"))
-    assert sample.main(["--run", str(noisy), "--interactive", "--max_new_tokens", "5"]) == 0
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_interactive_continues_each_line(end, noisy, capsys, monkeypatch, draw):
+    draw(b"7")
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc\nx"))
+    assert sample.main(["--run", str(noisy), "--interactive", *filter(None, [end])]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("abc") and "\nx" in shown.out and shown.err.count("> ") == 3
-    assert shown.err.count("5 tokens, ") == 2
+    assert shown.out == f"abc{end}7\nx{end}7\n" and shown.err.count("> ") == 3
 
 
-def test_flags_of_sample_that_cannot_be(noisy, tmp_path, monkeypatch, capsys):
+def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, content in (("text", b"text"), ("latin", b"caf\xe9 " * 9), ("empty", b"")):
-        Path(name).write_bytes(content)
+    Path("text").write_text("text")
+    Path("empty").touch()
     for flags, says in (
         ("--stride 8", "--stride is for --perplexity"),
         ("--perplexity text --compile", "--compile does nothing for --perplexity"),
@@ -155,15 +154,20 @@ def test_flags_of_sample_that_cannot_be(noisy, tmp_path, monkeypatch, capsys):
         ("--no_cache --compile", "--compile does nothing for --no_cache"),
         ("--interactive --prompt a", "--prompt does nothing for --interactive"),
         ("--max_new_tokens 0", "expected at least 1"),
+        ("--max_new_tokens 99999999999999999999", "below 2**31"),
         ("--top_p 1.1", "at most 1"),
-        ("--no_cache --prompt a bc", "equally long"),
         ("--perplexity text --stride 33", "at most the model"),
         ("--perplexity none", "is not a file of plain text"),
-        ("--perplexity latin", "is not UTF-8 text at byte"),
         ("--perplexity empty", "is empty"),
         ("--choices none", "there is no file"),
         ("--choices empty", "holds no questions"),
-        ("--best", "holds no ckpt_best.pt"),
+        ("--best", "and --best is for a run's folder"),
+        (f"--run {300 * 'x'}", "x; give the folder of a run, or a checkpoint file"),
+        ("--run .", "holds no ckpt_<step>.pt; give the folder of a run that has saved"),
+        (
+            f"--run {plain} --best",
+            "no ckpt_best.pt, which evaluations during a run save; leave out --best for ckpt_20.pt",
+        ),
     ):
         assert sample.main(["--run", str(noisy), *flags.split()]) == 2, flags
         assert says in capsys.readouterr().err, flags
@@ -179,7 +183,7 @@ def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, caps
     else:
         checkpoint["model_config"]["vocab_size"] = 200
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
-    assert sample.main(["--run", str(tmp_path), "--max_new_tokens", "5"]) == 2
+    assert sample.main(["--run", str(tmp_path)]) == 2
     shown = capsys.readouterr()
     assert says in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
 
