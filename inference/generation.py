@@ -100,7 +100,9 @@ class KVCache:
         """Return every tensor that reading a token changes, once the prompts are read."""
         tensors = [self.length, self.doc_start, self.recent]
         for layer in self.layers:
-            tensors += [layer.k, layer.v, *layer.newest.values()]
+            if layer.k is not None:  # else the layer has no attention
+                tensors += [layer.k, layer.v]
+            tensors += layer.newest.values()
         return tensors
 
     def read(self, idx: Tensor, eot: int | None) -> Tensor:

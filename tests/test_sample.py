@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import shutil
 import subprocess
 import sys
 import unittest.mock
@@ -146,6 +147,8 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("text")
     Path("empty").touch()
+    Path("run").mkdir()
+    shutil.copy(plain / "ckpt_20.pt", "run")
     for flags, says in (
         ("--stride 8", "--stride is for --perplexity"),
         ("--perplexity text --compile", "--compile does nothing for --perplexity"),
@@ -165,7 +168,7 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, cap
         (f"--run {300 * 'x'}", "x; give the folder of a run, or a checkpoint file"),
         ("--run .", "holds no ckpt_<step>.pt; give the folder of a run that has saved"),
         (
-            f"--run {plain} --best",
+            "--run run --best",
             "no ckpt_best.pt, which evaluations during a run save; leave out --best for ckpt_20.pt",
         ),
     ):
