@@ -44,7 +44,7 @@ class RunError(TrainerError):
 # What the system raises for a wrong path: exit code 2
 PATH_ERRORS = (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 
-NO_ROOM = (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None))
+NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
 
 # The words of PyTorch, CUDA, Triton, cuBLAS, the system, and of oneDNN when it cannot allocate
 NO_MEMORY = re.compile(
@@ -90,9 +90,10 @@ def error_sentence(error: Exception) -> str:
             "`pip install torch --index-url https://download.pytorch.org/whl/cu126`, for a newer "
             "one the newest PyTorch, or use --device cpu"
         )
-    if isinstance(error, OSError) and error.errno in NO_ROOM:
+    if isinstance(error, OSError) and error.errno in (*NO_ROOM, errno.EROFS):
         path = error.filename or "a file"
-        return f"{path} could not be written ({error.strerror}); make room and --resume"
+        advice = "make room and --resume" if error.errno in NO_ROOM else "choose another folder"
+        return f"{path} could not be written ({error.strerror}); {advice}"
     if isinstance(error, PATH_ERRORS) and error.filename:
         return (
             f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix "
