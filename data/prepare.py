@@ -3,8 +3,8 @@
 SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, or files PATH...
 
 data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A
-complete folder is left as it is; after a run that was stopped, the same command resumes its
-downloads.
+complete folder is left as it is, and refused if the arguments are others; after a run that was
+stopped, the same command resumes its downloads.
 """
 
 import argparse

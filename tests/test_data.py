@@ -186,10 +186,8 @@ def test_find_shards_and_meta_json(tmp_path):
         load_meta(tmp_path / "none")
     for name in ("b_train_1.bin", "a_train_0.bin", ".tmp-train_9.bin", "train.txt"):
         (tmp_path / name).touch()
-    assert [path.name for path in find_shards(str(tmp_path), "train")] == [
-        "a_train_0.bin",
-        "b_train_1.bin",
-    ]
+    names = [path.name for path in find_shards(str(tmp_path), "train")]
+    assert names == ["a_train_0.bin", "b_train_1.bin"]
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
     assumed = load_meta(tmp_path)
@@ -441,22 +439,6 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
         UserError, match="a.parquet needs the package pyarrow: run `pip install pyarrow`"
     ):
         prepared(tmp_path / "out", tmp_path / "a.parquet")
-
-
-def test_parquet_is_read_in_little_memory(tmp_path):
-    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("text", pa.string())])) as writer:
-        for part in range(10):
-            texts = [random.Random(part * 1000 + i).randbytes(1000).hex() for i in range(1000)]
-            writer.write_table(pa.table({"text": texts}))
-    size = (tmp_path / "a.parquet").stat().st_size
-    pool, peak = pa.default_memory_pool(), pa.default_memory_pool().max_memory()
-    n_bytes = sum(
-        len(piece)
-        for *_, piece in corpus.read_files([("a", tmp_path / "a.parquet")], 0.1, ["text"])
-    )
-    assert n_bytes == 10 * 1000 * 2000 and size > 10e6
-    assert max(pool.max_memory(), peak) < peak + size / 4
 
 
 def test_own_validation_files(tmp_path):
@@ -788,6 +770,9 @@ def test_fineweb(server, tmp_path, capsys):
         and "000003.bin is not a token shard" in capsys.readouterr().err
     )
     assert load_meta(folder) == meta
+    other = make_data(tmp_path / "other")
+    assert prepare.main(["fineweb10B", "--out", str(other)]) == 2
+    assert "holds other data" in capsys.readouterr().err
 
 
 def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch):
