@@ -55,9 +55,10 @@ BAD_PATH = (
     errno.ENOENT,
     errno.ENOTDIR,
     errno.EPERM,
+    errno.EROFS,
 )
 
-NO_ROOM = (errno.ENOSPC, errno.EROFS, getattr(errno, "EDQUOT", None))
+NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", None))
 
 # The words of PyTorch, CUDA, Triton, cuBLAS, the system, and of oneDNN when it cannot allocate
 NO_MEMORY = re.compile(

@@ -4,6 +4,7 @@ All text is UTF-8. Documents, which are files or rows of files, are read in piec
 (split, whether a document starts with this piece, bytes).
 """
 
+import codecs
 import csv
 import fnmatch
 import glob
@@ -17,6 +18,7 @@ import sys
 import sysconfig
 import zipfile
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from common import UserError
 # The order of several files: it makes the first tokens of a split a fair sample of the split
 ORDER = "SHA-256 of the name"
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+ROW_FORMATS = (".jsonl", ".ndjson", ".csv", ".parquet")
 DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
 # Bytes read at once. From pieces of 10^6 bytes on, tiktoken fails on long runs of whitespace.
 PIECE = 1 << 18
@@ -39,31 +42,35 @@ SAFE_CUT = re.compile(
 )
 
 
+class Unreadable(UserError):
+    """Says what was found in a file that cannot be read; where nobody named it, it is skipped."""
+
+    def __init__(self, path, found, advice):
+        super().__init__(f"{path} {found}: {advice}")
+        self.found = found
+
+
 # -----------------------------------------------------------------------------
 # Which files, in which order and split
 
 
-def _hash(name):
+def name_hash(name):
+    """Return the SHA-256 of a document's name, an int below 2**256."""
     return int(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest(), 16)
-
-
-def split_of(name, val_fraction):
-    """Return the split, "train" or "val", of the document with this name: always the same."""
-    return "val" if _hash(name) < val_fraction * 2**256 else "train"
 
 
 def sort_by_hash(files):
     """Sort files, (name, path), by the hashes of their names, then by their paths."""
-    return sorted(files, key=lambda file: (_hash(file[0]), file[1].as_posix()))
+    return sorted(files, key=lambda file: (name_hash(file[0]), file[1].as_posix()))
 
 
 def _files_under(folder, is_unwanted):
-    """Return the files in a folder and its subfolders, without those with unwanted names."""
+    """Return what is in a folder and its subfolders, without what has an unwanted name."""
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not is_unwanted(name)]
         found += [Path(root, name) for name in names if not is_unwanted(name)]
-    return [path for path in found if path.is_file()]
+    return found
 
 
 def python_files():
@@ -71,34 +78,38 @@ def python_files():
     root = Path(sysconfig.get_path("stdlib"))
     paths = _files_under(root, NOT_PYTHON.__contains__)
     return sort_by_hash(
-        (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
+        (path.relative_to(root).as_posix(), path)
+        for path in paths
+        if path.suffix == ".py" and path.is_file()
     )
 
 
-def find_files(arguments, include, say):
-    """Return the files, (name, path), that the arguments (files, folders, globs) stand for.
+def find_files(arguments, include):
+    """Return the files that the arguments (files, folders, globs) stand for: {path: name}.
 
-    Hidden files in folders are left out, and so are files that match no pattern of `include`, if
-    it has any. Files that are not text are skipped, unless an argument names them, and listed.
+    Hidden files in folders are left out, and so are what prepare.py made, and files that match no
+    pattern of `include`, if it has any.
     """
     names = {}
-    skipped = set()
     for argument in map(os.path.abspath, arguments):
         for name, path in _matching_files(argument, include):
-            is_named = str(path) == argument or argument.endswith(".npy")
-            if is_named or file_format(path) == ".parquet" or _begins_as_text(path):
+            if str(path) == argument or not _is_prepared_data(path.parent):
                 names.setdefault(path, name)
-            else:
-                skipped.add(path.name)
-    if skipped:
-        examples = ", ".join(sorted(skipped)[:10])
-        say(f"skipped {len(skipped):,} files that are not text in UTF-8: {examples}")
     if not names:
         raise UserError(
             f"there is no text in {list(map(str, arguments))}: give PATHs of files, folders or "
             "globs"
         )
-    return sort_by_hash((name, path) for path, name in names.items())
+
+    # Several files of one name are told apart by their folders
+    paths_of = defaultdict(list)
+    for path, name in names.items():
+        paths_of[name].append(path)
+    for paths in paths_of.values():
+        if len(paths) > 1:
+            root = os.path.commonpath(paths)
+            names |= {path: path.relative_to(root).as_posix() for path in paths}
+    return names
 
 
 def _matching_files(argument, include):
@@ -120,7 +131,63 @@ def _matching_files(argument, include):
 
 
 def _is_included(name, include):
-    return not include or any(fnmatch.fnmatchcase(name, pattern) for pattern in include)
+    name = name.lower()
+    return not include or any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in include)
+
+
+def _is_prepared_data(folder):
+    return Path(folder, "meta.json").exists() and any(folder.glob("*train*.bin"))
+
+
+def check_files(names, arguments, keys, has_integers, say):
+    """Return the files of `names`, {path: name}, that can be read: (name, path), sorted by hash.
+
+    Others are skipped and listed. Raises Unreadable for one that is itself among the arguments.
+    """
+    named = set(map(os.path.abspath, arguments))
+    files = []
+    skipped = []
+    for path, name in names.items():
+        is_named = str(path) in named
+        try:
+            if file_format(path) == ".npy" and not (is_named or has_integers):
+                raise Unreadable(path, "holds numbers", "name it")
+            for _ in read_files([(name, path)], 0, keys):
+                # An error further on in it ends the preparation anyway
+                if is_named:
+                    break
+            files.append((name, path))
+        except Unreadable as error:
+            if is_named:
+                raise
+            skipped.append(f"{name} ({error.found})")
+    if skipped:
+        examples = ", ".join(sorted(skipped)[:5])
+        say(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
+    if not files:
+        raise UserError(
+            f"there is no text in {list(map(str, arguments))}: none of the files can be read"
+        )
+    return sort_by_hash(files)
+
+
+def choose_threshold(files, val_fraction, keys):
+    """Return the hash below which the name of a document puts it into the validation split.
+
+    It is `val_fraction` of all hashes, but such that each split has a document. None: there is
+    a single document, which must be cut in two.
+    """
+    threshold = int(val_fraction * 2**256)
+    hashes = set()
+    for name, _, _ in _read_documents(files, keys):
+        hashes.add(name_hash(name))
+        lowest = min(hashes)
+        highest = max(hashes)
+        if lowest < threshold <= highest:
+            return threshold
+    if len(hashes) < 2:
+        return None
+    return lowest + 1 if threshold <= lowest else highest
 
 
 def file_format(path):
@@ -128,18 +195,22 @@ def file_format(path):
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def _begins_as_text(path):
-    try:
-        with open_file(path) as stream:
-            io.TextIOWrapper(stream, "utf-8").read(PIECE)
-    except (UnicodeDecodeError, *DAMAGED_GZIP):
-        return False
-    return True
-
-
 def open_file(path):
-    """Open a file as a binary stream, unpacked if its name ends in .gz."""
-    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+    """Open a file as a binary stream, after its byte order mark; unpacked if its name ends in .gz.
+
+    Raises Unreadable.
+    """
+    # To read a pipe twice is not possible, and to open one may take forever
+    if not path.is_file():
+        found = "is a pipe or a device" if path.exists() else "is a broken link"
+        raise Unreadable(path, found, "give a file, which can be read several times")
+    try:
+        stream = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+    except OSError as error:
+        raise Unreadable(path, f"cannot be read ({error.strerror})", "give another") from None
+    if stream.read(3) != codecs.BOM_UTF8:
+        stream.seek(0)
+    return stream
 
 
 # -----------------------------------------------------------------------------
@@ -149,8 +220,8 @@ def open_file(path):
 def read_document(split, stream, path, size=sys.maxsize):
     """Yield the next `size` bytes of a binary stream as the pieces of one document.
 
-    The GPT-2 tokens of the pieces, joined, are those of the whole. Raises UserError, which names
-    the place in the file `path`, if the bytes are not UTF-8.
+    The GPT-2 tokens of the pieces, joined, are those of the whole. Raises Unreadable, which names
+    the place in the file `path`, if the bytes are not UTF-8 or hold a zero.
     """
     first = stream.tell()
     # What was read but not yielded yet, and where it begins in the file
@@ -163,16 +234,23 @@ def read_document(split, stream, path, size=sys.maxsize):
         size -= len(block)
         rest += block
         cut = len(rest) if at_end else _find_cut(rest)
-        try:
-            rest[:cut].decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} is not UTF-8 text at byte {begin + error.start:,}: convert or remove it"
-            ) from None
+        wrong = _find_wrong_byte(rest[:cut])
+        if wrong >= 0:
+            found = f"is not UTF-8 text at byte {begin + wrong:,}"
+            raise Unreadable(path, found, "convert or remove it")
         if cut:
             yield split, begin == first, rest[:cut]
         rest = rest[cut:]
         begin += cut
+
+
+def _find_wrong_byte(raw):
+    """Return the position of the first byte that is not UTF-8 text, -1 without one."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return raw.find(b"\0")
 
 
 def _find_cut(raw):
@@ -186,45 +264,53 @@ def _find_cut(raw):
     return 0
 
 
-def read_files(files, val_fraction, keys):
+def read_files(files, val_fraction, keys, threshold=None):
     """Yield the pieces of all documents of files, (name, path).
 
-    A row of a file with rows is a document, named `<name>:<number>`. Any other file is one, but a
-    single file is cut in two, for training and validation.
+    A row of a file with rows is a document, named `<name>:<number>`. Any other file is one.
 
-    val_fraction: of the documents, or of the single file; 0 or 1 puts all into one split.
+    val_fraction: without a threshold, so much of each document is for validation; 0: nothing.
     keys: of the texts of a row, joined by newlines.
+    threshold: documents are for validation if the hashes of their names are below it.
     Raises UserError, which names the place, for what cannot be read.
     """
-    for name, path in files:
-        # Of a single file, one part is for training; of several, each is for one split as a whole
-        if len(files) == 1:
-            train_fraction = 1 - val_fraction
+    train_fraction = 1 - val_fraction
+    for name, path, stream in _read_documents(files, keys):
+        if threshold is not None:
+            train_fraction = int(name_hash(name) >= threshold)
+        if file_format(path) == ".npy":
+            yield from _read_integers(path, train_fraction)
         else:
-            train_fraction = 1 if split_of(name, val_fraction) == "train" else 0
+            yield from _read_text(stream, path, train_fraction)
+
+
+def _read_documents(files, keys):
+    """Yield (name, path, binary stream) of each document that is not empty."""
+    for name, path in files:
         try:
             with open_file(path) as stream:
-                if path.suffix == ".npy":
-                    yield from _read_integers(path, train_fraction)
-                elif file_format(path) in (".jsonl", ".csv", ".parquet"):
+                if _has_rows(stream, path, keys):
                     for number, text in _read_rows(stream, path, keys):
-                        row = io.BytesIO(text.encode("utf-8", errors="replace"))
-                        split = split_of(f"{name}:{number}", val_fraction)
-                        yield from read_document(split, row, path)
-                else:
-                    yield from _read_text(stream, path, train_fraction)
+                        row = text.replace("\0", "").encode("utf-8", errors="replace")
+                        if row:
+                            yield f"{name}:{number}", path, io.BytesIO(row)
+                elif stream.peek(1):
+                    yield name, path, stream
         except DAMAGED_GZIP as error:
-            raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again") from error
+            found = f"is a damaged gzip file ({error})"
+            raise Unreadable(path, found, "fetch it again") from error
 
 
 def _read_text(stream, path, train_fraction):
     """Yield the pieces of a text file as one document in each split, cut between characters."""
-    n_bytes = stream.seek(0, os.SEEK_END)
-    size = stream.seek(int(n_bytes * train_fraction))
+    begin = stream.tell()
+    n_bytes = stream.seek(0, os.SEEK_END) - begin
+    size = int(n_bytes * train_fraction)
     # Complete the last character: at most three bytes of it follow
+    stream.seek(begin + size)
     following = stream.read(3)
     size += len(following) - len(following.lstrip(CONTINUATION))
-    stream.seek(0)
+    stream.seek(begin)
     yield from read_document("train", stream, path, size)
     yield from read_document("val", stream, path)
 
@@ -236,9 +322,8 @@ def _read_integers(path, train_fraction):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
     except ValueError as error:
-        raise UserError(
-            f"{path}: expected a .npy file of integers, 1-D ({error}); save it with numpy.save"
-        ) from None
+        found = f"is not a .npy file of integers, 1-D ({error})"
+        raise Unreadable(path, found, "save it with numpy.save") from None
     n_train = int(train_fraction * len(tokens))
     for split, part in (("train", tokens[:n_train]), ("val", tokens[n_train:])):
         for begin in range(0, len(part), PIECE):
@@ -246,38 +331,57 @@ def _read_integers(path, train_fraction):
 
 
 # -----------------------------------------------------------------------------
-# Rows of .jsonl, .csv and Parquet files
+# Rows of JSON, .csv and Parquet files
+
+
+def _has_rows(stream, path, keys):
+    """Return whether a file has rows: .json does if its first object has these keys."""
+    if file_format(path) != ".json":
+        return file_format(path) in ROW_FORMATS
+    begin = stream.tell()
+    try:
+        first_row = next(filter(None, _json_rows(stream)), None)
+    except (ValueError, RecursionError):
+        first_row = None
+    stream.seek(begin)
+    return isinstance(first_row, dict) and all(key in first_row for key in keys)
 
 
 def _read_rows(stream, path, keys):
-    """Yield (number, text) of each row of a file; the text of a blank line of .jsonl is ""."""
+    """Yield (number, text) of each row of a file; the text of a blank line of JSON is ""."""
     if file_format(path) == ".parquet":
         rows = _parquet_rows(stream, path, keys)
     elif file_format(path) == ".csv":
         csv.field_size_limit(1 << 26)
-        text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+        text = io.TextIOWrapper(stream, "utf-8", newline="")
         # More cells than columns make a list of the first text, which is an error below
         rows = csv.DictReader(text, restkey=keys[0], strict=True)
     else:
-        rows = _jsonl_rows(stream)
+        rows = _json_rows(stream)
     number = 0
     try:
         for row in rows:
             text = ""
             if row is not None:
                 text = "\n".join([row[key] for key in keys])
+            if "\0" in text and file_format(path) == ".csv":
+                raise ValueError("a NUL byte")
             number += 1
             yield number, text
     except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
-        raise UserError(
-            f"{path}, after row {number}: expected {{{expected}}} "
-            f"({type(error).__name__}: {error}); correct it, or give --text_key"
-        ) from None
+        reason = f"{type(error).__name__}: {error}"
+        found = f"after row {number}: expected {{{expected}}} ({reason})"
+        raise Unreadable(path, found, "correct it, or give --text_key") from None
 
 
-def _jsonl_rows(stream):
-    """Yield the rows of a .jsonl file, None for blank lines."""
+def _json_rows(stream):
+    """Yield the objects of an array or of lines of JSON, None for blank lines."""
+    begin = stream.tell()
+    is_array = stream.read(PIECE).lstrip().startswith(b"[")
+    stream.seek(begin)
+    if is_array:
+        yield from json.load(stream)
     for line in stream:
         yield json.loads(line) if line.strip() else None
 

@@ -93,7 +93,7 @@ def _fetch(url, partial, say):
     return redirects.sha256
 
 
-def _fetch_with_retries(url, partial, say):
+def _fetch_with_retries(url, path, partial, say):
     """Try up to four times to complete the file `partial`; return what _fetch does.
 
     Raises UserError.
@@ -110,9 +110,10 @@ def _fetch_with_retries(url, partial, say):
             # Other errors of the 4xx range would come again
             is_final = 400 <= code < 500 and code not in (408, 416, 429)
             if is_final or wait_s is None:
+                mirror = "set HF_ENDPOINT to a mirror, " if url.startswith(HUB) else ""
                 raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to resume, "
-                    "set HF_ENDPOINT to a mirror, or use `python data/prepare.py python`"
+                    f"{url} could not be downloaded ({error}): run this again to resume, {mirror}"
+                    f"put the file at {path} by hand, or use `python data/prepare.py python`"
                 ) from error
             say(f"{error}; trying again in {wait_s} s")
             time.sleep(wait_s)
@@ -131,7 +132,7 @@ def download(url, path, sha256=None, say=print):
     arrived = path
     if not path.exists():
         arrived = path.with_name(f".tmp-{path.name}")
-        server_sha256 = _fetch_with_retries(url, arrived, say)
+        server_sha256 = _fetch_with_retries(url, path, arrived, say)
         sha256 = sha256 or server_sha256
     digest = sha256_of_file(arrived)
     if sha256 not in (None, digest):
@@ -149,9 +150,13 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
     shards: of the training split. Raises UserError.
     """
     folder = Path(out)
-    if (folder / "meta.json").exists() and len(load_meta(folder)["files"]) > shards:
-        say(f"already there: {folder}")
-        return
+    if os.path.exists(folder / "meta.json"):
+        found = load_meta(folder)["files"]
+        if not all(name.startswith("fineweb_") for name in found):
+            raise UserError(f"{folder} holds other data: choose another --out")
+        if len(found) > shards:
+            say(f"already there: {folder}")
+            return
     say(
         f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB "
         f"in all, to {folder}"
@@ -170,4 +175,5 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
     vocab_size, eot = TOKENIZER_SIZES["gpt2"]
     meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "splits": splits}
     meta |= {"source": FINEWEB, "files": files, "command": command}
+    meta["arguments"] = {"source": "fineweb10B"}
     write_meta(folder, meta)

@@ -3,17 +3,19 @@
 SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, or files PATH...
 
 data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A
-complete folder is left as it is; after a run that was stopped, the same command resumes its
-downloads.
+complete folder is left as it is, and refused if the arguments are others; after a run that was
+stopped, the same command resumes its downloads.
 """
 
 import argparse
 import contextlib
+import glob
 import importlib.util
 import os
 import platform
 import shlex
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -23,7 +25,15 @@ if __name__ == "__main__":
     # A script's first import path is its own folder, whose tokenizers.py hides a package's name
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common import UserError, report_error, sha256_of_file
+from common import (
+    NO_ROOM,
+    RunError,
+    UserError,
+    command,
+    is_bad_path,
+    print_line,
+    sha256_of_file,
+)
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_meta, write_shard
@@ -95,7 +105,7 @@ def encode_file(path, tokenizer):
 
     Raises UserError if it is not UTF-8.
     """
-    with open(path, "rb") as file:
+    with corpus.open_file(path) as file:
         pieces = corpus.read_document("train", file, path)
         tokens, counts = _encode(tokenizer, pieces, "train")
     return tokens[1:], counts["bytes"]  # without the end-of-text before it
@@ -243,7 +253,7 @@ def prepare(
     say=print,
     command=None,
 ):
-    """Make a folder of token shards and return its Path; one that has a meta.json stays as it is.
+    """Make a folder of token shards and return its Path; one of the same arguments stays.
 
     source: a key of SOURCES.
     paths: files, folders and globs, for "files".
@@ -271,13 +281,51 @@ def prepare(
             "a count"
         )
     folder = Path(out or _default_folder(source, tokenizer))
-    if _is_prepared(folder, say):
+    arguments = {
+        "source": source,
+        "paths": [os.path.normpath(path) for path in paths],
+        "val": [os.path.normpath(path) for path in val],
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "val_fraction": val_fraction,
+        "shard_tokens": shard_tokens,
+        "text_key": list(text_key),
+        "include": list(include),
+    }
+    names = {}
+    val_names = {}
+    if source == "files":
+        names = corpus.find_files(paths, include)
+    if val:
+        val_names = corpus.find_files(val, include)
+    sizes = [path.stat().st_size for path in [*names, *val_names] if path.is_file()]
+    arguments["texts"] = f"{len(sizes)} files of {sum(sizes):,} bytes"
+    if _is_prepared(folder, arguments, say):
         return folder
 
+    def check_files(found, given):
+        return corpus.check_files(found, given, text_key, has_integers=has_integers, say=say)
+
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
-        origin, files, val_files = _find_texts(
-            source, paths, val, include=include, folder=temporary, say=say
-        )
+        # The files, (name, path), for training and for validation
+        val_files = []
+        if source == "files":
+            origin = f"files {' '.join(map(os.fspath, paths))}"
+            files = check_files(names, paths)
+        else:
+            origin, files = _find_texts(source, folder=temporary, say=say)
+        if val:
+            origin += f" --val {' '.join(map(os.fspath, val))}"
+            val_files = check_files(val_names, val)
+            in_both = names.keys() & val_names.keys()
+            if in_both:
+                raise UserError(
+                    f"{min(in_both)} is given for training and as --val; a text must be in one of "
+                    "them only"
+                )
+        threshold = None
+        if not val_files:
+            threshold = corpus.choose_threshold(files, val_fraction, text_key)
 
         # Read from the beginning at each call: to train the vocabulary, and to encode
         def documents():
@@ -287,7 +335,7 @@ def prepare(
                 yield from corpus.read_files(files, 0, text_key)
                 yield from corpus.read_files(val_files, 1, text_key)
             else:
-                yield from corpus.read_files(files, val_fraction, text_key)
+                yield from corpus.read_files(files, val_fraction, text_key, threshold)
 
         # The tokenizer, whose vocabulary is trained or read
         n_bytes = sum(map(_text_size, files + val_files))
@@ -313,6 +361,7 @@ def prepare(
                 counts["bytes"] = None
         command = command or f"python data/prepare.py {source}"
         meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
+        meta["arguments"] = arguments
         write_meta(temporary, meta)
 
         # Renaming fails if another process was first: then its folder is used
@@ -338,30 +387,50 @@ def _default_folder(source, tokenizer):
     return DATA_DIR / f"{source}_{kind}"
 
 
-def _is_prepared(folder, say):
+def _is_prepared(folder, arguments, say):
     """Return whether a folder is complete. Raises UserError if it holds something else."""
-    if (folder / "meta.json").exists():
-        origin = load_meta(folder)["source"]
+    if os.path.exists(folder / "meta.json"):
+        meta = load_meta(folder)
+        # Folders of earlier versions, and those of others, have no arguments
+        recorded = meta.get("arguments", {})
+        for name, given in arguments.items():
+            if recorded.get(name, given) != given:
+                before = str(recorded[name])[:200]
+                now = str(given)[:200]
+                raise UserError(
+                    f"{folder} was made with {name} {before}, which now is {now}: remove it, or "
+                    "choose another --out"
+                )
         say(
-            f"already there: {folder} (of {origin}); for other data remove it, or choose another "
-            "--out"
+            f"already there: {folder} (of {meta['source']}); for other data remove it, or choose "
+            "another --out"
         )
         return True
-    if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+    is_folder = os.path.isdir(folder)
+    if os.path.isfile(folder) or (is_folder and any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
     return False
 
 
 @contextlib.contextmanager
 def _temporary_folder(folder, keep):
-    """Make a folder beside `folder` and yield its path.
+    """Make a folder beside `folder` and yield its path. Raises UserError.
 
     keep: it stays if preparation fails, so that its downloads resume; else it has a name of its
     own and is removed.
     """
-    unique = "" if keep else f"-{os.urandom(4).hex()}"
-    temporary = folder.with_name(f".tmp-{folder.name}{unique}")
-    temporary.mkdir(parents=True, exist_ok=True)
+    prefix = f".tmp-{folder.name}"
+    if not keep:
+        prefix += f"-{platform.node()}-"
+        _remove_leftovers(folder.parent, prefix)
+    temporary = folder.with_name(prefix if keep else f"{prefix}{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be made ({error.strerror}): choose another folder with --out, and "
+            "give it to train_gpt.py as --data"
+        ) from None
     try:
         yield temporary
     finally:
@@ -369,31 +438,29 @@ def _temporary_folder(folder, keep):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _find_texts(source, paths, val, include, folder, say):
-    """Find the texts of a source, or download them to `folder`.
+def _remove_leftovers(parent, prefix):
+    """Remove what preparations on this machine left that were killed: prefix and process."""
+    for path in parent.glob(f"{glob.escape(prefix)}*"):
+        process = path.name.removeprefix(prefix)
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (PermissionError, ValueError):
+            pass  # another user's process, another folder
 
-    Returns where they come from, and the files, (name, path), for training and for validation.
+
+def _find_texts(source, folder, say):
+    """Find the text of a source, or download it to `folder`.
+
+    Returns where it comes from, and its files, (name, path).
     """
     if source in DOWNLOADS:
         url, sha256 = DOWNLOADS[source]
         path = folder / url.rpartition("/")[2]
         download(url, path, sha256, say=say)
-        return url, [(source, path)], []
-    if source == "python":
-        return f"standard library of Python {platform.python_version()}", corpus.python_files(), []
-
-    origin = f"files {' '.join(map(os.fspath, paths))}"
-    files = corpus.find_files(paths, include, say)
-    if not val:
-        return origin, files, []
-    origin += f" --val {' '.join(map(os.fspath, val))}"
-    val_files = corpus.find_files(val, include, say)
-    in_both = {path for _, path in files} & {path for _, path in val_files}
-    if in_both:
-        raise UserError(
-            f"{min(in_both)} is given for training and as --val; a text must be in one of them only"
-        )
-    return origin, files, val_files
+        return url, [(source, path)]
+    return f"standard library of Python {platform.python_version()}", corpus.python_files()
 
 
 def _text_size(file):
@@ -408,6 +475,7 @@ def _text_size(file):
 # -----------------------------------------------------------------------------
 # Command line
 
+ALL_SOURCES = [*SOURCES, "fineweb10B", "hellaswag"]
 # The options of a source, besides --out
 OPTIONS = {"tokenizer", "vocab_size", "val_fraction", "shard_tokens"}
 OPTIONS_OF = {
@@ -419,7 +487,7 @@ OPTIONS_OF = {
 
 def make_parser():
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0],
+        description="Prepare token shards.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -427,14 +495,14 @@ def make_parser():
     several = dict(nargs="+", action="extend")
     add(
         "source",
-        choices=[*SOURCES, "fineweb10B", "hellaswag"],
-        help="hellaswag: questions for sample.py --choices",
+        metavar="SOURCE",
+        help=f"{', '.join(ALL_SOURCES)} (questions for sample.py --choices)",
     )
     add(
         "paths",
         nargs="*",
         metavar="PATH",
-        help="files: text; .jsonl, .csv, .parquet; .npy; folders, globs",
+        help="files: text; JSON, .csv, .parquet; .npy; folders, globs",
     )
     add(
         "--tokenizer",
@@ -465,7 +533,7 @@ def make_parser():
         "--text_key",
         **several,
         metavar="KEY",
-        help="files: .jsonl keys, .csv and .parquet columns to join (text)",
+        help="files: JSON keys, .csv and .parquet columns to join (text)",
     )
     add(
         "--include",
@@ -476,7 +544,7 @@ def make_parser():
     return parser
 
 
-def run_command(source, options, command):
+def run_source(source, options, command):
     """Prepare or download a source. Raises UserError."""
     unused = options.keys() - OPTIONS_OF.get(source, OPTIONS) - {"out"}
     if unused:
@@ -486,30 +554,47 @@ def run_command(source, options, command):
     if source == "hellaswag":
         path = Path(options.get("out", DATA_DIR / source), "hellaswag_val.jsonl")
         url, sha256 = DOWNLOADS[source]
-        download(url, path, sha256)
-        print(f"next: python sample.py --run RUN --choices {path}")
+        download(url, path, sha256, say=print_line)
+        print_line(f"next: python sample.py --run RUN --choices {path}")
     elif source == "fineweb10B":
-        prepare_fineweb(**options, command=command)
+        prepare_fineweb(**options, command=command, say=print_line)
     else:
-        prepare(source, **options, command=command)
+        prepare(source, **options, command=command, say=print_line)
 
 
-def main(argv=None):
+@command
+def main(argv):
     """Run the command line; return the exit code: 0 done, 2 a user's mistake, 1 anything else."""
-    options = vars(make_parser().parse_intermixed_args(argv))
-    words = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "data/prepare.py", *words])
+    parser = make_parser()
+    options = vars(parser.parse_intermixed_args(argv))
+    source = options.pop("source")
+    if source not in ALL_SOURCES:
+        parser.error(
+            f"there is no source {source}; expected {', '.join(ALL_SOURCES)}, or for your own "
+            f"text: files {source}"
+        )
     try:
-        run_command(options.pop("source"), options, command)
-    except UserError as error:
-        return report_error(error)
-    except (OSError, KeyboardInterrupt) as error:
-        # A full disk, a folder without permission; Ctrl-C
-        reason = str(error) or "by Ctrl-C"
-        print(f"stopped: {reason}; run the same command again to resume", file=sys.stderr)
+        run_source(source, options, shlex.join(["python", "data/prepare.py", *argv]))
+    except KeyboardInterrupt:
+        print("stopped: by Ctrl-C; run the same command again to resume", file=sys.stderr)
         return 1
+    except OSError as error:
+        if is_bad_path(error):
+            raise
+        found = f"{error.filename or 'a file'} could not be read or written ({error.strerror})"
+        advice = "make room and " if error.errno in NO_ROOM else ""
+        raise RunError(f"{found}: {advice}run the same command again to resume") from None
     return 0
 
 
+def end_by_signal(number, _frame):
+    """End as the system expects it, after removing the temporary folder."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    for number in signal.Signals:
+        # nohup has set SIGHUP to be ignored
+        if number.name in ("SIGTERM", "SIGHUP") and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, end_by_signal)
+    sys.exit(main(sys.argv[1:]))

@@ -27,6 +27,7 @@ PATTERN = "gpt4-digits2"
 END_OF_TEXT = b"<|endoftext|>"
 MIN_SIZE = 258  # bytes, one pair and end-of-text
 MAX_SIZE = 65536  # uint16 shards hold no more
+LONGEST_PART = 1024  # letters of a word, when a vocabulary is trained
 
 
 class Tokenizer:
@@ -161,12 +162,14 @@ def train_vocabulary(texts, vocab_size):
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
         raise UserError(f"--vocab_size {vocab_size}: it must be {MIN_SIZE} to {MAX_SIZE}")
 
-    # Split text by the pattern, then each part into bytes; merge byte pairs within a part
+    # Split text by the pattern, then each part into bytes; merge byte pairs within a part. Parts
+    # are cut to a maximal length: time is quadratic in it.
     pre_tokenizers = tokenizers.pre_tokenizers
     split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[PATTERN]), "isolated")
+    cut = pre_tokenizers.Split(tokenizers.Regex(rf"[\s\S]{{1,{LONGEST_PART}}}"), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut, byte_level])
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -234,9 +237,10 @@ def read_vocabulary(path, sha256=None):
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"there is no vocabulary {path} ({error}): put it back, or prepare the data again"
-        ) from None
+        advice = "put it back, or prepare the data again"
+        if not sha256:
+            advice = "data and runs in bytes or GPT-2's have none: give --tokenizer bytes or gpt2"
+        raise UserError(f"there is no vocabulary {path} ({error}): {advice}") from None
     digest = sha256_of_file(path)
     if sha256 and digest != sha256:
         raise UserError(

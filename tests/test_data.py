@@ -186,10 +186,8 @@ def test_find_shards_and_meta_json(tmp_path):
         load_meta(tmp_path / "none")
     for name in ("b_train_1.bin", "a_train_0.bin", ".tmp-train_9.bin", "train.txt"):
         (tmp_path / name).touch()
-    assert [path.name for path in find_shards(str(tmp_path), "train")] == [
-        "a_train_0.bin",
-        "b_train_1.bin",
-    ]
+    names = [path.name for path in find_shards(str(tmp_path), "train")]
+    assert names == ["a_train_0.bin", "b_train_1.bin"]
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
     assumed = load_meta(tmp_path)
@@ -322,7 +320,8 @@ def test_files_of_all_kinds(tmp_path, keys):
     )  # what is named twice is taken once
     out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=keys, say=said.append)
     assert documents_of(out) == expected_documents(texts, 0.3)
-    assert said[0] == "skipped 1 files that are not text in UTF-8: image.png"
+    found = "corpus/image.png (is not UTF-8 text at byte 0)"
+    assert said[0] == f"skipped 1 files that cannot be read as text: {found}"
     meta = load_meta(out)
     for split, counts in meta["splits"].items():
         sizes = [len(read_shard(path)) for path in find_shards(out, split)]
@@ -360,7 +359,58 @@ def test_include(tmp_path):
         ]
         assert prepare.main([*map(str, command), "--out", str(tmp_path / str(number)), *flags]) == 0
         found = b"".join(sum(documents_of(tmp_path / str(number)).values(), []))
-        assert set(re.findall(rb"<(.*?)>", found)) == {b"a.md", b"b.txt", b"deep/d.md", b"own"}
+        assert set(re.findall(rb"<(.*?)>", found)) == {
+            b"a.md",
+            b"b.txt",
+            b"deep/d.md",
+            b"deep/F.MD",
+            b"own",
+        }
+
+
+def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
+    """It is skipped and named, also on a console that cannot show the name."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(9):
+        (folder / f"{i}.txt").write_bytes(b"\xef\xbb\xbf" * (i % 2) + b"text %d" % i)
+    (folder / "late.txt").write_bytes(b"a" * 600_000 + b"\xe9")
+    (folder / "other.csv").write_text("id,name\n1,a\n")
+    (folder / "other.jsonl").write_text('{"text": "good"}\n{"id": 1}\n')
+    (folder / "settings.json").write_text('{"id": 1}')
+    (folder / "lines.JSON").write_text('{"text": "é1"}\n{"text": "2"}\n')
+    (folder / "array.json").write_text('\n[{"text": "3"}, {"text": "\\u00e94\\u0000"}]')
+    (folder / "packed.TXT.GZ").write_bytes(gzip.compress(b"packed"))
+    (folder / "link").symlink_to("nothing")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "in" / os.fsdecode(b"\xff.bin")).write_bytes(b"\xff")
+    prepared(folder / "earlier", folder / "0.txt", folder / "1.txt")
+    env = dict(os.environ, PYTHONIOENCODING="ascii")
+    words = ("files", folder, "--tokenizer=bytes", "--out", tmp_path / "out")
+    done = run_python("data/prepare.py", *words, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "skipped 6 files that cannot be read as text: in/late.txt (is not" in done.stdout
+    assert 'in/other.csv (after row 0: expected {"text": TEXT} (KeyError' in done.stdout
+    assert "in/link (is a broken link)" in done.stdout
+    texts = [b"text %d" % i for i in range(9)] + ["é1".encode(), b"2", b"3", "é4".encode()]
+    texts += [b'{"id": 1}', b"packed"]
+    assert sorted(sum(documents_of(tmp_path / "out").values(), [])) == sorted(texts)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 20])
+def test_each_split_has_a_document(n, tmp_path):
+    """Whatever the fraction, in files of one name and in rows; a single one is cut in two."""
+    for i in range(n):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "README.md").write_text(f"the text number {i}")
+    rows = "".join(json.dumps({"text": f"row number {i}"}) + "\n" for i in range(n))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    for path, fraction in itertools.product(("*/README.md", "rows.jsonl"), (0.1, 0.5, 0.9)):
+        out = prepared(tmp_path / f"{fraction}-{path[0]}", tmp_path / path, fraction=fraction)
+        parts = documents_of(out)
+        assert parts["train"] and parts["val"]
+        assert len(parts["train"]) + len(parts["val"]) == max(n, 2)
+        assert n == 1 or set(map(len, parts["train"] + parts["val"])) <= {12, 13, 17, 18}
 
 
 def test_a_row_of_parquet_is_a_document(tmp_path):
@@ -379,7 +429,7 @@ def test_a_row_of_parquet_is_a_document(tmp_path):
     both = prepared(tmp_path / "both", tmp_path / "in", text_key=["more", "content"])
     assert documents_of(both)["train"][0].startswith(b"x\n")
     with pytest.raises(UserError, match=r"KeyError: 'text; its columns are id, content, more'"):
-        prepared(tmp_path / "wrong", tmp_path / "in")
+        prepared(tmp_path / "wrong", tmp_path / "in" / "a.parquet")
 
 
 def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
@@ -389,22 +439,6 @@ def test_parquet_needs_pyarrow(tmp_path, monkeypatch):
         UserError, match="a.parquet needs the package pyarrow: run `pip install pyarrow`"
     ):
         prepared(tmp_path / "out", tmp_path / "a.parquet")
-
-
-def test_parquet_is_read_in_little_memory(tmp_path):
-    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("text", pa.string())])) as writer:
-        for part in range(10):
-            texts = [random.Random(part * 1000 + i).randbytes(1000).hex() for i in range(1000)]
-            writer.write_table(pa.table({"text": texts}))
-    size = (tmp_path / "a.parquet").stat().st_size
-    pool, peak = pa.default_memory_pool(), pa.default_memory_pool().max_memory()
-    n_bytes = sum(
-        len(piece)
-        for *_, piece in corpus.read_files([("a", tmp_path / "a.parquet")], 0.1, ["text"])
-    )
-    assert n_bytes == 10 * 1000 * 2000 and size > 10e6
-    assert max(pool.max_memory(), peak) < peak + size / 4
 
 
 def test_own_validation_files(tmp_path):
@@ -568,10 +602,13 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 50)
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
     before, said = tree(folder), []
-    assert (
-        prepared(folder, tmp_path / "a.txt", fraction=0.5, say=said.append) == folder
-        and tree(folder) == before
-    )
+    assert prepared(folder, tmp_path / "a.txt", say=said.append) == folder
+    with pytest.raises(UserError, match="made with val_fraction 0.3, which now is 0.5: remove it"):
+        prepared(folder, tmp_path / "a.txt", fraction=0.5)
+    (tmp_path / "a.txt").write_text("more text " * 51)
+    with pytest.raises(UserError, match="texts 1 files of 500 bytes, which now is 1 files of 510"):
+        prepared(folder, tmp_path / "a.txt")
+    assert tree(folder) == before
     assert (
         f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or"
         in said[0]
@@ -585,49 +622,55 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
             prepared(out, tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("how", ["bad line", "too little", "disk full", "Ctrl-C", "kill"])
+@pytest.mark.parametrize(
+    "how", ["bad line", "too little", "disk full", "Ctrl-C", "SIGTERM", "kill"]
+)
 def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
     """It leaves nothing, or what it had made under another name if it was killed."""
     (tmp_path / "a.txt").write_text("some text " * 100_000)
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 9_000 + "{\n")
-    (tmp_path / "one.jsonl").write_text('{"text": "good"}\n')
+    (tmp_path / "one.jsonl").write_text('{"text": "g"}\n')
     name = {"bad line": "bad.jsonl", "too little": "one.jsonl"}.get(how, "a.txt")
     before, command = (
         tree(tmp_path),
         ["files", str(tmp_path / name), "--tokenizer=bytes", f"--out={tmp_path}/new/out"],
     )
     script = f"""
-import os, resource, signal, sys
-from data import prepare
-write, how = prepare.write_shard, {how!r}
+import os, resource, runpy, signal, sys
+from data import shards
+write, how = shards.write_shard, {how!r}
 def stop(path, tokens):
     write(path, tokens)
-    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
+    number = dict(kill=signal.SIGKILL, SIGTERM=signal.SIGTERM).get(how, signal.SIGINT)
+    os.kill(os.getpid(), number)
 if how == "disk full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-if how in ("Ctrl-C", "kill"):
+if how in ("Ctrl-C", "SIGTERM", "kill"):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    prepare.write_shard = stop
-sys.exit(prepare.main({command!r}))
+    shards.write_shard = stop
+sys.argv[1:] = {command!r}
+runpy.run_path("data/prepare.py", run_name="__main__")
 """
     done = run_python("-c", script)
     code, says = {
-        "bad line": (2, "bad.jsonl, after row 9000: expected"),
+        "bad line": (2, "bad.jsonl after row 9000: expected"),
         "too little": (2, "no text is in the"),
         "disk full": (1, "File too large"),
         "Ctrl-C": (1, "stopped: by Ctrl-C; run the same command again"),
+        "SIGTERM": (128 + signal.SIGTERM, ""),
         "kill": (-signal.SIGKILL, ""),
     }[how]
     assert (
         done.returncode == code
         and re.search(says, done.stderr)
-        and done.stderr.count("\n") == (how != "kill")
+        and done.stderr.count("\n") == (how not in ("SIGTERM", "kill"))
     )
     assert not (tmp_path / "new" / "out").exists()
     if how != "kill":
         assert {name for name in tree(tmp_path) if name != "new"} == before.keys()
     folder = prepared(tmp_path / "new" / "out", tmp_path / "a.txt", fraction=0.5)
     assert sum(map(len, documents_of(folder).values())) == 2
+    assert os.listdir(tmp_path / "new") == ["out"]
 
 
 def test_two_processes_at_once(tmp_path):
@@ -676,7 +719,8 @@ def test_downloads_are_verified(server, tmp_path):
 def test_downloads_say_what_to_do_offline(server, tmp_path):
     said = []
     with pytest.raises(
-        UserError, match="/missing .*404.*HF_ENDPOINT.*python data/prepare.py python"
+        UserError,
+        match="/missing .*404.* to resume, put the file at .*/x by hand, or .*prepare.py python",
     ):
         download.download(server.address + "/missing", tmp_path / "x", say=quiet)
     with pytest.raises(UserError, match="refused"):
@@ -726,6 +770,9 @@ def test_fineweb(server, tmp_path, capsys):
         and "000003.bin is not a token shard" in capsys.readouterr().err
     )
     assert load_meta(folder) == meta
+    other = make_data(tmp_path / "other")
+    assert prepare.main(["fineweb10B", "--out", str(other)]) == 2
+    assert "holds other data" in capsys.readouterr().err
 
 
 def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch):
@@ -797,6 +844,8 @@ FILES = {
     "half.npy": npy(np.full(9, 0.5)),
     "big.npy": npy(np.full(99, 70)),
     "bad.parquet": b"PAR1 no PAR1",
+    "zero.txt": b"no\0text",
+    "zero.csv": b"text\nyes\nno\0text\n",
     "latin.csv": b"text,id\n" + b"fine,1\n" * 9 + b"b,\xff\n",
 }
 
@@ -820,22 +869,22 @@ FILES = {
         ("files keys.jsonl --text_key a", "no text is in the .* split"),
         (
             "files bad.jsonl",
-            r'bad.jsonl, after row 1: expected {"text": TEXT} .*; correct it, or give --text_key',
+            r'bad.jsonl after row 1: expected {"text": TEXT} .*: correct it, or give --text_key',
         ),
-        ("files number.jsonl", "number.jsonl, after row 0: expected .* int found"),
+        ("files number.jsonl", "number.jsonl after row 0: expected .* int found"),
         (
             "files keys.jsonl --text_key a b",
-            r"""keys.jsonl, after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'""",
+            r"""keys.jsonl after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'""",
         ),
         ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
-        ("files narrow.csv", "narrow.csv, after row 1: expected .* NoneType found"),
-        ("files wide.csv", "wide.csv, after row 1: expected .* list found"),
-        ("files quotes.csv", "quotes.csv, after row 1: .*unexpected end of data"),
+        ("files narrow.csv", "narrow.csv after row 1: expected .* NoneType found"),
+        ("files wide.csv", "wide.csv after row 1: expected .* list found"),
+        ("files quotes.csv", "quotes.csv after row 1: .*unexpected end of data"),
         (
             "files two.npy --vocab_size 9",
-            r"two.npy: expected a .npy file of integers, 1-D \(int64 of shape \(2, 9\)\)",
+            r"two.npy is not a .npy file of integers, 1-D \(int64 of shape \(2, 9\)\)",
         ),
-        ("files half.npy --vocab_size 9", "half.npy: expected a .npy file of integers"),
+        ("files half.npy --vocab_size 9", "half.npy is not a .npy file of integers"),
         ("files big.npy --vocab_size 70", "found integers from 70 to 70, where tokens are 0 to 69"),
         (
             "files big.npy --vocab_size 70000",
@@ -851,17 +900,26 @@ FILES = {
             "files a.txt --val a.txt --val_fraction 0.1",
             "--val and --val_fraction contradict each other",
         ),
-        ("files bad.parquet", "bad.parquet, after row 0: .*Arrow"),
-        ("files latin.csv", "latin.csv, after row .* 'utf-8' codec can't decode"),
+        ("files bad.parquet", "bad.parquet after row 0: .*Arrow"),
+        ("files zero.txt", "zero.txt is not UTF-8 text at byte 2: convert or remove it"),
+        ("files zero.csv", "zero.csv after row 1: .* NUL"),
+        ("files link", "link is a broken link: give a file"),
+        ("files /dev/null", "/dev/null is a pipe or a device: give a file"),
+        ("files a.txt --out a.txt/sub", "a.txt/sub cannot be made .Not a directory.: .* --out"),
+        (f"files a.txt --out {'x' * 300}", "x cannot be made .File name too long.: .* --out"),
+        ("files latin.csv", "latin.csv after row .* 'utf-8' codec can't decode"),
     ],
 )
 def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "link").symlink_to("nothing")
     before, words = tree(tmp_path), arguments.split()
-    words = [str(tmp_path / word) if word in FILES or "*" in word else word for word in words]
+    ours = {*FILES, "link", "a.txt/sub", "none*.txt"}
+    words = [str(tmp_path / word) if word in ours else word for word in words]
     words += ["--tokenizer=bytes"] * (words[0] == "files" and "npy" not in arguments)
-    assert prepare.main([*words, "--out", str(tmp_path / "out")]) == 2
+    words[1:1] = ["--out", str(tmp_path / "out")]  # the last --out counts
+    assert prepare.main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
     assert tree(tmp_path) == before
@@ -890,6 +948,8 @@ def test_command_line(tmp_path):
         done.stderr
     )
     assert load_meta(tmp_path / "out")["command"] == " ".join(map(str, ["python", *words]))
+    done = run_python("-OO", "data/prepare.py", "notes/")
+    assert done.returncode == 2 and "for your own text: files notes/" in done.stderr
     for wrong in (["pythn"], ["python", "--tok", "bytes"], []):
         done = run_python("data/prepare.py", *wrong)
         assert done.returncode == 2 and "prepare.py: error: " in done.stderr and not done.stdout

@@ -13,7 +13,7 @@ import export
 import sample
 from common import UserError
 from conftest import ROOT, TINY, final, flags_of, rows, run_main
-from data import corpus, prepare
+from data import corpus, prepare, tokenizers
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
 from data.tokenizers import (
@@ -115,6 +115,15 @@ def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
         parse_vocabulary(vocabulary, "")[1].keys()
         >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
     )
+
+
+def test_long_words_are_cut_for_training(monkeypatch):
+    """Time is quadratic in the longest part, which here is of 20 letters, not of 400,000."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(tokenizers, "LONGEST_PART", 20)
+    letters = b"x" * 400_000
+    ranks = parse_vocabulary(train_vocabulary([letters], 1000), "")[1]
+    assert max(map(len, ranks)) == 20
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +229,8 @@ def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path, capsys):
             capsys, "python", "--tokenizer", tmp_path, *out
         )
     assert not (tmp_path / "x").exists()
+    (tmp_path / "tokenizer.json").unlink()
+    assert "give --tokenizer bytes" in refused(capsys, "python", "--tokenizer", tmp_path, *out)
     broken = shutil.copytree(notes, tmp_path / "broken")
     (broken / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="there is no vocabulary"):
@@ -245,7 +256,7 @@ def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
     files = [
         (name, path)
         for name, path in corpus.python_files()
-        if corpus.split_of(name, 0.1) == "train"
+        if corpus.name_hash(name) >= 0.1 * 2**256
     ]
 
     def shared(files):
