@@ -285,14 +285,17 @@ def test_causal(doc_mask):
 
 def test_noise_cannot_be_learned():
     state = built(**FLAGS | dict(adam_lr=0.01))
+    n_tokens = state.raw_model.cfg.vocab_size
     losses = []
     for step in range(60):
-        batch = torch.randint(0, 8, (16, 33), generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(0, n_tokens, (16, 33), generator=generator)
         losses.append(train_gpt.train_step(state, batch, 0.5)[0].item())
-    least = sum(losses[-10:]) / 10
-    assert least > 0.95 * math.log(8), (
-        f"the training loss on random tokens falls to {least:.2f}, below their entropy of "
-        f"{math.log(8):.2f}: what the loss is computed from has seen the targets"
+    # A new model gives all tokens the same probability, the best for random ones
+    last = sum(losses[-10:]) / 10
+    assert last > 0.97 * losses[0], (
+        f"the training loss on random tokens falls from {losses[0]:.2f} to {last:.2f}: what it is "
+        "computed from has seen the targets"
     )
 
 
@@ -308,8 +311,8 @@ def test_parameters_are_trained():
                 is_parameter = isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
                 is_lost = (is_parameter or isinstance(leaf, nn.Module)) and leaf not in known
                 assert not is_lost, (
-                    f"{name}.{key} holds a parameter that PyTorch does not know, so that it is "
-                    "neither trained nor saved: use nn.ParameterList or nn.ModuleList"
+                    f"{key} of {name or 'GPT'} holds a parameter that PyTorch does not know, so that "
+                    "it is neither trained nor saved: use nn.ParameterList or nn.ModuleList"
                 )
     given = {p for group in state.optimizer.param_groups for p in group["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and p not in given]
