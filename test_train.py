@@ -533,7 +533,9 @@ def test_a_step_reports_the_mean(monkeypatch):
         return found
 
     monkeypatch.setattr(GPT, "forward", counted)
-    loss = one_step(masked_batch(), micro_batch=4)["the loss"].item()
+    batch = masked_batch()
+    batch[2:5, 7] = EOT
+    loss = one_step(batch, micro_batch=4)["the loss"].item()
     mean = sum(loss * n for loss, n in seen) / sum(n for _, n in seen)
     assert abs(loss - mean) < 1e-5 * mean, (
         f"train_step's loss is {loss / mean:.4f} of the mean over the targets that GPT.forward "
