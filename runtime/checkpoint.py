@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common import RunError, UserError, atomic_write
-from ops.parallel import shard_like, state_to_full, to_full
+from ops.parallel import shard_like, state_to_full, to_full, to_local
 from runtime.ranks import run_on_rank0
 
 # The file format. "vocabulary" is there as well: a text, or None
@@ -191,6 +191,8 @@ def load_optimizer(
         for key, value in saved.items():
             if isinstance(value, Tensor) and value.dim():
                 state[key] = shard_like(value, p)
+                if value.shape != p.shape:  # a number a row, say: plain, as an optimizer makes it
+                    state[key] = to_local(state[key])
         states[numbers[p]] = state
     optimizer.load_state_dict(dict(state=states, param_groups=groups))
 
