@@ -311,8 +311,8 @@ def test_parameters_are_trained():
                 is_parameter = isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
                 is_lost = (is_parameter or isinstance(leaf, nn.Module)) and leaf not in known
                 assert not is_lost, (
-                    f"{key} of {name or 'GPT'} holds a parameter that PyTorch does not know, so that "
-                    "it is neither trained nor saved: use nn.ParameterList or nn.ModuleList"
+                    f"{key} of {name or 'GPT'} holds a parameter that PyTorch does not know, so "
+                    "that it is neither trained nor saved: use nn.ParameterList or nn.ModuleList"
                 )
     given = {p for group in state.optimizer.param_groups for p in group["params"]}
     left = [name for name, p in model.named_parameters() if p.requires_grad and p not in given]

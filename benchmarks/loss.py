@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from benchmarks.harness import Bench, progress, run_python, summarize, table
-from common import REPO, read_rows
+from common import REPO, UserError, read_rows
 from records.check import t_test
 from train_gpt import make_config
 
@@ -52,8 +52,8 @@ def log_time_ratios(base: list[dict], runs: list[dict], key: str) -> list[float]
 def compare_sides(sides: dict[str, list[dict]]) -> list[dict]:
     """Return a row for each side, given its runs: the others are compared with the first.
 
-    Runs of a seed are compared. p: of a one-sided t-test on the log ratios (null hypothesis:
-    nothing is saved).
+    Runs of a seed are compared. p: of a one-sided t-test on the log ratios of three seeds or more
+    (null hypothesis: nothing is saved).
     """
     base = next(iter(sides.values()))
     target = mean(run["val_loss"] for run in base)
@@ -72,14 +72,17 @@ def compare_sides(sides: dict[str, list[dict]]) -> list[dict]:
             if runs is not base:
                 logs = log_time_ratios(base, runs, key)
                 row[f"speedup ({unit})"] = math.exp(-mean(logs))
-                row[f"p ({unit})"] = t_test(logs, 0.0)
+                # Two seeds tell nothing of their deviation
+                row[f"p ({unit})"] = t_test(logs, 0.0) if len(logs) > 2 else None
         rows.append(row)
     return rows
 
 
 def bench_loss(bench: Bench) -> dict:
     """Train each side with each seed; print how much sooner than the first it reaches a loss."""
-    bench.forbid_flags("seed", "trials", "eval_every", "out_dir", "resume", "target_val_loss")
+    if "eval_every" in bench.flags:
+        raise UserError("--eval_every is set so that each run has 20 evaluations; remove it")
+    bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
     texts = bench.options.flags or ["--optimizer adamw", ""]
     if len(texts) == 1:
         texts = ["", *texts]  # against the defaults

@@ -16,7 +16,6 @@ from conftest import ROOT, measured, run_python, tiny_run
 from model import attention as attention_op
 from model import may_attend
 from ops.attention import attention_mask
-from records.check import t_test
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
@@ -138,8 +137,7 @@ def test_loss_interleaves_sides_of_checkouts(tmp_path, capsys):
     assert fast["final val_loss"] == pytest.approx(2.9)
     assert fast["deviation"] == pytest.approx(0.2 / math.sqrt(2))
     assert fast["speedup (time)"] == fast["speedup (steps)"] == pytest.approx(math.sqrt(2 * 2.2))
-    p = t_test([-math.log(2), -math.log(2.2)], 0.0)
-    assert fast["p (time)"] == pytest.approx(p) and p < 0.05
+    assert fast["p (time)"] is None  # of two seeds
     assert fast["time to target"] == pytest.approx((1 / 2 + 1 / 2.2) / 2)
     assert fast["seeds at target"] == "2 of 2"
     assert len(report["runs"][sides[0]][0]["evaluations"]) == 20
