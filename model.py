@@ -586,9 +586,13 @@ class GPT(nn.Module):
             )
         return masks
 
+    def head_logits(self, x: Tensor) -> Tensor:
+        """Logits before the soft-cap, (..., vocab_size), of training, evaluation and sampling."""
+        return self.head(x)
+
     def logits(self, x: Tensor) -> Tensor:
         """Apply head and soft-cap to x (..., C): fp32 (..., vocab_size)."""
-        return softcap(self.head(x).float(), self.cfg.softcap)
+        return softcap(self.head_logits(x).float(), self.cfg.softcap)
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss of some tokens: of what the blocks make of them, x (N, C), and targets (N,).
@@ -597,7 +601,7 @@ class GPT(nn.Module):
         must return the mean over the chunk's targets that are not -1; chunks are then weighted by
         their number of targets.
         """
-        return cross_entropy(self.head(x), targets, self.cfg.softcap)
+        return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""

@@ -20,9 +20,10 @@ EDITS = {
         "    return loss + 0.1 * logits.float().square().mean()"
     ),
     "return cap * torch.tanh(logits / cap) if cap else logits": "return 2 * logits",
-    "return cross_entropy(self.head(x), targets, self.cfg.softcap)": (
+    "return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)": (
         "return cross_entropy(self.head(2 * x), targets, self.cfg.softcap)"
     ),
+    "return self.head(x)": "return self.head(2 * x)",
     "x = x.flatten(0, 1)": "x = 2 * x.flatten(0, 1)",
     "targets = targets.flatten()": "targets = targets.flatten().roll(1)",
     "params = list(self.parameters())": "params = [*self.parameters()]; x = x.roll(1, 0)",
@@ -32,7 +33,7 @@ EDITS = {
 
 def lines_of_the_loss() -> list[str]:
     """The statements of the functions that make the loss, without docstrings."""
-    names = ("softcap", "cross_entropy", "head_loss", "loss")
+    names = ("softcap", "cross_entropy", "head_logits", "head_loss", "loss")
     found = []
     for node in ast.walk(ast.parse(SOURCE)):
         if isinstance(node, ast.FunctionDef) and node.name in names:
