@@ -356,7 +356,7 @@ SOURCE_FILES = find_sources()
 def run_sources() -> dict[str, Path]:
     """Find SOURCE_FILES, and every loaded module that is neither Python's nor a package's.
 
-    Those outside of the repository have their whole path as name. Compiled ones there are left out:
+    Those outside of the repository are named outside/PATH. Compiled ones there are left out:
     compilers make them anew.
     """
     libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
@@ -370,9 +370,9 @@ def run_sources() -> dict[str, Path]:
             continue
         file = Path(path).resolve()
         if file.is_relative_to(REPO):
-            sources[file.relative_to(REPO).as_posix()] = file
+            sources.setdefault(file.relative_to(REPO).as_posix(), file)
         elif file.suffix == ".py" and file.is_file():
-            sources[file.as_posix()] = file
+            sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
     return sources
 
 
@@ -382,8 +382,7 @@ def source_hashes() -> list[str]:
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy the sources of the repository to a folder, with their paths in it."""
+    """Copy the sources to a folder, with their paths in the repository."""
     for name, path in run_sources().items():
-        if not Path(name).is_absolute():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)

@@ -37,10 +37,11 @@ TRACKS = {
     "8-gpus": FINEWEB | dict(device="8 x cuda"),
     "steps": FINEWEB | dict(device="", fixed=GPT2_SMALL),
 }
-# Most that a rerun may differ: losses relative to the run's, by the rounding of other CPUs, and the
-# time of the same machine
-ROUNDING = dict(train_loss=0.03, val_loss=0.01)
+# Most that a rerun may differ: in losses, relative to the run's, as other CPUs round otherwise; and
+# in train_time on the same machine
+ROUNDING = 0.02
 SLOWER = 1.5
+INCOMPLETE = "Incomplete: it needs a rerun by someone else, with --rerun SEED."
 UNKNOWN = (
     "Files cannot tell who made a run or a rerun, whether other seeds were left out, and what the "
     "source does with validation tokens or outside of the clock."
@@ -54,7 +55,6 @@ class Record:
     folder: Path
     track: dict  # of TRACKS
     runs: list[dict]  # of read_run, by name
-    reruns: list[dict]  # of other people, in folders rerun_SEED
     sources: dict[str, str | None]  # name -> SHA-256; None if missing
     changes: dict[str, str]  # names of files that differ from the reference -> lines
 
@@ -75,15 +75,21 @@ def read_run(folder: Path) -> dict:
         # Each start of the run begins a section of log.txt, whose first line holds the flags
         starts = log.split(f"{SECTION} run\n")[1:]
         flags, lines = starts[0].split("\n", 1)
-        hashes = re.findall(r"^sources: .*", lines, re.MULTILINE)[:1]
-        sources = re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", "".join(hashes))
+        sources = re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", lines)
+        rows = [json.loads(line) for line in metrics.replace("null", "NaN").splitlines()]
+        losses = {}  # named as in log.txt
+        for row in rows:
+            key = "val_loss" if "val_loss" in row else "train_loss"
+            losses[str(row["step"]), key.removeprefix("train_")] = row[key]
         return dict(
             name=folder.name,
             starts=len(starts),
             flags=json.loads(flags),
             log=lines,
             sources=dict(sources),
-            rows=[json.loads(line) for line in metrics.replace("null", "NaN").splitlines()],
+            rows=rows,
+            last=rows[-1],
+            losses=losses,
             summary=summary,
         )
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
@@ -123,16 +129,12 @@ def open_record(path: str) -> tuple[Record, float]:
     track = TRACKS.get(folder.parent.name, dict(targets={}))
     target = folder.name.partition("_")[2]
     if target not in track["targets"]:
-        known = []
-        for name, spec in TRACKS.items():
-            known += [f"records/{name}/DATE_{target_name}" for target_name in spec["targets"]]
-        wrong = f"{path} is not a folder of a track"
-        raise UserError(f"{wrong}; expected one of {', '.join(known)}")
+        expected = "records/TRACK/DATE_TARGET, with a target of TRACKS in records/check.py"
+        raise UserError(f"{path} is not a folder of a track; expected {expected}")
     runs = [read_run(log.parent) for log in sorted(folder.glob("seed_*/log.txt"))]
     if not runs:
         expected = "folders seed_0, seed_1, ... with log.txt, metrics.jsonl and summary.json"
         raise UserError(f"{path} holds no runs; expected {expected}")
-    reruns = [read_run(log.parent) for log in sorted(folder.glob("rerun_*/log.txt"))]
     names = ["train_gpt.py", "model.py"]
     for run in runs:
         names += run["sources"]
@@ -141,7 +143,6 @@ def open_record(path: str) -> tuple[Record, float]:
         folder=folder,
         track=track,
         runs=runs,
-        reruns=reruns,
         sources=sources,
         changes=changes,
     )
@@ -166,17 +167,12 @@ def record_violations(record: Record) -> Iterator[str]:
     if len(seeds) < 3:
         yield f"{len(seeds)} runs; a record needs at least 3"
     for run, other in itertools.combinations(record.runs, 2):
-        # The first loss is that of any untrained model
-        equal = later_losses(run) & later_losses(other)
-        if len(equal) > 1:
+        # The first loss is that of any untrained model, another may be chance
+        equal = run["losses"].items() & other["losses"].items()
+        if len(equal) > 2:
             yield f"{run['name']} and {other['name']} share {len(equal)} losses: one is a copy"
     if record.track["files"] is None:
         yield "no hash of the track's data is known yet; add those of a verified download to TRACKS"
-
-
-def later_losses(run: dict) -> set[tuple]:
-    """The steps and training losses of a run, without the first."""
-    return {(row["step"], row["train_loss"]) for row in run["rows"][1:] if "train_loss" in row}
 
 
 def run_violations(record: Record, run: dict) -> Iterator[str]:
@@ -191,8 +187,6 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
     # The same source, flags and machine as the other runs, all of the track
     for name in wrong_sources(record, run):
         yield f"log.txt does not hold the hash of {name} as source.patch gives it"
-    if run["sources"] != first["sources"]:
-        yield f"another source than {first['name']}"
     other = different_flags(flags, first["flags"])
     if other:
         yield f"other flags than {first['name']}: {other}; give them, so that all runs share them"
@@ -207,6 +201,10 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
         yield "resumed, or not from scratch"
     if summary["stopped_by"] != "max_steps" or summary["step"] != steps:
         yield f"stopped by {summary['stopped_by']} at step {summary['step']}, not {steps}"
+    head_rows = flags["vocab_size"] or track["rows"]
+    first_loss = run["losses"].get(("1", "loss"), 0.0)
+    if first_loss < math.log(head_rows) - 0.01:
+        yield f"the first loss is {first_loss:.4f}, below an untrained model's ln({head_rows})"
     fixed = track.get("fixed", {})
     wrong = [name for name, value in fixed.items() if flags[name] != value]
     if wrong:
@@ -216,27 +214,14 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
     missing = track["val_tokens"] - summary["val_tokens"]
     if not 0 <= missing < min(flags["seq_len"], track["val_tokens"] // 100):
         yield f"validated on {summary['val_tokens']:,} tokens of {track['val_tokens']:,}"
-
-    # summary.json, metrics.jsonl and log.txt agree
-    last_evaluation = {}
-    for row in run["rows"]:
-        if "val_loss" in row:
-            last_evaluation = row
-    keys = ("step", "val_loss", "train_time_s", "tokens")
-    if any(last_evaluation.get(key) != summary[key] for key in keys):
-        yield "summary.json and the last evaluation in metrics.jsonl disagree"
-    yield from log_violations(run)
-    yield from metrics_violations(run, track["rows"])
+    yield from file_violations(run)
 
 
-def log_violations(run: dict) -> Iterator[str]:
-    """Yield where log.txt says something else than metrics.jsonl and summary.json."""
-    lines = re.findall(r"^step +(\d+)/\d+ \| (?:val_)?loss (\S+) ", run["log"], re.MULTILINE)
-    expected = []
-    for row in run["rows"]:
-        loss = row["val_loss"] if "val_loss" in row else row["train_loss"]
-        expected.append((str(row["step"]), f"{loss:.4f}"))
-    if lines != expected:
+def file_violations(run: dict) -> Iterator[str]:
+    """Yield why its log, rows and summary cannot be those of one whole run."""
+    lines = re.findall(r"^step +(\d+)/\d+ \| (\w+) (\S+) ", run["log"], re.MULTILINE)
+    said = {(step, name): loss for step, name, loss in lines}
+    if said != {key: f"{loss:.4f}" for key, loss in run["losses"].items()}:
         yield "log.txt has other steps or losses than metrics.jsonl"
     summary = run["summary"]
     for text in (
@@ -247,34 +232,22 @@ def log_violations(run: dict) -> Iterator[str]:
         if text not in run["log"]:
             yield f"log.txt does not say {text!r} as summary.json does"
 
-
-def metrics_violations(run: dict, head_rows: int) -> Iterator[str]:
-    """Yield why the rows of metrics.jsonl cannot be those of a whole run.
-
-    head_rows: of the head, unless flags say otherwise.
-    """
     rows = run["rows"]
+    keys = ("step", "val_loss", "train_time_s", "tokens")
+    if any(run["last"].get(key) != summary[key] for key in keys):
+        yield "summary.json and the last row of metrics.jsonl disagree"
     flags = run["flags"]
     steps = flags["max_steps"]
     logged = [row for row in rows if "tokens_per_s" in row]
     expected = {1, steps} | set(range(flags["log_every"], steps, flags["log_every"]))
     if [row["step"] for row in logged] != sorted(expected):
         yield "rows of metrics.jsonl are missing"
-    head_rows = flags["vocab_size"] or head_rows
-    if logged and logged[0]["train_loss"] < math.log(head_rows) - 0.01:
-        first = f"{logged[0]['train_loss']:.4f}"
-        yield f"the first loss is {first}, below an untrained model's ln({head_rows})"
-
-    clock_is_wrong = False
-    before = dict(train_time_s=0.0, wall_time_s=0.0)
-    for row in [*rows, run["summary"]]:
-        train_s = row["train_time_s"]
-        wall_s = row["wall_time_s"]
-        if not before["train_time_s"] <= train_s <= wall_s or not before["wall_time_s"] <= wall_s:
-            clock_is_wrong = True
-        before = row
-    if clock_is_wrong:
-        yield "the clock runs backwards, or train_time is above the wall time"
+    for key in ("train_time_s", "wall_time_s"):
+        seconds = [row[key] for row in [*rows, summary]]
+        if seconds != sorted(seconds):
+            yield f"the clock of {key} runs backwards"
+    if summary["train_time_s"] > summary["wall_time_s"]:
+        yield "train_time is above the wall time"
 
     before = dict(step=0, train_time_s=0.0)
     for row in logged:
@@ -288,19 +261,14 @@ def metrics_violations(run: dict, head_rows: int) -> Iterator[str]:
 
 def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
     """Yield where a rerun disagrees with the run of its seed."""
-    left_out = rerun["sources"].keys() - run["sources"]
-    if left_out:
-        yield f"the log of {run['name']} has no hash of {', '.join(sorted(left_out))}"
     other = different_flags(rerun["flags"], run["flags"])
     if other:
         yield f"command.sh gives other flags than {run['name']} was run with: {other}"
-    for key, rounding in ROUNDING.items():
-        losses = {row["step"]: row[key] for row in rerun["rows"] if key in row}
-        for row in run["rows"]:
-            loss = losses.get(row["step"], math.nan)
-            if key in row and not abs(loss - row[key]) <= rounding * row[key]:
-                yield f"{key} {loss:.4f} at step {row['step']}, not {row[key]:.4f}"
-                break
+    for (step, name), loss in run["losses"].items():
+        again = rerun["losses"].get((step, name), math.nan)
+        if not abs(again - loss) <= ROUNDING * loss:
+            yield f"{name} {again:.4f} at step {step}, not {loss:.4f}"
+            break
     seconds = rerun["summary"]["train_time_s"]
     expected = run["summary"]["train_time_s"]
     is_same_machine = rerun["summary"]["machine"] == run["summary"]["machine"]
@@ -354,10 +322,10 @@ def check_record(path: str) -> tuple[dict, list[str]]:
     broken = list(record_violations(record))
     for run in record.runs:
         broken += [f"{run['name']}: {reason}" for reason in run_violations(record, run)]
-        for rerun in record.reruns:
-            if rerun["flags"]["seed"] == run["flags"]["seed"]:
-                name = rerun["name"]
-                broken += [f"{name}: {reason}" for reason in rerun_violations(run, rerun)]
+        again = record.folder / run["name"].replace("seed", "rerun")
+        if again.is_dir():
+            reasons = rerun_violations(run, read_run(again))
+            broken += [f"{again.name}: {reason}" for reason in reasons]
     summaries = [run["summary"] for run in record.runs]
     losses = [summary["val_loss"] for summary in summaries]
     p = t_test(losses, target)
@@ -386,8 +354,8 @@ def check_record(path: str) -> tuple[dict, list[str]]:
     if record.changes:
         changes = ", ".join(f"{name} ({lines})" for name, lines in record.changes.items())
         notes = [f"A person must read what differs from {source.REFERENCE[:7]}: {changes}."]
-    if not record.reruns:
-        notes.append("Incomplete: it needs a rerun by someone else, with --rerun SEED.")
+    if not any(record.folder.glob("rerun_*")):
+        notes.append(INCOMPLETE)
     notes.append(UNKNOWN)
     return row, notes
 

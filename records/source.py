@@ -78,18 +78,17 @@ def rebuild(record: Path, folder: Path) -> str:
 def read_source(record: Path, names: Iterable[str]) -> tuple[dict, dict]:
     """Return the SHA-256 of the named files in a record's source, and what differs from REFERENCE.
 
-    Both are by name. The first has None for a file that is missing or outside of the source; the
-    second has the lines that were added and removed, as in "+3 -1". Raises UserError.
+    Both are by name. The first has None for a missing file; the second has the lines that were
+    added and removed, as in "+3 -1". Raises UserError.
     """
     hashes = {}
     changes = {}
     with tempfile.TemporaryDirectory() as work:
         write_commit(REFERENCE, Path(work, "a"))
-        folder = Path(work, "b").resolve()
+        folder = Path(work, "b")
         rebuild(record, folder)
         for name in names:
-            path = (folder / name).resolve()
-            hashes[name] = sha256(path) if path.is_relative_to(folder) else None
+            hashes[name] = sha256(folder / name)
         options = "--no-index --no-renames --no-ext-diff --numstat -z"
         counts = git("diff", *options.split(), "a", "b", folder=Path(work)).decode()
     for added, removed, old, new in re.findall(r"(\S+)\t(\S+)\t\0(.+?)\0(.+?)\0", counts):
