@@ -62,6 +62,7 @@ def bench_record(bench: Bench) -> dict:
     if bench.options.pack:
         pack(folder, bench.options.pack)
     if bench.options.rerun is not None:
+        print(f"--rerun executes the source in {folder}")
         rerun(folder, bench.options.rerun, bench.cfg.data)
     row, notes = check_record(folder)
     shown = row | dict(mean=f"{row['mean']:.4f}")  # a loss has more digits than a time

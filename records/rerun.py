@@ -25,8 +25,8 @@ def rerun(folder: str, seed: int, data: str) -> None:
     out_dir = record / f"rerun_{seed}"
     run = read_run(record / f"seed_{seed}")
     flags = {name: run["flags"][name] for name in MEASURED}
-    flags |= dict(seed=seed, trials=1, out_dir=out_dir)
-    flags["data"] = Path(data or run["flags"]["data"]).resolve()
+    data_path = Path(data or run["flags"]["data"]).resolve()
+    flags |= dict(seed=seed, trials=1, out_dir=out_dir, data=data_path)
     words = command_words(record / "command.sh")
     words += [f"--{name}={value}" for name, value in flags.items()]
     with tempfile.TemporaryDirectory() as work:

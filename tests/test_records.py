@@ -86,9 +86,8 @@ NO_HASH = "log.txt does not hold the hash of"
 OUTSIDE = f"sources: outside/opt/fast.py sha256 {'0' * 64}, "
 CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_1/summary.json", '"max_steps"', '"target_val_loss"', "stopped by target_val_loss"),
-    ("seed_1/summary.json", '"step": 20', '"step": 10', "stopped by max_steps at step 10"),
     ("seed_1/summary.json", "1 x cpu", "1 x cpu, fast", "not say 'device: 1 x cpu, f"),
-    ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 99.9', "wall time 99.9"),
+    ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 0.1', "of wall_time_s runs"),
     ("seed_1/summary.json", r'"val_loss": [\d.]+', '"val_loss": 0.1', "disagree"),
     ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "other data"),
     ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
@@ -113,7 +112,8 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_0/metrics.jsonl", r'"tokens_per_s": [\d.]+', '"tokens_per_s": 1e9', "fit together"),
     ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "with: n_layer 3, not 2"),
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
-    ("rerun_1/summary.json", '"train_time_s": ', '"train_time_s": 9', "on the same machine, not"),
+    ("rerun_1/summary.json", 's": -', 's": ', "its train_time is that of seed_1: a copy"),
+    ("rerun_1/summary.json", 's": -', 's": 9', "repeat it where nothing else runs"),
     ("rerun_1/summary.json", '"system_s": ', '"system_s": 9', "s by the system's"),
 ]
 
@@ -140,7 +140,7 @@ def record(unpacked) -> Path:
     check.pack(str(unpacked), "HEAD")
     again = unpacked / "rerun_1"
     shutil.copytree(unpacked / "seed_1", again)
-    edit(again / "summary.json", r"\{", '{"system_s": 0.1,')
+    edit(again / "summary.json", '"train_time_s": ', '"system_s": 0.1, "train_time_s": -')
     return unpacked
 
 
@@ -221,7 +221,7 @@ def test_packed_records_keep_the_difference(unpacked):
         edit_copy(run, "data/more.py", "more = 1\r\n")
     check.pack(str(unpacked), "HEAD")
     row, notes = check.check_record(str(unpacked))
-    assert row["verdict"] == "PASS"
+    assert row["verdict"] == "PASS", row
     assert notes[0].endswith("differs from HEAD: data/more.py (+1 -0), model.py (+1 -0).")
 
 
