@@ -369,9 +369,11 @@ def run_sources() -> dict[str, Path]:
         if not path or home.startswith(tuple(libraries)):
             continue
         file = Path(path).resolve()
+        if not file.is_file():
+            continue
         if file.is_relative_to(REPO):
             sources.setdefault(file.relative_to(REPO).as_posix(), file)
-        elif file.suffix == ".py" and file.is_file():
+        elif file.suffix == ".py":
             sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
     return sources
 
