@@ -10,7 +10,8 @@ data       loader throughput, and how long a step waits for it
 scaling    weak and strong scaling over 1, 2, 4, ... ranks of this machine, or torchrun's ranks
 profile    where a step's time goes, in six lines, and the trace
 record DIR check a folder of records/ against the rules of its track; --pack HEAD turns its runs'
-           source/ folders into source.patch: a commit and the diff against it
+           source/ folders into source.patch: a commit and the diff against it; --rerun SEED
+           executes its source, to train that seed again (on --data DIR), into its folder
 plot DIR   plot the validation losses of runs and records:
            plot DIR... [--x ...] [--y ...] [--target LOSS] [--out FILE]
 
@@ -47,6 +48,7 @@ from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
 from common import UserError, command, cpu_cores, exit_process, nan_to_none
 from records.check import check_record, pack
+from records.rerun import rerun
 from runtime.device import device_name
 from runtime.flags import parse_flags
 from train_gpt import Config
@@ -59,6 +61,9 @@ def bench_record(bench: Bench) -> dict:
     folder = bench.options.folders[0]
     if bench.options.pack:
         pack(folder, bench.options.pack)
+    if bench.options.rerun is not None:
+        print(f"--rerun executes the source in {folder}")
+        rerun(folder, bench.options.rerun, bench.cfg.data)
     row, notes = check_record(folder)
     shown = row | dict(mean=f"{row['mean']:.4f}")  # a loss has more digits than a time
     broken = [f"- {reason}" for reason in row["broken"]]
@@ -98,6 +103,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         metavar="COMMIT",
         help="record: store source/ as a diff to this commit",
     )
+    add("--rerun", type=int, metavar="SEED", help="record: execute its source, for this seed")
     add("--x", choices=X_AXES, default="train_time", help="plot: horizontal axis [train_time]")
     add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
     add("--target", type=float, help="plot: a loss to draw a line at")

@@ -12,7 +12,9 @@ import os
 import re
 import shutil
 import signal
+import site
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -352,13 +354,38 @@ def find_sources() -> dict[str, Path]:
 SOURCE_FILES = find_sources()
 
 
+def run_sources() -> dict[str, Path]:
+    """Find SOURCE_FILES, and every loaded module that is neither Python's nor a package's.
+
+    Those outside of the repository are named outside/PATH. Compiled ones there are left out:
+    compilers make them anew.
+    """
+    libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+    sources = dict(SOURCE_FILES)
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        # The package decides: PyTorch also loads modules that it has written to other folders
+        package = sys.modules.get(name.partition(".")[0], module)
+        home = getattr(package, "__file__", None) or path
+        if not path or home.startswith(tuple(libraries)):
+            continue
+        file = Path(path).resolve()
+        if not file.is_file():
+            continue
+        if file.is_relative_to(REPO):
+            sources.setdefault(file.relative_to(REPO).as_posix(), file)
+        elif file.suffix == ".py":
+            sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
+    return sources
+
+
 def source_hashes() -> list[str]:
     """A text with the name and SHA-256 of each source."""
-    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in SOURCE_FILES.items()]
+    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
 
 
 def copy_sources(folder: Path) -> None:
     """Copy the sources to a folder, with their paths in the repository."""
-    for name, path in SOURCE_FILES.items():
+    for name, path in run_sources().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -1,6 +1,6 @@
 """`bench.py record DIR`: the rules of the tracks, and whether a record's folder keeps them."""
 
-import dataclasses
+import itertools
 import json
 import math
 import re
@@ -13,38 +13,39 @@ from statistics import mean, median, stdev
 
 import torch
 
-from common import SOURCE_FILES, UserError
+from common import UserError
 from records import source
-from runtime.flags import parse_flags
 from runtime.run import SECTION
-from train_gpt import Config, learning_rates, make_config
 
 SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
     "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",
     "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
 }
-FINEWEB = dict(targets={"fineweb-3.28": 3.28}, files=None, val_tokens=10485760)
+FINEWEB = dict(targets={"fineweb-3.28": 3.28}, files=None, val_tokens=10485760, rows=50304)
 GPT2_SMALL = dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)
 # Folder of records/ -> targets by name, SHA-256 of the data (None: not known yet, and no record is
-# accepted), tokens of a validation, how the machine's name begins, flags that are fixed
+# accepted), tokens of a validation, rows of the head, how the machine's name begins, fixed flags
 TRACKS = {
     "laptop": dict(
         targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697},
         files=SHAKESPEARE,
         val_tokens=111540,
+        rows=320,
         device="1 x cpu",
     ),
     "single-gpu": FINEWEB | dict(device="1 x cuda"),
     "8-gpus": FINEWEB | dict(device="8 x cuda"),
     "steps": FINEWEB | dict(device="", fixed=GPT2_SMALL),
 }
-# Sources whose hashes each log.txt must hold, if its commit has them: the run and its clock, which
-# was runtime/logger.py before
-OPS = [name for name in SOURCE_FILES if name.startswith("ops/")]
-CLOCKS = ("runtime/log.py", "runtime/logger.py")
-HASHED = ("train_gpt.py", "model.py", "ops.py", *OPS, "data/stream.py", *CLOCKS)
-# Values that a command may leave to the run, which logs what it chose
-AUTO = dict(dtype="auto", attn="auto", loss_chunk=-1, ngram=-1, ngram_dropout=-1)
+# Most that a rerun may differ: in losses, relative to the run's, as other CPUs round otherwise; and
+# in train_time on the same machine
+ROUNDING = 0.02
+SLOWER = 1.5
+INCOMPLETE = "Incomplete: it needs a rerun by someone else, with --rerun SEED."
+UNKNOWN = (
+    "Files cannot tell who made a run or a rerun, whether other seeds were left out, and what the "
+    "source does with validation tokens or outside of the clock."
+)
 
 
 @dataclass
@@ -54,9 +55,8 @@ class Record:
     folder: Path
     track: dict  # of TRACKS
     runs: list[dict]  # of read_run, by name
-    commit: str  # of source.patch
     sources: dict[str, str | None]  # name -> SHA-256; None if missing
-    changed: list[str]  # names of sources that are not this repository's
+    changes: dict[str, str]  # names of files that differ from the reference -> lines
 
 
 # --------------------------------------------------------------------------------------------------
@@ -75,15 +75,21 @@ def read_run(folder: Path) -> dict:
         # Each start of the run begins a section of log.txt, whose first line holds the flags
         starts = log.split(f"{SECTION} run\n")[1:]
         flags, lines = starts[0].split("\n", 1)
-        hashes = re.findall(r"^sources: .*", lines, re.MULTILINE)[:1]
-        sources = re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", "".join(hashes))
+        sources = re.findall(r"([\w./-]+) sha256 ([0-9a-f]{64})", lines)
+        rows = [json.loads(line) for line in metrics.replace("null", "NaN").splitlines()]
+        losses = {}  # named as in log.txt
+        for row in rows:
+            key = "val_loss" if "val_loss" in row else "train_loss"
+            losses[str(row["step"]), key.removeprefix("train_")] = row[key]
         return dict(
             name=folder.name,
             starts=len(starts),
             flags=json.loads(flags),
             log=lines,
             sources=dict(sources),
-            rows=[json.loads(line) for line in metrics.splitlines()],
+            rows=rows,
+            last=rows[-1],
+            losses=losses,
             summary=summary,
         )
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
@@ -91,8 +97,8 @@ def read_run(folder: Path) -> dict:
         raise UserError(f"{wrong}; its files must be as it left them") from None
 
 
-def parse_command_sh(path: Path) -> dict:
-    """Read the flags in command.sh's call of train_gpt.py.
+def command_words(path: Path) -> list[str]:
+    """Split what command.sh's call of train_gpt.py gives it, as the shell would.
 
     Raises UserError, OSError or ValueError if it has no such call.
     """
@@ -104,14 +110,17 @@ def parse_command_sh(path: Path) -> dict:
         raise UserError(f"expected one call of train_gpt.py, found {len(calls)}")
     # Up to what the shell reads, as in `2>&1 | tee log`
     arguments = re.split(r"\s\d?[<>|&;]|;", calls[0])[0]
-    words = shlex.split(arguments, comments=True)
-    return parse_flags(words, dataclasses.fields(Config), {}, "")
+    return shlex.split(arguments, comments=True)
 
 
-def comparable(flags: dict) -> dict:
-    """The flags that must be the same in all runs of a record."""
+def different_flags(flags: dict, others: dict) -> str:
+    """Say which flags have other values, of those that all runs of a record must share."""
     own = ("seed", "out_dir", "data", "trials")
-    return {name: value for name, value in flags.items() if name not in own}
+    different = []
+    for name, value in flags.items():
+        if name not in own and others.get(name) != value:
+            different.append(f"{name} {value!r}, not {others.get(name)!r}")
+    return ", ".join(different)
 
 
 def open_record(path: str) -> tuple[Record, float]:
@@ -120,34 +129,22 @@ def open_record(path: str) -> tuple[Record, float]:
     track = TRACKS.get(folder.parent.name, dict(targets={}))
     target = folder.name.partition("_")[2]
     if target not in track["targets"]:
-        known = []
-        for name, spec in TRACKS.items():
-            known += [f"records/{name}/DATE_{target_name}" for target_name in spec["targets"]]
-        wrong = f"{path} is not a folder of a track"
-        raise UserError(f"{wrong}; expected one of {', '.join(known)}")
-    logs = sorted(folder.glob("*/log.txt"))
-    runs = [read_run(log.parent) for log in logs if log.parent.name != "baseline"]
+        expected = "records/TRACK/DATE_TARGET, with a target of TRACKS in records/check.py"
+        raise UserError(f"{path} is not a folder of a track; expected {expected}")
+    runs = [read_run(log.parent) for log in sorted(folder.glob("seed_*/log.txt"))]
     if not runs:
-        expected = "folders with log.txt, metrics.jsonl and summary.json"
+        expected = "folders seed_0, seed_1, ... with log.txt, metrics.jsonl and summary.json"
         raise UserError(f"{path} holds no runs; expected {expected}")
-
-    names = []
+    names = ["train_gpt.py", "model.py"]
     for run in runs:
         names += run["sources"]
-    names += HASHED
-    commit, sources = source.read_source(folder, names)
-    logged = runs[0]["sources"]
-    changed = []
-    for name in logged | SOURCE_FILES:
-        if logged.get(name) != source.sha256(source.REPOSITORY / name):
-            changed.append(name)
+    sources, changes = source.read_source(folder, names)
     record = Record(
         folder=folder,
         track=track,
         runs=runs,
-        commit=commit,
         sources=sources,
-        changed=changed,
+        changes=changes,
     )
     return record, track["targets"][target]
 
@@ -160,38 +157,22 @@ def record_violations(record: Record) -> Iterator[str]:
     """Yield why a record breaks the rules, except for those of each run."""
     if not (record.folder / "README.md").is_file():
         yield "README.md is missing"
-    yield from command_violations(record)
+    try:
+        command_words(record.folder / "command.sh")
+    except (UserError, OSError, ValueError) as error:
+        yield f"command.sh does not say how to run it again: {error}"
     seeds = sorted(run["flags"]["seed"] for run in record.runs)
     if seeds != list(range(len(seeds))):
         yield f"the seeds are {seeds}, not 0, 1, 2, ...: every run counts"
     if len(seeds) < 3:
         yield f"{len(seeds)} runs; a record needs at least 3"
+    for run, other in itertools.combinations(record.runs, 2):
+        # The first loss is that of any untrained model, another may be chance
+        equal = run["losses"].items() & other["losses"].items()
+        if len(equal) > 2:
+            yield f"{run['name']} and {other['name']} share {len(equal)} losses: one is a copy"
     if record.track["files"] is None:
         yield "no hash of the track's data is known yet; add those of a verified download to TRACKS"
-
-
-def command_violations(record: Record) -> Iterator[str]:
-    """Yield why command.sh does not give the flags of the first run."""
-    first = record.runs[0]
-    try:
-        flags = parse_command_sh(record.folder / "command.sh")
-        # With this repository's source, also what follows from the flags; another may have had
-        # other flags, defaults and rules
-        if not record.changed:
-            cfg = make_config(**flags)
-            flags = dataclasses.asdict(cfg)
-            flags["muon_lr"], flags["adam_lr"] = learning_rates(cfg)
-    except (UserError, OSError, ValueError) as error:
-        if not record.changed or "unknown flag" not in str(error):
-            yield f"command.sh does not say how to run it again: {error}"
-        return
-    other = []
-    for name, value in comparable(flags).items():
-        is_auto = AUTO.get(name) == value
-        if not is_auto and first["flags"].get(name) != value:
-            other.append(name)
-    if other:
-        yield f"command.sh gives other flags than {first['name']} was run with: {', '.join(other)}"
 
 
 def run_violations(record: Record, run: dict) -> Iterator[str]:
@@ -206,10 +187,12 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
     # The same source, flags and machine as the other runs, all of the track
     for name in wrong_sources(record, run):
         yield f"log.txt does not hold the hash of {name} as source.patch gives it"
-    if run["sources"] != first["sources"]:
-        yield f"another source than {first['name']}"
-    if comparable(flags) != comparable(first["flags"]):
-        yield f"other flags than {first['name']}"
+    other = different_flags(flags, first["flags"])
+    if other:
+        yield f"other flags than {first['name']}: {other}; give them, so that all runs share them"
+    names = {run["name"], Path(flags["out_dir"]).name, f"seed_{flags['seed']}"}
+    if len(names) > 1:
+        yield f"its folder, out_dir and seed disagree: {', '.join(sorted(names))}"
     if machine != first["summary"]["machine"]:
         yield f"another machine than {first['name']}"
     if not machine.startswith(track["device"]):
@@ -218,6 +201,10 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
         yield "resumed, or not from scratch"
     if summary["stopped_by"] != "max_steps" or summary["step"] != steps:
         yield f"stopped by {summary['stopped_by']} at step {summary['step']}, not {steps}"
+    head_rows = flags["vocab_size"] or track["rows"]
+    first_loss = run["losses"].get(("1", "loss"), 0.0)
+    if first_loss < math.log(head_rows) - 0.01:
+        yield f"the first loss is {first_loss:.4f}, below an untrained model's ln({head_rows})"
     fixed = track.get("fixed", {})
     wrong = [name for name, value in fixed.items() if flags[name] != value]
     if wrong:
@@ -227,41 +214,39 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
     missing = track["val_tokens"] - summary["val_tokens"]
     if not 0 <= missing < min(flags["seq_len"], track["val_tokens"] // 100):
         yield f"validated on {summary['val_tokens']:,} tokens of {track['val_tokens']:,}"
+    yield from file_violations(run)
 
-    # summary.json, metrics.jsonl and log.txt agree
-    last_evaluation = {}
-    for row in run["rows"]:
-        if "val_loss" in row:
-            last_evaluation = row
+
+def file_violations(run: dict) -> Iterator[str]:
+    """Yield why its log, rows and summary cannot be those of one whole run."""
+    lines = re.findall(r"^step +(\d+)/\d+ \| (\w+) (\S+) ", run["log"], re.MULTILINE)
+    said = {(step, name): loss for step, name, loss in lines}
+    if said != {key: f"{loss:.4f}" for key, loss in run["losses"].items()}:
+        yield "log.txt has other steps or losses than metrics.jsonl"
+    summary = run["summary"]
+    for text in (
+        f"device: {summary['machine']}, ",
+        f" step {summary['step']}: train_time {summary['train_time_s']:.1f} s (",
+    ):
+        if text not in run["log"]:
+            yield f"log.txt does not say {text!r} as summary.json does"
+
+    rows = run["rows"]
     keys = ("step", "val_loss", "train_time_s", "tokens")
-    if any(last_evaluation.get(key) != summary[key] for key in keys):
-        yield "summary.json and the last evaluation in metrics.jsonl disagree"
-    loss = f"val_loss {summary['val_loss']:.4f} | "
-    seconds = f"train_time {summary['train_time_s']:.1f} s"
-    lines = run["log"].splitlines()
-    if not any(loss in line and line.endswith(seconds) for line in lines):
-        yield "summary.json and log.txt disagree"
-    yield from metrics_violations(run["rows"], flags)
-
-
-def metrics_violations(rows: list[dict], flags: dict) -> Iterator[str]:
-    """Yield why the rows of metrics.jsonl cannot be those of a whole run."""
+    if any(run["last"].get(key) != summary[key] for key in keys):
+        yield "summary.json and the last row of metrics.jsonl disagree"
+    flags = run["flags"]
     steps = flags["max_steps"]
     logged = [row for row in rows if "tokens_per_s" in row]
     expected = {1, steps} | set(range(flags["log_every"], steps, flags["log_every"]))
     if [row["step"] for row in logged] != sorted(expected):
         yield "rows of metrics.jsonl are missing"
-
-    clock_is_wrong = False
-    before = dict(train_time_s=0.0, wall_time_s=0.0)
-    for row in rows:
-        train_s = row["train_time_s"]
-        wall_s = row["wall_time_s"]
-        if not before["train_time_s"] <= train_s <= wall_s or not before["wall_time_s"] <= wall_s:
-            clock_is_wrong = True
-        before = row
-    if clock_is_wrong:
-        yield "the clock runs backwards, or train_time is above the wall time"
+    for key in ("train_time_s", "wall_time_s"):
+        seconds = [row[key] for row in [*rows, summary]]
+        if seconds != sorted(seconds):
+            yield f"the clock of {key} runs backwards"
+    if summary["train_time_s"] > summary["wall_time_s"]:
+        yield "train_time is above the wall time"
 
     before = dict(step=0, train_time_s=0.0)
     for row in logged:
@@ -271,6 +256,29 @@ def metrics_violations(rows: list[dict], flags: dict) -> Iterator[str]:
         if row["tokens"] != flags["batch_tokens"] * row["step"] or not speed_fits:
             yield f"tokens and seconds of step {row['step']} do not fit together"
         before = row
+
+
+def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
+    """Yield where a rerun disagrees with the run of its seed."""
+    other = different_flags(rerun["flags"], run["flags"])
+    if other:
+        yield f"command.sh gives other flags than {run['name']} was run with: {other}"
+    for (step, name), loss in run["losses"].items():
+        again = rerun["losses"].get((step, name), math.nan)
+        if not abs(again - loss) <= ROUNDING * loss:
+            yield f"{name} {again:.4f} at step {step}, not {loss:.4f}"
+            break
+    summary = rerun["summary"]
+    seconds = summary["train_time_s"]
+    expected = run["summary"]["train_time_s"]
+    if seconds == expected:
+        yield f"its train_time is that of {run['name']}: a copy"
+    if summary["machine"] == run["summary"]["machine"] and seconds > SLOWER * expected:
+        yield f"train_time {seconds:.1f} s, not {expected:.1f} s; repeat it where nothing else runs"
+    wall_s = summary["wall_time_s"]
+    system_s = summary.get("system_s", math.inf)
+    if system_s > 1 + 1.05 * wall_s:
+        yield f"{wall_s:.1f} s by its own clock, {system_s:.1f} s by the system's"
 
 
 def wrong_sources(record: Record, run: dict) -> list[str]:
@@ -314,6 +322,10 @@ def check_record(path: str) -> tuple[dict, list[str]]:
     broken = list(record_violations(record))
     for run in record.runs:
         broken += [f"{run['name']}: {reason}" for reason in run_violations(record, run)]
+        again = record.folder / run["name"].replace("seed", "rerun")
+        if again.is_dir():
+            reasons = rerun_violations(run, read_run(again))
+            broken += [f"{again.name}: {reason}" for reason in reasons]
     summaries = [run["summary"] for run in record.runs]
     losses = [summary["val_loss"] for summary in summaries]
     p = t_test(losses, target)
@@ -338,14 +350,13 @@ def check_record(path: str) -> tuple[dict, list[str]]:
         row[f"{key}_min"] = min(seconds)
         row[f"{key}_max"] = max(seconds)
 
-    notes = []
-    if any(re.search(r"git \S+-dirty", run["log"]) for run in record.runs):
-        why = "the runs were made from files that were not committed"
-        notes.append(f"A person must ask what was changed: {why}.")
-    if record.changed:
-        where = f"commit {record.commit[:12]} with source.patch"
-        why = f"these files are not this repository's: {', '.join(record.changed)}"
-        notes.append(f"A person must read the source, {where}; {why}.")
+    notes = [f"The source is that of {source.REFERENCE[:7]}."]
+    if record.changes:
+        changes = ", ".join(f"{name} ({lines})" for name, lines in record.changes.items())
+        notes = [f"A person must read what differs from {source.REFERENCE[:7]}: {changes}."]
+    if not any(record.folder.glob("rerun_*")):
+        notes.append(INCOMPLETE)
+    notes.append(UNKNOWN)
     return row, notes
 
 

@@ -19,6 +19,11 @@ from common import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+# The commit of this repository that the source of every record is compared with
+REFERENCE = "b1d8c46e3b36e7f4455398f38d2a701f427a1b18"
+# Folders and files that no run needs
+NOT_RUN = ("benchmarks/", "records/", "tests/", "bench.py", "conftest.py", "test_train.py")
+
 
 def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
     """Run git in a folder, by default the repository, and return what it prints.
@@ -49,13 +54,12 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def read_source(record: Path, names: Iterable[str]) -> tuple[str, dict[str, str | None]]:
-    """Return the commit in a record's source.patch, and the SHA-256 of the named files.
+def rebuild(record: Path, folder: Path) -> str:
+    """Write a record's source, the commit in source.patch with the difference, into a folder.
 
-    Their source is the commit with the difference applied; a missing file has None. Raises
-    UserError.
+    Returns the commit. Raises UserError.
     """
-    patch = record / "source.patch"
+    patch = record.resolve() / "source.patch"
     content = patch.read_bytes() if patch.is_file() else b""
     first, _, difference = content.partition(b"\n")
     found = re.fullmatch(rb"commit ([0-9a-f]{40})\s*", first)
@@ -64,12 +68,35 @@ def read_source(record: Path, names: Iterable[str]) -> tuple[str, dict[str, str 
         advice = f"make it by `python bench.py record {record} --pack HEAD`"
         raise UserError(f"{wrong}; {advice}")
     commit = found[1].decode()
+    write_commit(commit, folder)
+    if difference.strip():
+        advice = f"{patch} must name the commit that it was made to, not {commit}"
+        git("apply", "--whitespace=nowarn", str(patch), folder=folder, advice=advice)
+    return commit
+
+
+def read_source(record: Path, names: Iterable[str]) -> tuple[dict, dict]:
+    """Return the SHA-256 of the named files in a record's source, and what differs from REFERENCE.
+
+    Both are by name. The first has None for a missing file; the second has the lines that were
+    added and removed, as in "+3 -1". Raises UserError.
+    """
+    hashes = {}
+    changes = {}
     with tempfile.TemporaryDirectory() as work:
-        write_commit(commit, Path(work))
-        if difference.strip():
-            advice = f"{patch} must name the commit that it was made to, not {commit}"
-            git("apply", "--whitespace=nowarn", str(patch), folder=Path(work), advice=advice)
-        return commit, {name: sha256(Path(work, name)) for name in names}
+        write_commit(REFERENCE, Path(work, "a"))
+        folder = Path(work, "b")
+        rebuild(record, folder)
+        for name in names:
+            hashes[name] = sha256(folder / name)
+        options = "--no-index --no-renames --no-ext-diff --numstat -z"
+        counts = git("diff", *options.split(), "a", "b", folder=Path(work)).decode()
+    for added, removed, old, new in re.findall(r"(\S+)\t(\S+)\t\0(.+?)\0(.+?)\0", counts):
+        name = old[2:] if new == "/dev/null" else new[2:]
+        is_code = name.endswith(".py") and not name.startswith(NOT_RUN)
+        if is_code or name in hashes:
+            changes[name] = f"+{added} -{removed}"
+    return hashes, changes
 
 
 def write_source(record: Path, commit: str) -> list[Path]:

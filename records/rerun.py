@@ -1,0 +1,44 @@
+"""`bench.py record DIR --rerun SEED`: run a seed of a record again, from its folder alone."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import UserError
+from records import source
+from records.check import command_words, read_run
+
+# Flags that a run may have chosen by its own measurements
+MEASURED = ("dtype", "attn", "loss_chunk")
+
+
+def rerun(folder: str, seed: int, data: str) -> None:
+    """Run a seed again with the record's source and command.sh, into DIR/rerun_SEED.
+
+    This executes the source. What a run measures to choose is taken from its log. data: folder of
+    the dataset, by default the run's. The summary also gets system_s, seconds by the operating
+    system's clock. Raises UserError, OSError or ValueError.
+    """
+    record = Path(folder).resolve()
+    out_dir = record / f"rerun_{seed}"
+    run = read_run(record / f"seed_{seed}")
+    flags = {name: run["flags"][name] for name in MEASURED}
+    data_path = Path(data or run["flags"]["data"]).resolve()
+    flags |= dict(seed=seed, trials=1, out_dir=out_dir, data=data_path)
+    words = command_words(record / "command.sh")
+    words += [f"--{name}={value}" for name, value in flags.items()]
+    with tempfile.TemporaryDirectory() as work:
+        source.rebuild(record, Path(work))
+        # -E: without the user's PYTHONPATH
+        done = subprocess.run([sys.executable, "-E", "train_gpt.py", *words], cwd=work)
+    if done.returncode:
+        wrong = f"the rerun of {run['name']} ended with exit code {done.returncode}"
+        raise UserError(f"{wrong}; mend what is said above, and begin again")
+
+    # Files are dated by the operating system, whatever the run's clock says
+    path = out_dir / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary["system_s"] = path.stat().st_mtime - (out_dir / ".lock").stat().st_mtime
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
