@@ -20,7 +20,7 @@ from common import UserError
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # The commit of this repository that the source of every record is compared with
-REFERENCE = "b1d8c46e3b36e7f4455398f38d2a701f427a1b18"
+REFERENCE = "1b0d68ae16d932af09890bef1bef2b86341ef4d3"
 # Folders and files that no run needs
 NOT_RUN = ("benchmarks/", "records/", "tests/", "bench.py", "conftest.py", "test_train.py")
 
