@@ -27,8 +27,8 @@ def max_epochs(cfg, n_tokens: int) -> float:
 
 
 def finetuning_tokens(n_tokens: int) -> float:
-    """Tokens to train on with --init_from: 3 epochs of a million tokens, 86 epochs of 3,600."""
-    return 3e6 * (n_tokens / 1e6) ** 0.4
+    """Tokens to train on with --init_from: 3 epochs of a million, 86 of 3,600, at least one."""
+    return max(n_tokens, 3e6 * (n_tokens / 1e6) ** 0.4)
 
 
 # --------------------------------------------------------------------------------------------------

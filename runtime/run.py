@@ -412,9 +412,11 @@ class Run:
         return is_best
 
     def has_stopped_improving(self) -> bool:
-        """With --max_steps 0: whether the last three evaluations were no better than one before."""
+        """With --max_steps 0, after the first epoch: whether the last three evaluations were no
+        better than one before."""
         losses = [row["val_loss"] for row in self.evaluations]
-        if not self.ends_early or len(losses) <= PATIENCE:
+        in_first_epoch = self.evaluations[-1]["tokens"] <= self.stream.train.n_tokens
+        if not self.ends_early or in_first_epoch or len(losses) <= PATIENCE:
             return False
         return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
 

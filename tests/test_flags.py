@@ -433,6 +433,8 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     assert choose(3584, max_steps=9, batch_tokens=512) == dict(batch_tokens=512)
     # A large one: as in the preset
     assert choose(10**7) == dict(batch_tokens=8192, max_steps=300, eval_every=30)
+    large = dataclasses.replace(preset, batch_tokens=524288, max_steps=5000)
+    assert choose_finetuning(cfg, large, 10**9, 1)["max_steps"] == round(1e9 / 524288)  # an epoch
     assert max_epochs(cfg, 3584) * 3584 == pytest.approx(154 * 2048, rel=0.01)
 
 
