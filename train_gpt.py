@@ -706,6 +706,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
         save_checkpoint(state, stream, run, required=True)
     if stop == "signal" and run.signals:
         return run.signals[0]
+    if stop == "signal" and run.torchrun_has_ended:
+        return "end of torchrun"
     return stop
 
 
@@ -755,7 +757,7 @@ def run_trials(cfg: Config) -> None:
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
         trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
         summary = train(trial)
-        if summary["stopped_by"] not in ("max_steps", "minutes"):
+        if summary["stopped_by"] not in ("max_steps", "minutes", "val_loss"):
             return
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])

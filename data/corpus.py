@@ -178,14 +178,14 @@ def choose_threshold(files, val_fraction, keys):
     a single document, which must be cut in two.
     """
     threshold = int(val_fraction * 2**256)
-    hashes = set()
+    lowest = 2**256
+    highest = -1
     for name, _, _ in _read_documents(files, keys):
-        hashes.add(name_hash(name))
-        lowest = min(hashes)
-        highest = max(hashes)
+        lowest = min(lowest, name_hash(name))
+        highest = max(highest, name_hash(name))
         if lowest < threshold <= highest:
             return threshold
-    if len(hashes) < 2:
+    if lowest >= highest:
         return None
     return lowest + 1 if threshold <= lowest else highest
 

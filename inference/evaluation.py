@@ -131,7 +131,7 @@ def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> 
     Raises UserError, with the place, if an ending is longer than seq_len.
     """
     context = tokenizer.encode(question.context).tolist()
-    if question.starts_document:
+    if question.starts_document or not context:
         context.insert(0, tokenizer.eot)
     pairs = []
     for text in question.endings:

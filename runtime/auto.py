@@ -180,14 +180,15 @@ def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
 def choose_finetuning(cfg, preset, n_tokens: int, world_size: int) -> dict:
     """--init_from: choose batch and steps, where they are 0, by the number of training tokens.
 
-    A step takes half an epoch at most. Ten evaluations find the best weights, which may not be the
-    last. No more steps and tokens a step than in the preset.
+    A step takes about half an epoch. Ten evaluations find the best weights, which may not be the
+    last. The preset's steps and tokens a step are the most.
     """
     batch_tokens = cfg.batch_tokens
     if not batch_tokens:
         multiple = cfg.seq_len * world_size * (cfg.micro_batch or 1)
         n_multiples = 2 ** max(0, round(math.log2(n_tokens / 2 / multiple)))
-        batch_tokens = max(multiple, min(preset.batch_tokens, multiple * n_multiples))
+        most = max(1, preset.batch_tokens // multiple)
+        batch_tokens = multiple * min(n_multiples, most)
     chosen = dict(batch_tokens=batch_tokens)
     if not cfg.max_steps:
         steps = max(1, round(finetuning_tokens(n_tokens) / batch_tokens))

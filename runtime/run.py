@@ -89,6 +89,7 @@ class Run:
         self.signals = signals
         self.is_rank0 = dist_ctx.rank == 0
         self.parent_pid = os.getppid()
+        self.torchrun_has_ended = False
         self.ends_early = cfg.max_steps == 0
 
         # Files, open from begin() on
@@ -155,9 +156,10 @@ class Run:
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has come, or torchrun, which started this rank, has been killed."""
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid:
-            self.signals.append("end of torchrun")
-        return bool(self.signals)
+        is_orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid
+        # Not into self.signals, where a signal that comes while it saves would be the second
+        self.torchrun_has_ended = self.torchrun_has_ended or is_orphan
+        return self.torchrun_has_ended or bool(self.signals)
 
     def next_batch(self, batches):
         """Take the next batch, and count the time that training waits for it."""

@@ -429,6 +429,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
         return choose_finetuning(dataclasses.replace(cfg, **flags), preset, n_tokens, world_size)
 
     assert choose(3584) == dict(batch_tokens=2048, max_steps=154, eval_every=15)
+    assert choose(94000, seq_len=96)["batch_tokens"] % 96 == 0  # 8,192 is no multiple
     assert choose(3584, world_size=3)["batch_tokens"] == 3 * 512
     assert choose(3584, max_steps=9, batch_tokens=512) == dict(batch_tokens=512)
     # A large one: as in the preset
