@@ -168,9 +168,14 @@ def print_line(text: str, stream=None) -> None:
     try:
         print(text, file=stream, flush=True)
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        discard_output(stream.fileno())
+
+
+def discard_output(descriptor: int) -> None:
+    """Lose what is written to this file descriptor from now on, without an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def exit_process(code: int) -> None:
@@ -360,14 +365,14 @@ def run_sources() -> dict[str, Path]:
     Those outside of the repository are named outside/PATH. Compiled ones there are left out:
     compilers make them anew.
     """
-    libraries = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+    libraries = (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages())
     sources = dict(SOURCE_FILES)
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         # The package decides: PyTorch also loads modules that it has written to other folders
         package = sys.modules.get(name.partition(".")[0], module)
         home = getattr(package, "__file__", None) or path
-        if not path or home.startswith(tuple(libraries)):
+        if not path or home.startswith(libraries):
             continue
         file = Path(path).resolve()
         if not file.is_file():

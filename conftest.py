@@ -5,6 +5,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -117,6 +118,12 @@ def add_noise(model: GPT) -> GPT:
     for p in model.parameters():
         p.add_(torch.randn(p.shape, generator=generator).to(p.device) * 0.1)
     return model
+
+
+def seed_all(seed: int = 0) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+        seed_generator(seed)
 
 
 def some_batch(n=16, seed=0) -> torch.Tensor:

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import torch
 
-from common import UserError, command, printable
+from common import UserError, command, discard_output, printable
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.evaluation import print_choices, print_perplexity
 from inference.generation import (
@@ -326,7 +326,7 @@ def main(argv: list[str]) -> int:
         print()
         return 130
     except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        discard_output(1)
     return 0
 
 

@@ -9,14 +9,12 @@ import copy
 import dataclasses
 import functools
 import math
-import random
 import re
 import shutil
 import sys
 import traceback
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +25,17 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 import model as model_page
 import train_gpt
 from common import UserError, exit_process
-from conftest import TINY, add_noise, built, compiler_works, final, rows, run_ranks, some_batch
+from conftest import (
+    TINY,
+    add_noise,
+    built,
+    compiler_works,
+    final,
+    rows,
+    run_ranks,
+    seed_all,
+    some_batch,
+)
 from data.stream import TokenStream
 from export import traced
 from inference.generation import KVCache, gather_positions
@@ -107,11 +115,6 @@ def relative(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
     norm = theirs.double().norm().clamp(min=max(1e-9, least))
     apart = (ours.double() - theirs.double()).norm() / norm
     return apart.nan_to_num(torch.inf).item()
-
-
-def seed_all() -> None:
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(0)
 
 
 @functools.cache
@@ -208,6 +211,11 @@ def two_ranks(data, tmp_path_factory) -> Path:
         "GPT.step_seed"
     )
     return folder
+
+
+def ends_of_stderr(folder: Path) -> str:
+    """What the ranks printed last on standard error."""
+    return "\n".join(path.read_text()[-1500:] for path in sorted(folder.glob("stderr*")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -723,7 +731,7 @@ def test_the_log_is_true(data, tmp_path, monkeypatch):
 def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, monkeypatch):
     prepare_for_ranks(monkeypatch, in_eval_mode=draws())
     run(tmp_path / "one", data, **RANKS)
-    said = "\n".join(path.read_text()[-1500:] for path in sorted(two_ranks.glob("stderr*")))
+    said = ends_of_stderr(two_ranks)
     weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     likely = {
         "ddp": "where a rank may skip a layer or an expert, pass find_unused_parameters=True to "
@@ -756,7 +764,7 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_resume(parallel, two_ranks):
     whole, resumed = two_ranks / parallel, two_ranks / f"{parallel}-resumed"
-    said = "\n".join(path.read_text()[-1500:] for path in sorted(two_ranks.glob("stderr*")))
+    said = ends_of_stderr(two_ranks)
     assert (resumed / "ckpt_5.pt").exists(), f"two ranks cannot resume; see\n{said}"
     found = difference(record(resumed), record(whole), rtol=0)
     assert not found, (

@@ -704,11 +704,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     # An evaluation or a signal during it has ended the run, at a step that was not saved
     if saved_step != state.step:
         save_checkpoint(state, stream, run, required=True)
-    if stop == "signal" and run.signals:
-        return run.signals[0]
-    if stop == "signal" and run.torchrun_has_ended:
-        return "end of torchrun"
-    return stop
+    return run.signal_name() if stop == "signal" else stop
 
 
 def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:

@@ -13,6 +13,7 @@ from runtime.ranks import DistContext, run_on_rank0
 # tokens those of the training split
 TOKENS_PER_PARAM = 10  # at least, to train on
 PARAMS_PER_TOKEN = 9  # at most
+MAX_EPOCHS = 6
 LARGE_MODEL = 2  # parameters per token: with the next two, it gains from more epochs
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
@@ -23,7 +24,7 @@ def max_epochs(cfg, n_tokens: int) -> float:
     """Most epochs of --minutes. More did not lower the loss on three small datasets."""
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
-    return STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else 6
+    return STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else MAX_EPOCHS
 
 
 def finetuning_tokens(n_tokens: int) -> float:
@@ -109,7 +110,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             break
 
     chosen = dict(params=round(params))
-    most_tokens = 6 * n_tokens
+    most_tokens = MAX_EPOCHS * n_tokens
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
         most_tokens = STRONG_DECAY_EPOCHS * n_tokens

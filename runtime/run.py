@@ -161,6 +161,12 @@ class Run:
         self.torchrun_has_ended = self.torchrun_has_ended or is_orphan
         return self.torchrun_has_ended or bool(self.signals)
 
+    def signal_name(self) -> str:
+        """What has asked this rank to stop; "signal" if it was another rank that was asked."""
+        if self.signals:
+            return self.signals[0]
+        return "end of torchrun" if self.torchrun_has_ended else "signal"
+
     def next_batch(self, batches):
         """Take the next batch, and count the time that training waits for it."""
         asked = time.perf_counter()
@@ -231,6 +237,7 @@ class Run:
         counts = stream.meta["splits"].get("val") or {}
         if counts.get("bytes"):
             self.bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2)
+        self.val_tokens = stream.num_eval_seqs(self.cfg.eval_tokens) * stream.seq_len
 
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
@@ -395,11 +402,14 @@ class Run:
         self.log_row(row, metrics, begin, end)
 
     def log_eval(self, state, val_loss: float) -> bool:
-        """Log a validation loss, in nats per token, and state.metrics; True if it is the lowest."""
+        """Log a validation loss, in nats per token, and state.metrics.
+
+        True if it is lower than that of ckpt_best.pt, in whose place these weights then belong.
+        """
         metrics = mean_over_ranks(self.dist_ctx, state.metrics)
-        n_tokens = self.stream.num_eval_seqs(self.cfg.eval_tokens) * self.stream.seq_len
         val_bpb = math.nan
-        if state.n_val_targets == n_tokens:  # else some are masked, and nobody counts their bytes
+        # Where some targets are masked, nobody counts the others' bytes
+        if state.n_val_targets == self.val_tokens:
             val_bpb = val_loss * self.bits_per_nat
         begin = f"val_loss {val_loss:.4f}"
         if math.isfinite(val_bpb):
@@ -498,7 +508,6 @@ class Run:
         tokens_per_s = math.nan
         if self.trained_s:
             tokens_per_s = (state.tokens - self.first_tokens) / self.trained_s
-        val_seqs = self.stream.num_eval_seqs(self.cfg.eval_tokens)
         return nan_to_none(
             dict(
                 stopped_by=stopped_by,
@@ -512,7 +521,7 @@ class Run:
                 machine=device_summary(self.dist_ctx),
                 dtype=self.cfg.dtype,
                 eval_part=self.stream.eval_subset,
-                val_tokens=val_seqs * self.stream.seq_len,
+                val_tokens=self.val_tokens,
                 files=recorded_hashes(self.stream.meta),
                 data_wait_s=self.data_wait_s,
                 train_time_s=self.train_time,
@@ -524,8 +533,7 @@ class Run:
         """What is not obvious about the end of the run."""
         cfg = self.cfg
         lines = []
-        tokens_per_epoch = self.stream.seqs_per_epoch * cfg.seq_len
-        epochs = state.step * cfg.batch_tokens / tokens_per_epoch
+        epochs = state.step * self.stream.seqs_per_batch / self.stream.seqs_per_epoch
         if cfg.minutes and epochs >= max_epochs(cfg, self.stream.train.n_tokens):
             lines.append(
                 f"it ended after {epochs:.0f} epochs, before its {cfg.minutes:g} minutes: on small "

@@ -34,6 +34,7 @@ from conftest import (
     run_main,
     run_python,
     run_ranks,
+    seed_all,
     tiny_run,
 )
 from data.shards import write_shard
@@ -752,12 +753,9 @@ def test_a_run_leaves_the_process_as_it_was(data, tmp_path):
     def draw() -> tuple:
         return random.random(), np.random.rand(), torch.rand(()).item()
 
-    def seed_all() -> None:
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-
-    seed_all()
+    seed_all(1)
     expected = [draw(), draw()]
-    seed_all()
+    seed_all(1)
     found = [draw()]
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)  # folders as Path
     cfg = make_config(**flags, matmul_precision="high")
