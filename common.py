@@ -54,7 +54,6 @@ BAD_PATH = (
     errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
-    errno.ENOENT,
     errno.ENOTDIR,
     errno.EPERM,
     errno.EROFS,
@@ -243,8 +242,15 @@ def derive_seed(*names) -> int:
 
 
 def env_int(name: str, default: int) -> int:
-    """An integer of the environment, as torchrun sets them; the default if it is unset or empty."""
-    return int(os.environ.get(name) or default)
+    """An integer of the environment, as torchrun sets them; the default if it is unset or empty.
+
+    Raises UserError for another text.
+    """
+    text = os.environ.get(name)
+    try:
+        return int(text or default)
+    except ValueError:
+        raise UserError(f"{name} is {text!r}; expected an integer, as torchrun sets it") from None
 
 
 def largest_divisor(n: int, most: int) -> int:

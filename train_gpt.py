@@ -132,12 +132,13 @@ class Config:
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
-    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by the data (--init_from)")
+    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by data (--init_from)")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
-    max_steps: int = flag(5000, "optimizer steps, of which schedules are fractions; 0 = as above")
+    max_steps: int = flag(5000, "optimizer steps; schedules are fractions of them; 0 = by data")
     minutes: float = flag(0.0, "length of the run; schedules then follow the clock; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, to resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
+    patience: int = flag(0, "stop after N evaluations without a better one; 0 disables")
     short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
@@ -159,7 +160,7 @@ class Config:
     doc_align: bool = flag(False, "start sequences at documents; drop the remainder", const=True)
     doc_mask: bool = flag(False, "mask attention across documents", const=True)
     # logging and checkpoints
-    eval_every: int = flag(250, "steps between evaluations; 0 = only at the end")
+    eval_every: int = flag(250, "steps between evaluations; 0 = at the end only, -1 = ten", min=-1)
     eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
     save_every: int = flag(0, "steps between checkpoints; 0 = only at the end")
     keep: int = flag(2, "number of newest checkpoints to keep; 0 = all")
@@ -188,8 +189,8 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # given: the flags, checked. --resume may add its run's out_dir, --init_from adds short_frac=0,
-    # and max_steps=0 and batch_tokens=0: by the size of the dataset
+    # given: the flags, checked. --resume may add its run's out_dir, --init_from its own defaults,
+    # such as max_steps=0: by the size of the dataset
     # saved: flags from a checkpoint. --resume: nearly all. --init_from: the model's shape, unless
     # --preset or --params is given. Else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
@@ -587,6 +588,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     dist_ctx = init_device_and_ranks(cfg)
     with open_run(cfg, dist_ctx) as run:
         with raise_on_all_ranks(dist_ctx):
+            check_flags(cfg)
             windows = gpt_config(cfg, vocab_size=0).layer_windows()  # need no vocabulary
             warnings = check_device(cfg, dist_ctx, windows)
 
@@ -624,8 +626,8 @@ def is_due(every: int, step: int) -> bool:
 
 
 def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
-    """Train until something ends the run, and return what: max_steps, minutes, max_minutes,
-    target_val_loss, val_loss, diverged, or a signal's name ("signal" on ranks that got none)."""
+    """Train until something ends the run, and return what: max_steps, minutes, epochs, max_minutes,
+    target_val_loss, patience, diverged, or a signal's name ("signal" on ranks that got none)."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     first_step = state.step
     saved_step = state.step
@@ -644,6 +646,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
+            if cfg.minutes and epoch_progress(state, stream) >= 1:
+                stop = "epochs"
             if has_trained and cfg.max_minutes and process_s >= 60 * cfg.max_minutes:
                 stop = "max_minutes"
             if bad_steps == MAX_BAD_STEPS:
@@ -674,10 +678,9 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 is_best = run.log_eval(state, val_loss)
                 if is_best:
                     save_best_weights(state, stream, run)
-                if cfg.target_val_loss and val_loss <= cfg.target_val_loss:
-                    stop = "target_val_loss"
-                if run.has_stopped_improving():
-                    stop = "val_loss"
+
+            # Have the evaluations reached their target, or stopped to improve?
+            stop = run.stop_by_val_loss() or stop
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
@@ -707,17 +710,21 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     return run.signal_name() if stop == "signal" else stop
 
 
+def epoch_progress(state: TrainState, stream: TokenStream) -> float:
+    """The fraction of the epochs of --minutes that is done."""
+    epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
+    return epochs / max_epochs(state.cfg, stream.train.n_tokens)
+
+
 def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:
     """The fraction of the run that is done, the seconds of this process, and whether a rank has
     received a signal: the largest of all ranks' values, the same on all of them."""
-    epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    epoch_progress = epochs / max_epochs(state.cfg, stream.train.n_tokens)
     # Size of an evaluation in training batches, to estimate its time before one is measured
     eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
     progress = get_progress(
         state.cfg,
         state.step,
-        epoch_progress=epoch_progress,
+        epoch_progress=epoch_progress(state, stream),
         wall_time=run.wall_time,
         time_to_finish=run.time_to_finish(eval_size),
     )
@@ -753,7 +760,7 @@ def run_trials(cfg: Config) -> None:
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
         trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
         summary = train(trial)
-        if summary["stopped_by"] not in ("max_steps", "minutes", "val_loss"):
+        if summary["stopped_by"] not in ("max_steps", "minutes", "epochs", "patience"):
             return
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])

@@ -335,7 +335,11 @@ def _read_integers(path, train_fraction):
 
 
 def _has_rows(stream, path, keys):
-    """Return whether a file has rows: .json does if its first object has these keys."""
+    """Return whether a file has rows.
+
+    A .json may be a text, such as settings: it has rows if its first object has a "text", or if
+    other keys are asked for.
+    """
     if file_format(path) != ".json":
         return file_format(path) in ROW_FORMATS
     begin = stream.tell()
@@ -344,7 +348,7 @@ def _has_rows(stream, path, keys):
     except (ValueError, RecursionError):
         first_row = None
     stream.seek(begin)
-    return isinstance(first_row, dict) and all(key in first_row for key in keys)
+    return isinstance(first_row, dict) and ("text" in first_row or tuple(keys) != ("text",))
 
 
 def _read_rows(stream, path, keys):

@@ -175,5 +175,5 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
     vocab_size, eot = TOKENIZER_SIZES["gpt2"]
     meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "splits": splits}
     meta |= {"source": FINEWEB, "files": files, "command": command}
-    meta["arguments"] = {"source": "fineweb10B"}
+    meta["made_from"] = {"source": "fineweb10B"}
     write_meta(folder, meta)

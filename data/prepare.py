@@ -10,6 +10,7 @@ stopped, the same command resumes its downloads.
 import argparse
 import contextlib
 import glob
+import hashlib
 import importlib.util
 import os
 import platform
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +199,17 @@ def _resolve_tokenizer(source, tokenizer, vocab_size, has_integers):
     return tokenizer
 
 
+def _identify_tokenizer(tokenizer):
+    """Return a tokenizer as prepare records it: a vocabulary's file by its content, not its path.
+
+    Raises UserError.
+    """
+    if tokenizer in (None, "bpe") or tokenizer.split(":")[0] in WITHOUT_VOCABULARY:
+        return tokenizer
+    vocabulary = read_vocabulary(tokenizer)
+    return f"vocabulary of SHA-256 {hashlib.sha256(vocabulary.encode()).hexdigest()}"
+
+
 def _choose_tokenizer_by_size(n_bytes, say):
     """Return the tokenizer for a small model that trains for a minute (docs/data.md)."""
     tokenizer = "bytes"
@@ -283,46 +296,36 @@ def prepare(
     folder = Path(out or _default_folder(source, tokenizer))
     arguments = {
         "source": source,
-        "paths": [os.path.normpath(path) for path in paths],
-        "val": [os.path.normpath(path) for path in val],
-        "tokenizer": tokenizer,
+        "paths": [os.path.abspath(path) for path in paths],
+        "val": [os.path.abspath(path) for path in val],
+        "tokenizer": _identify_tokenizer(tokenizer),
         "vocab_size": vocab_size,
         "val_fraction": val_fraction,
-        "shard_tokens": shard_tokens,
         "text_key": list(text_key),
         "include": list(include),
     }
-    names = {}
-    val_names = {}
-    if source == "files":
-        names = corpus.find_files(paths, include)
-    if val:
-        val_names = corpus.find_files(val, include)
-    sizes = [path.stat().st_size for path in [*names, *val_names] if path.is_file()]
-    arguments["texts"] = f"{len(sizes)} files of {sum(sizes):,} bytes"
-    if _is_prepared(folder, arguments, say):
+    if _is_prepared(folder):
+        _check_arguments(folder, arguments)
+        origin = load_meta(folder)["source"]
+        say(f"already there: {folder} (of {origin}); for other data remove it, or give --out")
         return folder
-
-    def check_files(found, given):
-        return corpus.check_files(found, given, text_key, has_integers=has_integers, say=say)
+    names = corpus.find_files(paths, include) if source == "files" else {}
+    val_names = corpus.find_files(val, include) if val else {}
+    arguments["texts"] = _count_texts(names, val_names)
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
         # The files, (name, path), for training and for validation
-        val_files = []
+        check_files = partial(corpus.check_files, keys=text_key, has_integers=has_integers, say=say)
         if source == "files":
             origin = f"files {' '.join(map(os.fspath, paths))}"
             files = check_files(names, paths)
         else:
             origin, files = _find_texts(source, folder=temporary, say=say)
+        val_files = []
         if val:
             origin += f" --val {' '.join(map(os.fspath, val))}"
             val_files = check_files(val_names, val)
-            in_both = names.keys() & val_names.keys()
-            if in_both:
-                raise UserError(
-                    f"{min(in_both)} is given for training and as --val; a text must be in one of "
-                    "them only"
-                )
+            _check_disjoint(names, val_names)
         threshold = None
         if not val_files:
             threshold = corpus.choose_threshold(files, val_fraction, text_key)
@@ -361,7 +364,7 @@ def prepare(
                 counts["bytes"] = None
         command = command or f"python data/prepare.py {source}"
         meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
-        meta["arguments"] = arguments
+        meta["made_from"] = arguments
         write_meta(temporary, meta)
 
         # Renaming fails if another process was first: then its folder is used
@@ -387,29 +390,48 @@ def _default_folder(source, tokenizer):
     return DATA_DIR / f"{source}_{kind}"
 
 
-def _is_prepared(folder, arguments, say):
+def _is_prepared(folder):
     """Return whether a folder is complete. Raises UserError if it holds something else."""
     if os.path.exists(folder / "meta.json"):
-        meta = load_meta(folder)
-        # Folders of earlier versions, and those of others, have no arguments
-        recorded = meta.get("arguments", {})
-        for name, given in arguments.items():
-            if recorded.get(name, given) != given:
-                before = str(recorded[name])[:200]
-                now = str(given)[:200]
-                raise UserError(
-                    f"{folder} was made with {name} {before}, which now is {now}: remove it, or "
-                    "choose another --out"
-                )
-        say(
-            f"already there: {folder} (of {meta['source']}); for other data remove it, or choose "
-            "another --out"
-        )
         return True
     is_folder = os.path.isdir(folder)
     if os.path.isfile(folder) or (is_folder and any(folder.iterdir())):
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
     return False
+
+
+def _check_arguments(folder, arguments):
+    """Raise UserError if a complete folder was made with other arguments, or of other texts."""
+    arguments = dict(arguments)
+    with contextlib.suppress(UserError):  # the texts have gone since
+        given = [arguments["paths"], arguments["val"]]
+        found = [corpus.find_files(paths, arguments["include"]) for paths in given if paths]
+        arguments["texts"] = _count_texts(*found)
+    # Folders of earlier versions, and those of others, have not recorded what they are made from
+    recorded = load_meta(folder).get("made_from", {})
+    for name, given in arguments.items():
+        if recorded.get(name, given) != given:
+            before = str(recorded[name])[:200]
+            now = str(given)[:200]
+            raise UserError(
+                f"{folder} was made with {name} {before}, which now is {now}: remove it, or "
+                "choose another --out"
+            )
+
+
+def _count_texts(*found):
+    """Say how many files, the keys of dicts, there are, and how large they are."""
+    sizes = [path.stat().st_size for names in found for path in names if path.is_file()]
+    return f"{len(sizes)} files of {sum(sizes):,} bytes"
+
+
+def _check_disjoint(names, val_names):
+    """Raise UserError if a file is among those for training and those for validation."""
+    in_both = names.keys() & val_names.keys()
+    if in_both:
+        raise UserError(
+            f"{min(in_both)} is given for training and as --val; a text must be in one of them only"
+        )
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ def load_meta(folder):
 
     Keys: tokenizer, vocab_size, eot, source, splits ({"train" and "val": {tokens, bytes,
     documents}}, None where not known), files ({shard: {tokens, sha256}}), for the tokenizer "bpe"
-    vocabulary ({sha256}), and perhaps "command", "arguments", and "order" of the documents.
+    vocabulary ({sha256}), and perhaps "command", "made_from" and "order" (of the documents).
 
     Raises UserError if one is missing or of another type.
     """

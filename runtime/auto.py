@@ -32,6 +32,16 @@ def finetuning_tokens(n_tokens: int) -> float:
     return max(n_tokens, 3e6 * (n_tokens / 1e6) ** 0.4)
 
 
+def tokens_for_params(n_params: int) -> int:
+    """Tokens that a model of this size trains on: 20 per parameter (Hoffmann et al. 2022)."""
+    return 20 * n_params
+
+
+def batch_for_tokens(tokens: float) -> int:
+    """Tokens a step, a power of 2: they grow with the square root of those to train on."""
+    return 1024 * 2 ** max(1, round(math.log2(8 * (tokens / 8e6) ** 0.5)))
+
+
 # --------------------------------------------------------------------------------------------------
 # Sizes
 
@@ -39,8 +49,8 @@ def finetuning_tokens(n_tokens: int) -> float:
 def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     """Choose flags for a model with about `params` parameters in its blocks.
 
-    given: flags that are fixed, by name, not yet checked. tokens: to train on; by default 20 per
-    parameter (Hoffmann et al. 2022). The batch grows with their square root.
+    given: flags that are fixed, by name, not yet checked. tokens: to train on; by default what
+    suits the size.
     """
     # The 12 n_layer n_embd^2 parameters of the blocks, with n_embd = 64 n_layer as in GPT-2 small
     n_embd = (16 * params / 3) ** (1 / 3)
@@ -57,10 +67,8 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
             n_head = n_embd // head_dim
 
     n_params = 12 * n_layer * n_embd**2
-    if not tokens:
-        tokens = 20 * n_params
-    batch_tokens = 1024 * 2 ** max(1, round(math.log2(8 * (tokens / 8e6) ** 0.5)))
-    batch_tokens = max(1, given.get("batch_tokens", batch_tokens))
+    tokens = tokens or tokens_for_params(n_params)
+    batch_tokens = max(1, given.get("batch_tokens", batch_for_tokens(tokens)))
     flags = dict(
         n_layer=n_layer,
         n_embd=n_embd,
@@ -132,7 +140,7 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     vocab_size = stream.meta["vocab_size"]
     chosen = dict(dtype=run_on_rank0(dist_ctx, lambda: choose_dtype(cfg, device)))
     if cfg.init_from:
-        chosen |= choose_finetuning(cfg, preset, n_tokens, dist_ctx.world_size)
+        chosen |= choose_finetuning(cfg, n_tokens, dist_ctx.world_size)
 
     if cfg.minutes:
         dtype = DTYPES[chosen["dtype"]]
@@ -147,6 +155,8 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
         chosen["max_steps"] = choose_steps(sized, n_tokens, vocab_size, flops)
 
     resolved = dataclasses.replace(cfg, **chosen)
+    if resolved.eval_every == -1:
+        chosen["eval_every"] = max(1, resolved.max_steps // 10)
     if resolved.ngram == -1:
         chosen["ngram"] = 6 if vocab_size < 258 else 3  # bytes, or longer tokens
     if resolved.loss_chunk == -1:
@@ -178,25 +188,21 @@ def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
     return max(1, round(tokens / cfg.batch_tokens))
 
 
-def choose_finetuning(cfg, preset, n_tokens: int, world_size: int) -> dict:
+def choose_finetuning(cfg, n_tokens: int, world_size: int) -> dict:
     """--init_from: choose batch and steps, where they are 0, by the number of training tokens.
 
-    A step takes about half an epoch. Ten evaluations find the best weights, which may not be the
-    last. The preset's steps and tokens a step are the most.
+    A step takes about half an epoch. Both are at most what a new model of this size trains on.
     """
+    most_tokens = tokens_for_params(12 * cfg.n_layer * cfg.n_embd**2)
     batch_tokens = cfg.batch_tokens
     if not batch_tokens:
         multiple = cfg.seq_len * world_size * (cfg.micro_batch or 1)
         n_multiples = 2 ** max(0, round(math.log2(n_tokens / 2 / multiple)))
-        most = max(1, preset.batch_tokens // multiple)
-        batch_tokens = multiple * min(n_multiples, most)
-    chosen = dict(batch_tokens=batch_tokens)
-    if not cfg.max_steps:
-        steps = max(1, round(finetuning_tokens(n_tokens) / batch_tokens))
-        chosen["max_steps"] = min(preset.max_steps, steps)
-        if cfg.eval_every == preset.eval_every:
-            chosen["eval_every"] = max(1, chosen["max_steps"] // 10)
-    return chosen
+        most_multiples = max(1, batch_for_tokens(most_tokens) // multiple)
+        batch_tokens = multiple * min(n_multiples, most_multiples)
+    tokens = min(finetuning_tokens(n_tokens), most_tokens)
+    max_steps = cfg.max_steps or max(1, round(tokens / batch_tokens))
+    return dict(batch_tokens=batch_tokens, max_steps=max_steps)
 
 
 def choose_loss_chunk(cfg, device, vocab_size: int) -> int:

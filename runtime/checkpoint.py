@@ -63,13 +63,15 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def best_val_loss(folder: Path) -> float:
-    """The validation loss of a folder's ckpt_best.pt; infinity if there is none."""
+def best_val_loss(folder: Path, state, stream) -> float:
+    """The validation loss of a folder's ckpt_best.pt; infinity if it has none of this model and
+    dataset."""
     path = folder / BEST
-    if not path.exists():
-        return math.inf
-    with contextlib.suppress(UserError):  # damaged
-        return read_checkpoint(path, verify=False).get("val_loss", math.inf)
+    with contextlib.suppress(UserError):  # missing, or damaged
+        best = read_checkpoint(path, verify=False)
+        model_config = dataclasses.asdict(state.raw_model.cfg)
+        if (best["model_config"], best["data"]) == (model_config, stream.fingerprint()):
+            return best.get("val_loss", math.inf)
     return math.inf
 
 

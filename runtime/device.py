@@ -58,6 +58,11 @@ def init_device_and_ranks(cfg) -> DistContext:
     """
     rank = env_int("RANK", 0)
     world_size = env_int("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise UserError(
+            f"RANK is {rank} and WORLD_SIZE {world_size}; start with torchrun, which sets them, or "
+            "unset RANK"
+        )
     local_rank = env_int("LOCAL_RANK", 0)
     local_world_size = env_int("LOCAL_WORLD_SIZE", 1)
     device = select_device(cfg.device)
@@ -125,16 +130,20 @@ def restore_process_state():
     numpy_state = np.random.get_state()
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    used_cuda = torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if used_cuda else ()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
+        if torch.cuda.is_initialized() and not used_cuda:
+            torch.cuda.manual_seed_all(torch.initial_seed())  # which they begin with
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         torch.set_float32_matmul_precision(precision)
         if deterministic != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(deterministic)
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def set_flash_impl(attn: str) -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import shlex
-import shutil
 import sys
 import time
 import traceback
@@ -47,8 +46,6 @@ except ImportError:
     fcntl = None
 
 SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
-
-PATIENCE = 3  # evaluations without a better one, after which fine-tuning ends
 
 # --compile is advised after so many seconds of training: on two cores it takes 45 s the first time,
 # and saves a sixth of the rest
@@ -90,7 +87,6 @@ class Run:
         self.is_rank0 = dist_ctx.rank == 0
         self.parent_pid = os.getppid()
         self.torchrun_has_ended = False
-        self.ends_early = cfg.max_steps == 0
 
         # Files, open from begin() on
         self.log = None
@@ -191,7 +187,12 @@ class Run:
         if env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
             patience_s = 30
         deadline = time.monotonic() + patience_s
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be made ({error.strerror}); give another --out_dir"
+            ) from None
         lock_file = open(self.folder / ".lock", "a+")
         while fcntl:
             try:
@@ -213,9 +214,7 @@ class Run:
         lock_file.write(f"process {os.getpid()} on {platform.node()}")
         lock_file.flush()
         for partial in self.folder.glob(".tmp-*"):
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            else:
+            if partial.is_file():
                 partial.unlink()
 
     def begin(self, state, stream: TokenStream, warnings: list[str]) -> None:
@@ -246,7 +245,9 @@ class Run:
             self.earlier_wall_time = max(self.earlier_wall_time, row.get("wall_time_s") or 0.0)
 
         # Best weights of a start that was killed stay until there are better
-        self.saved_val_loss = run_on_rank0(self.dist_ctx, lambda: best_val_loss(self.folder))
+        self.saved_val_loss = run_on_rank0(
+            self.dist_ctx, lambda: best_val_loss(self.folder, state, stream)
+        )
         self.has_begun = True
         for line in describe_run(state, stream) + warnings:
             self.info(line)
@@ -423,14 +424,20 @@ class Run:
             self.saved_val_loss = val_loss
         return is_best
 
-    def has_stopped_improving(self) -> bool:
-        """With --max_steps 0, after the first epoch: whether the last three evaluations were no
-        better than one before."""
+    def stop_by_val_loss(self) -> str:
+        """What the evaluations so far end the run by: target_val_loss, patience or nothing, "".
+
+        Patience begins to count after the first epoch.
+        """
         losses = [row["val_loss"] for row in self.evaluations]
+        patience = self.cfg.patience
+        if self.cfg.target_val_loss and min(losses, default=math.inf) <= self.cfg.target_val_loss:
+            return "target_val_loss"
+        if not patience or len(losses) <= patience:
+            return ""
         in_first_epoch = self.evaluations[-1]["tokens"] <= self.stream.train.n_tokens
-        if not self.ends_early or in_first_epoch or len(losses) <= PATIENCE:
-            return False
-        return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
+        has_improved = min(losses[-patience:]) < min(losses[:-patience])
+        return "" if in_first_epoch or has_improved else "patience"
 
     def log_row(self, row: dict, metrics: dict, begin: str, end: str) -> None:
         """Record a row with metrics and clock; print a line with metrics between begin and end."""
@@ -475,7 +482,7 @@ class Run:
             f"(data stall {stall:.2%}), wall time {self.wall_time:.1f} s; "
             f"everything is in {shlex.quote(str(self.folder))}"
         )
-        for line in self.remarks(state):
+        for line in self.remarks(state, stopped_by):
             self.info(line)
         self.info(self.hint(state.step, stopped_by))
 
@@ -529,41 +536,53 @@ class Run:
             )
         )
 
-    def remarks(self, state) -> list[str]:
+    def remarks(self, state, stopped_by: str) -> list[str]:
         """What is not obvious about the end of the run."""
         cfg = self.cfg
         lines = []
-        epochs = state.step * self.stream.seqs_per_batch / self.stream.seqs_per_epoch
-        if cfg.minutes and epochs >= max_epochs(cfg, self.stream.train.n_tokens):
+        has_trained = state.tokens > self.first_tokens
+        if stopped_by == "epochs":
+            epochs = max_epochs(cfg, self.stream.train.n_tokens)
             lines.append(
                 f"it ended after {epochs:.0f} epochs, before its {cfg.minutes:g} minutes: on small "
                 "datasets more did not lower the loss; --max_steps instead of --minutes trains on"
             )
-        elif state.tokens == self.first_tokens:
-            limit = f"{cfg.max_steps} steps"
-            if cfg.minutes:
-                limit = f"{cfg.minutes:g} minutes, which are the total of all starts"
-            lines.append(f"it had already trained for its {limit}: give more to go on")
+        elif stopped_by == "patience":
+            lines.append(
+                f"the last {cfg.patience} evaluations were not better than one before: "
+                "--max_steps trains on"
+            )
+        elif stopped_by == "max_steps" and not has_trained:
+            lines.append(f"it had trained for its {cfg.max_steps} steps before: give more")
+        elif stopped_by == "minutes" and not has_trained:
+            lines.append(
+                f"it had trained for its {cfg.minutes:g} minutes, the total of all starts, before: "
+                "give more"
+            )
 
         finite = [row for row in self.evaluations if math.isfinite(row["val_loss"])]
         best = min(finite, key=lambda row: row["val_loss"], default=None)
         if best and finite[-1]["val_loss"] > 1.01 * best["val_loss"]:
-            lines.append(
+            line = (
                 f"val_loss has risen since step {best['step']}, where it was "
-                f"{best['val_loss']:.4f}: sample.py --best takes those weights; fewer steps, more "
-                "data or --weight_decay 0.8 may end lower"
+                f"{best['val_loss']:.4f}: sample.py --best takes those weights"
             )
+            if stopped_by != "patience":
+                line += "; fewer steps, more data or --weight_decay 0.8 may end lower"
+            lines.append(line)
         return lines
 
     def hint(self, step: int, stopped_by: str) -> str:
         """What to try next."""
         folder = shlex.quote(str(self.folder))
         resume = f"python train_gpt.py --out_dir {folder} --resume"
-        if stopped_by not in ("max_steps", "minutes", "target_val_loss", "val_loss"):
+        if stopped_by not in ("max_steps", "minutes", "epochs", "target_val_loss", "patience"):
             return f"to continue: {resume}"
         longer = f"--max_steps {2 * step}"
         if stopped_by == "minutes":
             longer = f"--minutes {2 * self.cfg.minutes:g}"
+        elif stopped_by == "target_val_loss":
+            longer += " --target_val_loss 0"
         hints = [
             f"next: python sample.py --run {folder}",
             f"longer: {resume} {longer}",

@@ -598,19 +598,24 @@ def test_rows_are_read_in_little_memory(tmp_path):
     assert size == 2000 * (len(row) - 6) > 10_000_000 and peak < 1 << 20, peak
 
 
-def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path):
+def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text " * 50)
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
     before, said = tree(folder), []
     assert prepared(folder, tmp_path / "a.txt", say=said.append) == folder
     with pytest.raises(UserError, match="made with val_fraction 0.3, which now is 0.5: remove it"):
         prepared(folder, tmp_path / "a.txt", fraction=0.5)
+    # Wherever it is said from, and also when the text has gone
+    monkeypatch.chdir(tmp_path)
+    prepared(folder, "a.txt")
+    (tmp_path / "a.txt").unlink()
+    prepared(folder, "a.txt")
     (tmp_path / "a.txt").write_text("more text " * 51)
     with pytest.raises(UserError, match="texts 1 files of 500 bytes, which now is 1 files of 510"):
         prepared(folder, tmp_path / "a.txt")
     assert tree(folder) == before
     assert (
-        f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or"
+        f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or give"
         in said[0]
     )
     (tmp_path / "mine").mkdir()
@@ -844,6 +849,7 @@ FILES = {
     "half.npy": npy(np.full(9, 0.5)),
     "big.npy": npy(np.full(99, 70)),
     "bad.parquet": b"PAR1 no PAR1",
+    "two.json": b'[{"text": "one"}, {"text": "two"}]',
     "zero.txt": b"no\0text",
     "zero.csv": b"text\nyes\nno\0text\n",
     "latin.csv": b"text,id\n" + b"fine,1\n" * 9 + b"b,\xff\n",
@@ -903,6 +909,7 @@ FILES = {
         ("files bad.parquet", "bad.parquet after row 0: .*Arrow"),
         ("files zero.txt", "zero.txt is not UTF-8 text at byte 2: convert or remove it"),
         ("files zero.csv", "zero.csv after row 1: .* NUL"),
+        ("files two.json --text_key txet", "two.json after row 0: expected .*KeyError: 'txet'"),
         ("files link", "link is a broken link: give a file"),
         ("files /dev/null", "/dev/null is a pipe or a device: give a file"),
         ("files a.txt --out a.txt/sub", "a.txt/sub cannot be made .Not a directory.: .* --out"),

@@ -124,9 +124,15 @@ def test_variables_of_a_launcher(data, tmp_path, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert run_main([*flags, "--out_dir", str(tmp_path / (name + value))], capsys)[0] == 0
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    code, err = run_main(flags, capsys)
-    assert code == 2 and "but RANK, MASTER_ADDR, MASTER_PORT are not set; start with" in err
+    for world_size, rank, says in (
+        ("2", "", "but RANK, MASTER_ADDR, MASTER_PORT are not set; start with torchrun"),
+        ("", "1", "RANK is 1 and WORLD_SIZE 1; start with torchrun"),
+        ("two", "", "WORLD_SIZE is 'two'; expected an integer"),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        monkeypatch.setenv("RANK", rank)
+        code, err = run_main(flags, capsys)
+        assert code == 2 and says in err
 
 
 def test_values_as_they_are_written():
@@ -422,20 +428,24 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
 
 
 def test_finetuning_takes_steps_by_the_size_of_the_dataset():
-    preset = Config(**train_gpt.PRESETS["laptop"])
     cfg = make_config(preset="laptop", init_from="run", seq_len=512)
+    assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (0, 3, -1)
+    cfg = make_config(preset="laptop", init_from="run", seq_len=512, eval_every=150, patience=0)
+    assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (0, 0, 150)
+    assert make_config(preset="laptop", init_from="run", max_steps=9).patience == 0
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> dict:
-        return choose_finetuning(dataclasses.replace(cfg, **flags), preset, n_tokens, world_size)
+        return choose_finetuning(dataclasses.replace(cfg, **flags), n_tokens, world_size)
 
-    assert choose(3584) == dict(batch_tokens=2048, max_steps=154, eval_every=15)
+    assert choose(3584) == dict(batch_tokens=2048, max_steps=154)
     assert choose(94000, seq_len=96)["batch_tokens"] % 96 == 0  # 8,192 is no multiple
     assert choose(3584, world_size=3)["batch_tokens"] == 3 * 512
-    assert choose(3584, max_steps=9, batch_tokens=512) == dict(batch_tokens=512)
-    # A large one: as in the preset
-    assert choose(10**7) == dict(batch_tokens=8192, max_steps=300, eval_every=30)
-    large = dataclasses.replace(preset, batch_tokens=524288, max_steps=5000)
-    assert choose_finetuning(cfg, large, 10**9, 1)["max_steps"] == round(1e9 / 524288)  # an epoch
+    assert choose(3584, max_steps=9, batch_tokens=512) == dict(batch_tokens=512, max_steps=9)
+    # A large one: an epoch, or as long as a new model of this size trains
+    assert choose(6 * 10**6) == dict(batch_tokens=8192, max_steps=750)
+    assert choose(10**8) == dict(batch_tokens=8192, max_steps=960)
+    gpt2 = dict(n_layer=12, n_embd=768)
+    assert choose(10**9, **gpt2) == dict(batch_tokens=131072, max_steps=7629)
     assert max_epochs(cfg, 3584) * 3584 == pytest.approx(154 * 2048, rel=0.01)
 
 

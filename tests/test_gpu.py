@@ -78,6 +78,24 @@ def started(**flags) -> tuple:
     return built(device="cuda", **flags), batches
 
 
+def test_gpu_run_leaves_the_generator_as_it_was(data, tmp_path):
+    torch.manual_seed(5)
+    drawn = torch.rand(3, device="cuda")
+    torch.manual_seed(5)
+    tiny_run(tmp_path / "run", data=data, device="cuda", max_steps=1)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    # The first run of a process also starts CUDA
+    code = """if True:
+        import sys, torch, train_gpt
+        torch.manual_seed(5)
+        assert train_gpt.main(sys.argv[1:]) == 0
+        print(torch.rand(3, device="cuda").tolist())
+    """
+    flags = TINY | dict(data=data, device="cuda", max_steps=1, out_dir=tmp_path / "first")
+    done = run_python("-c", code, *flags_of(flags))
+    assert done.stdout.endswith(f"{drawn.tolist()}\n"), done.stderr
+
+
 @pytest.mark.parametrize("case", GPU_SAME)
 def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     tiny_run(tmp_path / "run", data=data, init_from=noisy, device="cuda", **GPU_SAME[case])

@@ -151,10 +151,13 @@ def test_target_profile_and_a_failed_start(data, tmp_path, capsys):
     (own / "meta.json").unlink()
     (own / "meta.json").mkdir()
     (tmp_path / "file").touch()
-    for name, out_dir in (("meta", tmp_path / "b"), ("file", tmp_path / "file")):
+    for out_dir, says in (
+        (tmp_path / "b", r"\S*meta.json cannot be read or written .*"),
+        (tmp_path / "file", r"\S*file cannot be made .* --out_dir"),
+        ("/proc/nope/x", r"/proc/nope/x cannot be made .* --out_dir"),
+    ):
         code, err = run_main(flags_of(TINY | dict(data=own, out_dir=out_dir)), capsys)
-        expected = rf"error: \S*{name}\S* cannot be read or written .*\n"
-        assert code == 2 and re.fullmatch(expected, err), err
+        assert code == 2 and re.fullmatch(rf"error: {says}\n", err), err
     assert not (tmp_path / "b").exists()  # made for a run that has not begun
 
 
@@ -187,10 +190,11 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
     code, err = run_main(flags, capsys)
     assert code == 2 and f"another run (process {os.getpid()} on " in err
     holder.close()
-    # What a run that died can leave
-    (tmp_path / "run" / ".tmp-folder").mkdir(parents=True, exist_ok=True)
+    # What a run that died can leave goes, and a folder that prepare.py is making stays
+    (tmp_path / "run" / ".tmp-data").mkdir(parents=True)
     (tmp_path / "run" / ".tmp-ckpt_1.pt").touch()
-    assert run_main(flags, capsys)[0] == 0 and not list((tmp_path / "run").glob(".tmp*"))
+    assert run_main(flags, capsys)[0] == 0
+    assert [path.name for path in (tmp_path / "run").glob(".tmp*")] == [".tmp-data"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -516,9 +520,25 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
     flags |= dict(data=str(data), init_from=noisy, out_dir=tmp_path / "run", preset="laptop")
     # 29,000 tokens are an epoch, of 57 steps, in which it does not end
     summary = train(make_config(**flags, eval_every=14))
-    assert (summary["step"], summary["stopped_by"]) == (70, "val_loss")
+    assert (summary["step"], summary["stopped_by"]) == (70, "patience")
     assert list_checkpoints(tmp_path / "run")[0].name == "ckpt_70.pt"
     assert read_checkpoint(tmp_path / "run" / "ckpt_best.pt")["step"] == 28
+    # It stays finished, until more steps are asked for
+    resume = dict(out_dir=str(tmp_path / "run"), resume="newest")
+    again = train(make_config(**resume))
+    assert (again["step"], again["stopped_by"]) == (70, "patience")
+    assert "the last 3 evaluations were not better" in read_log(tmp_path / "run")
+    assert train(make_config(**resume, max_steps=72))["step"] == 72
+
+
+def test_the_best_weights_of_another_model_do_not_count(data, plain, tmp_path):
+    best = read_checkpoint(plain / "ckpt_best.pt") | dict(val_loss=0.01)
+    text = make_data(tmp_path / "data", seed=1)
+    for name, flags in dict(width=dict(n_embd=16), text=dict(data=text)).items():
+        (tmp_path / name).mkdir()
+        torch.save(best, tmp_path / name / "ckpt_best.pt")
+        tiny_run(tmp_path / name, **dict(data=data, max_steps=1, resume="auto") | flags)
+        assert read_checkpoint(tmp_path / name / "ckpt_best.pt")["val_loss"] > 1
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
@@ -759,7 +779,10 @@ def test_a_run_leaves_the_process_as_it_was(data, tmp_path):
     found = [draw()]
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1)  # folders as Path
     cfg = make_config(**flags, matmul_precision="high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
     _, gpt = train(cfg, return_model=True)
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
     assert [*found, draw()] == expected and torch.get_float32_matmul_precision() == "highest"
     assert not gpt.training
 
