@@ -140,8 +140,8 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
         torch.testing.assert_close(hf_model(idx).logits, logits, rtol=0, atol=1e-3)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"modeling_gpt.py does not compute what model.py does ({first_line(error)}); "
-            "edit it alike"
+            "modeling_gpt.py does not compute what model.py does "
+            f"({' '.join(str(error).split())[:300]}); edit it alike"
         ) from None
 
     TrainGPTConfig.register_for_auto_class()

@@ -24,7 +24,13 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from common import derive_seed
-from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention, flex_attention
+from ops.attention import (
+    ATTENTION_KERNELS,
+    attention_mask,
+    blocked_attention,
+    cached_attention,
+    flex_attention,
+)
 from ops.linear import linear
 from ops.loss import chunked_loss
 from ops.parallel import (
@@ -154,16 +160,19 @@ def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=
     return allowed
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, window=0) -> Tensor:
     """Softmax attention. q, k, v: (B, n_head, T, head_dim); backend: a value of --attn.
 
-    mask: of GPT.attention_masks, in the form that this backend takes; None is plain causal.
+    mask: of GPT.attention_masks: None is plain causal; a tensor as SDPA takes it, but for the
+    backends flex and varlen. window: of that mask.
     """
     if backend in ("auto", "sdpa"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     if backend == "flex":
         return flex_attention(q, k, v, block_mask=mask)
-    # The same by another kernel: flash, cudnn, varlen, blocks of queries on a CPU, ...
+    if backend == "blocked":  # on a CPU
+        return blocked_attention(q, k, v, mask, window)
+    # The same by another kernel: flash, cudnn, varlen, ...
     return ATTENTION_KERNELS[backend](q, k, v, mask)
 
 
@@ -174,7 +183,8 @@ class AttnContext(NamedTuple):
     cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
     doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
-    mask: object  # for this layer's window
+    window: int  # of this layer, as in may_attend
+    mask: object  # for that window
     attn_backend: str
     value_embed: Tensor  # (B, T, C)
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
@@ -270,7 +280,7 @@ class CausalSelfAttention(nn.Module):
         # Heads before positions: (B, n_head, T, head_dim)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if ctx.kv_cache is None:
-            y = attention(q, k, v, ctx.mask, ctx.attn_backend)
+            y = attention(q, k, v, ctx.mask, ctx.attn_backend, ctx.window)
         else:
             k, v = ctx.kv_cache.append(k, v)
             y = cached_attention(q, k, v, ctx.mask)
@@ -528,6 +538,7 @@ class GPT(nn.Module):
                 cos=cos,
                 sin=sin,
                 doc_starts=doc_starts,
+                window=self.windows[layer],
                 mask=masks[self.windows[layer]],
                 attn_backend=attn_backend,
                 value_embed=value_embed,

@@ -43,7 +43,7 @@ VARIANTS = dict(
 )
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend="") -> Tensor:
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_) -> Tensor:
     """Softmax attention that materializes all scores. Arguments are those of model.attention."""
     length = q.size(2)
     if mask is None:
@@ -85,7 +85,7 @@ def attention_case(cfg: Config, name: str, tokens: int):
 
     def forward() -> Tensor:
         mask = attention_mask(backend, may_attend, idx, windows[0], doc_eot)
-        return function(q, k, v, mask, backend)
+        return function(q, k, v, mask, backend, windows[0])
 
     def call() -> dict:
         forward_ms, out = time_ms(device, forward)

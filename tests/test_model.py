@@ -84,7 +84,7 @@ def test_attention_against_pytorchs_with_a_mask(backend, window, eot, biased, dt
     def exact(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, exact_mask)
 
-    ours = with_gradients(lambda q, k, v: attention(q, k, v, mask, backend), dtype)
+    ours = with_gradients(lambda q, k, v: attention(q, k, v, mask, backend, window), dtype)
     for got, want in zip(ours, with_gradients(exact, torch.float64)):
         assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
 

@@ -123,6 +123,26 @@ def lion_is_lion(run) -> bool:
     return trained and torch.allclose(p, w) and torch.allclose(optimizer.state[p]["momentum"], m)
 
 
+def rows_are_evened(run) -> bool:
+    """Li et al. 2025, algorithm 1, for a matrix and its transpose."""
+    page = run.ours.model
+    for shape in ((4, 6), (6, 4)):
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(shape))
+        w, v = p.detach().clone(), None
+        group = dict(params=[p], kind="muon", lr=0.1, momentum=0.0, weight_decay=0.2)
+        optimizer = page.Optimizer([group | dict(matrix_rows=(shape[0],))])
+        for _ in range(3):
+            p.grad = torch.randn(shape)
+            optimizer.step()
+            update = page.newton_schulz(p.grad[None])[0]
+            square = update.square().mean(1)
+            v = square if v is None else 0.95 * v + 0.05 * square
+            w = 0.98 * w - 0.1 * update / (update.size(1) * v[:, None]).sqrt()
+        torch.testing.assert_close(p.detach(), w, rtol=1e-4, atol=1e-5)
+    return run.checkpoint["optimizer"]["blocks.0.mlp.fc.weight"]["row_square"].shape == (128, 1)
+
+
 def layers_have_their_rates(run) -> bool:
     rates = {
         p: group["initial_lr"]
@@ -198,6 +218,7 @@ CASES = {
     "Learned positions": Case(plain.Positions, holds=texts_are_longer_than_the_context),
     "The token before": Case(plain.TokenBefore),
     "Another optimizer": Case(holds=lion_is_lion),
+    "NorMuon": Case(holds=rows_are_evened),
     "A learning rate by layer": Case(holds=layers_have_their_rates),
     "An average of the weights": Case(holds=average_is_what_is_evaluated),
     "Frozen parameters": Case(holds=embedding_stays),
@@ -214,6 +235,7 @@ RANKS = (
     "A buffer",
     "Mixture of experts",
     "Tied embeddings",
+    "NorMuon",
     "An average of the weights",
 )
 
