@@ -126,31 +126,6 @@ class Dropped(Plain):
         return x + F.dropout(self.mlp(rms_norm(x), i), 0.1, self.training)
 
 
-class DroppedEverywhere(Plain):
-    """In training, a tenth of the numbers is zero, the same for the same token and position."""
-
-    def first(self, idx):
-        x = super().first(idx)
-        return x * self.mask(idx, x.size(-1)) / 0.9 if self.training else x
-
-    def mask(self, idx: Tensor, width: int) -> Tensor:
-        """Zeros and ones, fp32 (B, T, width): MurmurHash of token, channel, position and seed."""
-        code = idx[..., None] * width + torch.arange(width)
-        for mixed in (torch.arange(idx.size(1))[:, None] * 0x85EBCA6B % 2**31, self.seed % 2**31):
-            code = (code ^ mixed) * 0x9E3779B1 % 2**31
-            code = (code ^ code >> 15) * 0x85EBCA6B % 2**31
-            code = code ^ code >> 13
-        return (code % 2**24 / 2**24 >= 0.1).float()
-
-
-class DropPath(Plain):
-    def block(self, x, i):
-        for part in (self.attn, self.mlp):
-            kept = F.dropout(torch.ones(len(x), 1), 0.1, self.training)
-            x = x + part(rms_norm(x), i) * kept[..., None]
-        return x
-
-
 class LayersLeftOut(Plain):
     def block(self, x, i):
         skipped = self.training and derive_seed(self.seed, i) % 4 == 0

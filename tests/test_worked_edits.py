@@ -201,8 +201,6 @@ CASES = {
     "A learning-rate schedule": Case(holds=rate_is_a_cosine),
     "A parameter": Case(plain.Scaled),
     "Dropout": Case(plain.Dropped, any_layout=False),
-    "Dropout for any layout": Case(plain.DroppedEverywhere),
-    "Drop path": Case(plain.DropPath, any_layout=False),
     "Layers left out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
     "A buffer": Case(plain.MeanSubtracted, any_layout=False),
     "Label smoothing": Case(plain.Smoothed),
