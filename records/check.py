@@ -227,6 +227,7 @@ def file_violations(run: dict) -> Iterator[str]:
     for text in (
         f"device: {summary['machine']}, ",
         f" step {summary['step']}: train_time {summary['train_time_s']:.1f} s (",
+        f", wall time {summary['wall_time_s']:.1f} s;",
     ):
         if text not in run["log"]:
             yield f"log.txt does not say {text!r} as summary.json does"
@@ -283,8 +284,7 @@ def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
 
 def wrong_sources(record: Record, run: dict) -> list[str]:
     """Names of sources whose hash in a run's log.txt is not that of the record's source."""
-    logged = run["sources"]
-    return [name for name, sha256 in record.sources.items() if sha256 != logged.get(name)]
+    return [name for name, sha256 in record.sources.items() if sha256 != run["sources"].get(name)]
 
 
 def t_test(values: list[float], target: float) -> float:

@@ -88,6 +88,7 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_1/summary.json", '"max_steps"', '"target_val_loss"', "stopped by target_val_loss"),
     ("seed_1/summary.json", "1 x cpu", "1 x cpu, fast", "not say 'device: 1 x cpu, f"),
     ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 0.1', "of wall_time_s runs"),
+    ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 9e3', "wall time 9000.0 s"),
     ("seed_1/summary.json", r'"val_loss": [\d.]+', '"val_loss": 0.1', "disagree"),
     ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "other data"),
     ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
