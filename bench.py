@@ -4,6 +4,8 @@ train      (the default) the ladder: systems flags added one by one
 loss       A against B over several seeds: time and steps to a loss, mean, deviation, p. Each
            --flags="..." is a side: trainer flags, after the folder of an edited checkout if it
            begins with one
+experiment whether an edit lowers the loss, and a row of --ledger: keep, discard or crash. Its
+           --flags are as those of loss, --data FOLDER... datasets (docs/experiments.md)
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 memory     measured peaks: weights, gradients, optimizer state, activations, by checkpointing mode
 data       loader throughput, and how long a step waits for it
@@ -39,6 +41,7 @@ import torch
 
 from benchmarks.attention import bench_attention
 from benchmarks.data import bench_data
+from benchmarks.experiment import bench_experiment
 from benchmarks.harness import Bench, table
 from benchmarks.ladder import bench_train
 from benchmarks.loss import bench_loss
@@ -74,6 +77,7 @@ def bench_record(bench: Bench) -> dict:
 BENCHMARKS = dict(
     train=bench_train,
     loss=bench_loss,
+    experiment=bench_experiment,
     attention=bench_attention,
     memory=bench_memory,
     data=bench_data,
@@ -97,6 +101,9 @@ def get_args_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, help="measurements of each case, seeds [5; quick 3]")
     add("--json", default="", metavar="FILE", help="write all measurements to this file")
     add("--flags", action="append", default=[], help="loss: a side, as in --flags='--softcap 0'")
+    add("--data", nargs="+", default=[], metavar="DIR", help="dataset; experiment: several")
+    add("--ledger", default="", metavar="FILE", help="experiment: append a row to this .tsv")
+    add("--describe", default="", metavar="TEXT", help="experiment: what was tried, for the ledger")
     add(
         "--pack",
         default="",
@@ -127,6 +134,10 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
     if options.json and not Path(options.json).resolve().parent.is_dir():
         raise UserError(f"--json {options.json} is not in a folder that exists; give another name")
     flags = parse_flags(trainer_flags, dataclasses.fields(Config), {}, "")
+    if options.data and name != "experiment":
+        if len(options.data) > 1:
+            raise UserError(f"{name} takes one dataset as --data; give experiment several")
+        flags["data"] = options.data[0]
     return name, Bench(flags, options)
 
 

@@ -353,16 +353,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 REPO = Path(__file__).resolve().parent
 
 
-def find_sources() -> dict[str, Path]:
+def find_sources(repo: Path) -> dict[str, Path]:
     """What a run executes, and the vocabulary of its default dataset, by path in the repository."""
-    paths = [REPO / "train_gpt.py", REPO / "model.py", REPO / "common.py"]
-    paths.append(REPO / "data" / "python_tokenizer.json")
+    paths = [repo / "train_gpt.py", repo / "model.py", repo / "common.py"]
+    paths.append(repo / "data" / "python_tokenizer.json")
     for package in ("data", "inference", "ops", "runtime"):
-        paths += sorted((REPO / package).glob("*.py"))
-    return {path.relative_to(REPO).as_posix(): path for path in paths}
+        paths += sorted((repo / package).glob("*.py"))
+    return {path.relative_to(repo).as_posix(): path for path in paths if path.is_file()}
 
 
-SOURCE_FILES = find_sources()
+SOURCE_FILES = find_sources(REPO)
 
 
 def run_sources() -> dict[str, Path]:

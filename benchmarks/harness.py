@@ -56,9 +56,9 @@ class Bench:
         values = dict(short_frac=0.0) | self.flags
         self.cfg = make_config(**values)
 
-    def forbid_flags(self, *names: str) -> None:
-        """Raise UserError for flags that the benchmark varies itself, and for --minutes."""
-        for name in (*names, "minutes"):
+    def forbid_flags(self, *names: str, minutes: bool = True) -> None:
+        """Raise UserError for flags that the benchmark varies itself, and mostly for --minutes."""
+        for name in (*names, "minutes") if minutes else names:
             if name in self.flags:
                 wrong = f"--{name} is what this benchmark varies or cannot follow"
                 raise UserError(f"{wrong}; remove it")

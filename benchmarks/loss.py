@@ -13,15 +13,28 @@ from records.check import t_test
 from train_gpt import make_config
 
 
-def train_once(checkout: str | Path, flags: list[str]) -> dict:
+def train_once(checkout: Path, flags: list[str]) -> dict:
     """Run a checkout's train_gpt.py; return its summary and `evaluations`. Raises TrainerError."""
     with tempfile.TemporaryDirectory() as folder:  # its checkpoints are deleted with it
         flags = flags + [f"--out_dir={folder}"]
-        run_python(Path(checkout, "train_gpt.py"), *flags)
+        run_python(checkout / "train_gpt.py", *flags)
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
         rows = read_rows(Path(folder, "metrics.jsonl").read_text(encoding="utf-8"))
     summary["evaluations"] = [row for row in rows if row.get("val_loss") is not None]
+    summary["peak_mem_mb"] = max(row.get("peak_mem_mb") or 0.0 for row in rows)
     return summary
+
+
+def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
+    """The checkout and the flags of each side, by its --flags; a single one joins the defaults."""
+    sides = {}
+    for text in ["", *texts] if len(texts) == 1 else texts:
+        words = shlex.split(text)
+        checkout = REPO
+        if words and not words[0].startswith("--"):
+            checkout = Path(words.pop(0))
+        sides[text or "defaults"] = checkout, words
+    return sides
 
 
 def time_to(run: dict, target: float, key: str) -> float | None:
@@ -83,29 +96,19 @@ def bench_loss(bench: Bench) -> dict:
     if "eval_every" in bench.flags:
         raise UserError("--eval_every is set so that each run has 20 evaluations; remove it")
     bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
-    texts = bench.options.flags or ["--optimizer adamw", ""]
-    if len(texts) == 1:
-        texts = ["", *texts]  # against the defaults
-    commands = {}
-    for text in texts:
-        words = shlex.split(text)
-        checkout = REPO
-        if words and not words[0].startswith("--"):
-            checkout = words.pop(0)
-        commands[text or "defaults"] = checkout, words
-
+    sides = read_sides(bench.options.flags or ["--optimizer adamw", ""])
     flags = dict(max_steps=150, eval_tokens=32768)
     if bench.quick:
         flags = dict(n_layer=2, batch_tokens=2048, max_steps=40, eval_tokens=8192)
     flags |= bench.flags
     flags["eval_every"] = max(1, make_config(**flags).max_steps // 20)
 
-    names = list(commands)
+    names = list(sides)
     runs = {name: [] for name in names}
     for seed in range(bench.repeats):
         flags["seed"] = seed
         for name in names:
-            checkout, words = commands[name]
+            checkout, words = sides[name]
             common = [f"--{key}={value}" for key, value in flags.items()]
             run = train_once(checkout, common + words)
             runs[name].append(run)

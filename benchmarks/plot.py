@@ -1,5 +1,6 @@
 """`bench.py plot`: a picture of the losses of runs, records and nanoGPT's logs beside them."""
 
+import csv
 import gzip
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ X_AXES = dict(
     train_time="training time (s)",
     wall_time="wall time (s)",
 )
+VERDICTS = dict(keep="oC2", discard="oC7", crash="xC3")  # their markers
 Y_AXES = dict(val_loss="nats per token", val_bpb="bits per byte")
 
 
@@ -70,6 +72,23 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
     return curves
 
 
+def draw_ledger(axes, path: Path) -> None:
+    """Draw a ledger: the score of each experiment, and the best so far, relative to the first base.
+
+    What was kept is in the base of the next.
+    """
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    best = [1.0]
+    for number, row in enumerate(rows, 1):
+        score = best[-1] * float(row["score"] or 1)
+        axes.plot(number, score, VERDICTS[row["verdict"]])
+        best.append(score if row["verdict"] == "keep" else best[-1])
+    axes.step(range(len(best)), best, "C2", where="post", label="best so far")
+    axes.set(xlabel=f"experiments of {path}", ylabel="loss relative to the first base")
+    axes.legend(title="green: kept; grey: discarded; x: crashed", fontsize=8)
+
+
 def points(rows: list[dict], x: str, y: str) -> np.ndarray:
     """x and y of the rows that have both, (2, n)."""
     if x in ("train_time", "wall_time"):
@@ -109,6 +128,12 @@ def bench_plot(bench: Bench) -> None:
     if not options.folders or out.suffix not in (".svg", ".png"):
         raise UserError("plot takes folders of runs, and --out a name that ends in .svg or .png")
     axes = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained").add_subplot()
+    first = Path(options.folders[0])
+    if first.suffix == ".tsv":
+        draw_ledger(axes, first)
+        axes.figure.savefig(out)
+        print(f"{out}: the experiments of {first}")
+        return
     for number, (name, runs) in enumerate(read_curves(options.folders).items()):
         draw_curve(axes, f"C{number % 10}", name, runs, options)
     if options.target:

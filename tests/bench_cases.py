@@ -66,5 +66,5 @@ rows = [dict(step=1, train_loss=5.0)]
 for i in range(every, steps + 1, every):
     rows.append(dict(step=i, train_time_s=i / steps, val_loss=5 - fall * i / steps))
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-(folder / "summary.json").write_text(json.dumps(rows[-1] | dict(dtype="fp32")))
+(folder / "summary.json").write_text(json.dumps(rows[-1] | dict(dtype="fp32", val_bpb=None)))
 """

@@ -1,5 +1,6 @@
 """bench.py: every benchmark in a tiny form; cases that fail, are killed, run out of memory."""
 
+import csv
 import json
 import math
 import re
@@ -7,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import bench_cases
+import numpy as np
 import pytest
 import torch
 
 import bench
-from benchmarks import attention, harness, ladder, loss, plot
+from benchmarks import attention, experiment, harness, ladder, loss, plot
 from conftest import ROOT, measured, run_python, tiny_run
 from model import attention as attention_op
 from model import may_attend
@@ -154,6 +156,58 @@ def test_loss_of_the_trainer(data, tmp_path):
     assert (ours["side"], still["side"]) == ("defaults", rates)
     assert still["final val_loss"] == pytest.approx(math.log(320))
     assert ours["final val_loss"] < math.log(320) - 0.5
+
+
+def pairs(*ratios: float, bpb: float = 2.0) -> list[tuple[dict, dict]]:
+    base = dict(val_bpb=bpb, val_loss=9.0, train_time_s=1.0)
+    return [(base, base | dict(val_bpb=bpb * ratio)) for ratio in ratios]
+
+
+def test_the_score_of_an_experiment():
+    a, b, every = experiment.score_rows(dict(a=pairs(0.9, 0.8), b=pairs(0.99, bpb=5.0)))
+    assert a["score"] == pytest.approx(math.sqrt(0.72)) and b["edit"] == pytest.approx(4.95)
+    assert every["score"] == pytest.approx(math.sqrt(0.99 * a["score"]))  # datasets weigh the same
+    logs = np.log([0.9, 0.8, 0.99])
+    t = -logs.mean() / (logs.std(ddof=1) / math.sqrt(3))
+    assert every["p"] == pytest.approx((1 - t / math.sqrt(2 + t * t)) / 2)  # of 2 degrees
+    verdicts = [
+        experiment.verdict_of(experiment.score_rows(dict(a=pairs(*ratios)))[-1])
+        for ratios in ((0.9, 0.91, 0.92), (1.1, 1.11, 1.12), (0.9, 0.9), (0.8, 1.19, 1.0))
+    ]
+    assert verdicts == ["keep", "discard", "discard", "discard"]
+
+
+def test_a_ledger_of_experiments(tmp_path, capsys):
+    for name in ("base", "edit"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_gpt.py").write_text(bench_cases.FAKE_TRAINER)
+    base, edit = (f"--flags={tmp_path}/{name} --softcap=" for name in ("base", "edit"))
+    page = tmp_path / "edit" / "train_gpt.py"
+    ledger = tmp_path / "experiments.tsv"
+    flags = f"{SMALL} --max_steps 20 --eval_every 10 --ledger {ledger} --data a b".split()
+    assert bench.main(["experiment", *flags, "--flags=a", "--flags=b", "--flags=c"]) == 2
+    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
+    assert "| all | 1 |" in capsys.readouterr().out
+    page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
+    describe = ["--describe", "one\tmore"]
+    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}2", *describe]) == 0
+    assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
+    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
+    assert "the edit fails: it diverged" in capsys.readouterr().out
+    assert bench.main(["experiment", *flags, f"{base}1 --adam_lr=9", f"{edit}1"]) == 2
+
+    with open(ledger) as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    assert tuple(rows[0]) == experiment.COLUMNS and len(rows) == 3
+    found = [[row[key] for key in ("verdict", "score", "code_tokens")] for row in rows]
+    score = f"{math.sqrt(3 / 4 * 2.8 / 4):.5g}"  # the losses are 4, and 3 and 2.8 with two seeds
+    assert found == [["discard", "1", "0"], ["keep", score, "3"], ["crash", "", "3"]]
+    assert rows[1]["description"] == "one more"
+    difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
+    assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
+    pytest.importorskip("matplotlib")
+    assert bench.main(["plot", str(ledger), "--out", str(tmp_path / "a.svg")]) == 0
+    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_bench_memory(tmp_path):
