@@ -58,7 +58,8 @@ def score_rows(runs: dict[str, list[tuple[dict, dict]]]) -> list[dict]:
         ratios = [log_ratio(base, run) for base, run in pairs]
         logs += ratios
         row = dict(dataset=name, score=math.exp(mean(ratios)))
-        for side, summaries in zip(("base", "edit"), zip(*pairs)):
+        for i, side in enumerate(("base", "edit")):
+            summaries = [pair[i] for pair in pairs]
             row[side] = mean(summary["val_bpb"] or summary["val_loss"] for summary in summaries)
             row[f"{side}, s"] = mean(summary["train_time_s"] for summary in summaries)
         rows.append(row)
