@@ -149,6 +149,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
     """True where a query may attend to a key. Every attention mask is made of this.
 
+    Some backends and the KV cache never read keys that are further back than window.
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
     query_doc, key_doc: the numbers of their documents, with --doc_mask.
     """
@@ -160,8 +161,8 @@ def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=
     return allowed
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, window=0) -> Tensor:
-    """Softmax attention. q, k, v: (B, n_head, T, head_dim); backend: a value of --attn.
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, window: int) -> Tensor:
+    """Softmax attention, (B, n_head, T, head_dim) as q, k, v. backend: a value of --attn.
 
     mask: of GPT.attention_masks: None is plain causal; a tensor as SDPA takes it, but for the
     backends flex and varlen. window: of that mask.
@@ -851,7 +852,7 @@ class Optimizer(torch.optim.Optimizer):
     - HSDP: both
 
     groups: of optimizer_groups. ns_dtype: of Newton-Schulz. eps: of Adam. offload: keep the state
-    in pinned CPU memory. state[p] has the shape of this rank's shard of p.
+    in pinned CPU memory. state[p]: tensors with the rows of this rank's shard of p, or numbers.
     """
 
     def __init__(

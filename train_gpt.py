@@ -138,7 +138,7 @@ class Config:
     minutes: float = flag(0.0, "length of the run; schedules then follow the clock; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, to resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
-    patience: int = flag(0, "stop after N evaluations without a better one; 0 disables")
+    patience: int = flag(0, "after an epoch, stop at N evaluations without a better; 0 disables")
     short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
@@ -247,7 +247,10 @@ def resolve_auto(
         was_chosen = getattr(resolved, field.name) != getattr(cfg, field.name)
         if was_chosen and field.name in checkpoint_flags:
             kept[field.name] = checkpoint_flags[field.name]
-    return dataclasses.replace(resolved, **kept)
+    resolved = dataclasses.replace(resolved, **kept)
+    if resolved.eval_every == -1:  # ten evaluations
+        resolved = dataclasses.replace(resolved, eval_every=math.ceil(resolved.max_steps / 10))
+    return resolved
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -679,8 +682,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 if is_best:
                     save_best_weights(state, stream, run)
 
-            # Have the evaluations reached their target, or stopped to improve?
-            stop = run.stop_by_val_loss() or stop
+            # Has the validation loss reached its target, or stopped improving?
+            stop = stop or run.stop_by_val_loss()
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:

@@ -3,8 +3,8 @@
 SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, or files PATH...
 
 data/shards.py describes what a prepared folder holds, data/corpus.py how files become documents. A
-complete folder is left as it is, and refused if the arguments are others; after a run that was
-stopped, the same command resumes its downloads.
+complete folder is left as it is, and refused if it was made with other arguments or of other texts.
+After a run that was stopped, the same command resumes its downloads.
 """
 
 import argparse
@@ -294,24 +294,25 @@ def prepare(
             "a count"
         )
     folder = Path(out or _default_folder(source, tokenizer))
+    if tokenizer == "bpe":
+        vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
     arguments = {
         "source": source,
-        "paths": [os.path.abspath(path) for path in paths],
-        "val": [os.path.abspath(path) for path in val],
-        "tokenizer": _identify_tokenizer(tokenizer),
+        "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "val_fraction": val_fraction,
         "text_key": list(text_key),
         "include": list(include),
     }
     if _is_prepared(folder):
-        _check_arguments(folder, arguments)
+        _check_arguments(folder, arguments, paths, val)
         origin = load_meta(folder)["source"]
         say(f"already there: {folder} (of {origin}); for other data remove it, or give --out")
         return folder
     names = corpus.find_files(paths, include) if source == "files" else {}
     val_names = corpus.find_files(val, include) if val else {}
-    arguments["texts"] = _count_texts(names, val_names)
+    arguments["texts"] = _identify_texts(names)
+    arguments["val"] = _identify_texts(val_names)
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
         # The files, (name, path), for training and for validation
@@ -364,6 +365,9 @@ def prepare(
                 counts["bytes"] = None
         command = command or f"python data/prepare.py {source}"
         meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
+        arguments["tokenizer"] = _identify_tokenizer(tokenizer)
+        if tokenizer == "bpe":  # perhaps chosen by size
+            arguments["vocab_size"] = vocab_size or DEFAULT_VOCAB_SIZE
         meta["made_from"] = arguments
         write_meta(temporary, meta)
 
@@ -400,17 +404,21 @@ def _is_prepared(folder):
     return False
 
 
-def _check_arguments(folder, arguments):
+def _check_arguments(folder, arguments, paths, val):
     """Raise UserError if a complete folder was made with other arguments, or of other texts."""
-    arguments = dict(arguments)
-    with contextlib.suppress(UserError):  # the texts have gone since
-        given = [arguments["paths"], arguments["val"]]
-        found = [corpus.find_files(paths, arguments["include"]) for paths in given if paths]
-        arguments["texts"] = _count_texts(*found)
+    # What has gone since is not compared, nor what is not given
+    tokenizer = arguments["tokenizer"]
+    arguments = arguments | {"tokenizer": None}
+    with contextlib.suppress(UserError):
+        arguments["tokenizer"] = _identify_tokenizer(tokenizer)
+    for name, given in (("texts", paths), ("val", val)):
+        with contextlib.suppress(UserError):
+            found = corpus.find_files(given, arguments["include"]) if given else {}
+            arguments[name] = _identify_texts(found)
     # Folders of earlier versions, and those of others, have not recorded what they are made from
     recorded = load_meta(folder).get("made_from", {})
     for name, given in arguments.items():
-        if recorded.get(name, given) != given:
+        if given is not None and recorded.get(name, given) != given:
             before = str(recorded[name])[:200]
             now = str(given)[:200]
             raise UserError(
@@ -419,10 +427,16 @@ def _check_arguments(folder, arguments):
             )
 
 
-def _count_texts(*found):
-    """Say how many files, the keys of dicts, there are, and how large they are."""
-    sizes = [path.stat().st_size for names in found for path in names if path.is_file()]
-    return f"{len(sizes)} files of {sum(sizes):,} bytes"
+def _identify_texts(names):
+    """Say what files, {path: name}, hold: their number, size, and a hash of names and contents."""
+    lines = []
+    n_bytes = 0
+    for path, name in names.items():
+        if path.is_file() and os.access(path, os.R_OK):
+            lines.append(f"{name} {sha256_of_file(path)}\n")
+            n_bytes += path.stat().st_size
+    digest = corpus.name_hash("".join(sorted(lines)))
+    return f"{len(lines)} files of {n_bytes:,} bytes, hash {digest >> 192:016x}"
 
 
 def _check_disjoint(names, val_names):

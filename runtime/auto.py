@@ -155,8 +155,6 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
         chosen["max_steps"] = choose_steps(sized, n_tokens, vocab_size, flops)
 
     resolved = dataclasses.replace(cfg, **chosen)
-    if resolved.eval_every == -1:
-        chosen["eval_every"] = max(1, resolved.max_steps // 10)
     if resolved.ngram == -1:
         chosen["ngram"] = 6 if vocab_size < 258 else 3  # bytes, or longer tokens
     if resolved.loss_chunk == -1:

@@ -60,8 +60,8 @@ def init_device_and_ranks(cfg) -> DistContext:
     world_size = env_int("WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise UserError(
-            f"RANK is {rank} and WORLD_SIZE {world_size}; start with torchrun, which sets them, or "
-            "unset RANK"
+            f"RANK is {rank} and WORLD_SIZE {world_size}; start with torchrun, which sets both, or "
+            "unset both"
         )
     local_rank = env_int("LOCAL_RANK", 0)
     local_world_size = env_int("LOCAL_WORLD_SIZE", 1)

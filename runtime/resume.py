@@ -49,10 +49,12 @@ def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
     saved = {}
     if given.get("init_from"):
         given.setdefault("short_frac", 0.0)  # the model has learned from short sequences already
-        # By the size of the dataset, until val_loss rises; ten evaluations
+        # By the size of the dataset; ten evaluations, until val_loss rises
         given.setdefault("batch_tokens", 0)
         if "max_steps" not in given:
-            given = dict(max_steps=0, patience=3, eval_every=-1) | given
+            given = dict(max_steps=0, eval_every=-1) | given
+            if given["eval_every"]:
+                given.setdefault("patience", 3)
         if not given.keys() & {"preset", "params"}:
             saved = saved_flags(Path(given["init_from"]))
             saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}
@@ -80,7 +82,7 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
             )
     left_out = set(COMMAND_FLAGS)
     if "max_steps" in given:
-        left_out |= {"minutes", "patience"}
+        left_out.add("minutes")
     if "dtype" in given or "bf16" in given:
         left_out |= {"dtype", "bf16"}
     return {name: saved[name] for name in known if name not in left_out}

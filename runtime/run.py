@@ -549,20 +549,19 @@ class Run:
             )
         elif stopped_by == "patience":
             lines.append(
-                f"the last {cfg.patience} evaluations were not better than one before: "
-                "--max_steps trains on"
+                f"{cfg.patience} evaluations in a row were no better than one before; with "
+                "--patience 0 it trains on"
             )
         elif stopped_by == "max_steps" and not has_trained:
-            lines.append(f"it had trained for its {cfg.max_steps} steps before: give more")
+            lines.append(f"all {cfg.max_steps} steps had been trained before: give --max_steps")
         elif stopped_by == "minutes" and not has_trained:
             lines.append(
-                f"it had trained for its {cfg.minutes:g} minutes, the total of all starts, before: "
-                "give more"
+                f"its {cfg.minutes:g} minutes, the total of all starts, were over before: give "
+                "more --minutes"
             )
 
-        finite = [row for row in self.evaluations if math.isfinite(row["val_loss"])]
-        best = min(finite, key=lambda row: row["val_loss"], default=None)
-        if best and finite[-1]["val_loss"] > 1.01 * best["val_loss"]:
+        best = self.better_evaluation()
+        if best:
             line = (
                 f"val_loss has risen since step {best['step']}, where it was "
                 f"{best['val_loss']:.4f}: sample.py --best takes those weights"
@@ -571,6 +570,12 @@ class Run:
                 line += "; fewer steps, more data or --weight_decay 0.8 may end lower"
             lines.append(line)
         return lines
+
+    def better_evaluation(self) -> dict | None:
+        """The row of the best evaluation, if the last is over 1 % worse."""
+        finite = [row for row in self.evaluations if math.isfinite(row["val_loss"])]
+        best = min(finite, key=lambda row: row["val_loss"], default=None)
+        return best if best and finite[-1]["val_loss"] > 1.01 * best["val_loss"] else None
 
     def hint(self, step: int, stopped_by: str) -> str:
         """What to try next."""
@@ -583,12 +588,10 @@ class Run:
             longer = f"--minutes {2 * self.cfg.minutes:g}"
         elif stopped_by == "target_val_loss":
             longer += " --target_val_loss 0"
-        hints = [
-            f"next: python sample.py --run {folder}",
-            f"longer: {resume} {longer}",
-            "on your own text: python data/prepare.py files PATH",
-            "larger: --params 10M",
-        ]
+        hints = [f"next: python sample.py --run {folder}", f"longer: {resume} {longer}"]
+        if self.better_evaluation():
+            hints = [f"next: python sample.py --run {folder} --best"]  # longer was worse
+        hints += ["on your own text: python data/prepare.py files PATH", "larger: --params 10M"]
         can_compile = self.cfg.compile == "off" and self.dist_ctx.device.type != "mps"
         if can_compile and self.trained_s > COMPILE_PAYS_S:
             hints.append("faster: --compile")

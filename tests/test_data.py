@@ -608,11 +608,27 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
     # Wherever it is said from, and also when the text has gone
     monkeypatch.chdir(tmp_path)
     prepared(folder, "a.txt")
-    (tmp_path / "a.txt").unlink()
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "a.txt").rename(tmp_path / "moved" / "a.txt")
+    prepared(folder, tmp_path / "moved" / "a.txt")
     prepared(folder, "a.txt")
-    (tmp_path / "a.txt").write_text("more text " * 51)
-    with pytest.raises(UserError, match="texts 1 files of 500 bytes, which now is 1 files of 510"):
+    (tmp_path / "a.txt").write_text("same size " * 50)
+    texts = "texts 1 files of 500 bytes, hash .*, which now is 1 files of 500 bytes, hash "
+    with pytest.raises(UserError, match=texts):
         prepared(folder, tmp_path / "a.txt")
+    (tmp_path / "moved" / "a.txt").rename(tmp_path / "a.txt")
+    with pytest.raises(UserError, match="val 0 files of .* which now is 1 files"):
+        prepared(folder, tmp_path / "a.txt", val=[tmp_path / "a.txt"])
+    # Defaults may be spelled out, and a vocabulary may have gone
+    for _ in range(2):  # the text has 265 pairs only
+        prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe", vocab_size=270)
+    prepared(tmp_path / "same", tmp_path / "a.txt", tokenizer=str(tmp_path / "pairs"))
+    with pytest.raises(UserError, match="made with vocab_size 270, which now is 1024"):
+        prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe")
+    shutil.rmtree(tmp_path / "pairs")
+    prepared(tmp_path / "same", tmp_path / "a.txt", tokenizer=str(tmp_path / "pairs"))
+    prepared(tmp_path / "size", tmp_path / "a.txt", tokenizer=None)
+    prepared(tmp_path / "size", tmp_path / "a.txt", tokenizer="bytes")
     assert tree(folder) == before
     assert (
         f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or give"

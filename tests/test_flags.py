@@ -172,6 +172,7 @@ def test_a_new_field_is_a_flag(capsys):
 # runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
+    (dict(patience=2, eval_every=0), "--patience 2 counts evaluations, and with --eval_every 0"),
     (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
@@ -433,6 +434,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     cfg = make_config(preset="laptop", init_from="run", seq_len=512, eval_every=150, patience=0)
     assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (0, 0, 150)
     assert make_config(preset="laptop", init_from="run", max_steps=9).patience == 0
+    assert make_config(preset="laptop", init_from="run", eval_every=0).patience == 0
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> dict:
         return choose_finetuning(dataclasses.replace(cfg, **flags), n_tokens, world_size)

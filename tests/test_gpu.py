@@ -149,9 +149,9 @@ def test_gpu_attention_means_the_same(backend, window, docs):
     idx = torch.randint(0, 50, (2, 256), device="cuda")
     eot = 3 if docs else None
     mask = attention_mask(backend, may_attend, idx, window, eot)
-    got = attention(*qkv.unbind(), mask, backend)
+    got = attention(*qkv.unbind(), mask, backend, window)
     plain_mask = attention_mask("sdpa", may_attend, idx, window, eot)
-    want = attention(*qkv.float().unbind(), plain_mask, "math")
+    want = attention(*qkv.float().unbind(), plain_mask, "math", window)
     assert (got - want).norm() / want.norm() < 0.01
     grad = torch.autograd.grad(got.sum(), qkv)[0]
     want_grad = torch.autograd.grad(want.sum(), qkv)[0]

@@ -508,7 +508,9 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     )
     assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
     assert kept == [6] and read_checkpoint(best)["val_loss"] == 1.5  # not 2.5, at step 3
-    assert "val_loss has risen since step 6, where it was 1.5" in read_log(tmp_path / "run")
+    log = read_log(tmp_path / "run")
+    assert "val_loss has risen since step 6, where it was 1.5" in log
+    assert re.search(r"next: python sample.py --run \S+ --best \|", log) and "longer:" not in log
     code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
     assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
 
@@ -527,8 +529,14 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
     resume = dict(out_dir=str(tmp_path / "run"), resume="newest")
     again = train(make_config(**resume))
     assert (again["step"], again["stopped_by"]) == (70, "patience")
-    assert "the last 3 evaluations were not better" in read_log(tmp_path / "run")
-    assert train(make_config(**resume, max_steps=72))["step"] == 72
+    assert "3 evaluations in a row were no better than one before" in read_log(tmp_path / "run")
+    assert train(make_config(**resume, max_steps=72))["step"] == 70
+    assert train(make_config(**resume, max_steps=72, patience=0))["step"] == 72
+
+
+def test_ten_evaluations(data, tmp_path):
+    tiny_run(tmp_path / "run", data=data, max_steps=19, eval_every=-1)
+    assert len(rows(tmp_path / "run", "val_loss")) == 10  # at 2, 4, ..., 18, 19
 
 
 def test_the_best_weights_of_another_model_do_not_count(data, plain, tmp_path):
