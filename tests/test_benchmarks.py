@@ -287,7 +287,7 @@ def test_explicit_attention_is_attention():
     q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
     window = attention_mask("sdpa", may_attend, torch.zeros(2, 50, dtype=torch.long), 7, None)
     for mask in (None, window):
-        expected = attention_op(q, k, v, mask, "sdpa")
+        expected = attention_op(q, k, v, mask, "sdpa", window=7)
         torch.testing.assert_close(attention.naive_attention(q, k, v, mask), expected)
 
 
