@@ -42,7 +42,7 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 
 def log_ratio(base: dict, run: dict) -> float:
     """log(loss of a run / loss of its base): bits per byte, or nats where bytes are not known."""
-    key = "val_bpb" if base["val_bpb"] else "val_loss"
+    key = "val_bpb" if base["val_bpb"] and run["val_bpb"] else "val_loss"
     return math.log(run[key] / base[key])
 
 
@@ -141,6 +141,8 @@ def train_pair(sides: dict, flags: dict, edit_first: bool) -> tuple[dict, dict]:
         argv = [f"--{key}={value}" for key, value in flags.items()]
         try:
             runs[name] = train_once(checkout, argv + words)
+            if runs[name]["val_loss"] is None:
+                raise RunError("its validation loss is not finite")
         except TrainerError as error:
             if name == names[0]:
                 raise UserError(f"the base, {name}, fails: {error}") from None
