@@ -160,7 +160,7 @@ def bench_experiment(bench: Bench) -> dict:
     if len(sides) != 2:
         raise UserError("give --flags=EDIT, or --flags=BASE --flags=EDIT")
     flags = dict(eval_every=0, eval_tokens=0) | bench.flags
-    datasets = [str(Path(data).resolve()) for data in bench.options.data] or [""]
+    datasets = bench.options.data or [""]
     runs = {data or "python": [] for data in datasets}
     row = dict(verdict="crash")
     try:
