@@ -304,29 +304,29 @@ def prepare(
         "text_key": list(text_key),
         "include": list(include),
     }
+    check_files = partial(corpus.check_files, keys=text_key, has_integers=has_integers)
     if _is_prepared(folder):
-        _check_arguments(folder, arguments, paths, val)
+        _check_arguments(folder, arguments, check_files, paths=paths, val=val)
         origin = load_meta(folder)["source"]
         say(f"already there: {folder} (of {origin}); for other data remove it, or give --out")
         return folder
     names = corpus.find_files(paths, include) if source == "files" else {}
     val_names = corpus.find_files(val, include) if val else {}
-    arguments["texts"] = _identify_texts(names)
-    arguments["val"] = _identify_texts(val_names)
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
         # The files, (name, path), for training and for validation
-        check_files = partial(corpus.check_files, keys=text_key, has_integers=has_integers, say=say)
         if source == "files":
             origin = f"files {' '.join(map(os.fspath, paths))}"
-            files = check_files(names, paths)
+            files = check_files(names, paths, say=say)
+            arguments["texts"] = _identify_texts(files)
         else:
             origin, files = _find_texts(source, folder=temporary, say=say)
         val_files = []
         if val:
             origin += f" --val {' '.join(map(os.fspath, val))}"
-            val_files = check_files(val_names, val)
+            val_files = check_files(val_names, val, say=say)
             _check_disjoint(names, val_names)
+        arguments["val"] = _identify_texts(val_files)
         threshold = None
         if not val_files:
             threshold = corpus.choose_threshold(files, val_fraction, text_key)
@@ -404,7 +404,7 @@ def _is_prepared(folder):
     return False
 
 
-def _check_arguments(folder, arguments, paths, val):
+def _check_arguments(folder, arguments, check_files, paths, val):
     """Raise UserError if a complete folder was made with other arguments, or of other texts."""
     # What has gone since is not compared, nor what is not given
     tokenizer = arguments["tokenizer"]
@@ -413,8 +413,11 @@ def _check_arguments(folder, arguments, paths, val):
         arguments["tokenizer"] = _identify_tokenizer(tokenizer)
     for name, given in (("texts", paths), ("val", val)):
         with contextlib.suppress(UserError):
-            found = corpus.find_files(given, arguments["include"]) if given else {}
-            arguments[name] = _identify_texts(found)
+            files = []
+            if given:
+                found = corpus.find_files(given, arguments["include"])
+                files = check_files(found, given, say=lambda line: None)
+            arguments[name] = _identify_texts(files)
     # Folders of earlier versions, and those of others, have not recorded what they are made from
     recorded = load_meta(folder).get("made_from", {})
     for name, given in arguments.items():
@@ -427,15 +430,14 @@ def _check_arguments(folder, arguments, paths, val):
             )
 
 
-def _identify_texts(names):
-    """Say what files, {path: name}, hold: their number, size, and a hash of names and contents."""
+def _identify_texts(files):
+    """Say what files, (name, path), hold: their number, size, and a hash of names and contents."""
     lines = []
     n_bytes = 0
-    for path, name in names.items():
-        if path.is_file() and os.access(path, os.R_OK):
-            lines.append(f"{name} {sha256_of_file(path)}\n")
-            n_bytes += path.stat().st_size
-    digest = corpus.name_hash("".join(sorted(lines)))
+    for name, path in files:
+        lines.append(f"{name} {sha256_of_file(path)}\n")
+        n_bytes += path.stat().st_size
+    digest = corpus.name_hash("".join(lines))
     return f"{len(lines)} files of {n_bytes:,} bytes, hash {digest >> 192:016x}"
 
 

@@ -627,6 +627,13 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
         prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe")
     shutil.rmtree(tmp_path / "pairs")
     prepared(tmp_path / "same", tmp_path / "a.txt", tokenizer=str(tmp_path / "pairs"))
+    # Files that are skipped do not count
+    (tmp_path / "several").mkdir()
+    for name in ("b.txt", "c.txt"):
+        shutil.copyfile(tmp_path / "a.txt", tmp_path / "several" / name)
+    for name in ("one.bin", "two.bin"):
+        (tmp_path / "several" / name).write_bytes(b"\xff\xfe\x81")
+        prepared(tmp_path / "texts", tmp_path / "several")
     prepared(tmp_path / "size", tmp_path / "a.txt", tokenizer=None)
     prepared(tmp_path / "size", tmp_path / "a.txt", tokenizer="bytes")
     assert tree(folder) == before
