@@ -395,8 +395,8 @@ def source_hashes() -> list[str]:
     return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
 
 
-def copy_sources(folder: Path) -> None:
-    """Copy the sources to a folder, with their paths in the repository."""
-    for name, path in run_sources().items():
+def copy_sources(sources: dict[str, Path], folder: Path) -> None:
+    """Copy files, by their paths in the repository, to these paths in a folder."""
+    for name, path in sources.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)

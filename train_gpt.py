@@ -649,7 +649,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             stop = ""
             if progress >= 1:
                 stop = "minutes" if cfg.minutes else "max_steps"
-            if cfg.minutes and epoch_progress(state, stream) >= 1:
+            if cfg.minutes and fraction_of_epochs(state, stream) >= 1:
                 stop = "epochs"
             if has_trained and cfg.max_minutes and process_s >= 60 * cfg.max_minutes:
                 stop = "max_minutes"
@@ -713,7 +713,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     return run.signal_name() if stop == "signal" else stop
 
 
-def epoch_progress(state: TrainState, stream: TokenStream) -> float:
+def fraction_of_epochs(state: TrainState, stream: TokenStream) -> float:
     """The fraction of the epochs of --minutes that is done."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
     return epochs / max_epochs(state.cfg, stream.train.n_tokens)
@@ -727,7 +727,7 @@ def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, 
     progress = get_progress(
         state.cfg,
         state.step,
-        epoch_progress=epoch_progress(state, stream),
+        epoch_progress=fraction_of_epochs(state, stream),
         wall_time=run.wall_time,
         time_to_finish=run.time_to_finish(eval_size),
     )

@@ -6,7 +6,6 @@ docs/experiments.md is the loop around it.
 import csv
 import hashlib
 import math
-import shutil
 import tempfile
 import time
 import tokenize
@@ -15,7 +14,7 @@ from statistics import mean
 
 from benchmarks.harness import Bench, progress, table
 from benchmarks.loss import read_sides, train_once
-from common import RunError, TrainerError, UserError, find_sources
+from common import RunError, TrainerError, UserError, copy_sources, find_sources
 from records.check import t_test
 from records.source import git
 
@@ -84,10 +83,7 @@ def compare_sources(base: Path, edit: Path) -> tuple[str, int]:
     n_tokens = []
     with tempfile.TemporaryDirectory() as work:
         for side, checkout in (("a", base), ("b", edit)):
-            for name, path in find_sources(checkout).items():
-                copy = Path(work, side, name)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
+            copy_sources(find_sources(checkout), Path(work, side))
             n_tokens.append(sum(map(count_tokens, Path(work, side).rglob("*.py"))))
         options = "--no-index --no-prefix --no-ext-diff --no-color"
         difference = git("diff", *options.split(), "a", "b", folder=Path(work))
@@ -110,14 +106,14 @@ def add_to_ledger(path: Path, row: dict, sides: dict, description: str) -> None:
     """Append a row to the ledger, and write the edit's difference into the folder beside it."""
     (base, _), (edit, _) = sides.values()
     name = list(sides)[1]
-    difference, code_tokens = compare_sources(Path(base), Path(edit))
+    difference, code_tokens = compare_sources(base, edit)
     identity = hashlib.sha256(f"{difference}{name}".encode()).hexdigest()[:10]
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{identity}.diff").write_text(difference, encoding="utf-8")
 
     row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity, code_tokens=code_tokens)
-    row["base"] = git("rev-parse", "--short", "HEAD", folder=Path(base)).decode().strip()
+    row["base"] = git("rev-parse", "--short", "HEAD", folder=base).decode().strip()
     row["description"] = " ".join((description or name).split())
     cells = {key: f"{cell:.5g}" if isinstance(cell, float) else cell for key, cell in row.items()}
     is_new = not path.exists()
@@ -141,8 +137,6 @@ def train_pair(sides: dict, flags: dict, edit_first: bool) -> tuple[dict, dict]:
         argv = [f"--{key}={value}" for key, value in flags.items()]
         try:
             runs[name] = train_once(checkout, argv + words)
-            if runs[name]["val_loss"] is None:
-                raise RunError("its validation loss is not finite")
         except TrainerError as error:
             if name == names[0]:
                 raise UserError(f"the base, {name}, fails: {error}") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from benchmarks.harness import Bench, progress, run_python, summarize, table
-from common import REPO, UserError, read_rows
+from common import REPO, RunError, UserError, read_rows
 from records.check import t_test
 from train_gpt import make_config
 
@@ -20,6 +20,8 @@ def train_once(checkout: Path, flags: list[str]) -> dict:
         run_python(checkout / "train_gpt.py", *flags)
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
         rows = read_rows(Path(folder, "metrics.jsonl").read_text(encoding="utf-8"))
+    if summary["val_loss"] is None:
+        raise RunError("its validation loss is not finite")
     summary["evaluations"] = [row for row in rows if row.get("val_loss") is not None]
     summary["peak_mem_mb"] = max(row.get("peak_mem_mb") or 0.0 for row in rows)
     return summary

@@ -242,7 +242,7 @@ def _load_tokenizer(name, vocab_size, documents, n_bytes, say):
         return get_tokenizer(name), None
     if name == "bpe":
         say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE_BYTES) / 1e6:.1f} MB")
-        vocabulary = train_vocabulary(_sample(documents), vocab_size or DEFAULT_VOCAB_SIZE)
+        vocabulary = train_vocabulary(_sample(documents), vocab_size)
     else:
         vocabulary = read_vocabulary(name)
     return get_tokenizer("bpe", vocabulary, where=name), vocabulary
@@ -344,6 +344,9 @@ def prepare(
         # The tokenizer, whose vocabulary is trained or read
         n_bytes = sum(map(_text_size, files + val_files))
         tokenizer = tokenizer or _choose_tokenizer_by_size(n_bytes, say)
+        if tokenizer == "bpe":  # perhaps chosen by size
+            vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
+        arguments |= {"tokenizer": _identify_tokenizer(tokenizer), "vocab_size": vocab_size}
         encoder, vocabulary = _load_tokenizer(
             tokenizer, vocab_size, documents(), n_bytes=n_bytes, say=say
         )
@@ -365,9 +368,6 @@ def prepare(
                 counts["bytes"] = None
         command = command or f"python data/prepare.py {source}"
         meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
-        arguments["tokenizer"] = _identify_tokenizer(tokenizer)
-        if tokenizer == "bpe":  # perhaps chosen by size
-            arguments["vocab_size"] = vocab_size or DEFAULT_VOCAB_SIZE
         meta["made_from"] = arguments
         write_meta(temporary, meta)
 

@@ -29,12 +29,13 @@ def check_flags(cfg) -> None:
     if not cfg.out_dir and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
 
-    # Sizes and schedule
     if cfg.patience and not cfg.eval_every:
         raise UserError(
             f"--patience {cfg.patience} counts evaluations, and with --eval_every 0 there is only "
             "the last; give another --eval_every, or --patience 0"
         )
+
+    # Sizes and schedule
     if cfg.params == -1 and not cfg.minutes:
         raise UserError(
             "--params -1 chooses a size for --minutes; give those, or a number of parameters"

@@ -28,6 +28,7 @@ from common import (
     new_run_folder,
     print_line,
     read_rows,
+    run_sources,
     source_hashes,
 )
 from data.shards import recorded_hashes
@@ -280,7 +281,7 @@ class Run:
         for line in self.early_lines:
             self.write(self.log, line)
 
-        copy_sources(self.folder / (f"source_{step}" if step else "source"))
+        copy_sources(run_sources(), self.folder / (f"source_{step}" if step else "source"))
 
         if self.cfg.wandb:
             self.start_wandb(flags, step)
@@ -471,8 +472,7 @@ class Run:
         summary = self.summary(state, stopped_by)
         # A run that was complete before keeps its figures
         path = self.folder / "summary.json"
-        has_trained = state.tokens > self.first_tokens
-        if self.is_rank0 and (has_trained or not path.exists()):
+        if self.is_rank0 and (self.has_trained(state) or not path.exists()):
             with atomic_write(path) as file:
                 file.write(json.dumps(summary, indent=1).encode() + b"\n")
 
@@ -500,6 +500,10 @@ class Run:
                 printed=not self.is_rank0,
             )
         return summary
+
+    def has_trained(self, state) -> bool:
+        """Whether there was a step since this start of the run."""
+        return state.tokens > self.first_tokens
 
     def summary(self, state, stopped_by: str) -> dict:
         """What summary.json holds."""
@@ -540,7 +544,6 @@ class Run:
         """What is not obvious about the end of the run."""
         cfg = self.cfg
         lines = []
-        has_trained = state.tokens > self.first_tokens
         if stopped_by == "epochs":
             epochs = max_epochs(cfg, self.stream.train.n_tokens)
             lines.append(
@@ -552,9 +555,9 @@ class Run:
                 f"{cfg.patience} evaluations in a row were no better than one before; with "
                 "--patience 0 it trains on"
             )
-        elif stopped_by == "max_steps" and not has_trained:
+        elif stopped_by == "max_steps" and not self.has_trained(state):
             lines.append(f"all {cfg.max_steps} steps had been trained before: give --max_steps")
-        elif stopped_by == "minutes" and not has_trained:
+        elif stopped_by == "minutes" and not self.has_trained(state):
             lines.append(
                 f"its {cfg.minutes:g} minutes, the total of all starts, were over before: give "
                 "more --minutes"

@@ -188,7 +188,7 @@ def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, mo
     assert f"outside{tmp_path}/fcntl.py" in common.run_sources()
     monkeypatch.setattr(common, "REPO", tmp_path)
     assert f"fcntl.py sha256 {source.sha256(tmp_path / 'fcntl.py')}" in common.source_hashes()
-    common.copy_sources(tmp_path / "source")
+    common.copy_sources(common.run_sources(), tmp_path / "source")
     assert (tmp_path / "source" / "fcntl.py").is_file()
 
 
