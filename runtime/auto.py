@@ -13,17 +13,24 @@ from runtime.ranks import DistContext, run_on_rank0
 # tokens those of the training split
 TOKENS_PER_PARAM = 10  # at least, to train on
 PARAMS_PER_TOKEN = 9  # at most
-MAX_EPOCHS = 6
-LARGE_MODEL = 2  # parameters per token: with the next two, it gains from more epochs
+MAX_EPOCHS = 8  # of bytes
+MAX_EPOCHS_OF_PAIRS = 3.5  # of longer tokens, which are memorized sooner
+LARGE_MODEL = 2  # parameters per byte: with the next two, it gains from more epochs
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
 MFU_ON_CPU = 0.6
 
 
-def max_epochs(cfg, n_tokens: int) -> float:
-    """Most epochs of --minutes. More did not lower the loss on three small datasets."""
+def tokens_are_bytes(vocab_size: int) -> bool:
+    return vocab_size < 258
+
+
+def max_epochs(cfg, n_tokens: int, vocab_size: int) -> float:
+    """Most epochs of --minutes. More did not lower the loss on small datasets (docs/rates.md)."""
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
+    if not tokens_are_bytes(vocab_size):
+        return MAX_EPOCHS_OF_PAIRS
     return STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else MAX_EPOCHS
 
 
@@ -112,16 +119,17 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
-        repeats = n_params >= LARGE_MODEL * n_tokens and tokens >= STRONG_DECAY_EPOCHS * n_tokens
+        is_large = tokens_are_bytes(vocab_size) and n_params >= LARGE_MODEL * n_tokens
+        repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
         is_trained = repeats or tokens >= TOKENS_PER_PARAM * n_params
         if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
 
     chosen = dict(params=round(params))
-    most_tokens = MAX_EPOCHS * n_tokens
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
-        most_tokens = STRONG_DECAY_EPOCHS * n_tokens
+    sized = dataclasses.replace(cfg, **(chosen | given))
+    most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
 
 
@@ -156,7 +164,7 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
 
     resolved = dataclasses.replace(cfg, **chosen)
     if resolved.ngram == -1:
-        chosen["ngram"] = 6 if vocab_size < 258 else 3  # bytes, or longer tokens
+        chosen["ngram"] = 6 if tokens_are_bytes(vocab_size) else 3
     if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = run_on_rank0(
             dist_ctx, lambda: choose_loss_chunk(resolved, device, vocab_size)
@@ -182,7 +190,7 @@ def measure_flops(device, dtype) -> float:
 def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
     """--minutes: estimate how many steps there will be."""
     tokens = tokens_in_time(cfg, vocab_size, flops)
-    tokens = min(tokens, max_epochs(cfg, n_tokens) * n_tokens)
+    tokens = min(tokens, max_epochs(cfg, n_tokens, vocab_size) * n_tokens)
     return max(1, round(tokens / cfg.batch_tokens))
 
 

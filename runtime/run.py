@@ -545,9 +545,10 @@ class Run:
         cfg = self.cfg
         lines = []
         if stopped_by == "epochs":
-            epochs = max_epochs(cfg, self.stream.train.n_tokens)
+            meta, n_tokens = self.stream.meta, self.stream.train.n_tokens
+            epochs = max_epochs(cfg, n_tokens, meta["vocab_size"])
             lines.append(
-                f"it ended after {epochs:.0f} epochs, before its {cfg.minutes:g} minutes: on small "
+                f"it ended after {epochs:.2g} epochs, before its {cfg.minutes:g} minutes: on small "
                 "datasets more did not lower the loss; --max_steps instead of --minutes trains on"
             )
         elif stopped_by == "patience":

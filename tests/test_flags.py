@@ -424,7 +424,7 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
         sizes.append(n_params)
     assert sizes == sorted(set(sizes))
     small = choose(60, 10**5)  # a small dataset allows a small model, and few epochs
-    assert small.max_steps * small.batch_tokens <= 1.1 * max_epochs(small, 10**5) * 1e5
+    assert small.max_steps * small.batch_tokens <= 1.1 * max_epochs(small, 10**5, 1024) * 1e5
     assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
 
 
@@ -448,25 +448,26 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     assert choose(10**8) == dict(batch_tokens=8192, max_steps=960)
     gpt2 = dict(n_layer=12, n_embd=768)
     assert choose(10**9, **gpt2) == dict(batch_tokens=131072, max_steps=7629)
-    assert max_epochs(cfg, 3584) * 3584 == pytest.approx(154 * 2048, rel=0.01)
+    assert max_epochs(cfg, 3584, 1024) * 3584 == pytest.approx(154 * 2048, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    "given, n_tokens, epochs, weight_decay",
+    "given, n_tokens, vocab_size, epochs, weight_decay",
     [
-        (dict(), 10**5, 12, 0.8),
-        (dict(), 10**8, 6, 0.05),
-        (dict(n_layer=1, n_embd=64), 10**5, 6, 0.05),
-        (dict(weight_decay=0.1), 10**5, 6, 0.1),
+        (dict(), 10**5, 257, 12, 0.8),
+        (dict(), 10**5, 1024, 3.5, 0.05),
+        (dict(), 10**8, 257, 8, 0.05),
+        (dict(n_layer=1, n_embd=64), 10**5, 257, 8, 0.05),
+        (dict(weight_decay=0.1), 10**5, 257, 8, 0.1),
     ],
 )
-def test_minutes_on_a_small_dataset_ask_for_more_weight_decay_of_large_models(
-    given, n_tokens, epochs, weight_decay, monkeypatch
+def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
+    given, n_tokens, vocab_size, epochs, weight_decay, monkeypatch
 ):
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     preset = make_config()
     cfg = dataclasses.replace(preset, **given, minutes=5.0, dtype="fp32", params=-1)
-    chosen = auto.choose_auto_values(cfg, preset, stream_of(n_tokens, 257), CPU)
+    chosen = auto.choose_auto_values(cfg, preset, stream_of(n_tokens, vocab_size), CPU)
     cfg = dataclasses.replace(cfg, **chosen)
     assert cfg.weight_decay == weight_decay
     assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * n_tokens

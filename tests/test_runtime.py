@@ -43,7 +43,14 @@ from runtime import run as run_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.ranks import DistContext
 from runtime.run import SECTION, Run
-from train_gpt import MAX_BAD_STEPS, get_lr_multiplier, get_progress, make_config, train
+from train_gpt import (
+    MAX_BAD_STEPS,
+    get_lr_multiplier,
+    get_progress,
+    get_seq_len,
+    make_config,
+    train,
+)
 
 CPU = DistContext(torch.device("cpu"))
 
@@ -202,11 +209,19 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
 
 
 def test_progress_of_a_run():
-    by_steps, by_clock = make_config(max_steps=8), make_config(minutes=2.0)
+    by_steps, by_clock = make_config(max_steps=8), make_config(minutes=2.0, short_frac=0.0)
     assert [get_progress(by_steps, step, 9, 1e9, 9) for step in (0, 2, 8)] == [0, 0.25, 1]
     # Of 120 s - 10 s - 4 s; or the most epochs
     assert get_progress(by_clock, 3, 0, wall_time=53, time_to_finish=10) == pytest.approx(0.5)
     assert get_progress(by_clock, 3, 1, 53, 10) == 1
+    # By the clock, too, the first 70 % of the steps have short sequences, which take less time
+    cfg = make_config(minutes=2.0, short_frac=0.7)
+    clock, seq_lens = 0.0, []
+    while (progress := get_progress(cfg, 0, 0, clock, time_to_finish=10)) < 1:
+        seq_lens.append(get_seq_len(progress, cfg))
+        clock += 1.0 if seq_lens[-1] < cfg.seq_len else 1.7
+    assert len(seq_lens) == pytest.approx(106 / (0.7 + 0.3 * 1.7), abs=2)
+    assert seq_lens.count(cfg.seq_len) / len(seq_lens) == pytest.approx(0.3, abs=0.02)
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     factors = [get_lr_multiplier(progress, cfg) for progress in (0, 0.04, 0.3, 0.5, 0.75, 1)]
     assert factors == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0])
