@@ -6,7 +6,7 @@ Differences from GPT-2:
 - the other half of each key is the previous token's key (partial key offset)
 - value embeddings, with a gate per head
 - embeddings of hashed n-grams, added to the token embeddings
-- squared ReLU; no biases, dropout of n-grams only; an untied head, a tanh soft-cap on the logits
+- squared leaky ReLU; no biases, dropout of n-grams only; an untied head, soft-capped logits
 - projections and head start at zero; the second layer starts as an induction head
 
 In this file: 1 config, 2 layers, 3 n-grams, 4 GPT, 5 parameter table, 6 optimizer. In ops/: kernels
@@ -59,7 +59,7 @@ class GPTConfig:
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 3  # of the mathematics below; checkpoints of another version are refused
+    version: int = 4  # of the mathematics below; checkpoints of another version are refused
 
     @property
     def head_dim(self) -> int:
@@ -89,8 +89,8 @@ class GPTConfig:
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
 
 
-# Training swaps norm, relu_squared and cross_entropy for functions that compute the same in fewer
-# passes, unless you have edited them, or softcap (ops/faster.py compares their code)
+# Training swaps norm, leaky_relu_squared and cross_entropy for functions that compute the same in
+# fewer passes, unless you have edited them, or softcap (ops/faster.py compares their code)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def relu_squared(x: Tensor) -> Tensor:
-    """Squared ReLU (So et al. 2021)."""
-    return F.relu(x).square()
+def leaky_relu_squared(x: Tensor) -> Tensor:
+    """x^2 above zero and x^2 / 4 below: squared ReLU (So et al. 2021), with a slope below zero."""
+    return F.leaky_relu(x, 0.5).square()
 
 
 class Linear(nn.Linear):
@@ -300,7 +300,7 @@ class MLP(nn.Module):
         self.proj = Linear(4 * cfg.n_embd, cfg.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(relu_squared(self.fc(x)))
+        return self.proj(leaky_relu_squared(self.fc(x)))
 
 
 class Block(nn.Module):

@@ -141,7 +141,7 @@ class Config:
     patience: int = flag(0, "after an epoch, stop at N evaluations without a better; 0 disables")
     short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
-    cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 0")
+    cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
@@ -443,17 +443,17 @@ def get_progress(
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
-    """Learning rate relative to its peak: linear warm-up, flat, linear decay to 0."""
+    """Learning rate relative to its peak: linear warm-up, flat, linear decay to 5 % (nanochat)."""
     if progress < cfg.warmup_frac:
         return min(1.0, (progress + 1 / cfg.max_steps) / cfg.warmup_frac)  # not 0 at first
     if progress > 1 - cfg.cooldown_frac:
-        return (1 - progress) / cfg.cooldown_frac
+        return 0.05 + 0.95 * (1 - progress) / cfg.cooldown_frac
     return 1.0
 
 
 def get_momentum(step: int) -> float:
-    """Muon's momentum: from 0.85 to 0.95 over the first 300 steps (NanoGPT speedrun)."""
-    return 0.95 - 0.1 * max(0.0, 1 - step / 300)
+    """Muon's momentum: from 0.85 to 0.95 (NanoGPT speedrun), over the first 1,000 steps."""
+    return 0.85 + 0.1 * min(1.0, step / 1000)
 
 
 def get_seq_len(progress: float, cfg: Config) -> int:

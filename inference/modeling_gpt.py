@@ -109,7 +109,7 @@ class MLP(nn.Module):
         self.proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x):
-        return self.proj(F.relu(self.fc(x)).square())
+        return self.proj(F.leaky_relu(self.fc(x), 0.5).square())
 
 
 class Block(nn.Module):

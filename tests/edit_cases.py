@@ -84,7 +84,7 @@ class Plain:
 
     def mlp(self, x: Tensor, i: int) -> Tensor:
         return (
-            F.relu(x @ self.w[f"blocks.{i}.mlp.fc.weight"].T) ** 2
+            F.leaky_relu(x @ self.w[f"blocks.{i}.mlp.fc.weight"].T, 0.5) ** 2
             @ self.w[f"blocks.{i}.mlp.proj.weight"].T
         )
 
@@ -185,7 +185,9 @@ class Experts(Plain):
         for e in range(4):
             own, rows = p.argmax(-1) == e, slice(e * width, (e + 1) * width)
             out[own] = (
-                p[..., e][own][:, None] * (F.relu(x[own] @ fc[rows].T) ** 2) @ proj[:, rows].T
+                p[..., e][own][:, None]
+                * (F.leaky_relu(x[own] @ fc[rows].T, 0.5) ** 2)
+                @ proj[:, rows].T
             )
             parts.append(own.float().mean(1) * p[..., e].mean(1))
         self.balance = self.balance + 4 * torch.stack(parts).sum(0).mean()

@@ -191,7 +191,7 @@ def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(
     command = [str(windowed), "--to", "hf", "--out", str(tmp_path / "hf")]
     differs = "modeling_gpt.py does not compute what model.py does"
     with monkeypatch.context() as patch:
-        patch.setattr(model_module, "relu_squared", torch.relu)
+        patch.setattr(model_module, "leaky_relu_squared", torch.relu)
         assert export.main(command) == 2 and differs in capsys.readouterr().err
     # It names a parameter that Transformers' model lacks
     load_weights = export.load_weights

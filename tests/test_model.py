@@ -26,7 +26,7 @@ from ops.attention import attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
 from ops.faster import (
-    CpuReLUSquared,
+    CpuLeakyReLUSquared,
     CpuRMSNorm,
     FusedCrossEntropy,
     bounded_cross_entropy,
@@ -375,8 +375,11 @@ def rms_norm(x):
 
 @pytest.mark.parametrize(
     "ours, plain",
-    [(CpuRMSNorm.apply, rms_norm), (CpuReLUSquared.apply, lambda x: F.relu(x).square())],
-    ids=["norm", "relu_squared"],
+    [
+        (CpuRMSNorm.apply, rms_norm),
+        (CpuLeakyReLUSquared.apply, lambda x: torch.where(x > 0, x, x / 2).square()),
+    ],
+    ids=["norm", "leaky_relu_squared"],
 )
 def test_eager_functions_are_pytorchs(ours, plain):
     generator = torch.Generator().manual_seed(0)

@@ -71,15 +71,15 @@ def test_adam_against_torch():
 def test_schedules():
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     scales = [get_lr_multiplier(step / 100, cfg) for step in (0, 4, 9, 50, 75, 99)]
-    assert scales == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0.02])
+    assert scales == pytest.approx([0.1, 0.5, 1, 1, 0.525, 0.069])
     assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
     cfg = make_config(short_frac=0.5, seq_len=64, batch_tokens=64)
     assert [get_seq_len(progress, cfg) for progress in (0.0, 0.49, 0.5, 1.0)] == [8, 8, 64, 64]
     assert get_seq_len(0.0, make_config(short_frac=0.5, doc_align=True)) == 2048
-    rising = [get_momentum(step) for step in (0, 150, 299, 300, 10**6)]
-    assert rising == pytest.approx([0.85, 0.9, 0.95 - 0.1 / 300, 0.95, 0.95])
+    rising = [get_momentum(step) for step in (0, 500, 1000, 10**6)]
+    assert rising == pytest.approx([0.85, 0.9, 0.95, 0.95])
     state = built(warmup_frac=0.5, cooldown_frac=0.5)
-    state.step = 150
+    state.step = 500
     train_gpt.train_step(state, some_batch(), 0.2)
     for group in state.optimizer.param_groups:
         assert group["lr"] == pytest.approx(group["initial_lr"] * (0.2 + 1 / 20) / 0.5)

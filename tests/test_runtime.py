@@ -224,7 +224,7 @@ def test_progress_of_a_run():
     assert seq_lens.count(cfg.seq_len) / len(seq_lens) == pytest.approx(0.3, abs=0.02)
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     factors = [get_lr_multiplier(progress, cfg) for progress in (0, 0.04, 0.3, 0.5, 0.75, 1)]
-    assert factors == pytest.approx([0.1, 0.5, 1, 1, 0.5, 0])
+    assert factors == pytest.approx([0.1, 0.5, 1, 1, 0.525, 0.05])
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     times = rows(tmp_path / "run", "wall_time_s")
     assert times == sorted(times)
     rates = rows(tmp_path / "run", "lr")
-    assert rates[:12] == [0.02] * 12 and 0 < rates[-1] < 0.002
+    assert rates[:12] == [0.02] * 12 and 0.001 <= rates[-1] < 0.003
     assert max(np.diff(rates)) < 0.001 > min(np.diff(rates))
 
 
@@ -366,7 +366,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     elsewhere = "continues at another place of the stream"
     shapes = "does not fit this model (n_layer 2 there and 3 here, n_embd 32 there and 64"
     missing = 'Missing key(s) in state_dict: "head.weight".); use'
-    version = "holds version 1 of the model, and this is version 3"
+    version = "holds version 1 of the model, and this is version 4"
     for change, sentence in [
         (dict(n_embd=64, n_layer=3), shapes),
         (dict(resume=tmp_path / "ckpt_19.pt"), missing),

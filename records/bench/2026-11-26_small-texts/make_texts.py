@@ -14,16 +14,16 @@ from pathlib import Path
 
 # half, name, kind, package, version, patterns of files, SHA-256 of the text
 TEXTS = [
-    ("tune", "jargon", "prose", "jargon", "4.0.0-5.3", ["usr/share/info/jargon.info.gz"], ""),
-    ("tune", "czech", "language", "fortunes-cs", "2.0.9-1.1", ["usr/share/games/fortunes/cs/*"], ""),
-    ("tune", "jquery", "code", "libjs-jquery-ui", "1.13.2+dfsg-1", ["usr/share/javascript/jquery-ui/jquery-ui.js"], ""),
-    ("tune", "policy", "markup", "debian-policy", "4.6.2.0", ["usr/share/doc/debian-policy/policy.html/*.html", "usr/share/doc/debian-policy/fhs/*.html"], ""),
-    ("tune", "verse", "verse", "fortunes", "1:1.99.1-7.3", ["usr/share/games/fortunes/songs-poems"], ""),
-    ("confirm", "sayings", "prose", "fortunes", "1:1.99.1-7.3", ["usr/share/games/fortunes/[cdp][oe][okmf]*"], ""),
-    ("confirm", "russian", "language", "fortunes-ru", "1.52-3.1", ["usr/share/games/fortunes/ru/[a-l]*"], ""),
-    ("confirm", "php", "code", "php-symfony-console", "5.4.53+dfsg-0+deb12u1", ["usr/share/php/**/*.php"], ""),
-    ("confirm", "mime", "markup", "shared-mime-info", "2.2-1", ["usr/share/mime/packages/freedesktop.org.xml"], ""),
-    ("confirm", "usb", "tables", "usb.ids", "2025.07.26-0+deb12u1", ["var/lib/usbutils/usb.ids"], ""),
+    ("tune", "jargon", "prose", "jargon", "4.0.0-5.3", ["usr/share/info/jargon.info.gz"], "5ae4bc4331f027610186e18cdfa50525202006433890d90391a2d306404e2c93"),
+    ("tune", "czech", "language", "fortunes-cs", "2.0.9-1.1", ["usr/share/games/fortunes/cs/*"], "f872f46795d01d073decbb551897f14553c3a027791ed7bc2c4d4b473309a05b"),
+    ("tune", "jquery", "code", "libjs-jquery-ui", "1.13.2+dfsg-1", ["usr/share/javascript/jquery-ui/jquery-ui.js"], "f0079e1c0b1bbc74fc18d6f34861a82fa1003da79ae9cf0946502cec95d6a028"),
+    ("tune", "policy", "markup", "debian-policy", "4.6.2.0", ["usr/share/doc/debian-policy/policy.html/*.html", "usr/share/doc/debian-policy/fhs/*.html"], "986378951f91d98457a28096367455a2d02b596f7b5459cedb3a527b62dabadb"),
+    ("tune", "verse", "verse", "fortunes", "1:1.99.1-7.3", ["usr/share/games/fortunes/songs-poems"], "eb714d297b468da91b6ca32baefb000279a3e3740b09f8a87db24fe58e010b1a"),
+    ("confirm", "sayings", "prose", "fortunes", "1:1.99.1-7.3", ["usr/share/games/fortunes/[cdp][oe][okmf]*"], "f91003389385389e2acc80e72734b068b997b7732e4572b3303aaf1eb290944d"),
+    ("confirm", "russian", "language", "fortunes-ru", "1.52-3.1", ["usr/share/games/fortunes/ru/[a-l]*"], "30ab6e0fbe9b0e3c440067d8130caa886f5d5ab0eb015251ea4f78fd08882a42"),
+    ("confirm", "php", "code", "php-symfony-console", "5.4.53+dfsg-0+deb12u1", ["usr/share/php/**/*.php"], "833785c3b9774c84036797c6d9513b9647ecdd7a60ecc8da7670265f86d753a1"),
+    ("confirm", "mime", "markup", "shared-mime-info", "2.2-1", ["usr/share/mime/packages/freedesktop.org.xml"], "d5826a6325c2602981d53a341543f174a8fde073196c1c750cb8578552f4fff4"),
+    ("confirm", "usb", "tables", "usb.ids", "2025.07.26-0+deb12u1", ["var/lib/usbutils/usb.ids"], "817574e605696ff67c59b20933f0818604b7ef72ea795a65f80bb8d0d2e72489"),
 ]
 
 
