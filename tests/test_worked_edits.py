@@ -35,7 +35,8 @@ def worked_edits() -> dict[str, str]:
 
 
 def rate_stays_above_half(run) -> bool:
-    return np.allclose(rows(run.folder, "lr"), [0.02, 0.02, 0.02 / 1.2, 0.01])
+    down = [min(1, (1 - step / 4) / 0.6) for step in range(4)]
+    return np.allclose(rows(run.folder, "lr"), [0.02 * (0.5 + 0.5 * x) for x in down])
 
 
 def rate_is_a_cosine(run) -> bool:
