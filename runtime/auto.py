@@ -114,8 +114,10 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             given[name] = getattr(cfg, name)
     given["seq_len"] = cfg.seq_len  # the dataset is open
 
-    for exponent in range(42, -1, -1):  # from 1.7B parameters to 2 layers of width 128
-        params = 4e5 * 1.22**exponent
+    # 2 layers of width 64 at least; of 128 for byte pairs, whose embeddings and head need the width
+    smallest = 1e5 if tokens_are_bytes(vocab_size) else 4e5
+    for exponent in range(49, -1, -1):  # from 1.7B parameters
+        params = max(smallest, 1e5 * 1.22**exponent)
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
