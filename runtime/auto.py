@@ -12,6 +12,7 @@ from runtime.ranks import DistContext, run_on_rank0
 # Measured on CPUs, for half a minute to 40 (docs/rates.md). Parameters are those of the blocks, and
 # tokens those of the training split
 TOKENS_PER_PARAM = 10  # at least, to train on
+PAIRS_PER_PARAM = 3  # of byte pairs, for 2 x 128: they gain more from that width than bytes
 PARAMS_PER_TOKEN = 9  # at most
 MAX_EPOCHS = 8  # of bytes
 MAX_EPOCHS_OF_PAIRS = 3.5  # of longer tokens, which are memorized sooner
@@ -114,16 +115,17 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             given[name] = getattr(cfg, name)
     given["seq_len"] = cfg.seq_len  # the dataset is open
 
-    # 2 layers of width 64 at least; of 128 for byte pairs, whose embeddings and head need the width
-    smallest = 1e5 if tokens_are_bytes(vocab_size) else 4e5
-    for exponent in range(49, -1, -1):  # from 1.7B parameters
-        params = max(smallest, 1e5 * 1.22**exponent)
+    for exponent in range(49, -1, -1):  # from 1.7B parameters to 0.1M
+        params = 1e5 * 1.22**exponent
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
         is_large = tokens_are_bytes(vocab_size) and n_params >= LARGE_MODEL * n_tokens
         repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
-        is_trained = repeats or tokens >= TOKENS_PER_PARAM * n_params
+        tokens_per_param = TOKENS_PER_PARAM
+        if not tokens_are_bytes(vocab_size) and n_params == 12 * 2 * 128**2:
+            tokens_per_param = PAIRS_PER_PARAM
+        is_trained = repeats or tokens >= tokens_per_param * n_params
         if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
 
