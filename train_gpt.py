@@ -135,7 +135,7 @@ class Config:
     batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by data (--init_from)")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
     max_steps: int = flag(5000, "optimizer steps; schedules are fractions of them; 0 = by data")
-    minutes: float = flag(0.0, "length of the run; schedules then follow the clock; 0 disables")
+    minutes: float = flag(0.0, "length of the run, which then ends by the clock; 0 disables")
     max_minutes: float = flag(0.0, "stop this process after N minutes, to resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(0, "after an epoch, stop at N evaluations without a better; 0 disables")
@@ -416,7 +416,8 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
 
 # Seconds of --minutes for imports, the last sample and the last checkpoint
 RESERVED_S = 4.0
-# Time of a step with whole sequences, relative to one with short ones (laptop, CPUs: 1.6 to 1.8)
+# Time of a step with whole sequences, relative to one with short ones (laptop on CPUs). Where it is
+# another, schedules shift by up to a tenth of the run
 LONG_STEP = 1.7
 
 
@@ -425,7 +426,7 @@ def get_progress(
 ) -> float:
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    With --minutes it is that of the steps for which there is time, or epoch_progress, if that is
+    With --minutes it is that of the steps that fit into the time, or epoch_progress, if that is
     larger: the fraction of the epochs, more of which would overfit a small dataset.
     time_to_finish: seconds of one more step and the last evaluation.
     """
@@ -435,7 +436,7 @@ def get_progress(
     time_progress = wall_time / max(1e-9, training_time)
 
     # Schedules are in steps, of which the first, with short sequences, are faster
-    short = cfg.short_frac
+    short = cfg.short_frac if get_seq_len(0.0, cfg) < cfg.seq_len else 0.0
     step_progress = time_progress * (short + (1 - short) * LONG_STEP)
     if step_progress > short:
         step_progress = short + (step_progress - short) / LONG_STEP
@@ -452,7 +453,7 @@ def get_lr_multiplier(progress: float, cfg: Config) -> float:
 
 
 def get_momentum(step: int) -> float:
-    """Muon's momentum: from 0.85 to 0.95 (NanoGPT speedrun), over the first 1,000 steps."""
+    """Muon's momentum: from 0.85 to 0.95 over 1,000 steps (NanoGPT speedrun: over 300)."""
     return 0.85 + 0.1 * min(1.0, step / 1000)
 
 

@@ -15,7 +15,7 @@ TOKENS_PER_PARAM = 10  # at least, to train on
 PAIRS_PER_PARAM = 3  # of byte pairs, for 2 x 128: they gain more from that width than bytes
 PARAMS_PER_TOKEN = 9  # at most
 MAX_EPOCHS = 8  # of bytes
-MAX_EPOCHS_OF_PAIRS = 3.5  # of longer tokens, which are memorized sooner
+MAX_EPOCHS_OF_PAIRS = 3.5  # of longer tokens, which are memorized sooner (vocabularies of 1,024)
 LARGE_MODEL = 2  # parameters per byte: with the next two, it gains from more epochs
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
@@ -23,6 +23,7 @@ MFU_ON_CPU = 0.6
 
 
 def tokens_are_bytes(vocab_size: int) -> bool:
+    """Bytes, or as few other tokens; else byte pairs, or longer ones."""
     return vocab_size < 258
 
 
@@ -120,11 +121,14 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
-        is_large = tokens_are_bytes(vocab_size) and n_params >= LARGE_MODEL * n_tokens
-        repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
-        tokens_per_param = TOKENS_PER_PARAM
-        if not tokens_are_bytes(vocab_size) and n_params == 12 * 2 * 128**2:
-            tokens_per_param = PAIRS_PER_PARAM
+        tokens_per_param, repeats = TOKENS_PER_PARAM, False
+        if tokens_are_bytes(vocab_size):
+            is_large = n_params >= LARGE_MODEL * n_tokens
+            repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
+        else:
+            tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
+            if (flags["n_layer"], flags["n_embd"]) == (2, 128):
+                tokens_per_param = PAIRS_PER_PARAM
         is_trained = repeats or tokens >= tokens_per_param * n_params
         if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break

@@ -53,8 +53,8 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
             math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters()))
         )
         for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
-            group["lr"] = peak_lr * min(1, (20 - step) / 12)
-            group["momentum"] = 0.85 + 0.1 * step / 300
+            group["lr"] = peak_lr * (0.05 + 0.95 * min(1, (20 - step) / 12))
+            group["momentum"] = 0.85 + 0.1 * step / 1000
         optimizer.step()
         optimizer.zero_grad()
     np.testing.assert_allclose(rows(plain, "train_loss"), losses, rtol=1e-5)

@@ -214,6 +214,8 @@ def test_progress_of_a_run():
     # Of 120 s - 10 s - 4 s; or the most epochs
     assert get_progress(by_clock, 3, 0, wall_time=53, time_to_finish=10) == pytest.approx(0.5)
     assert get_progress(by_clock, 3, 1, 53, 10) == 1
+    no_short_steps = make_config(minutes=2.0, short_frac=0.7, doc_align=True)
+    assert get_progress(no_short_steps, 3, 0, 53, 10) == pytest.approx(0.5)
     # By the clock, too, the first 70 % of the steps have short sequences, which take less time
     cfg = make_config(minutes=2.0, short_frac=0.7)
     clock, seq_lens = 0.0, []
