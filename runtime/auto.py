@@ -12,7 +12,8 @@ from runtime.ranks import DistContext, run_on_rank0
 # Measured on CPUs, for half a minute to 40 (docs/rates.md). Parameters are those of the blocks, and
 # tokens those of the training split
 TOKENS_PER_PARAM = 10  # at least, to train on
-PAIRS_PER_PARAM = 3  # of byte pairs, for 2 x 128: they gain more from that width than bytes
+BYTES_FOR_WIDTH = 4  # per parameter, at least, for 2 x 128, which gains more than its time costs
+PAIRS_FOR_WIDTH = 2
 PARAMS_PER_TOKEN = 9  # at most
 MAX_EPOCHS = 8  # of bytes
 MAX_EPOCHS_OF_PAIRS = 3.5  # of longer tokens, which are memorized sooner (vocabularies of 1,024)
@@ -115,20 +116,27 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         if getattr(cfg, name) != getattr(preset, name):
             given[name] = getattr(cfg, name)
     given["seq_len"] = cfg.seq_len  # the dataset is open
+    has_shape = bool({"n_layer", "n_embd"} & given.keys())
 
     for exponent in range(49, -1, -1):  # from 1.7B parameters to 0.1M
         params = 1e5 * 1.22**exponent
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
+        # Four layers of width 64 take nearly as long as two of 128
+        if not has_shape and flags["n_embd"] == 64 and flags["n_layer"] > 3:
+            continue
         tokens_per_param, repeats = TOKENS_PER_PARAM, False
+        is_first_wide = (flags["n_layer"], flags["n_embd"]) == (2, 128)
         if tokens_are_bytes(vocab_size):
             is_large = n_params >= LARGE_MODEL * n_tokens
             repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
+            if is_first_wide:
+                tokens_per_param = BYTES_FOR_WIDTH
         else:
             tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
-            if (flags["n_layer"], flags["n_embd"]) == (2, 128):
-                tokens_per_param = PAIRS_PER_PARAM
+            if is_first_wide:
+                tokens_per_param = PAIRS_FOR_WIDTH
         is_trained = repeats or tokens >= tokens_per_param * n_params
         if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
