@@ -117,26 +117,25 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             given[name] = getattr(cfg, name)
     given["seq_len"] = cfg.seq_len  # the dataset is open
     has_shape = bool({"n_layer", "n_embd"} & given.keys())
+    is_bytes = tokens_are_bytes(vocab_size)
 
     for exponent in range(49, -1, -1):  # from 1.7B parameters to 0.1M
         params = 1e5 * 1.22**exponent
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
+        if not is_bytes:
+            tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
+
         # Four layers of width 64 take nearly as long as two of 128
         if not has_shape and flags["n_embd"] == 64 and flags["n_layer"] > 3:
             continue
-        tokens_per_param, repeats = TOKENS_PER_PARAM, False
-        is_first_wide = (flags["n_layer"], flags["n_embd"]) == (2, 128)
-        if tokens_are_bytes(vocab_size):
-            is_large = n_params >= LARGE_MODEL * n_tokens
-            repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
-            if is_first_wide:
-                tokens_per_param = BYTES_FOR_WIDTH
-        else:
-            tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
-            if is_first_wide:
-                tokens_per_param = PAIRS_FOR_WIDTH
+        tokens_per_param = TOKENS_PER_PARAM
+        if (flags["n_layer"], flags["n_embd"]) == (2, 128):
+            tokens_per_param = BYTES_FOR_WIDTH if is_bytes else PAIRS_FOR_WIDTH
+
+        is_large = is_bytes and n_params >= LARGE_MODEL * n_tokens
+        repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
         is_trained = repeats or tokens >= tokens_per_param * n_params
         if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
