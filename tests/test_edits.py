@@ -101,7 +101,7 @@ def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_
         assert ours["optimizer_groups"][0]["done"] == ours["optimizer"]["wte.weight"]["seen"] == 6
     if make:
         rate = make(None, nn.Linear(1, 1)).param_groups[0]["lr"]
-        factors = [min(1, (1 - step / 6) / 0.6) for step in range(6)]
+        factors = [min(1, 0.05 + 0.95 * (1 - step / 6) / 0.6) for step in range(6)]
         assert rows(tmp_path / "run", "lr") == pytest.approx([rate * factor for factor in factors])
 
 
@@ -125,8 +125,9 @@ def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(how, halfway, tmp_p
     kept = dict(max_steps=16, weight_decay=0.2, cooldown_frac=0.5, n_embd=32)
     assert kept.items() <= config.items()
     # The rate follows the new schedule: back at its full value in the middle of it
-    falling = [0.02 * i / 8 for i in range(8, 0, -1)]
-    assert rows(run, "lr") == pytest.approx([0.02] * 5 + [0.015, 0.01, 0.005] + falling)
+    first = [0.02 * (0.05 + 0.95 * left / 4) for left in (4, 3, 2, 1)]
+    then = [0.02 * (0.05 + 0.95 * left / 8) for left in range(8, 0, -1)]
+    assert rows(run, "lr") == pytest.approx([0.02] * 4 + first + then)
 
 
 def test_weights_fit_another_context_and_bring_their_sizes(halfway, data, tmp_path):

@@ -346,7 +346,7 @@ def test_generation_with_cache_is_generation_without(shape, eot):
     prompts[0][4] = prompts[2][0] = prompts[3][33] = 3
     got = likeliest(short, prompts, 60)
     assert got == [likeliest_uncached(long, prompt, 60, 24) for prompt in prompts]
-    assert len(set(sum(got, []))) > 6
+    assert len(set(sum(got, []))) > 3  # not one token forever
 
 
 def test_the_cache_is_as_large_as_it_must_be():
