@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from common import UserError, atomic_write, command
-from data.tokenizers import VOCABULARY_FILE, Tokenizer, bytes_of_letters, get_tokenizer
+from data.tokenizers import VOCABULARY_FILE, Tokenizer, get_tokenizer
 from inference.generation import freeze, random_tokens
 from inference.int8 import quantize
 from model import GPT, GPTConfig
@@ -171,7 +171,7 @@ def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
         pattern = tokenizers.Regex(tokenizer.tiktoken._pat_str)
         splits = [pre_tokenizers.Split(pattern, "isolated")]
     tokens = sorted(ranks, key=ranks.get)
-    letters = {byte: letter for letter, byte in bytes_of_letters().items()}
+    letters = letters_of_bytes()
     spelling = ["".join(letters[byte] for byte in token) for token in tokens]
     vocab = {text: rank for rank, text in enumerate(spelling)}
 
@@ -202,6 +202,15 @@ def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
         model_max_length=seq_len,
         clean_up_tokenization_spaces=False,
     )
+
+
+def letters_of_bytes():
+    """Return the letter of GPT-2's byte-level alphabet that stands for each byte, a list."""
+    letters = [chr(byte) for byte in range(256)]
+    invisible = [*range(33), *range(127, 161), 173]
+    for i, byte in enumerate(invisible):
+        letters[byte] = chr(256 + i)
+    return letters
 
 
 FORMATS = {

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import glob
 import hashlib
-import importlib.util
 import os
 import platform
 import shlex
@@ -57,8 +56,8 @@ SOURCES = {
 }
 WITHOUT_VOCABULARY = ("gpt2", "bytes", "integers")  # tokenizers without a file of their own
 DEFAULT_VOCAB_SIZE = 1024  # of --tokenizer bpe
-# Below so much text, a small model does better on bytes than on byte pairs (docs/data.md)
-SMALL_TEXT_BYTES = 10**6
+# Bytes of text, at least -> vocabulary for a small model; below, bytes are better (docs/data.md)
+VOCAB_SIZES = {2 * 10**6: 1024, 4 * 10**5: 512}
 BPE_SAMPLE_BYTES = 64 << 20  # at most so much text trains a vocabulary
 BATCH_BYTES = 1 << 20  # given to a thread at once
 
@@ -211,15 +210,17 @@ def _identify_tokenizer(tokenizer):
 
 
 def _choose_tokenizer_by_size(n_bytes, say):
-    """Return the tokenizer for a small model that trains for a minute (docs/data.md)."""
-    tokenizer = "bytes"
-    if n_bytes >= SMALL_TEXT_BYTES and importlib.util.find_spec("tokenizers"):
-        tokenizer = "bpe"
+    """Return tokenizer and vocab_size for a small model that trains for minutes (docs/data.md)."""
+    tokenizer, vocab_size = "bytes", None
+    for least, size in VOCAB_SIZES.items():
+        if n_bytes >= least:
+            tokenizer, vocab_size = "bpe", size
+            break
     say(
         f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text "
         "(for GPT-2's presets: --tokenizer gpt2)"
     )
-    return tokenizer
+    return tokenizer, vocab_size
 
 
 def _sample(documents):
@@ -343,9 +344,8 @@ def prepare(
 
         # The tokenizer, whose vocabulary is trained or read
         n_bytes = sum(map(_text_size, files + val_files))
-        tokenizer = tokenizer or _choose_tokenizer_by_size(n_bytes, say)
-        if tokenizer == "bpe":  # perhaps chosen by size
-            vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
+        if not tokenizer:
+            tokenizer, vocab_size = _choose_tokenizer_by_size(n_bytes, say)
         arguments |= {"tokenizer": _identify_tokenizer(tokenizer), "vocab_size": vocab_size}
         encoder, vocabulary = _load_tokenizer(
             tokenizer, vocab_size, documents(), n_bytes=n_bytes, say=say

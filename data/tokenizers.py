@@ -1,11 +1,13 @@
 """Text to tokens and back: GPT-2's vocabulary, bytes, vocabularies of your own, and integers.
 
-The package `tokenizers` trains a byte-pair vocabulary, which is stored as a plain file; tiktoken
-encodes and decodes with it.
+A byte-pair vocabulary is stored as a plain file; tiktoken encodes and decodes with it.
 """
 
+import heapq
 import json
 import re
+from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ PATTERN = "gpt4-digits2"
 END_OF_TEXT = b"<|endoftext|>"
 MIN_SIZE = 258  # bytes, one pair and end-of-text
 MAX_SIZE = 65536  # uint16 shards hold no more
-LONGEST_PART = 1024  # letters of a word, when a vocabulary is trained
+LONGEST_WORD = 1024  # letters, when a vocabulary is trained: time is quadratic in it
 
 
 class Tokenizer:
@@ -151,54 +153,78 @@ def train_vocabulary(texts, vocab_size):
     texts: an iterable of UTF-8 bytes.
     vocab_size: its tokens, end-of-text included, which is the last; little text may give fewer.
     The same texts give the same vocabulary. Invalid bytes become U+FFFD.
-    Raises UserError if the package is missing, or the texts hold no pair of bytes.
+    Raises UserError if the texts hold no pair of bytes.
     """
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(
-            "--tokenizer bpe needs the package tokenizers: run `pip install tokenizers`"
-        ) from None
+    import regex  # tiktoken requires it
+
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
         raise UserError(f"--vocab_size {vocab_size}: it must be {MIN_SIZE} to {MAX_SIZE}")
 
-    # Split text by the pattern, then each part into bytes; merge byte pairs within a part. Parts
-    # are cut to a maximal length: time is quadratic in it.
-    pre_tokenizers = tokenizers.pre_tokenizers
-    split = pre_tokenizers.Split(tokenizers.Regex(PATTERNS[PATTERN]), "isolated")
-    cut = pre_tokenizers.Split(tokenizers.Regex(rf"[\s\S]{{1,{LONGEST_PART}}}"), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, cut, byte_level])
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    decoded = (text.decode("utf-8", errors="replace") for text in texts)
-    tokenizer.train_from_iterator(decoded, trainer)
+    # The different words of the text, which merges do not cross, and how often each occurs
+    words = Counter()
+    for text in texts:
+        decoded = text.decode("utf-8", errors="replace")
+        words.update(match[0] for match in regex.finditer(PATTERNS[PATTERN], decoded))
+    cut_words = Counter()
+    for word, count in words.items():
+        for first in range(0, len(word), LONGEST_WORD):
+            cut_words[word[first : first + LONGEST_WORD].encode()] += count
 
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    if not merges:
+    tokens = merge_pairs(cut_words, vocab_size - 257)
+    if not tokens:
         raise UserError(
             "the text has no pair of bytes to make a token of: give more, or --tokenizer bytes"
         )
-    # The package writes tokens in letters that stand for bytes; the vocabulary file has hex
-    byte_of = bytes_of_letters()
-    # A dict, as an ordered set: different pairs can make the same token
-    tokens = {}
-    for first, second in merges:
-        tokens[bytes(byte_of[letter] for letter in first + second).hex()] = None
-    content = dict(format="byte pairs", pattern=PATTERN, tokens=list(tokens))
-    return json.dumps(content, indent=0) + "\n"
+    tokens = [token.hex() for token in tokens]
+    return json.dumps(dict(format="byte pairs", pattern=PATTERN, tokens=tokens), indent=0) + "\n"
 
 
-def bytes_of_letters():
-    """Return the byte that each letter of GPT-2's byte-level alphabet stands for, a dict."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    letters = [*map(chr, visible), *map(chr, range(256, 256 + len(others)))]
-    return dict(zip(letters, visible + others))
+def merge_pairs(words, n_tokens):
+    """Make tokens by merging the most frequent pair of tokens, again and again, in all words.
+
+    Byte-pair encoding (Sennrich et al. 2016). words: a dict from the bytes of each to how often it
+    occurs. Returns at most n_tokens byte strings, in the order in which they were made.
+    """
+    word_counts = list(words.values())
+    word_tokens = [[bytes([byte]) for byte in word] for word in words]
+    pair_counts = Counter()
+    words_with = defaultdict(set)  # pair -> indices of words that have had it
+    for i, tokens in enumerate(word_tokens):
+        for pair in pairwise(tokens):
+            pair_counts[pair] += word_counts[i]
+            words_with[pair].add(i)
+
+    # Of pairs that are equally frequent, the first in the order of bytes
+    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heapq.heapify(heap)
+    made = {}  # a dict, as an ordered set: different pairs can make the same token
+    while heap and len(made) < n_tokens:
+        negative_count, pair = heapq.heappop(heap)
+        if -negative_count != pair_counts[pair]:
+            continue  # its count has changed since, and was pushed again
+        merged = pair[0] + pair[1]
+        made[merged] = None
+
+        changed = set()
+        for i in words_with.pop(pair):
+            tokens = []
+            for token in word_tokens[i]:
+                if tokens and (tokens[-1], token) == pair:
+                    tokens[-1] = merged
+                else:
+                    tokens.append(token)
+            for old in pairwise(word_tokens[i]):
+                pair_counts[old] -= word_counts[i]
+                changed.add(old)
+            for new in pairwise(tokens):
+                pair_counts[new] += word_counts[i]
+                words_with[new].add(i)
+                changed.add(new)
+            word_tokens[i] = tokens
+        for pair in changed:
+            if pair_counts[pair] > 0:
+                heapq.heappush(heap, (-pair_counts[pair], pair))
+    return list(made)
 
 
 def parse_vocabulary(text, where):

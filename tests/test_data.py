@@ -929,7 +929,7 @@ FILES = {
             "files a.txt --val a.txt --val_fraction 0.1",
             "--val and --val_fraction contradict each other",
         ),
-        ("files bad.parquet", "bad.parquet after row 0: .*Arrow"),
+        ("files bad.parquet", "bad.parquet (after row 0: .*Arrow|needs the package pyarrow)"),
         ("files zero.txt", "zero.txt is not UTF-8 text at byte 2: convert or remove it"),
         ("files zero.csv", "zero.csv after row 1: .* NUL"),
         ("files two.json --text_key txet", "two.json after row 0: expected .*KeyError: 'txet'"),

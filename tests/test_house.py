@@ -23,7 +23,7 @@ BELOW_THE_PAGE = ("inference", "runtime", "data", "model", "ops", "common")
 COMMANDS = ("sample", "export", "bench", "benchmarks", "records")
 ARROWS = {  # package -> the packages of ours that it may import, and those of others (None: any)
     "common": ((), set()),
-    "data": (("data", "common"), {"numpy", "tiktoken", "tokenizers", "pyarrow"}),
+    "data": (("data", "common"), {"numpy", "tiktoken", "regex", "pyarrow"}),
     "ops": (("ops", "common"), {"torch", "numpy"}),
     "model": (("ops", "common"), {"torch"}),
     "inference": (("inference", "model", "ops", "data", "common"), {"torch", "numpy"}),
