@@ -57,7 +57,7 @@ SOURCES = {
 WITHOUT_VOCABULARY = ("gpt2", "bytes", "integers")  # tokenizers without a file of their own
 DEFAULT_VOCAB_SIZE = 1024  # of --tokenizer bpe
 # Bytes of text, at least -> vocabulary for a small model; below, bytes are better (docs/data.md)
-VOCAB_SIZES = {2 * 10**6: 1024, 4 * 10**5: 512}
+VOCAB_SIZES = {3 * 10**6: 1024, 4 * 10**5: 512}
 BPE_SAMPLE_BYTES = 64 << 20  # at most so much text trains a vocabulary
 BATCH_BYTES = 1 << 20  # given to a thread at once
 

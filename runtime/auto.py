@@ -13,10 +13,10 @@ from runtime.ranks import DistContext, run_on_rank0
 # tokens those of the training split
 TOKENS_PER_PARAM = 10  # at least, to train on
 BYTES_FOR_WIDTH = 4  # per parameter, at least, for 2 x 128, which gains more than its time costs
-PAIRS_FOR_WIDTH = 2
+PAIRS_FOR_WIDTH = 1.5
 PARAMS_PER_TOKEN = 9  # at most
 MAX_EPOCHS = 6  # of bytes
-MAX_EPOCHS_OF_PAIRS = 3.5  # of longer tokens, which are memorized sooner (vocabularies of 1,024)
+MAX_EPOCHS_OF_PAIRS = 5  # of longer tokens, which are memorized sooner
 LARGE_MODEL = 2  # parameters per byte: with the next two, it gains from more epochs
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12

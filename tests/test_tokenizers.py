@@ -282,7 +282,7 @@ def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
 
 def test_a_tokenizer_is_chosen_and_told(tmp_path, text):
     """Bytes for a small text, more byte pairs for a larger one."""
-    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "a.txt").write_bytes(text * 2)
     (tmp_path / "half.txt").write_bytes(text[:500000])
     (tmp_path / "small.txt").write_bytes(text[:200000])
 
