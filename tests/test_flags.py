@@ -459,7 +459,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     "given, n_tokens, vocab_size, epochs, weight_decay",
     [
         (dict(), 10**5, 257, 12, 0.8),
-        (dict(), 10**5, 1024, 3.5, 0.05),
+        (dict(), 10**5, 1024, 5, 0.05),
         (dict(), 10**8, 257, 6, 0.05),
         (dict(n_layer=1, n_embd=64), 10**5, 257, 6, 0.05),
         (dict(weight_decay=0.1), 10**5, 257, 6, 0.1),
