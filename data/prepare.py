@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 if __name__ == "__main__":
-    # A script's first import path is its own folder, whose tokenizers.py hides a package's name
+    # A script's first import path is its own folder, where it must be the repository's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from common import (
@@ -55,10 +55,13 @@ SOURCES = {
     "wikitext103": "gpt2",
 }
 WITHOUT_VOCABULARY = ("gpt2", "bytes", "integers")  # tokenizers without a file of their own
-DEFAULT_VOCAB_SIZE = 1024  # of --tokenizer bpe
-# Bytes of text, at least -> vocabulary for a small model; below, bytes are better (docs/data.md)
-VOCAB_SIZES = {3 * 10**6: 1024, 4 * 10**5: 512}
-BPE_SAMPLE_BYTES = 64 << 20  # at most so much text trains a vocabulary
+# For a small model that trains for minutes (docs/data.md): byte pairs from so much text on, and
+# how many tokens
+BPE_BYTES = 4 * 10**5
+SMALL_VOCAB_SIZE = 512
+LARGE_VOCAB_BYTES = 3 * 10**6
+LARGE_VOCAB_SIZE = 1024
+BPE_SAMPLE_BYTES = 16 << 20  # at most so much text trains a vocabulary
 BATCH_BYTES = 1 << 20  # given to a thread at once
 
 
@@ -183,7 +186,7 @@ def _write_shards(documents, tokenizer, folder, shard_tokens, progress):
 
 
 def _resolve_tokenizer(source, tokenizer, vocab_size, has_integers):
-    """Return what the arguments of prepare name: a tokenizer, a path, or None for one by size."""
+    """Return what the arguments of prepare name: a tokenizer, a path, or None: by text size."""
     if has_integers:
         if tokenizer or vocab_size is None:
             raise UserError(
@@ -209,20 +212,6 @@ def _identify_tokenizer(tokenizer):
     return f"vocabulary of SHA-256 {hashlib.sha256(vocabulary.encode()).hexdigest()}"
 
 
-def _choose_tokenizer_by_size(n_bytes, say):
-    """Return tokenizer and vocab_size for a small model that trains for minutes (docs/data.md)."""
-    tokenizer, vocab_size = "bytes", None
-    for least, size in VOCAB_SIZES.items():
-        if n_bytes >= least:
-            tokenizer, vocab_size = "bpe", size
-            break
-    say(
-        f"tokenizer {tokenizer}, for {n_bytes / 1e6:.1f} MB of text "
-        "(for GPT-2's presets: --tokenizer gpt2)"
-    )
-    return tokenizer, vocab_size
-
-
 def _sample(documents):
     """Yield the first BPE_SAMPLE_BYTES of the training split."""
     size = 0
@@ -242,7 +231,8 @@ def _load_tokenizer(name, vocab_size, documents, n_bytes, say):
     if name.split(":")[0] in WITHOUT_VOCABULARY:
         return get_tokenizer(name), None
     if name == "bpe":
-        say(f"training byte pairs on the first {min(n_bytes, BPE_SAMPLE_BYTES) / 1e6:.1f} MB")
+        sample_bytes = min(n_bytes, BPE_SAMPLE_BYTES)
+        say(f"training {vocab_size} byte pairs on the first {sample_bytes / 1e6:.1f} MB")
         vocabulary = train_vocabulary(_sample(documents), vocab_size)
     else:
         vocabulary = read_vocabulary(name)
@@ -295,8 +285,6 @@ def prepare(
             "a count"
         )
     folder = Path(out or _default_folder(source, tokenizer))
-    if tokenizer == "bpe":
-        vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
     arguments = {
         "source": source,
         "tokenizer": tokenizer,
@@ -343,12 +331,19 @@ def prepare(
                 yield from corpus.read_files(files, val_fraction, text_key, threshold)
 
         # The tokenizer, whose vocabulary is trained or read
-        n_bytes = sum(map(_text_size, files + val_files))
+        train_bytes = sum(map(_text_size, files))
         if not tokenizer:
-            tokenizer, vocab_size = _choose_tokenizer_by_size(n_bytes, say)
+            tokenizer = "bpe" if train_bytes >= BPE_BYTES else "bytes"
+            say(
+                f"tokenizer {tokenizer}, for {train_bytes / 1e6:.1f} MB of text "
+                "(for GPT-2's presets: --tokenizer gpt2)"
+            )
+        if tokenizer == "bpe" and vocab_size is None:
+            is_large = train_bytes >= LARGE_VOCAB_BYTES
+            vocab_size = LARGE_VOCAB_SIZE if is_large else SMALL_VOCAB_SIZE
         arguments |= {"tokenizer": _identify_tokenizer(tokenizer), "vocab_size": vocab_size}
         encoder, vocabulary = _load_tokenizer(
-            tokenizer, vocab_size, documents(), n_bytes=n_bytes, say=say
+            tokenizer, vocab_size, documents(), n_bytes=train_bytes, say=say
         )
         meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
         if vocabulary:
@@ -359,6 +354,7 @@ def prepare(
             meta["order"] = corpus.ORDER
 
         # The shards
+        n_bytes = train_bytes + sum(map(_text_size, val_files))
         progress = Progress(f"preparing {source}", n_bytes, say)
         splits, shards = _write_shards(
             documents(), encoder, temporary, shard_tokens=shard_tokens, progress=progress
@@ -505,7 +501,7 @@ def _text_size(file):
     """Return about how many bytes of text a file, (name, path), holds."""
     _, path = file
     n_bytes = path.stat().st_size
-    if corpus.file_format(path) == ".parquet":  # compressed
+    if path.name.lower().endswith((".parquet", ".gz")):  # compressed
         n_bytes *= 3
     return n_bytes
 
@@ -551,7 +547,8 @@ def make_parser():
         "--vocab_size",
         type=int,
         metavar="N",
-        help=f"tokens of --tokenizer bpe (default: {DEFAULT_VOCAB_SIZE}), or in .npy",
+        help=f"tokens of --tokenizer bpe (default: {SMALL_VOCAB_SIZE}, for much text "
+        f"{LARGE_VOCAB_SIZE}), or in .npy",
     )
     add("--out", metavar="DIR", help="the folder to make (default: data/<source>)")
     add(

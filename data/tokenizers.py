@@ -29,7 +29,7 @@ PATTERN = "gpt4-digits2"
 END_OF_TEXT = b"<|endoftext|>"
 MIN_SIZE = 258  # bytes, one pair and end-of-text
 MAX_SIZE = 65536  # uint16 shards hold no more
-LONGEST_WORD = 1024  # letters, when a vocabulary is trained: time is quadratic in it
+LONGEST_WORD = 256  # letters, when a vocabulary is trained: time is quadratic in it
 
 
 class Tokenizer:
@@ -175,8 +175,8 @@ def train_vocabulary(texts, vocab_size):
         raise UserError(
             "the text has no pair of bytes to make a token of: give more, or --tokenizer bytes"
         )
-    tokens = [token.hex() for token in tokens]
-    return json.dumps(dict(format="byte pairs", pattern=PATTERN, tokens=tokens), indent=0) + "\n"
+    content = dict(format="byte pairs", pattern=PATTERN, tokens=[token.hex() for token in tokens])
+    return json.dumps(content, indent=0) + "\n"
 
 
 def merge_pairs(words, n_tokens):
@@ -201,29 +201,32 @@ def merge_pairs(words, n_tokens):
     while heap and len(made) < n_tokens:
         negative_count, pair = heapq.heappop(heap)
         if -negative_count != pair_counts[pair]:
-            continue  # its count has changed since, and was pushed again
-        merged = pair[0] + pair[1]
+            continue  # an older count
+        first, second = pair
+        merged = first + second
         made[merged] = None
 
-        changed = set()
+        changes = Counter()
         for i in words_with.pop(pair):
             tokens = []
             for token in word_tokens[i]:
-                if tokens and (tokens[-1], token) == pair:
+                if token == second and tokens[-1:] == [first]:
                     tokens[-1] = merged
                 else:
                     tokens.append(token)
-            for old in pairwise(word_tokens[i]):
-                pair_counts[old] -= word_counts[i]
-                changed.add(old)
-            for new in pairwise(tokens):
-                pair_counts[new] += word_counts[i]
-                words_with[new].add(i)
-                changed.add(new)
+            if len(tokens) == len(word_tokens[i]):
+                continue  # an earlier merge took the pair apart
+            for old_pair in pairwise(word_tokens[i]):
+                changes[old_pair] -= word_counts[i]
+            for new_pair in pairwise(tokens):
+                changes[new_pair] += word_counts[i]
+                if merged in new_pair:
+                    words_with[new_pair].add(i)
             word_tokens[i] = tokens
-        for pair in changed:
-            if pair_counts[pair] > 0:
-                heapq.heappush(heap, (-pair_counts[pair], pair))
+        for changed_pair, change in changes.items():
+            pair_counts[changed_pair] += change
+            if change and pair_counts[changed_pair]:
+                heapq.heappush(heap, (-pair_counts[changed_pair], changed_pair))
     return list(made)
 
 

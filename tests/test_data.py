@@ -623,8 +623,9 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
     for _ in range(2):  # the text has 265 pairs only
         prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe", vocab_size=270)
     prepared(tmp_path / "same", tmp_path / "a.txt", tokenizer=str(tmp_path / "pairs"))
-    with pytest.raises(UserError, match="made with vocab_size 270, which now is 1024"):
-        prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe")
+    prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe")
+    with pytest.raises(UserError, match="made with vocab_size 270, which now is 300"):
+        prepared(tmp_path / "pairs", tmp_path / "a.txt", tokenizer="bpe", vocab_size=300)
     shutil.rmtree(tmp_path / "pairs")
     prepared(tmp_path / "same", tmp_path / "a.txt", tokenizer=str(tmp_path / "pairs"))
     # Files that are skipped do not count

@@ -300,6 +300,8 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text):
     assert chosen("a.txt", "pairs") == ("bpe", 1024, "tokenizer bpe")
     assert chosen("half.txt", "fewer") == ("bpe", 512, "tokenizer bpe")
     assert chosen("small.txt", "bytes") == ("bytes", 257, "tokenizer bytes")
+    assert chosen("small.txt", "named", tokenizer="bpe")[:2] == ("bpe", 512)
+    assert chosen("a.txt", "large", tokenizer="bpe")[:2] == ("bpe", 1024)
     assert chosen("small.txt", "few", vocab_size=300)[:2] == ("bpe", 300)  # can only mean bpe
 
 
