@@ -212,6 +212,16 @@ def _identify_tokenizer(tokenizer):
     return f"vocabulary of SHA-256 {hashlib.sha256(vocabulary.encode()).hexdigest()}"
 
 
+def _choose_tokenizer(train_bytes, say):
+    """Return the tokenizer for a small model that trains for minutes (docs/data.md)."""
+    tokenizer = "bpe" if train_bytes >= BPE_BYTES else "bytes"
+    say(
+        f"tokenizer {tokenizer}, for {train_bytes / 1e6:.1f} MB of text "
+        "(for GPT-2's presets: --tokenizer gpt2)"
+    )
+    return tokenizer
+
+
 def _sample(documents):
     """Yield the first BPE_SAMPLE_BYTES of the training split."""
     size = 0
@@ -332,12 +342,7 @@ def prepare(
 
         # The tokenizer, whose vocabulary is trained or read
         train_bytes = sum(map(_text_size, files))
-        if not tokenizer:
-            tokenizer = "bpe" if train_bytes >= BPE_BYTES else "bytes"
-            say(
-                f"tokenizer {tokenizer}, for {train_bytes / 1e6:.1f} MB of text "
-                "(for GPT-2's presets: --tokenizer gpt2)"
-            )
+        tokenizer = tokenizer or _choose_tokenizer(train_bytes, say)
         if tokenizer == "bpe" and vocab_size is None:
             is_large = train_bytes >= LARGE_VOCAB_BYTES
             vocab_size = LARGE_VOCAB_SIZE if is_large else SMALL_VOCAB_SIZE
