@@ -7,7 +7,7 @@ for job in "$@"; do
     repo=/tmp/w/base; [ $side = new ] && repo=$new
     core=$(( i % 2 )); [ $side = new ] && core=$(( 1 - i % 2 ))
     dir=/tmp/w/texts/runs/$side-$text-$min; rm -rf $dir
-    ( cd $repo && OMP_NUM_THREADS=1 taskset -c $core python train_gpt.py --data /tmp/w/texts/main/$text --minutes $min --eval_every 0 --eval_tokens 0 --out_dir $dir > $dir.txt 2>&1 ) &
+    ( cd $repo && OMP_NUM_THREADS=1 taskset -c $core python train_gpt.py --data /tmp/w/texts/$([ $side = new ] && echo new || echo old)/$text --minutes $min --eval_every 0 --eval_tokens 0 --out_dir $dir > $dir.txt 2>&1 ) &
   done; wait
   i=$((i+1))
   python - $text $min <<'P' >> $out
