@@ -1,5 +1,6 @@
 """Byte-pair vocabularies of your own: trained, stored, carried by runs; what is evaluated."""
 
+import gzip
 import hashlib
 import json
 import platform
@@ -73,7 +74,7 @@ def test_the_vocabulary_is_that_of_the_package_tokenizers(text):
     expected = {bytes(byte_of[letter] for letter in token) for token in theirs.get_vocab()}
     ours = parse_vocabulary(train_vocabulary([text], 1000), "")[1]
     assert len(ours) == len(expected) == 999
-    assert len(ours.keys() & expected) > 990
+    assert len(ours.keys() & expected) >= 990
 
 
 def test_pairs_are_merged_by_frequency():
@@ -275,7 +276,7 @@ def test_the_default_corpus_has_a_vocabulary_at_hand(tmp_path, monkeypatch):
         return len(parse_vocabulary(own, "")[1].keys() & parse_vocabulary(shipped, "")[1].keys())
 
     trained = shared(files)
-    least = 1020 if platform.python_version() == "3.11.7" else 975  # ties; other Pythons
+    least = 1022 if platform.python_version() == "3.11.7" else 975  # a tie; other Pythons
     assert trained >= least
     assert trained > shared(corpus.python_files())
 
@@ -300,6 +301,11 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text):
     assert chosen("a.txt", "pairs") == ("bpe", 1024, "tokenizer bpe")
     assert chosen("half.txt", "fewer") == ("bpe", 512, "tokenizer bpe")
     assert chosen("small.txt", "bytes") == ("bytes", 257, "tokenizer bytes")
+    # By the text for training alone, and by about what .gz holds
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(text[:1000000]))
+    assert (tmp_path / "packed.txt.gz").stat().st_size < prepare.BPE_BYTES
+    assert chosen("packed.txt.gz", "packed")[:2] == ("bpe", 512)
+    assert chosen("small.txt", "val", val=[tmp_path / "half.txt"])[:2] == ("bytes", 257)
     assert chosen("small.txt", "named", tokenizer="bpe")[:2] == ("bpe", 512)
     assert chosen("a.txt", "large", tokenizer="bpe")[:2] == ("bpe", 1024)
     assert chosen("small.txt", "few", vocab_size=300)[:2] == ("bpe", 300)  # can only mean bpe
