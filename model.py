@@ -13,9 +13,11 @@ In this file: 1 config, 2 layers, 3 n-grams, 4 GPT, 5 parameter table, 6 optimiz
 that compute the same faster or in less memory (attention, loss, float8, sharding).
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -462,18 +464,19 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.wte.weight.device
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, teacher: "GPT | None" = None
+    ) -> Tensor:
         """idx, targets: integer (B, T), T <= seq_len; targets of -1 are left out of the loss.
 
         With targets: the mean loss over them in nats, as a scalar in fp32; 0 if all are -1.
         Without: logits, fp32 (B, T, vocab_size).
+        teacher: a model of the same shape, whose probabilities are then half of the loss.
         """
-        position = torch.arange(idx.size(1), device=idx.device)
-        masks = self.attention_masks(self.attn_backend, idx)
-        x = self.backbone(idx, position, masks, self.attn_backend)
+        x = self.features(idx)
         if targets is None:
             return self.logits(x)
-        return self.loss(x, targets)
+        return self.loss(x, targets, idx, teacher)
 
     def next_logits(self, idx: Tensor, cache=None) -> Tensor:
         """Logits of the token that follows each row of idx (B, T): fp32 (B, 1, vocab_size).
@@ -481,17 +484,15 @@ class GPT(nn.Module):
         cache: an inference.generation.KVCache. An empty one reads idx as prompts, padded on the
         right; after that, idx is the newest token of each row, (B, 1).
         """
-        position = torch.arange(idx.size(1), device=idx.device)
         if cache is None:
-            masks = self.attention_masks(self.attn_backend, idx)
-            x = self.backbone(idx, position, masks, self.attn_backend)
-            return self.logits(x[:, -1:])
+            return self.logits(self.features(idx)[:, -1:])
 
         # Adds idx to the cache (its length and document). tokens: ngram - 1 earlier ones, then idx
         tokens = cache.read(idx, self.doc_eot)
 
         # Prompts of more than one token. cache.length - 1: where each ends, before its padding
         if idx.size(1) > 1:
+            position = torch.arange(idx.size(1), device=idx.device)
             masks = self.attention_masks("sdpa", idx)
             x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
             return self.logits(gather_positions(x, cache.length - 1))
@@ -501,6 +502,12 @@ class GPT(nn.Module):
         masks = cache.masks(self, position)
         x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
         return self.logits(x)
+
+    def features(self, idx: Tensor) -> Tensor:
+        """What the head reads, without a cache: (B, T, C) of idx (B, T)."""
+        position = torch.arange(idx.size(1), device=idx.device)
+        masks = self.attention_masks(self.attn_backend, idx)
+        return self.backbone(idx, position, masks, self.attn_backend)
 
     def backbone(
         self,
@@ -615,14 +622,37 @@ class GPT(nn.Module):
         """
         return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
-        x = x.flatten(0, 1)  # (B * T, C)
+    def distillation_loss(self, x: Tensor, targets: Tensor, teacher: "GPT") -> Tensor:
+        """Half head_loss, half the cross entropy with a teacher's probabilities.
+
+        Born-again networks (Furlanello et al. 2018). x: (N, 2 * C), of this model and the teacher.
+        """
+        x, teacher_x = x.chunk(2, dim=-1)
+        with torch.no_grad():
+            probabilities = teacher.logits(teacher_x).softmax(-1)
+        losses = F.cross_entropy(self.logits(x), probabilities, reduction="none")
+        counted = targets >= 0
+        soft_loss = (losses * counted).sum() / counted.sum().clamp(min=1)
+        return (self.head_loss(x, targets) + soft_loss) / 2
+
+    def loss(self, x: Tensor, targets: Tensor, idx: Tensor, teacher: "GPT | None") -> Tensor:
+        """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32.
+
+        With a teacher, which reads idx: of distillation_loss.
+        """
+        function = self.head_loss
+        if teacher is not None:
+            with torch.no_grad():
+                teacher_x = teacher.features(idx)
+            x = torch.cat((x, teacher_x), dim=-1)
+            function = partial(self.distillation_loss, teacher=teacher)
+
+        x = x.flatten(0, 1)  # (B * T, C), with a teacher (B * T, 2 * C)
         targets = targets.flatten()
         # chunked_loss computes gradients in its forward pass: of x, and of the ones of these
-        # parameters that head_loss uses
+        # parameters that the function uses
         params = list(self.parameters())
-        return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
+        return chunked_loss(function, params, x, targets, chunk=self.loss_chunk)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, and attention's.
@@ -678,15 +708,16 @@ class ParamSpec(NamedTuple):
     optim: str = ""  # "muon", "adam"; "": Muon for matrices in blocks, Adam for the rest
     lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # of Adam
+    decay: float = 0.0  # of Adam: a run at a constant learning rate multiplies by exp(-decay)
 
 
 # One row per exception; the first that matches counts. A parameter without a row keeps what its
 # module drew, and ParamSpec's defaults. The rates of the embeddings are the best of a few for the
 # laptop preset (the speedrun's embedding has 100 times the head's).
 PARAM_TABLE = [
-    ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0),
-    ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0),
-    ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0),
+    ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0, decay=1.5),
+    ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0, decay=1.5),
+    ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0, decay=1.5),
     # Zero: a new model gives all tokens the same probability, its blocks pass x through, and its
     # gates are 1. Gates have a row per head, too few for Muon
     ParamSpec(r"head\.weight", init=zeros),
@@ -733,11 +764,17 @@ def init_weights(model: GPT, seed: int) -> None:
 
 
 def optimizer_groups(
-    model: GPT, optimizer: str, muon_lr: float, adam_lr: float, weight_decay: float
+    model: GPT,
+    optimizer: str,
+    muon_lr: float,
+    adam_lr: float,
+    weight_decay: float,
+    decay_steps: float,
 ) -> list[dict]:
     """Parameter groups for Optimizer: parameters with equal settings share one.
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
+    decay_steps: the steps in which a weight decays by its row's `decay`.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -750,7 +787,10 @@ def optimizer_groups(
             settings = dict(kind="muon", lr=spec.lr_mul * muon_lr, weight_decay=weight_decay)
             settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
         else:
-            settings = dict(kind=spec.optim, lr=spec.lr_mul * adam_lr, weight_decay=0.0)
+            # The same in runs of any length (Wang and Aitchison 2024)
+            lr = spec.lr_mul * adam_lr
+            per_step = 1 - math.exp(-spec.decay / decay_steps)
+            settings = dict(kind=spec.optim, lr=lr, weight_decay=per_step / lr if lr else 0.0)
             # fused: torch's load_state_dict then leaves the number of steps on the device
             settings |= dict(betas=spec.betas, fused=True)
 

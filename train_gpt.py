@@ -12,6 +12,7 @@ line. The model and its optimizer are in model.py.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
 import random
@@ -54,6 +55,7 @@ from runtime.wrap_model import wrap_model
 
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
+DISTILL = ("auto", "on", "off")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # --------------------------------------------------------------------------------------------------
@@ -142,6 +144,7 @@ class Config:
     short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
+    distill: str = flag("auto", "train a second model on the first's", DISTILL, const="on")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
@@ -176,6 +179,11 @@ class Config:
     @property
     def uses_cudagraphs(self) -> bool:
         return self.compile in ("reduce-overhead", "max-autotune")
+
+    @property
+    def n_models(self) -> int:
+        """Models that are trained one after the other: with --distill a teacher and its student."""
+        return 2 if self.distill == "on" else 1
 
     @property
     def is_sharded(self) -> bool:
@@ -234,7 +242,8 @@ def resolve_auto(
 
     # Those that follow from other flags and the dataset
     muon_lr, adam_lr = learning_rates(resolved)
-    epochs = resolved.max_steps * resolved.batch_tokens / (stream.seqs_per_epoch * resolved.seq_len)
+    steps = resolved.max_steps / resolved.n_models
+    epochs = steps * resolved.batch_tokens / (stream.seqs_per_epoch * resolved.seq_len)
     ngram_dropout = get_ngram_dropout(resolved, epochs)
     resolved = dataclasses.replace(
         resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
@@ -260,7 +269,7 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
     in docs/rates.md. At GPT-2 small's size and 5,000 steps they are the NanoGPT speedrun's.
     """
     # Shorter runs and narrower models take higher rates
-    muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
+    muon_lr = 0.02 * (5000 * cfg.n_models / cfg.max_steps) ** 0.16
     adam_lr = 0.006 * (768 / cfg.n_embd) ** 0.4
     if cfg.optimizer == "adamw":
         muon_lr = 0.0
@@ -303,6 +312,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
+    teacher: GPT | None = None  # with --distill, in the second half of the run
     n_val_targets: int = 0  # of the last evaluation
 
     # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
@@ -360,16 +370,7 @@ def build(
     vocab_size, eot: of the tokenizer. init: a checkpoint to take the weights from.
     """
     # The model
-    torch.manual_seed(cfg.seed)  # for parameters that no row of PARAM_TABLE initializes
-    with dist_ctx.device:
-        raw_model = GPT(
-            gpt_config(cfg, vocab_size),
-            compute_dtype=DTYPES[cfg.dtype],
-            loss_chunk=cfg.loss_chunk,
-            attn=cfg.attn,
-            doc_eot=eot if cfg.doc_mask else None,
-            ngram_dropout=cfg.ngram_dropout,
-        )
+    raw_model = make_model(cfg, dist_ctx, vocab_size, eot, cfg.seed)
     check_causal(raw_model)  # before init_weights: zeros in head and projections would hide a leak
     init_weights(raw_model, cfg.seed)
     if init:
@@ -396,14 +397,46 @@ def build(
     )
 
 
+def make_model(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot, seed: int) -> GPT:
+    """The model before init_weights. eot: of the tokenizer, or None."""
+    torch.manual_seed(seed)  # for parameters that no row of PARAM_TABLE initializes
+    with dist_ctx.device:
+        return GPT(
+            gpt_config(cfg, vocab_size),
+            compute_dtype=DTYPES[cfg.dtype],
+            loss_chunk=cfg.loss_chunk,
+            attn=cfg.attn,
+            doc_eot=eot if cfg.doc_mask else None,
+            ngram_dropout=cfg.ngram_dropout,
+        )
+
+
+def start_student(state: TrainState) -> None:
+    """--distill: make the model a teacher, and train one with new weights from here on."""
+    cfg, student = state.cfg, state.raw_model
+    seed = derive_seed(cfg.seed, "student")
+    model = make_model(cfg, state.dist_ctx, student.cfg.vocab_size, student.doc_eot, seed)
+    if "teacher" not in state.extra:  # else the run was resumed after this
+        init_weights(model, seed)
+        state.extra["teacher"] = copy.deepcopy(student.state_dict())
+        student.load_state_dict(model.state_dict())
+        state.optimizer.state.clear()
+    model.load_state_dict(state.extra["teacher"])
+    state.extra["teacher"] = model.state_dict()  # the same memory
+    state.teacher = model.eval()
+
+
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
     """Muon + Adam. Any torch.optim optimizer works here whose step() needs no closure."""
+    # Embeddings decay in the course of a run; those of another run are kept
+    decay_steps = math.inf if cfg.init_from else cfg.max_steps / cfg.n_models
     groups = optimizer_groups(
         model,
         optimizer=cfg.optimizer,
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
+        decay_steps=decay_steps,
     )
     # Newton-Schulz: fp32 for fp16, as GPUs that need fp16 have no bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
@@ -433,14 +466,16 @@ def get_progress(
     if not cfg.minutes:
         return step / cfg.max_steps
     training_time = 60 * cfg.minutes - RESERVED_S - time_to_finish
-    time_progress = wall_time / max(1e-9, training_time)
+    time_progress = cfg.n_models * wall_time / max(1e-9, training_time)
+    models_before = min(int(time_progress), cfg.n_models - 1)
+    time_progress -= models_before
 
     # Schedules are in steps, of which the first, with short sequences, are faster
     short = cfg.short_frac if get_seq_len(0.0, cfg) < cfg.seq_len else 0.0
     step_progress = time_progress * (short + (1 - short) * LONG_STEP)
     if step_progress > short:
         step_progress = short + (step_progress - short) / LONG_STEP
-    return max(step_progress, epoch_progress)
+    return max((models_before + step_progress) / cfg.n_models, epoch_progress)
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
@@ -493,6 +528,8 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
+    if cfg.n_models == 2:  # each has half of the run for its schedules
+        progress = max(0.0, 2 * progress - (state.teacher is not None))
 
     # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
     batch = batch.to(dist_ctx.device, non_blocking=True)
@@ -511,11 +548,12 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     targets_per_rank = n_targets / dist_ctx.world_size
 
     # Forward and backward
+    teacher = () if state.teacher is None else (state.teacher,)
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
         with maybe_no_sync(state.model, is_last):  # all-reduce in the last only (FSDP: in each)
-            micro_loss = state.model(x, y)
+            micro_loss = state.model(x, y, *teacher)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
@@ -702,6 +740,12 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             if stop:
                 break
 
+            # --distill: the first half has trained the teacher; a resumed run may know it already
+            is_second = progress >= 0.5 or "teacher" in state.extra
+            if cfg.n_models == 2 and is_second and not state.teacher:
+                start_student(state)
+                run.info(f"step {step}: the model so far is the teacher of a new one")
+
             # A single training step
             with run.timing_step():
                 batch = run.next_batch(batches)  # counts the time that it waits
@@ -726,7 +770,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 def fraction_of_epochs(state: TrainState, stream: TokenStream) -> float:
     """The fraction of the epochs of --minutes that is done."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    return epochs / max_epochs(state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
+    most = max_epochs(state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
+    return epochs / (most * state.cfg.n_models)
 
 
 def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:

@@ -20,6 +20,8 @@ MAX_EPOCHS_OF_PAIRS = 5  # of longer tokens, which are memorized sooner
 LARGE_MODEL = 2  # parameters per byte: with the next two, it gains from more epochs
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
+DISTILL_TIME = 2.0  # times the time of all epochs, at least, for --distill
+STUDENT_STEP = 4 / 3  # time of a student's step, relative to its teacher's
 MFU_ON_CPU = 0.6
 
 
@@ -99,9 +101,14 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
 
 
 def tokens_in_time(cfg, vocab_size: int, flops: float) -> float:
-    """Tokens that a model trains on in --minutes, on devices with so many FLOP/s in matmuls."""
+    """Tokens that a model trains on in --minutes, on devices with so many FLOP/s in matmuls.
+
+    With --distill, teacher and student train on so many each.
+    """
     n_params = 12 * cfg.n_layer * cfg.n_embd**2 + vocab_size * cfg.n_embd
     flop_per_token = 6 * n_params + 6 * cfg.n_layer * cfg.n_embd * cfg.seq_len
+    if cfg.n_models == 2:
+        flop_per_token *= 1 + STUDENT_STEP
     return MFU_ON_CPU * flops * 0.9 * 60 * cfg.minutes / flop_per_token
 
 
@@ -123,7 +130,8 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         params = 1e5 * 1.22**exponent
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
-        tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
+        tokens_by_clock = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
+        tokens = tokens_by_clock
         if not is_bytes:
             tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
 
@@ -145,6 +153,8 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
     most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens
+    if cfg.distill == "auto" and not (cfg.patience or cfg.is_sharded):
+        chosen["distill"] = "on" if tokens_by_clock >= DISTILL_TIME * most_tokens else "off"
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
 
 
@@ -178,6 +188,8 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
         chosen["max_steps"] = choose_steps(sized, n_tokens, vocab_size, flops)
 
     resolved = dataclasses.replace(cfg, **chosen)
+    if resolved.distill == "auto":
+        chosen["distill"] = "off"
     if resolved.ngram == -1:
         chosen["ngram"] = 6 if tokens_are_bytes(vocab_size) else 3
     if resolved.loss_chunk == -1:
@@ -206,7 +218,7 @@ def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
     """--minutes: estimate how many steps there will be."""
     tokens = tokens_in_time(cfg, vocab_size, flops)
     tokens = min(tokens, max_epochs(cfg, n_tokens, vocab_size) * n_tokens)
-    return max(1, round(tokens / cfg.batch_tokens))
+    return max(1, round(cfg.n_models * tokens / cfg.batch_tokens))
 
 
 def choose_finetuning(cfg, n_tokens: int, world_size: int) -> dict:

@@ -173,6 +173,7 @@ def test_a_new_field_is_a_flag(capsys):
 
 FLAG_CASES = (
     (dict(patience=2, eval_every=0), "--patience 2 counts evaluations, and with --eval_every 0"),
+    (dict(distill="on", parallel="hsdp"), "--distill keeps a second model and starts anew"),
     (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
@@ -348,7 +349,16 @@ def test_ngram_dropout_by_epochs():
         assert train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=p), 99) == p
 
 
-AUTOMATIC = ("dtype", "attn", "loss_chunk", "ngram", "muon_lr", "adam_lr", "ngram_dropout")
+AUTOMATIC = (
+    "dtype",
+    "attn",
+    "loss_chunk",
+    "ngram",
+    "muon_lr",
+    "adam_lr",
+    "ngram_dropout",
+    "distill",
+)
 
 
 def test_automatic_values_are_chosen_once_and_kept(data, tmp_path, monkeypatch):
@@ -456,25 +466,28 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
 
 
 @pytest.mark.parametrize(
-    "given, n_tokens, vocab_size, epochs, weight_decay",
+    "given, n_tokens, vocab_size, epochs, weight_decay, distill",
     [
-        (dict(), 10**5, 257, 12, 0.8),
-        (dict(), 10**5, 1024, 5, 0.05),
-        (dict(), 10**8, 257, 6, 0.05),
-        (dict(n_layer=1, n_embd=64), 10**5, 257, 6, 0.05),
-        (dict(weight_decay=0.1), 10**5, 257, 6, 0.1),
+        (dict(), 10**5, 257, 12, 0.8, "on"),
+        (dict(), 10**5, 1024, 5, 0.05, "on"),
+        (dict(), 10**8, 257, 6, 0.05, "off"),
+        (dict(n_layer=1, n_embd=64), 10**5, 257, 6, 0.05, "on"),
+        (dict(weight_decay=0.1), 10**5, 257, 6, 0.1, "on"),
+        (dict(distill="off"), 10**5, 1024, 5, 0.05, "off"),
+        (dict(patience=3), 10**5, 1024, 5, 0.05, "off"),
+        (dict(parallel="fsdp"), 10**5, 1024, 5, 0.05, "off"),
     ],
 )
 def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
-    given, n_tokens, vocab_size, epochs, weight_decay, monkeypatch
+    given, n_tokens, vocab_size, epochs, weight_decay, distill, monkeypatch
 ):
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     preset = make_config()
     cfg = dataclasses.replace(preset, **given, minutes=5.0, dtype="fp32", params=-1)
     chosen = auto.choose_auto_values(cfg, preset, stream_of(n_tokens, vocab_size), CPU)
     cfg = dataclasses.replace(cfg, **chosen)
-    assert cfg.weight_decay == weight_decay
-    assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * n_tokens
+    assert cfg.weight_decay == weight_decay and cfg.distill == distill
+    assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * cfg.n_models * n_tokens
 
 
 def test_micro_batch_is_what_fits(monkeypatch):

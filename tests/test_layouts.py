@@ -42,7 +42,8 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
     checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
-    optimizer, losses, norms = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)), [], []
+    groups = optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05, decay_steps=math.inf)
+    optimizer, losses, norms = Optimizer(groups), [], []
     peak_lrs = [group["lr"] for group in optimizer.param_groups]
     for step in range(20):
         batch = torch.from_numpy(stream.batch(step))
@@ -143,6 +144,7 @@ AS_ONE_PROCESS = {  # with other flags than the plain run
     "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
     "ddp_ngrams": NGRAMS | dict(micro_batch=2),
+    "ddp_distill": NGRAMS | dict(distill="on", micro_batch=2, max_steps=8),
     "fsdp_ngrams": NGRAMS | dict(doc_mask=True, parallel="fsdp"),
     "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
     "fsdp_thin": dict(
@@ -186,7 +188,9 @@ def worker(folder: Path) -> None:
     cases = AS_PLAIN | AS_ONE_PROCESS | RESUMED | (COMPILED_CASES if compiler_works() else {})
     for case, flags in cases.items():
         flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags
-        paths = [name for name in ("init_from", "data", "out_dir", "resume") if flags.get(name)]
+        if not flags["init_from"]:
+            del flags["init_from"]  # a resumed run has its own
+        paths = [name for name in ("init_from", "data", "out_dir", "resume") if name in flags]
         flags |= {name: str(folder / flags[name]) for name in paths}
         trained = train(make_config(**TINY | flags), return_model=True)[1]
         torch.save(
