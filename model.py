@@ -638,7 +638,7 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, idx: Tensor, teacher: "GPT | None") -> Tensor:
         """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32.
 
-        With a teacher, which reads idx: of distillation_loss.
+        teacher: a model that reads idx, too; then it is the mean of distillation_loss.
         """
         function = self.head_loss
         if teacher is not None:
@@ -708,7 +708,7 @@ class ParamSpec(NamedTuple):
     optim: str = ""  # "muon", "adam"; "": Muon for matrices in blocks, Adam for the rest
     lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # of Adam
-    decay: float = 0.0  # of Adam: a run at a constant learning rate multiplies by exp(-decay)
+    decay: float = 0.0  # of Adam: it alone would shrink a weight by exp(-decay) in a run
 
 
 # One row per exception; the first that matches counts. A parameter without a row keeps what its
@@ -787,10 +787,10 @@ def optimizer_groups(
             settings = dict(kind="muon", lr=spec.lr_mul * muon_lr, weight_decay=weight_decay)
             settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
         else:
-            # The same in runs of any length (Wang and Aitchison 2024)
             lr = spec.lr_mul * adam_lr
-            per_step = 1 - math.exp(-spec.decay / decay_steps)
-            settings = dict(kind=spec.optim, lr=lr, weight_decay=per_step / lr if lr else 0.0)
+            # The same in runs of any length (Wang and Aitchison 2024). Adam multiplies it by lr
+            decay_per_step = 1 - math.exp(-spec.decay / decay_steps)
+            settings = dict(kind=spec.optim, lr=lr, weight_decay=decay_per_step / lr)
             # fused: torch's load_state_dict then leaves the number of steps on the device
             settings |= dict(betas=spec.betas, fused=True)
 

@@ -144,7 +144,7 @@ class Config:
     short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
-    distill: str = flag("auto", "train a second model on the first's", DISTILL, const="on")
+    distill: str = flag("auto", "teacher, then student; auto = by --minutes", DISTILL, const="on")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
@@ -312,7 +312,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
-    teacher: GPT | None = None  # with --distill, in the second half of the run
+    teacher: GPT | None = None  # with --distill: as build made it, then from half-time on trained
     n_val_targets: int = 0  # of the last evaluation
 
     # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
@@ -370,7 +370,17 @@ def build(
     vocab_size, eot: of the tokenizer. init: a checkpoint to take the weights from.
     """
     # The model
-    raw_model = make_model(cfg, dist_ctx, vocab_size, eot, cfg.seed)
+    torch.manual_seed(cfg.seed)  # for parameters that no row of PARAM_TABLE initializes
+    with dist_ctx.device:
+        raw_model = GPT(
+            gpt_config(cfg, vocab_size),
+            compute_dtype=DTYPES[cfg.dtype],
+            loss_chunk=cfg.loss_chunk,
+            attn=cfg.attn,
+            doc_eot=eot if cfg.doc_mask else None,
+            ngram_dropout=cfg.ngram_dropout,
+        )
+    teacher = copy.deepcopy(raw_model).eval() if cfg.n_models == 2 else None
     check_causal(raw_model)  # before init_weights: zeros in head and projections would hide a leak
     init_weights(raw_model, cfg.seed)
     if init:
@@ -394,42 +404,27 @@ def build(
         micro_batch=micro_batch,
         optimizer=optimizer,
         scaler=scaler,
+        teacher=teacher,
     )
 
 
-def make_model(cfg: Config, dist_ctx: DistContext, vocab_size: int, eot, seed: int) -> GPT:
-    """The model before init_weights. eot: of the tokenizer, or None."""
-    torch.manual_seed(seed)  # for parameters that no row of PARAM_TABLE initializes
-    with dist_ctx.device:
-        return GPT(
-            gpt_config(cfg, vocab_size),
-            compute_dtype=DTYPES[cfg.dtype],
-            loss_chunk=cfg.loss_chunk,
-            attn=cfg.attn,
-            doc_eot=eot if cfg.doc_mask else None,
-            ngram_dropout=cfg.ngram_dropout,
-        )
-
-
 def start_student(state: TrainState) -> None:
-    """--distill: make the model a teacher, and train one with new weights from here on."""
-    cfg, student = state.cfg, state.raw_model
-    seed = derive_seed(cfg.seed, "student")
-    model = make_model(cfg, state.dist_ctx, student.cfg.vocab_size, student.doc_eot, seed)
-    if "teacher" not in state.extra:  # else the run was resumed after this
-        init_weights(model, seed)
-        state.extra["teacher"] = copy.deepcopy(student.state_dict())
-        student.load_state_dict(model.state_dict())
-        state.optimizer.state.clear()
-    model.load_state_dict(state.extra["teacher"])
-    state.extra["teacher"] = model.state_dict()  # the same memory
-    state.teacher = model.eval()
+    """--distill: make the trained model the teacher, and begin another with new weights."""
+    trained = copy.deepcopy(state.raw_model.state_dict())
+    state.raw_model.load_state_dict(state.teacher.state_dict())  # parameters without a row
+    init_weights(state.raw_model, derive_seed(state.cfg.seed, "student"))
+    state.teacher.load_state_dict(trained)
+    state.optimizer.state.clear()
+    state.extra.pop("eval_weights", None)
+    state.extra["teacher"] = state.teacher.state_dict()  # for checkpoints
 
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
     """Muon + Adam. Any torch.optim optimizer works here whose step() needs no closure."""
-    # Embeddings decay in the course of a run; those of another run are kept
-    decay_steps = math.inf if cfg.init_from else cfg.max_steps / cfg.n_models
+    # Embeddings decay in the course of a run, but not those of another run, nor with --distill,
+    # with which that is too much
+    has_decay = not cfg.init_from and cfg.n_models == 1
+    decay_steps = cfg.max_steps if has_decay else math.inf
     groups = optimizer_groups(
         model,
         optimizer=cfg.optimizer,
@@ -528,8 +523,12 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
-    if cfg.n_models == 2:  # each has half of the run for its schedules
-        progress = max(0.0, 2 * progress - (state.teacher is not None))
+
+    # --distill: in the second half of the run a student; each model has schedules of its own
+    teacher = None
+    if cfg.n_models == 2:
+        teacher = state.teacher if "teacher" in state.extra else None
+        progress = 2 * progress if teacher is None else max(0.0, 2 * progress - 1)
 
     # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
     batch = batch.to(dist_ctx.device, non_blocking=True)
@@ -548,12 +547,11 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     targets_per_rank = n_targets / dist_ctx.world_size
 
     # Forward and backward
-    teacher = () if state.teacher is None else (state.teacher,)
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
         with maybe_no_sync(state.model, is_last):  # all-reduce in the last only (FSDP: in each)
-            micro_loss = state.model(x, y, *teacher)
+            micro_loss = state.model(x, y, teacher)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
@@ -740,9 +738,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             if stop:
                 break
 
-            # --distill: the first half has trained the teacher; a resumed run may know it already
-            is_second = progress >= 0.5 or "teacher" in state.extra
-            if cfg.n_models == 2 and is_second and not state.teacher:
+            # --distill: the first half of the run has trained the teacher
+            if cfg.n_models == 2 and progress >= 0.5 and "teacher" not in state.extra:
                 start_student(state)
                 run.info(f"step {step}: the model so far is the teacher of a new one")
 

@@ -153,7 +153,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
     most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens
-    if cfg.distill == "auto" and not (cfg.patience or cfg.is_sharded):
+    if cfg.distill == "auto" and not (cfg.patience or cfg.init_from or cfg.is_sharded):
         chosen["distill"] = "on" if tokens_by_clock >= DISTILL_TIME * most_tokens else "off"
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
 
@@ -246,6 +246,8 @@ def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
         return 4096  # the head's gradient is a sum over the tokens of a chunk, and could overflow
     # Logits and their gradient; eager, also three tensors of their size in fp32
     bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
+    if cfg.n_models == 2:
+        bytes_per_logit += 32  # the teacher's, too, and a student's loss is not compiled
     memory = torch.cuda.get_device_properties(device).total_memory
     memory *= torch.cuda.get_per_process_memory_fraction()
     fitting = 0.1 * memory / (bytes_per_logit * (cfg.vocab_size or vocab_size))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+import model as model_page
 import train_gpt
 from common import SOURCE_FILES, UserError, error_sentence, exit_process, is_out_of_memory
 from conftest import (
@@ -68,7 +69,7 @@ def spoil(monkeypatch, at, factor=math.nan, rank=None) -> None:
     forward = GPT.forward
     count = 0
 
-    def spoiled(self, idx, targets=None):
+    def spoiled(self, idx, targets=None, teacher=None):
         nonlocal count
         loss = forward(self, idx, targets)
         if not torch.is_grad_enabled() or targets is None:
@@ -454,7 +455,7 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
 def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatch):
     forward, step = GPT.forward, train_gpt.train_step
 
-    def with_noise(self, idx, targets=None):
+    def with_noise(self, idx, targets=None, teacher=None):
         loss = forward(self, idx, targets)
         if targets is None:
             return loss
@@ -489,8 +490,10 @@ def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatc
     assert not equal_weights(final(whole)["model"], averaged)
 
 
-def test_a_student_begins_anew_at_half_time_and_resumes(data, tmp_path):
+def test_a_student_begins_anew_at_half_time_and_resumes(data, tmp_path, monkeypatch):
     """Its teacher is what half of the steps would have trained, with schedules of its own."""
+    table = [row._replace(decay=0.0) for row in model_page.PARAM_TABLE]  # as with --distill
+    monkeypatch.setattr(model_page, "PARAM_TABLE", table)
     half, whole, resumed = tmp_path / "half", tmp_path / "whole", tmp_path / "resumed"
     common = dict(data=data, ngram=3, ngram_rows=65, short_frac=0.5, keep=0)
     tiny_run(half, **common, max_steps=6)
@@ -505,9 +508,11 @@ def test_a_student_begins_anew_at_half_time_and_resumes(data, tmp_path):
         tiny_run(folder, **common, max_steps=12, distill="on", resume=whole / f"ckpt_{step}.pt")
         assert rows(folder, "train_loss") == rows(whole, "train_loss")[step:]
         assert_weights_equal(folder, whole)
-    # A longer run goes on with the student
-    tiny_run(resumed, **common, max_steps=30, distill="on", resume=whole / "ckpt_12.pt")
-    assert rows(resumed, "train_loss")[0] < rows(whole, "train_loss")[9]
+    # A longer run goes on with the student, with the teacher or without
+    for distill in ("on", "off"):
+        folder = resumed / distill
+        tiny_run(folder, **common, max_steps=30, distill=distill, resume=whole / "ckpt_12.pt")
+        assert rows(folder, "train_loss")[0] < rows(whole, "train_loss")[9]
 
 
 def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, monkeypatch, capsys):
