@@ -107,6 +107,14 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     assert set(packed) <= {OFFLOAD_MIN_NUMEL}
 
 
+@pytest.mark.parametrize("compile", ["off", "default", "reduce-overhead"])
+def test_gpu_student_and_teacher_are_those_of_a_cpu(compile, data, tmp_path):
+    flags = dict(data=data, distill="on", max_steps=8, micro_batch=4)
+    tiny_run(tmp_path / "cpu", **flags)
+    tiny_run(tmp_path / "gpu", **flags, device="cuda", compile=compile)
+    assert_same_run(tmp_path / "gpu", tmp_path / "cpu", rtol=1e-4)
+
+
 def test_gpu_offload_returns_what_it_took():
     x = torch.randn(300, 500, device="cuda")
     views = [x.view(10, 30, 500).transpose(0, 1), x[:, ::2], x[:256, :256]]
