@@ -153,8 +153,10 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
     most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens
-    if cfg.distill == "auto" and not (cfg.patience or cfg.init_from or cfg.is_sharded):
-        chosen["distill"] = "on" if tokens_by_clock >= DISTILL_TIME * most_tokens else "off"
+    # Measured for byte pairs alone
+    can_distill = not (is_bytes or cfg.patience or cfg.init_from or cfg.is_sharded)
+    if cfg.distill == "auto" and can_distill and tokens_by_clock >= DISTILL_TIME * most_tokens:
+        chosen["distill"] = "on"
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
 
 
