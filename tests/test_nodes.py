@@ -50,9 +50,7 @@ CASES = {  # of two nodes of two ranks each
     "ddp_half": dict(micro_batch=4, save_every=10, keep=0),
     "ddp_bf16": dict(micro_batch=2, grad_comm="bf16", bucket_cap_mb=1, max_steps=5),
     "hsdp": dict(parallel="hsdp", micro_batch=2, checkpointing="full", save_every=10, keep=0),
-    "hsdp_resumed": dict(
-        parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt", init_from=""
-    ),
+    "hsdp_resumed": dict(parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt"),
     "hsdp_thin": dict(
         parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5
     ),
@@ -96,6 +94,7 @@ def run_cases(folder: Path) -> None:
         flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
         if "resume" in case:
             flags["resume"] = str(folder / case["resume"])
+            del flags["init_from"]  # the run's own
         cfg = make_config(**flags, out_dir=str(folder / name))
         model = train_gpt.train(cfg, return_model=True)[1]
         weights = b"".join(to_full(p.detach()).numpy().tobytes() for p in model.parameters())
