@@ -312,7 +312,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
-    teacher: GPT | None = None  # with --distill: as build made it, then from half-time on trained
+    teacher: GPT | None = None  # with --distill; untrained in the first half of the run
     n_val_targets: int = 0  # of the last evaluation
 
     # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
@@ -323,6 +323,11 @@ class TrainState:
     # a dict in it has a parameter's name as key, that tensor is sharded like the parameter.
     # extra["eval_weights"], name -> tensor (an EMA, say), is evaluated, sampled and saved as best
     extra: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the second half of a run with --distill has begun."""
+        return self.teacher is not None and "teacher" in self.extra
 
     @contextlib.contextmanager
     def evaluating(self):
@@ -411,7 +416,7 @@ def build(
 def start_student(state: TrainState) -> None:
     """--distill: make the trained model the teacher, and begin another with new weights."""
     trained = copy.deepcopy(state.raw_model.state_dict())
-    state.raw_model.load_state_dict(state.teacher.state_dict())  # parameters without a row
+    state.raw_model.load_state_dict(state.teacher.state_dict())  # for parameters without a row
     init_weights(state.raw_model, derive_seed(state.cfg.seed, "student"))
     state.teacher.load_state_dict(trained)
     state.optimizer.state.clear()
@@ -524,11 +529,10 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # --distill: in the second half of the run a student; each model has schedules of its own
-    teacher = None
+    # --distill: teacher and student have half of the run each, with schedules of their own
+    teacher = state.teacher if state.is_student else None
     if cfg.n_models == 2:
-        teacher = state.teacher if "teacher" in state.extra else None
-        progress = 2 * progress if teacher is None else max(0.0, 2 * progress - 1)
+        progress = max(0.0, 2 * progress - state.is_student)  # 0: it was resumed for longer
 
     # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
     batch = batch.to(dist_ctx.device, non_blocking=True)
@@ -739,7 +743,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 break
 
             # --distill: the first half of the run has trained the teacher
-            if cfg.n_models == 2 and progress >= 0.5 and "teacher" not in state.extra:
+            if cfg.n_models == 2 and progress >= 0.5 and not state.is_student:
                 start_student(state)
                 run.info(f"step {step}: the model so far is the teacher of a new one")
 
@@ -767,8 +771,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 def fraction_of_epochs(state: TrainState, stream: TokenStream) -> float:
     """The fraction of the epochs of --minutes that is done."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    most = max_epochs(state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
-    return epochs / (most * state.cfg.n_models)
+    return epochs / max_epochs(state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
 
 
 def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:

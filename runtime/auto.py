@@ -31,12 +31,16 @@ def tokens_are_bytes(vocab_size: int) -> bool:
 
 
 def max_epochs(cfg, n_tokens: int, vocab_size: int) -> float:
-    """Most epochs of --minutes. More did not lower the loss on small datasets (docs/rates.md)."""
+    """Most epochs of --minutes, those of a teacher included.
+
+    More did not lower the loss on small datasets (docs/rates.md).
+    """
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
+    epochs = STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else MAX_EPOCHS
     if not tokens_are_bytes(vocab_size):
-        return MAX_EPOCHS_OF_PAIRS
-    return STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else MAX_EPOCHS
+        epochs = MAX_EPOCHS_OF_PAIRS
+    return cfg.n_models * epochs
 
 
 def finetuning_tokens(n_tokens: int) -> float:
@@ -101,14 +105,11 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
 
 
 def tokens_in_time(cfg, vocab_size: int, flops: float) -> float:
-    """Tokens that a model trains on in --minutes, on devices with so many FLOP/s in matmuls.
-
-    With --distill, teacher and student train on so many each.
-    """
+    """Tokens that a run trains on in --minutes, on devices with so many FLOP/s in matmuls."""
     n_params = 12 * cfg.n_layer * cfg.n_embd**2 + vocab_size * cfg.n_embd
     flop_per_token = 6 * n_params + 6 * cfg.n_layer * cfg.n_embd * cfg.seq_len
     if cfg.n_models == 2:
-        flop_per_token *= 1 + STUDENT_STEP
+        flop_per_token *= (1 + STUDENT_STEP) / 2  # half of the tokens are the teacher's
     return MFU_ON_CPU * flops * 0.9 * 60 * cfg.minutes / flop_per_token
 
 
@@ -131,6 +132,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens_by_clock = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
+        tokens_by_clock /= cfg.n_models  # each model's, as all tokens here
         tokens = tokens_by_clock
         if not is_bytes:
             tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
@@ -152,7 +154,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
-    most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens
+    most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens / cfg.n_models
     # Measured for byte pairs alone
     can_distill = not (is_bytes or cfg.patience or cfg.init_from or cfg.is_sharded)
     if cfg.distill == "auto" and can_distill and tokens_by_clock >= DISTILL_TIME * most_tokens:
@@ -220,7 +222,7 @@ def choose_steps(cfg, n_tokens: int, vocab_size: int, flops: float) -> int:
     """--minutes: estimate how many steps there will be."""
     tokens = tokens_in_time(cfg, vocab_size, flops)
     tokens = min(tokens, max_epochs(cfg, n_tokens, vocab_size) * n_tokens)
-    return max(1, round(cfg.n_models * tokens / cfg.batch_tokens))
+    return max(1, round(tokens / cfg.batch_tokens))
 
 
 def choose_finetuning(cfg, n_tokens: int, world_size: int) -> dict:
@@ -249,7 +251,7 @@ def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
     # Logits and their gradient; eager, also three tensors of their size in fp32
     bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
     if cfg.n_models == 2:
-        bytes_per_logit += 32  # the teacher's, too, and a student's loss is not compiled
+        bytes_per_logit += 32  # eight more in fp32: the teacher's, and the student's once again
     memory = torch.cuda.get_device_properties(device).total_memory
     memory *= torch.cuda.get_per_process_memory_fraction()
     fitting = 0.1 * memory / (bytes_per_logit * (cfg.vocab_size or vocab_size))

@@ -546,7 +546,7 @@ class Run:
         lines = []
         if stopped_by == "epochs":
             meta, n_tokens = self.stream.meta, self.stream.train.n_tokens
-            epochs = cfg.n_models * max_epochs(cfg, n_tokens, meta["vocab_size"])
+            epochs = max_epochs(cfg, n_tokens, meta["vocab_size"])
             lines.append(
                 f"it ended after {epochs:.3g} epochs, before its {cfg.minutes:g} minutes: on small "
                 "datasets more did not lower the loss; --max_steps instead of --minutes trains on"

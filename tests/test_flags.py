@@ -434,7 +434,8 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
         sizes.append(n_params)
     assert sizes == sorted(set(sizes))
     small = choose(60, 10**5)  # a small dataset allows a small model, and few epochs
-    assert small.max_steps * small.batch_tokens <= 1.1 * max_epochs(small, 10**5, 1024) * 1e5
+    epochs = max_epochs(small, 10**5, 1024) / small.n_models  # choose_size gives a model's steps
+    assert small.max_steps * small.batch_tokens <= 1.1 * epochs * 1e5
     # Byte pairs get the width of 128 for less time than bytes
     cfg = make_config(minutes=2.0, seq_len=1024)
     for vocab_size, flops, n_embd in ((257, 8e10, 64), (1024, 8e10, 128), (1024, 3e10, 64)):

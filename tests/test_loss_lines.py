@@ -33,14 +33,14 @@ EDITS = {
 
 
 def lines_of_the_loss() -> list[str]:
-    """The statements of the functions that make the loss, without docstrings and teachers."""
+    """The statements of the functions that make the loss, without docstrings and a teacher's."""
     names = ("softcap", "cross_entropy", "head_logits", "head_loss", "loss")
     found = []
     for node in ast.walk(ast.parse(SOURCE)):
         if isinstance(node, ast.FunctionDef) and node.name in names:
-            plain = [s for s in node.body if not isinstance(s, (ast.Expr, ast.FunctionDef, ast.If))]
+            plain = [s for s in node.body if not isinstance(s, (ast.Expr, ast.FunctionDef))]
             found += [SOURCE.splitlines()[statement.lineno - 1].strip() for statement in plain]
-    return found
+    return [line for line in found if line != "if teacher is not None:"]
 
 
 def test_every_line_has_a_case():

@@ -74,7 +74,7 @@ def test_the_vocabulary_is_that_of_the_package_tokenizers(text):
     expected = {bytes(byte_of[letter] for letter in token) for token in theirs.get_vocab()}
     ours = parse_vocabulary(train_vocabulary([text], 1000), "")[1]
     assert len(ours) == len(expected) == 999
-    assert len(ours.keys() & expected) >= 990
+    assert len(ours.keys() & expected) > 990
 
 
 def test_pairs_are_merged_by_frequency():
