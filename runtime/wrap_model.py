@@ -173,7 +173,7 @@ def dummy_step(
     seq_len: int,
     keep_gradients: bool = False,
 ) -> None:
-    """Run two micro-steps on zeros, an update with learning rates of 0, and an evaluation.
+    """Run two micro-steps on zeros, with an update between (of learning rate 0), and an evaluation.
 
     Weights and buffers keep their values. keep_gradients: in their memory, as CUDA graphs need.
     """
@@ -187,15 +187,18 @@ def dummy_step(
             if p.requires_grad:
                 p.grad = torch.zeros_like(p)
 
-    # CUDA graphs are recorded at the second call
-    for _ in range(3 if keep_gradients else 2):
-        model(x, x).backward()
+    # An update, which makes the optimizer's state
+    model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # Gradients of 16 bits may have overflowed, and 0 times infinity would reach the weights
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()
     optimizer.step()
+
+    # Then all that a step needs is in memory. CUDA graphs are recorded at the second call
+    for _ in range(2 if keep_gradients else 1):
+        model(x, x).backward()
     model.zero_grad(set_to_none=not keep_gradients)
 
     model.eval()

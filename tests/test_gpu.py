@@ -30,6 +30,7 @@ from ops.attention import attention_mask
 from ops.checkpointing import OFFLOAD_MIN_NUMEL, apply_offload, pack_to_host, unpack_to_device
 from ops.compile import apply_compile
 from ops.linear import Fp8Linear
+from runtime.wrap_model import dummy_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,6 +114,24 @@ def test_gpu_student_and_teacher_are_those_of_a_cpu(compile, data, tmp_path):
     tiny_run(tmp_path / "cpu", **flags)
     tiny_run(tmp_path / "gpu", **flags, device="cuda", compile=compile)
     assert_same_run(tmp_path / "gpu", tmp_path / "cpu", rtol=1e-4)
+
+
+def test_gpu_trial_takes_the_memory_of_a_step():
+    peaks = []
+    for is_trial in (True, False):
+        state, batches = started(n_embd=256, micro_batch=8)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        if is_trial:
+            optimizer = train_gpt.make_optimizer(state.cfg, state.raw_model)
+            dummy_step(state.raw_model, optimizer, state.micro_batch, state.cfg.seq_len)
+            del optimizer
+        else:
+            for batch in batches[:2]:
+                train_gpt.train_step(state, batch, 0.0)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del state
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
 def test_gpu_offload_returns_what_it_took():
