@@ -13,7 +13,6 @@ In this file: 1 config, 2 layers, 3 n-grams, 4 GPT, 5 parameter table, 6 optimiz
 that compute the same faster or in less memory (attention, loss, float8, sharding).
 """
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -708,16 +707,16 @@ class ParamSpec(NamedTuple):
     optim: str = ""  # "muon", "adam"; "": Muon for matrices in blocks, Adam for the rest
     lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # of Adam
-    decay: float = 0.0  # of Adam: it alone would shrink a weight by exp(-decay) in a run
+    decay: float = 0.0  # weight decay of Adam, relative to --embed_decay
 
 
 # One row per exception; the first that matches counts. A parameter without a row keeps what its
 # module drew, and ParamSpec's defaults. The rates of the embeddings are the best of a few for the
 # laptop preset (the speedrun's embedding has 100 times the head's).
 PARAM_TABLE = [
-    ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0, decay=1.5),
-    ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0, decay=1.5),
-    ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0, decay=1.5),
+    ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0, decay=1.0),
+    ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0, decay=1.0),
+    ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0, decay=1.0),
     # Zero: a new model gives all tokens the same probability, its blocks pass x through, and its
     # gates are 1. Gates have a row per head, too few for Muon
     ParamSpec(r"head\.weight", init=zeros),
@@ -769,12 +768,13 @@ def optimizer_groups(
     muon_lr: float,
     adam_lr: float,
     weight_decay: float,
-    decay_steps: float,
+    embed_decay: float = 0.0,
 ) -> list[dict]:
     """Parameter groups for Optimizer: parameters with equal settings share one.
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
-    decay_steps: the steps in which a weight decays by its row's `decay`.
+    weight_decay: of Muon's matrices, per step and learning rate. embed_decay: of rows with a
+    `decay`, per step.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -788,9 +788,8 @@ def optimizer_groups(
             settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
         else:
             lr = spec.lr_mul * adam_lr
-            # The same in runs of any length (Wang and Aitchison 2024). Adam multiplies it by lr
-            decay_per_step = 1 - math.exp(-spec.decay / decay_steps)
-            settings = dict(kind=spec.optim, lr=lr, weight_decay=decay_per_step / lr)
+            # Adam multiplies its weight decay by the learning rate
+            settings = dict(kind=spec.optim, lr=lr, weight_decay=spec.decay * embed_decay / lr)
             # fused: torch's load_state_dict then leaves the number of steps on the device
             settings |= dict(betas=spec.betas, fused=True)
 

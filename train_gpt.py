@@ -133,6 +133,7 @@ class Config:
     muon_lr: float = flag(0.0, "learning rate of Muon; 0 = by max_steps (docs/rates.md)")
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
+    embed_decay: float = flag(-1.0, "embeddings decay by exp(-x) in a run; -1 = by epochs", min=-1)
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by data (--init_from)")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
@@ -244,9 +245,12 @@ def resolve_auto(
     muon_lr, adam_lr = learning_rates(resolved)
     steps = resolved.max_steps / resolved.n_models
     epochs = steps * resolved.batch_tokens / (stream.seqs_per_epoch * resolved.seq_len)
-    ngram_dropout = get_ngram_dropout(resolved, epochs)
     resolved = dataclasses.replace(
-        resolved, muon_lr=muon_lr, adam_lr=adam_lr, ngram_dropout=ngram_dropout
+        resolved,
+        muon_lr=muon_lr,
+        adam_lr=adam_lr,
+        ngram_dropout=get_ngram_dropout(resolved, epochs),
+        embed_decay=get_embed_decay(resolved, epochs),
     )
 
     # A resumed run keeps the checkpoint's value where one has just been chosen: make_config has not
@@ -293,6 +297,20 @@ def get_ngram_dropout(cfg: Config, epochs: float) -> float:
         return cfg.ngram_dropout
     repeats = max(0.0, epochs - 0.75)
     return 1 - 1 / (1 + 0.45 * repeats)
+
+
+def get_embed_decay(cfg: Config, epochs: float) -> float:
+    """By how much embeddings decay in a run: their decay alone would shrink them by exp(-this).
+
+    --embed_decay -1 chooses it by the epochs: it lowers the loss where the dataset is repeated, and
+    may raise it otherwise (docs/rates.md). Not with --distill, with which that is too much, nor
+    with --init_from, whose embeddings have been trained.
+    """
+    if cfg.embed_decay >= 0:
+        return cfg.embed_decay
+    if cfg.init_from or cfg.n_models == 2:
+        return 0.0
+    return min(1.5, max(0.0, epochs - 0.75))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,17 +444,14 @@ def start_student(state: TrainState) -> None:
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
     """Muon + Adam. Any torch.optim optimizer works here whose step() needs no closure."""
-    # Embeddings decay in the course of a run, but not those of another run, nor with --distill,
-    # with which that is too much
-    has_decay = not cfg.init_from and cfg.n_models == 1
-    decay_steps = cfg.max_steps if has_decay else math.inf
     groups = optimizer_groups(
         model,
         optimizer=cfg.optimizer,
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
-        decay_steps=decay_steps,
+        # The same in runs of any length (Wang and Aitchison 2024)
+        embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
     )
     # Newton-Schulz: fp32 for fp16, as GPUs that need fp16 have no bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32

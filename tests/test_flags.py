@@ -349,6 +349,15 @@ def test_ngram_dropout_by_epochs():
         assert train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=p), 99) == p
 
 
+def test_embeddings_decay_where_the_dataset_is_repeated():
+    cfg = make_config()
+    assert [train_gpt.get_embed_decay(cfg, n) for n in (0.6, 1.75, 5, 12)] == [0, 1, 1.5, 1.5]
+    for flags in (dict(init_from="runs/x"), dict(distill="on")):
+        assert train_gpt.get_embed_decay(dataclasses.replace(cfg, **flags), 5) == 0
+        given = dataclasses.replace(cfg, **flags, embed_decay=0.5)
+        assert train_gpt.get_embed_decay(given, 5) == 0.5
+
+
 AUTOMATIC = (
     "dtype",
     "attn",
@@ -357,6 +366,7 @@ AUTOMATIC = (
     "muon_lr",
     "adam_lr",
     "ngram_dropout",
+    "embed_decay",
     "distill",
 )
 
@@ -375,6 +385,7 @@ def test_automatic_values_are_chosen_once_and_kept(data, tmp_path, monkeypatch):
     epochs = 120 / 56.56
     dropout = 1 - 1 / (1.45 + 0.45 * (epochs - 1.75))
     assert config["ngram_dropout"] == pytest.approx(dropout, rel=1e-3)
+    assert config["embed_decay"] == pytest.approx(epochs - 0.75, rel=1e-3)
     chosen = {name: config[name] for name in AUTOMATIC}
 
     others = dict(dtype="fp16", attn="math", loss_chunk=64, ngram=4)

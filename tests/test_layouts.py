@@ -42,7 +42,7 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
     checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
-    groups = optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05, decay_steps=math.inf)
+    groups = optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)
     optimizer, losses, norms = Optimizer(groups), [], []
     peak_lrs = [group["lr"] for group in optimizer.param_groups]
     for step in range(20):

@@ -119,7 +119,7 @@ def test_muon_is_a_plain_loop_over_matrices(table_rows, splits, at_once, monkeyp
         gpt, generator = random_gpt(), torch.Generator().manual_seed(0)
         for (place, split), block in itertools.product(splits.items(), gpt.blocks):
             block.get_submodule(place).matrix_rows = split
-        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1, decay_steps=9))
+        optimizer = Optimizer(optimizer_groups(gpt, "muon", 0.02, 0.004, 0.1))
         muon = [group for group in optimizer.param_groups if group["kind"] == "muon"]
         momenta = {p: torch.zeros_like(p) for group in muon for p in group["params"]}
         for step in range(4):
