@@ -42,7 +42,13 @@ from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
 # Flags, device, ranks, checkpoints, log
-from runtime.auto import choose_auto_values, flags_for_size, max_epochs
+from runtime.auto import (
+    choose_auto_values,
+    flags_for_size,
+    get_embed_decay,
+    get_ngram_dropout,
+    max_epochs,
+)
 from runtime.checkpoint import save_best_weights, save_checkpoint
 from runtime.dataset import open_stream
 from runtime.device import DTYPES, init_device_and_ranks, restore_process_state
@@ -283,34 +289,6 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
     muon_lr = cfg.muon_lr or float(f"{muon_lr:.3g}")
     adam_lr = cfg.adam_lr or float(f"{adam_lr:.3g}")
     return muon_lr, adam_lr
-
-
-def get_ngram_dropout(cfg: Config, epochs: float) -> float:
-    """Probability of dropping an n-gram's embedding; --ngram_dropout -1 chooses it by the epochs.
-
-    n-grams of a dataset that is repeated are memorized. So there is no dropout up to 0.75 epochs;
-    then it grows so that each n-gram is used in 1.3 of 2 epochs, 1.9 of 8, and in 2.2 at most.
-    """
-    if cfg.ngram < 2:
-        return 0.0
-    if cfg.ngram_dropout >= 0:
-        return cfg.ngram_dropout
-    repeats = max(0.0, epochs - 0.75)
-    return 1 - 1 / (1 + 0.45 * repeats)
-
-
-def get_embed_decay(cfg: Config, epochs: float) -> float:
-    """By how much embeddings decay in a run: their decay alone would shrink them by exp(-this).
-
-    --embed_decay -1 chooses it by the epochs: it lowers the loss where the dataset is repeated, and
-    may raise it otherwise (docs/rates.md). Not with --distill, with which that is too much, nor
-    with --init_from, whose embeddings have been trained.
-    """
-    if cfg.embed_decay >= 0:
-        return cfg.embed_decay
-    if cfg.init_from or cfg.n_models == 2:
-        return 0.0
-    return min(1.5, max(0.0, epochs - 0.75))
 
 
 # --------------------------------------------------------------------------------------------------

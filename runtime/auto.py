@@ -1,4 +1,4 @@
-"""What flags leave open: sizes for --params and --minutes, number of steps, dtype, attention."""
+"""What flags leave open: sizes for --params and --minutes, steps, dtype, dropout of n-grams, ..."""
 
 import dataclasses
 import math
@@ -160,6 +160,38 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
     if cfg.distill == "auto" and can_distill and tokens_by_clock >= DISTILL_TIME * most_tokens:
         chosen["distill"] = "on"
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
+
+
+# --------------------------------------------------------------------------------------------------
+# Regularization by the number of epochs
+
+
+def get_ngram_dropout(cfg, epochs: float) -> float:
+    """Probability of dropping an n-gram's embedding; --ngram_dropout -1 chooses it by the epochs.
+
+    n-grams of a dataset that is repeated are memorized. So there is no dropout up to 0.75 epochs;
+    then it grows so that each n-gram is used in 1.3 of 2 epochs, 1.9 of 8, and in 2.2 at most.
+    """
+    if cfg.ngram < 2:
+        return 0.0
+    if cfg.ngram_dropout >= 0:
+        return cfg.ngram_dropout
+    repeats = max(0.0, epochs - 0.75)
+    return 1 - 1 / (1 + 0.45 * repeats)
+
+
+def get_embed_decay(cfg, epochs: float) -> float:
+    """By how much embeddings decay in a run: their decay alone would shrink them by exp(-this).
+
+    --embed_decay -1 chooses it by the epochs: it lowers the loss where the dataset is repeated, and
+    may raise it otherwise (docs/rates.md). Not with --distill, with which it was too much, nor with
+    --init_from, whose embeddings are trained already.
+    """
+    if cfg.embed_decay >= 0:
+        return cfg.embed_decay
+    if cfg.optimizer == "adamw" or cfg.init_from or cfg.n_models == 2:
+        return 0.0
+    return min(1.5, max(0.0, epochs - 0.75))
 
 
 # --------------------------------------------------------------------------------------------------

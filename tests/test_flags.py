@@ -22,7 +22,14 @@ from conftest import (
 )
 from data.stream import TokenStream
 from runtime import auto, device, flag_checks, wrap_model
-from runtime.auto import choose_finetuning, choose_size, max_epochs, tokens_in_time
+from runtime.auto import (
+    choose_finetuning,
+    choose_size,
+    get_embed_decay,
+    get_ngram_dropout,
+    max_epochs,
+    tokens_in_time,
+)
 from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
 from runtime.ranks import DistContext
 from train_gpt import Config, make_config, train
@@ -342,20 +349,20 @@ def test_learning_rates_by_rule():
 def test_ngram_dropout_by_epochs():
     """0 where nothing is seen twice, and else each is kept about twice; what is given stays."""
     cfg, epochs = make_config(ngram=3), (0.2, 0.5, 1, 4, 40, 400)
-    chosen = [train_gpt.get_ngram_dropout(cfg, n) for n in epochs]
+    chosen = [get_ngram_dropout(cfg, n) for n in epochs]
     assert chosen[:2] == [0, 0] and 0.05 < chosen[2] < 0.15 and chosen == sorted(chosen)
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], chosen[3:], strict=True))
     for p in (0.0, 0.4):
-        assert train_gpt.get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=p), 99) == p
+        assert get_ngram_dropout(dataclasses.replace(cfg, ngram_dropout=p), 99) == p
 
 
 def test_embeddings_decay_where_the_dataset_is_repeated():
     cfg = make_config()
-    assert [train_gpt.get_embed_decay(cfg, n) for n in (0.6, 1.75, 5, 12)] == [0, 1, 1.5, 1.5]
-    for flags in (dict(init_from="runs/x"), dict(distill="on")):
-        assert train_gpt.get_embed_decay(dataclasses.replace(cfg, **flags), 5) == 0
+    assert [get_embed_decay(cfg, n) for n in (0.6, 1.75, 5, 12)] == [0, 1, 1.5, 1.5]
+    for flags in (dict(init_from="runs/x"), dict(distill="on"), dict(optimizer="adamw")):
+        assert get_embed_decay(dataclasses.replace(cfg, **flags), 5) == 0
         given = dataclasses.replace(cfg, **flags, embed_decay=0.5)
-        assert train_gpt.get_embed_decay(given, 5) == 0.5
+        assert get_embed_decay(given, 5) == 0.5
 
 
 AUTOMATIC = (
