@@ -49,6 +49,7 @@ TINY = dict(
     eval_tokens=2048,
     muon_lr=0.02,
     adam_lr=0.004,
+    embed_decay=0.0,
     device="cpu",
     dtype="fp32",
     ngram=0,

@@ -1,5 +1,6 @@
 """The first hour: add parameters, bring an optimizer, continue a run for longer, use Python."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -68,16 +69,17 @@ def test_a_parameter_starts_as_its_module_made_it_or_as_its_row_says(monkeypatch
     model_module.init_weights(model, seed=0)
     mlp = model.blocks[1].mlp
     assert mlp.scale == 2 and torch.equal(mlp.noise, made) and (mlp.mix.weight == 3).all()
-    groups = model_module.optimizer_groups(model, "muon", 0.02, 0.004, 0.1, embed_decay=0.03)
+    rates = dict(muon_lr=0.02, adam_lr=0.004, weight_decay=0.1, embed_decay=1.5)
+    optimizer = train_gpt.make_optimizer(make_config(**rates, max_steps=50), model)
     by_param = {}
-    for group in groups:
+    for group in optimizer.param_groups:
         settings = (group["kind"], group["lr"], group["weight_decay"])
         by_param |= dict.fromkeys(group["params"], settings)
     assert by_param[mlp.mix.weight] == ("adam", 0.002, 0.0)
     assert by_param[mlp.noise] == ("adam", 0.004, 0.0)
     assert by_param[mlp.fc.weight] == ("muon", 0.02, 0.1)
     kind, lr, weight_decay = by_param[model.wte.weight]
-    assert lr * weight_decay == pytest.approx(0.03)  # whatever the rate
+    assert (1 - lr * weight_decay) ** 50 == pytest.approx(math.exp(-1.5))  # whatever the rate
     assert by_param.keys() == set(model.parameters())
 
 

@@ -138,7 +138,7 @@ AS_PLAIN = {
     "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
     "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
 }
-NGRAMS = dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, init_from="", max_steps=5)
+NGRAMS = dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, embed_decay=1.5, init_from="", max_steps=5)
 AS_ONE_PROCESS = {  # with other flags than the plain run
     "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
     "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
