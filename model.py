@@ -773,8 +773,8 @@ def optimizer_groups(
     """Parameter groups for Optimizer: parameters with equal settings share one.
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
-    weight_decay: of Muon's matrices, per step and learning rate. embed_decay: of rows with a
-    `decay`, per step.
+    weight_decay: of Muon's matrices (adamw: of everything), which a step multiplies by 1 - lr *
+    weight_decay. embed_decay: of rows with a `decay`, per step at the peak rate.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -789,7 +789,9 @@ def optimizer_groups(
         else:
             lr = spec.lr_mul * adam_lr
             # Adam multiplies its weight decay by the learning rate
-            settings = dict(kind=spec.optim, lr=lr, weight_decay=spec.decay * embed_decay / lr)
+            settings = dict(kind=spec.optim, lr=lr, weight_decay=0.0)
+            if spec.decay:
+                settings["weight_decay"] = spec.decay * embed_decay / lr
             # fused: torch's load_state_dict then leaves the number of steps on the device
             settings |= dict(betas=spec.betas, fused=True)
 

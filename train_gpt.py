@@ -139,7 +139,7 @@ class Config:
     muon_lr: float = flag(0.0, "learning rate of Muon; 0 = by max_steps (docs/rates.md)")
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
-    embed_decay: float = flag(-1.0, "embeddings decay by exp(-x) in a run; -1 = by epochs", min=-1)
+    embed_decay: float = flag(-1.0, "summed decay of embeddings in a run; -1 = by epochs", min=-1)
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by data (--init_from)")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
@@ -429,7 +429,7 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
         # The same in runs of any length (Wang and Aitchison 2024)
-        embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
+        embed_decay=1 - math.exp(-cfg.embed_decay * cfg.n_models / cfg.max_steps),
     )
     # Newton-Schulz: fp32 for fp16, as GPUs that need fp16 have no bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
@@ -525,7 +525,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     # --distill: teacher and student have half of the run each, with schedules of their own
     teacher = state.teacher if state.is_student else None
     if cfg.n_models == 2:
-        progress = max(0.0, 2 * progress - state.is_student)  # 0: it was resumed for longer
+        progress *= 2
+        if state.is_student:
+            progress = max(0.0, progress - 1)  # below 0 if resumed with more --max_steps
 
     # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
     batch = batch.to(dist_ctx.device, non_blocking=True)

@@ -37,9 +37,12 @@ def max_epochs(cfg, n_tokens: int, vocab_size: int) -> float:
     """
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
-    epochs = STRONG_DECAY_EPOCHS if cfg.weight_decay >= STRONG_DECAY else MAX_EPOCHS
     if not tokens_are_bytes(vocab_size):
         epochs = MAX_EPOCHS_OF_PAIRS
+    elif cfg.weight_decay >= STRONG_DECAY:
+        epochs = STRONG_DECAY_EPOCHS
+    else:
+        epochs = MAX_EPOCHS
     return cfg.n_models * epochs
 
 
@@ -132,7 +135,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
         tokens_by_clock = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
-        tokens_by_clock /= cfg.n_models  # each model's, as all tokens here
+        tokens_by_clock /= cfg.n_models  # of each model, as `tokens` below
         tokens = tokens_by_clock
         if not is_bytes:
             tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
@@ -181,7 +184,7 @@ def get_ngram_dropout(cfg, epochs: float) -> float:
 
 
 def get_embed_decay(cfg, epochs: float) -> float:
-    """By how much embeddings decay in a run: their decay alone would shrink them by exp(-this).
+    """The decay of the embeddings in a run: that of its steps at the peak rate, added up.
 
     --embed_decay -1 chooses it by the epochs: it lowers the loss where the dataset is repeated, and
     may raise it otherwise (docs/rates.md). Not with --distill, with which it was too much, nor with
@@ -283,7 +286,7 @@ def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
     # Logits and their gradient; eager, also three tensors of their size in fp32
     bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
     if cfg.n_models == 2:
-        bytes_per_logit += 32  # eight more in fp32: the teacher's, and the student's once again
+        bytes_per_logit += 32  # eight more tensors in fp32, of teacher and student
     memory = torch.cuda.get_device_properties(device).total_memory
     memory *= torch.cuda.get_per_process_memory_fraction()
     fitting = 0.1 * memory / (bytes_per_logit * (cfg.vocab_size or vocab_size))

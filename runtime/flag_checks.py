@@ -76,6 +76,12 @@ def check_flags(cfg) -> None:
             f"--ngram_dropout is {cfg.ngram_dropout:g}; expected a probability below 1, or -1"
         )
 
+    if cfg.embed_decay > 0 and cfg.optimizer == "adamw":
+        raise UserError(
+            f"--embed_decay {cfg.embed_decay:g} has no effect with --optimizer adamw, whose "
+            "--weight_decay is of embeddings, too; remove it"
+        )
+
     # How it is computed
     if cfg.bf16 and cfg.dtype not in ("auto", "bf16"):
         raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")

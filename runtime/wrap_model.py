@@ -173,9 +173,10 @@ def dummy_step(
     seq_len: int,
     keep_gradients: bool = False,
 ) -> None:
-    """Run two micro-steps on zeros, with an update between (of learning rate 0), and an evaluation.
+    """Run a micro-step on zeros, an update (of learning rate 0), another, and an evaluation.
 
-    Weights and buffers keep their values. keep_gradients: in their memory, as CUDA graphs need.
+    Weights and buffers keep their values. keep_gradients: in their memory, as CUDA graphs need,
+    which are recorded in a third micro-step.
     """
     device = next(model.parameters()).device
     x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=device)
@@ -196,7 +197,7 @@ def dummy_step(
             p.grad.zero_()
     optimizer.step()
 
-    # Then all that a step needs is in memory. CUDA graphs are recorded at the second call
+    # Gradients, and now the optimizer's state, are in memory, as in training
     for _ in range(2 if keep_gradients else 1):
         model(x, x).backward()
     model.zero_grad(set_to_none=not keep_gradients)
