@@ -100,7 +100,8 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
 def stream_of(n_tokens: int, vocab_size: int) -> SimpleNamespace:
     """What automatic values depend on of a TokenStream."""
     train = SimpleNamespace(n_tokens=n_tokens)
-    return SimpleNamespace(train=train, meta=dict(vocab_size=vocab_size))
+    meta = dict(vocab_size=vocab_size)
+    return SimpleNamespace(train=train, meta=meta, seqs_per_epoch=n_tokens // 32)
 
 
 def built(**flags):

@@ -403,6 +403,7 @@ class NgramEmbedding(nn.Embedding):
             self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
             per_sample_weights=keep,
+            sparse=self.sparse,
         )
         return summed.view(B, T, -1)
 
@@ -704,10 +705,10 @@ class ParamSpec(NamedTuple):
 
     pattern: str = ""  # regular expression for the whole name
     init: Callable | None = None  # None: as its module made it
-    optim: str = ""  # "muon", "adam"; "": Muon for matrices in blocks, Adam for the rest
+    optim: str = ""  # "muon", "adam", "rmsprop"; "": Muon for matrices in blocks, else Adam
     lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
-    betas: tuple[float, float] = (0.8, 0.95)  # of Adam
-    decay: float = 0.0  # weight decay of Adam, relative to --embed_decay
+    betas: tuple[float, float] = (0.8, 0.95)  # of Adam; RMSprop takes the second
+    decay: float = 0.0  # weight decay of Adam and RMSprop, relative to --embed_decay
 
 
 # One row per exception; the first that matches counts. A parameter without a row keeps what its
@@ -716,7 +717,10 @@ class ParamSpec(NamedTuple):
 PARAM_TABLE = [
     ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0, decay=1.0),
     ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0, decay=1.0),
-    ParamSpec(r"ngrams\.weight", init=zeros, lr_mul=12.0, decay=1.0),
+    # A step reads few rows of this table. Momentum would go on moving the others
+    ParamSpec(
+        r"ngrams\.weight", init=zeros, optim="rmsprop", lr_mul=17.0, betas=(0.0, 0.9), decay=1.0
+    ),
     # Zero: a new model gives all tokens the same probability, its blocks pass x through, and its
     # gates are 1. Gates have a row per head, too few for Muon
     ParamSpec(r"head\.weight", init=zeros),
@@ -788,7 +792,7 @@ def optimizer_groups(
             settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
         else:
             lr = spec.lr_mul * adam_lr
-            # Adam multiplies its weight decay by the learning rate
+            # The optimizer multiplies its weight decay by the learning rate
             settings = dict(kind=spec.optim, lr=lr, weight_decay=0.0)
             if spec.decay:
                 settings["weight_decay"] = spec.decay * embed_decay / lr
@@ -877,7 +881,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Muon for matrices in blocks, Adam (with decoupled weight decay) for the rest.
+    """Muon for matrices in blocks, RMSprop for n-grams, Adam (decoupled weight decay) for the rest.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), for a matrix w with
     gradient g:
@@ -892,8 +896,9 @@ class Optimizer(torch.optim.Optimizer):
     - FSDP: a matrix is gathered on one rank first, as no shard can be orthogonalized alone
     - HSDP: both
 
-    groups: of optimizer_groups. ns_dtype: of Newton-Schulz. eps: of Adam. offload: keep the state
-    in pinned CPU memory. state[p]: tensors with the rows of this rank's shard of p, or numbers.
+    groups: of optimizer_groups. ns_dtype: of Newton-Schulz. eps: of Adam and RMSprop. offload: keep
+    momentum and Adam's means in pinned CPU memory. state[p]: tensors with the rows of this rank's
+    shard of p, or numbers.
     """
 
     def __init__(
@@ -908,18 +913,14 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            update = getattr(self, group["kind"])  # muon, adam or rmsprop, below
             # By shape: Muon orthogonalizes matrices of one shape together
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for params in by_shape.values():
-                if group["kind"] == "muon":
-                    self.muon(group, params)
-                elif group["kind"] == "adam":
-                    self.adam(group, params)
-                else:
-                    raise ValueError(f"no optimizer is called {group['kind']}")
+                update(group, params)
 
     def state_tensors(self, name: str, params: list[Tensor]) -> list[Tensor]:
         """The state tensors of this name, one per parameter; zeros at first."""
@@ -1003,3 +1004,32 @@ class Optimizer(torch.optim.Optimizer):
                 weight_decay=group["weight_decay"],
                 eps=self.eps,
             )
+
+    def rmsprop(self, group: dict, params: list[Tensor]) -> None:
+        """Update tables by RMSprop (Tieleman and Hinton 2012) with one mean square for each row.
+
+        Rows that a step did not read stay as they are, but for weight decay.
+        """
+        lr, beta = group["lr"], group["betas"][1]
+        for p in params:
+            weight, grad = to_local(p), to_local(p.grad)
+            state = self.state[p]
+            if "mean_square" not in state:
+                state["mean_square"] = torch.zeros_like(weight[:, :1])
+            means = state["mean_square"] = to_local(state["mean_square"])
+
+            # Decay; a mean stays above 0 for rows that were never read
+            means.mul_(beta).clamp_(min=self.eps**2)
+            if group["weight_decay"]:
+                weight.mul_(1 - lr * group["weight_decay"])
+
+            # The update; on a CPU, grad may hold only the rows that were read
+            if grad.is_sparse:
+                grad = grad.coalesce()
+                rows = grad.indices()[0]
+                grad = grad.values()
+                means[rows] += (1 - beta) * grad.square().mean(1, keepdim=True)
+                weight.index_add_(0, rows, grad / means[rows].sqrt(), alpha=-lr)
+            else:
+                means += (1 - beta) * grad.square().mean(1, keepdim=True)
+                weight.addcdiv_(grad, means.sqrt(), value=-lr)

@@ -39,16 +39,10 @@ from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
 # Kernels, and several ranks
 from ops.attention import ATTENTION_BACKENDS
-from ops.parallel import maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
+from ops.parallel import grad_values, maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
 # Flags, device, ranks, checkpoints, log
-from runtime.auto import (
-    choose_auto_values,
-    flags_for_size,
-    get_embed_decay,
-    get_ngram_dropout,
-    max_epochs,
-)
+from runtime.auto import choose_auto_values, flags_for_size, max_epochs
 from runtime.checkpoint import save_best_weights, save_checkpoint
 from runtime.dataset import open_stream
 from runtime.device import DTYPES, init_device_and_ranks, restore_process_state
@@ -77,7 +71,7 @@ PRESETS = {
         seq_len=2048,
         window="SL:512",
         ngram=-1,
-        ngram_rows=131072,
+        ngram_rows=524288,
         batch_tokens=8192,
         max_steps=300,
         short_frac=0.7,
@@ -155,7 +149,6 @@ class Config:
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
-    bf16: bool = flag(False, "short for --dtype bf16", const=True)
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
@@ -229,8 +222,6 @@ def make_config(**flags) -> Config:
         values = preset | saved | given
     cfg = Config(**values)
     check_flags(cfg)
-    if cfg.bf16:
-        cfg = dataclasses.replace(cfg, dtype="bf16")
     return cfg
 
 
@@ -241,23 +232,15 @@ def resolve_auto(
 
     checkpoint_flags: of the checkpoint that is resumed, or {}.
     """
-    # By the machine and the dataset: dtype, attn, loss_chunk, ngram. With --minutes also max_steps;
-    # with --params -1 sizes and batch, but what was changed from the preset stays
+    # By the machine and the dataset: dtype, attn, loss_chunk, n-grams and their dropout, decay of
+    # embeddings. With --minutes also max_steps; with --params -1 sizes and batch, but what was
+    # changed from the preset stays
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
     resolved = dataclasses.replace(cfg, **chosen)
 
-    # Those that follow from other flags and the dataset
     muon_lr, adam_lr = learning_rates(resolved)
-    steps = resolved.max_steps / resolved.n_models
-    epochs = steps * resolved.batch_tokens / (stream.seqs_per_epoch * resolved.seq_len)
-    resolved = dataclasses.replace(
-        resolved,
-        muon_lr=muon_lr,
-        adam_lr=adam_lr,
-        ngram_dropout=get_ngram_dropout(resolved, epochs),
-        embed_decay=get_embed_decay(resolved, epochs),
-    )
+    resolved = dataclasses.replace(resolved, muon_lr=muon_lr, adam_lr=adam_lr)
 
     # A resumed run keeps the checkpoint's value where one has just been chosen: make_config has not
     # loaded these flags after a restart by torchrun or with --trials, and --minutes measures again
@@ -559,7 +542,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     # Gradient norm, for the log; clipping
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in params])
+    norm = nn.utils.get_total_norm([grad_values(p) for p in params])
     if cfg.grad_clip:
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
 
@@ -637,8 +620,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     with open_run(cfg, dist_ctx) as run:
         with raise_on_all_ranks(dist_ctx):
             check_flags(cfg)
-            windows = gpt_config(cfg, vocab_size=0).layer_windows()  # need no vocabulary
-            warnings = check_device(cfg, dist_ctx, windows)
+            warnings = check_device(cfg, dist_ctx)
 
         # Data, and the checkpoint of --resume or --init_from, if there is one
         stream = open_stream(cfg, dist_ctx)

@@ -63,8 +63,8 @@ def attention_case(cfg: Config, name: str, tokens: int):
     if name.endswith(", compiled"):
         cfg = replace(cfg, compile="default")
     dist_ctx = init_device_and_ranks(cfg)
-    windows = gpt_config(cfg, 0).layer_windows()
-    check_device(cfg, dist_ctx, windows)
+    check_device(cfg, dist_ctx)
+    window = gpt_config(cfg, 0).layer_windows()[0]
     device = dist_ctx.device
     dtype = DTYPES[faster_dtype(cfg.dtype, device, cfg.n_embd)]
 
@@ -84,8 +84,8 @@ def attention_case(cfg: Config, name: str, tokens: int):
         function = torch.compile(function, dynamic=False)
 
     def forward() -> Tensor:
-        mask = attention_mask(backend, may_attend, idx, windows[0], doc_eot)
-        return function(q, k, v, mask, backend, windows[0])
+        mask = attention_mask(backend, may_attend, idx, window, doc_eot)
+        return function(q, k, v, mask, backend, window)
 
     def call() -> dict:
         forward_ms, out = time_ms(device, forward)

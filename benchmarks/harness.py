@@ -25,7 +25,6 @@ from train_gpt import (
     TrainState,
     build,
     get_batch,
-    gpt_config,
     make_config,
     resolve_auto,
     train_step,
@@ -165,7 +164,7 @@ def run_python(*argv, env: dict | None = None) -> None:
 def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     """Build what the trainer builds: the state, its data and the first batch. Raises UserError."""
     dist_ctx = init_device_and_ranks(cfg)
-    check_device(cfg, dist_ctx, gpt_config(cfg, 0).layer_windows())
+    check_device(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
     cfg = resolve_auto(cfg, dist_ctx, stream, {})
     stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len

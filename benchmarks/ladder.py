@@ -16,7 +16,8 @@ from benchmarks.harness import (
     table,
     time_steps,
 )
-from runtime.device import DTYPES, hardware_dtype, matmul_flops, peak_memory_mb, select_device
+from runtime.auto import measure_flops
+from runtime.device import DTYPES, hardware_dtype, peak_memory_mb, select_device
 from train_gpt import Config, train_step
 
 # The first configuration
@@ -90,16 +91,13 @@ def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
 
 def measure_matmul_peak(device: torch.device) -> tuple[float, str]:
     """FLOP/s of large matmuls in the fastest dtype, and its name."""
-    width, flop = 512, 3e9
-    if device.type == "cuda":
-        width, flop = 4096, 5e11
     dtypes = ("fp32", "bf16") if device.type == "cpu" else (hardware_dtype("auto", device),)
-    return max((matmul_flops(device, DTYPES[dtype], width, flop), dtype) for dtype in dtypes)
+    return max((measure_flops(device, DTYPES[dtype]), dtype) for dtype in dtypes)
 
 
 def bench_train(bench: Bench) -> dict:
     """Print the ladder. A step that is slower than the last one kept is not kept."""
-    bench.forbid_flags(*BASE, "bf16")
+    bench.forbid_flags(*BASE)
     cfg = bench.cfg
     on_cuda = bench.device.type == "cuda"
     peak, peak_dtype = measure_matmul_peak(bench.device)

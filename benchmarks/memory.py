@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from benchmarks.harness import Bench, build_state, measure, measure_memory, table
+from ops.parallel import grad_values
 from runtime.device import peak_memory_mb
 from runtime.flag_checks import AC_MODES
 from train_gpt import Config, train_step
@@ -29,7 +30,7 @@ def memory_case(cfg: Config):
     _, peak, _ = measure_memory(device, lambda: state.model(x, y).backward())
 
     weights = list(state.raw_model.parameters())
-    gradients = [p.grad for p in weights if p.grad is not None]
+    gradients = [grad_values(p) for p in weights if p.grad is not None]
     state_tensors = []
     for tensors in state.optimizer.state.values():
         state_tensors += tensors.values()

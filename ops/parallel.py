@@ -23,6 +23,14 @@ def to_full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
+def grad_values(param: Tensor) -> Tensor:
+    """The gradient of a parameter; of a sparse one the values, which have the same norm."""
+    if param.grad.is_sparse:
+        param.grad = param.grad.coalesce()  # rows that occur twice are added up
+        return param.grad.values()
+    return param.grad
+
+
 def shard_like(full: Tensor, param: Tensor) -> Tensor:
     """Move a full tensor to the device of `param`; shard it like that if it has as many rows."""
     full = full.to(param.device)

@@ -7,6 +7,7 @@ import torch
 
 from data.stream import TokenStream
 from runtime.device import DTYPES, faster_dtype, matmul_flops
+from runtime.flag_checks import has_window
 from runtime.ranks import DistContext, run_on_rank0
 
 # Measured on CPUs, for half a minute to 40 (docs/rates.md). Parameters are those of the blocks, and
@@ -99,7 +100,8 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     )
     # As in the presets: what was measured for a width of 128, n-grams only for small models
     if n_embd <= 256:
-        flags |= dict(seq_len=2048, window="SL:512", short_frac=0.7, ngram=-1, ngram_rows=131072)
+        rows = 2**26 // max(128, n_embd)  # 268 MB
+        flags |= dict(seq_len=2048, window="SL:512", short_frac=0.7, ngram=-1, ngram_rows=rows)
     else:
         flags |= dict(seq_len=1024, window="L", short_frac=0.0, ngram=-1, ngram_rows=65536)
     if n_params >= 5e7:
@@ -154,6 +156,8 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             break
 
     chosen = dict(params=round(params))
+    if is_bytes:  # n-grams of few bytes are memorized sooner in a larger table
+        chosen["ngram_rows"] = min(131072, flags["ngram_rows"])
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
@@ -202,7 +206,7 @@ def get_embed_decay(cfg, epochs: float) -> float:
 
 
 def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) -> dict:
-    """Choose flags that are open: dtype, attn, loss_chunk, ngram; with --minutes, sizes and steps.
+    """Choose flags that are open: dtype, attn, n-grams, ...; with --minutes, sizes and steps.
 
     Returns their values by name, the same on every rank, as speeds are measured on rank 0. preset:
     the Config of the preset.
@@ -230,13 +234,23 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     if resolved.distill == "auto":
         chosen["distill"] = "off"
     if resolved.ngram == -1:
-        chosen["ngram"] = 6 if tokens_are_bytes(vocab_size) else 3
+        if tokens_are_bytes(vocab_size):
+            chosen["ngram"] = 6
+        else:  # a small table has no room for 4-grams
+            chosen["ngram"] = 4 if resolved.ngram_rows >= 2**18 else 3
     if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = run_on_rank0(
             dist_ctx, lambda: choose_loss_chunk(resolved, device, vocab_size)
         )
     if resolved.attn == "auto" and device.type == "cpu":
         chosen["attn"] = run_on_rank0(dist_ctx, lambda: choose_attention(resolved))
+
+    # By the epochs of a model
+    resolved = dataclasses.replace(cfg, **chosen)
+    tokens = resolved.max_steps * resolved.batch_tokens / resolved.n_models
+    epochs = tokens / (stream.seqs_per_epoch * resolved.seq_len)
+    chosen["ngram_dropout"] = get_ngram_dropout(resolved, epochs)
+    chosen["embed_decay"] = get_embed_decay(resolved, epochs)
     return chosen
 
 
@@ -295,8 +309,6 @@ def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
 
 def choose_attention(cfg) -> str:
     """Choose the faster of "sdpa" and "blocked" on a CPU; blocked takes more memory."""
-    pattern, _, width = cfg.window.partition(":")
-    has_window = "S" in pattern and int(width or 1) < cfg.seq_len
     if not cfg.is_compiled and cfg.checkpointing not in ("auto", "none"):
         return "sdpa"
     longest = 2048
@@ -305,7 +317,7 @@ def choose_attention(cfg) -> str:
     if cfg.seq_len > longest:
         return "sdpa"
     # Blocks leave out what a window hides
-    if cfg.is_compiled or has_window:
+    if cfg.is_compiled or has_window(cfg):
         return "blocked"
     # Eager and without a window, bf16 alone is faster, and not where SDPA's kernel has AMX
     if cfg.dtype == "bf16" and not torch.cpu._is_amx_tile_supported():

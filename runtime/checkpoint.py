@@ -164,14 +164,20 @@ def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict, path
 ) -> None:
     """Copy a checkpoint's optimizer state into ours. Raises UserError for another optimizer's."""
-    if checkpoint["optimizer_type"] != type(optimizer).__name__:
-        raise UserError(
-            f"{path} was made with {checkpoint['optimizer_type']}; resume it with that, or "
-            "--init_from it"
-        )
-    # Settings: what the flags decide is ours, the rest is the checkpoint's
     groups = optimizer.state_dict()["param_groups"]
     saved_groups = checkpoint["optimizer_groups"]
+
+    def used(name: str, groups: list[dict]) -> str:
+        kinds = {str(group["kind"]) for group in groups if "kind" in group}
+        return " ".join([name, *sorted(kinds)])
+
+    saved_name = used(checkpoint["optimizer_type"], saved_groups)
+    if saved_name != used(type(optimizer).__name__, groups):
+        raise UserError(
+            f"{path} was made with {saved_name}; resume it with that, or --init_from it"
+        )
+
+    # Settings: what the flags decide is ours, the rest is the checkpoint's
     if len(groups) == len(saved_groups):
         for group, saved in zip(groups, saved_groups):
             for name, value in saved.items():

@@ -83,8 +83,6 @@ def check_flags(cfg) -> None:
         )
 
     # How it is computed
-    if cfg.bf16 and cfg.dtype not in ("auto", "bf16"):
-        raise UserError(f"--bf16 and --dtype {cfg.dtype} contradict each other; give one of them")
     if cfg.checkpointing not in ("auto", *AC_MODES) and not 0 < budget < 1:
         raise UserError(
             f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full or a "
@@ -106,15 +104,17 @@ def check_flags(cfg) -> None:
         )
 
 
-def check_device(cfg, dist_ctx: DistContext, windows: list[int]) -> list[str]:
-    """Raise UserError for flags that cannot work here; returns a line for each without effect.
+def has_window(cfg) -> bool:
+    """Whether a layer attends to less than the context, as --window says."""
+    pattern, _, width = cfg.window.partition(":")
+    return "S" in pattern and int(width or 1) < cfg.seq_len
 
-    windows: of the layers, in tokens; 0 is the whole context.
-    """
+
+def check_device(cfg, dist_ctx: DistContext) -> list[str]:
+    """Raise UserError for flags that cannot work here; returns a line for each without effect."""
     device = dist_ctx.device
     dtype = hardware_dtype(cfg.dtype, device)
-    has_window = any(0 < window < cfg.seq_len for window in windows)
-    has_mask = has_window or cfg.doc_mask
+    has_mask = has_window(cfg) or cfg.doc_mask
     seqs_per_rank(cfg, dist_ctx.world_size)
     if cfg.is_compiled or cfg.attn == "flex":
         check_compiler(device)

@@ -150,6 +150,9 @@ def parse_flags(
             help_text = f"{help_text} [{default}]"
         parser.add_argument(f"--{field.name}", help=help_text.replace("%", "%%"), **options)
 
+    short = dict(dest="dtype", action="store_const", const="bf16")
+    parser.add_argument("--bf16", **short, help="short for --dtype bf16")
+
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]

@@ -11,8 +11,8 @@ SKIPPED_STEPS = 3  # two, and one to warm the profiler up
 def profile_steps(n_steps: int, steps_left: int, run):
     """Profile n_steps steps after the first three; yields a function to call after each step.
 
-    The trace (and on CUDA the history of memory) goes to the folder of the Run, the table to its
-    log. For 0 steps, or more than are left, it does nothing.
+    The trace goes to the folder of the Run, the table to its log. For 0 steps, or more than are
+    left, it does nothing.
     """
     if n_steps and steps_left < n_steps + SKIPPED_STEPS:
         run.info(
@@ -32,16 +32,9 @@ def profile_steps(n_steps: int, steps_left: int, run):
         sort_by = "self_device_time_total" if on_cuda else "self_cpu_time_total"
         averages = profiler.key_averages()
         run.info(averages.table(sort_by=sort_by, row_limit=10, max_name_column_width=60))
-        if on_cuda:
-            torch.cuda.memory._dump_snapshot(str(run.folder / f"memory_rank{rank}.pickle"))
 
-    with contextlib.ExitStack() as stack:
-        if on_cuda:
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
-            stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
-        schedule = torch.profiler.schedule(
-            wait=SKIPPED_STEPS - 1, warmup=1, active=n_steps, repeat=1
-        )
-        # There is one cycle: acc_events keeps PyTorch 2.11 from warning of others
-        profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report, acc_events=True)
-        yield stack.enter_context(profiler).step
+    schedule = torch.profiler.schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=n_steps, repeat=1)
+    # There is one cycle: acc_events keeps PyTorch 2.11 from warning of others
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report, acc_events=True)
+    with profiler:
+        yield profiler.step

@@ -83,8 +83,6 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
     left_out = set(COMMAND_FLAGS)
     if "max_steps" in given:
         left_out.add("minutes")
-    if "dtype" in given or "bf16" in given:
-        left_out |= {"dtype", "bf16"}
     return {name: saved[name] for name in known if name not in left_out}
 
 

@@ -88,7 +88,23 @@ def wrap_model(
         # CUDA graphs have allocated theirs for good
         if device.type == "cuda" and not cfg.uses_cudagraphs:
             torch.cuda.reset_peak_memory_stats()
+
+    # 8. Sparse gradients: a step reads few of an n-gram table's rows, and on a CPU the others would
+    # take as long as a layer. DDP and FSDP reduce dense ones
+    if device.type == "cpu" and dist_ctx.world_size == 1 and not cfg.is_sharded:
+        use_sparse_gradients(model, make_optimizer(cfg, model))
     return wrapped, micro_batch
+
+
+def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give embeddings sparse gradients if the optimizer takes them: RMSprop of model.py does."""
+    weights = set()
+    for group in optimizer.param_groups:
+        if hasattr(optimizer, "rmsprop") and group["kind"] == "rmsprop":
+            weights.update(group["params"])
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = module.weight in weights
 
 
 def choose_ac_modes(cfg, device: torch.device) -> list[str]:

@@ -150,10 +150,10 @@ def test_values_as_they_are_written():
         with pytest.raises((ValueError, OverflowError)):
             integer(text)
     assert parsed("--compile --resume --profile --bf16") == dict(
-        compile="default", resume="newest", profile=5, bf16=True
+        compile="default", resume="newest", profile=5, dtype="bf16"
     )
-    assert parsed("--compile=max-autotune --bf16 false --loss_chunk -1") == dict(
-        compile="max-autotune", bf16=False, loss_chunk=-1
+    assert parsed("--compile=max-autotune --wandb false --loss_chunk -1") == dict(
+        compile="max-autotune", wandb=False, loss_chunk=-1
     )
     assert parsed("") == {} and make_config().n_layer == 2
     assert make_config(preset="gpt2-xl", n_layer=3).n_layer == 3
@@ -193,7 +193,6 @@ FLAG_CASES = (
     ),
     (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
     (dict(compile="max-autotune", parallel="fsdp"), "use --compile max-autotune-no-cudagraphs or"),
-    (dict(bf16=True, dtype="fp32"), "--bf16 and --dtype fp32 contradict each other"),
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
     (dict(embed_decay=1.5, optimizer="adamw"), "--embed_decay 1.5 has no effect with"),
     (dict(params=-1), "--params -1 chooses a size for --minutes"),
@@ -249,7 +248,6 @@ NO_EFFECT_CASES = (
 def check_device(gpu: str, **flags) -> list[str]:
     """The warnings on a device that is good enough for everything, or on an older GPU."""
     cfg = make_config(**dict(seq_len=1024, window="L") | flags)
-    windows = train_gpt.gpt_config(cfg, 257).layer_windows()
     is_old = gpu in ("t4", "amd")
     kind = "cuda" if is_old else gpu
     with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +256,7 @@ def check_device(gpu: str, **flags) -> list[str]:
         patch.setattr(torch.version, "hip", "7.0" if gpu == "amd" else None)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpu != "t4")
         patch.setattr(flag_checks, "check_compiler", lambda device: None)
-        return flag_checks.check_device(cfg, DistContext(torch.device(kind)), windows)
+        return flag_checks.check_device(cfg, DistContext(torch.device(kind)))
 
 
 @pytest.mark.parametrize("case, sentence", FLAG_CASES)
@@ -508,6 +506,11 @@ def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
     cfg = dataclasses.replace(cfg, **chosen)
     assert cfg.weight_decay == weight_decay and cfg.distill == distill
     assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * cfg.n_models * n_tokens
+    # n-grams: of bytes, more of them in a smaller table; of byte pairs, fewer in a small one
+    assert (cfg.ngram, cfg.ngram_rows) == ((6, 131072) if vocab_size == 257 else (4, 524288))
+    small = dataclasses.replace(preset, ngram_rows=65536)
+    chosen = auto.choose_auto_values(small, preset, stream_of(n_tokens, vocab_size), CPU)
+    assert chosen["ngram"] == (6 if vocab_size == 257 else 3)
 
 
 def test_micro_batch_is_what_fits(monkeypatch):

@@ -128,7 +128,7 @@ def test_pages_name_real_commands_and_flags(page, capsys):
     text = (ROOT / page).read_text(encoding="utf-8")
     fields = dataclasses.fields(Config)
     known = {f.name for f in fields}
-    for script in (sample, prepare, bench, export):
+    for script in (sample, prepare, bench, export, train_gpt):
         known |= set(re.findall(r"--(\w+)", help_of(script.main, capsys)))
     for action in get_args_parser()._actions:  # of torchrun
         known |= {option.strip("-").split("-")[0] for option in action.option_strings}

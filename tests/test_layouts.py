@@ -73,12 +73,19 @@ SAME = {  # micro-batches, chunks and recomputation: in test_train.py
     "profile": dict(profile=2),
     "fsdp": dict(parallel="fsdp"),
 }
+NGRAMS = dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, embed_decay=1.5, init_from="", max_steps=5)
 
 
 @pytest.mark.parametrize("case", SAME)
 def test_flags_do_not_change_the_run(case, data, noisy, plain, tmp_path):
     tiny_run(tmp_path / "run", data=data, init_from=noisy, **SAME[case])
     assert_same_run(tmp_path / "run", plain)
+
+
+def test_fsdp_of_one_process_trains_ngrams(data, tmp_path):
+    for parallel in ("auto", "fsdp"):
+        tiny_run(tmp_path / parallel, data=data, parallel=parallel, **NGRAMS)
+    assert_same_run(tmp_path / "fsdp", tmp_path / "auto")
 
 
 COMPILED = dict(
@@ -138,7 +145,6 @@ AS_PLAIN = {
     "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
     "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
 }
-NGRAMS = dict(ngram=3, ngram_rows=65, ngram_dropout=0.4, embed_decay=1.5, init_from="", max_steps=5)
 AS_ONE_PROCESS = {  # with other flags than the plain run
     "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
     "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),

@@ -68,6 +68,54 @@ def test_adam_against_torch():
     torch.testing.assert_close(ours, theirs)
 
 
+def test_rmsprop_of_rows_against_torch():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(20, 10, generator=generator)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    settings = dict(params=[ours], kind="rmsprop", lr=0.02, betas=(0.0, 0.9), weight_decay=0.0)
+    optimizer = Optimizer([settings])
+    oracle = torch.optim.RMSprop([theirs], 0.02, alpha=0.9, eps=1e-10)
+    for step in range(6):
+        # One magnitude in each row, so that its mean square is the square of each of its elements
+        size = torch.rand(20, 1, generator=generator)
+        size[step::4] = 0
+        ours.grad = size * torch.randn(20, 10, generator=generator).sign()
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        oracle.step()
+    torch.testing.assert_close(ours, theirs)
+
+    # Elements of other sizes, and weight decay: along the gradient, except for rows without one
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    ours.grad = torch.randn(20, 10, generator=generator)
+    ours.grad[:3] = 0
+    expected = 0.99 * ours.detach()
+    optimizer.step()
+    change = ours.detach() - expected
+    torch.testing.assert_close(change[:3], torch.zeros(3, 10), rtol=0, atol=1e-7)
+    cosines = torch.cosine_similarity(change[3:], -ours.grad[3:])
+    torch.testing.assert_close(cosines, torch.ones(17))
+
+
+def test_sparse_gradients_change_nothing(monkeypatch):
+    found = []
+    for sparse in (True, False):
+        state = built(ngram=3, ngram_rows=999, embed_decay=1.5, grad_clip=0.1, micro_batch=4)
+        assert state.raw_model.ngrams.sparse and not state.raw_model.wte.sparse
+        state.raw_model.ngrams.sparse = sparse
+        norms = [train_gpt.train_step(state, some_batch(), 0.5)[1] for _ in range(3)]
+        found.append((norms, state.raw_model.state_dict()))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+    # An optimizer that takes dense gradients gets them
+    assert not built(ngram=3, optimizer="adamw").raw_model.ngrams.sparse
+    adam = lambda cfg, model: torch.optim.AdamW(model.parameters())  # noqa: E731
+    monkeypatch.setattr(train_gpt, "make_optimizer", adam)
+    state = built(ngram=3)
+    assert not state.raw_model.ngrams.sparse
+    train_gpt.train_step(state, some_batch(), 0.5)
+
+
 def test_schedules():
     cfg = make_config(max_steps=100, warmup_frac=0.1, cooldown_frac=0.5)
     scales = [get_lr_multiplier(step / 100, cfg) for step in (0, 4, 9, 50, 75, 99)]

@@ -339,7 +339,7 @@ def assert_plain(case: Case, state, batch) -> None:
         for (name, _), grad, want in zip(named, grads, wants):
             assert (grad is None) == (want is None), name
             if grad is not None:
-                apart = (grad - want).norm() / want.norm().clamp(min=1)
+                apart = (grad.to_dense() - want).norm() / want.norm().clamp(min=1)
                 assert apart <= 2e-6, (name, apart)
 
 
