@@ -24,9 +24,12 @@ def to_full(tensor: Tensor) -> Tensor:
 
 
 def grad_values(param: Tensor) -> Tensor:
-    """The gradient of a parameter; of a sparse one the values, which have the same norm."""
+    """The gradient of a parameter; of a sparse one the values, which have the same norm.
+
+    A sparse gradient is coalesced first: rows that occur in it twice are added up.
+    """
     if param.grad.is_sparse:
-        param.grad = param.grad.coalesce()  # rows that occur twice are added up
+        param.grad = param.grad.coalesce()
         return param.grad.values()
     return param.grad
 

@@ -167,12 +167,12 @@ def load_optimizer(
     groups = optimizer.state_dict()["param_groups"]
     saved_groups = checkpoint["optimizer_groups"]
 
-    def used(name: str, groups: list[dict]) -> str:
-        kinds = {str(group["kind"]) for group in groups if "kind" in group}
+    def with_kinds(name: str, its_groups: list[dict]) -> str:
+        kinds = {group["kind"] for group in its_groups if "kind" in group}
         return " ".join([name, *sorted(kinds)])
 
-    saved_name = used(checkpoint["optimizer_type"], saved_groups)
-    if saved_name != used(type(optimizer).__name__, groups):
+    saved_name = with_kinds(checkpoint["optimizer_type"], saved_groups)
+    if saved_name != with_kinds(type(optimizer).__name__, groups):
         raise UserError(
             f"{path} was made with {saved_name}; resume it with that, or --init_from it"
         )

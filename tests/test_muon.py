@@ -109,8 +109,9 @@ def test_sparse_gradients_change_nothing(monkeypatch):
 
     # An optimizer that takes dense gradients gets them
     assert not built(ngram=3, optimizer="adamw").raw_model.ngrams.sparse
-    adam = lambda cfg, model: torch.optim.AdamW(model.parameters())  # noqa: E731
-    monkeypatch.setattr(train_gpt, "make_optimizer", adam)
+    monkeypatch.setattr(
+        train_gpt, "make_optimizer", lambda cfg, model: torch.optim.AdamW(model.parameters())
+    )
     state = built(ngram=3)
     assert not state.raw_model.ngrams.sparse
     train_gpt.train_step(state, some_batch(), 0.5)

@@ -7,7 +7,7 @@ import train_gpt as T
 from runtime.device import init_device_and_ranks
 from runtime.dataset import open_stream
 threads=int(sys.argv[1]); n=int(sys.argv[2])
-cfg=T.make_config(data='/work/main/data/python', dtype="bf16")
+cfg=T.make_config(data='data/python', dtype="bf16")
 ctx=init_device_and_ranks(cfg)
 torch.set_num_threads(threads)
 stream=open_stream(cfg,ctx)
