@@ -98,8 +98,9 @@ def random_gpt(std=0.1, compute_dtype=torch.float32, loss_chunk=0, **shape) -> G
 
 
 def stream_of(n_tokens: int, vocab_size: int) -> SimpleNamespace:
-    """What automatic values depend on of a TokenStream."""
+    """What automatic values depend on of a TokenStream; its tokens are all the same."""
     train = SimpleNamespace(n_tokens=n_tokens)
+    train.read_sequences = lambda starts, length: np.zeros((len(starts), length), np.int64)
     meta = dict(vocab_size=vocab_size)
     return SimpleNamespace(train=train, meta=meta, seqs_per_epoch=n_tokens // 32)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import torch
 
 from data.stream import TokenStream
@@ -24,6 +25,7 @@ STRONG_DECAY_EPOCHS = 12
 DISTILL_TIME = 2.4  # times the time of all epochs, at least, for --distill
 STUDENT_STEP = 4 / 3  # time of a student's step, relative to its teacher's
 MFU_ON_CPU = 0.6
+NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in it
 
 
 def tokens_are_bytes(vocab_size: int) -> bool:
@@ -156,8 +158,6 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             break
 
     chosen = dict(params=round(params))
-    if is_bytes:  # n-grams of few bytes are memorized sooner in a larger table
-        chosen["ngram_rows"] = min(131072, flags["ngram_rows"])
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
@@ -170,7 +170,23 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
 
 
 # --------------------------------------------------------------------------------------------------
-# Regularization by the number of epochs
+# Regularization by the text and the number of epochs
+
+
+def choose_ngram(tokens: np.ndarray, vocab_size: int, longest: int) -> int:
+    """The length of the longest n-grams, from 2 to `longest`, most of which have occurred before.
+
+    Others are memorized (docs/rates.md). tokens: int64 (N,), the first of the dataset.
+    """
+    for length in range(longest, 2, -1):
+        # Each n-gram as a number in base vocab_size
+        ngrams = tokens
+        for i in range(1, length):
+            ngrams = ngrams[:-1] * vocab_size + tokens[i:]
+        n_repeats = len(ngrams) - len(np.unique(ngrams))
+        if n_repeats >= NGRAM_REPEATS * len(ngrams):
+            return length
+    return 2
 
 
 def get_ngram_dropout(cfg, epochs: float) -> float:
@@ -235,9 +251,11 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
         chosen["distill"] = "off"
     if resolved.ngram == -1:
         if tokens_are_bytes(vocab_size):
-            chosen["ngram"] = 6
+            longest = 6
         else:  # a small table has no room for 4-grams
-            chosen["ngram"] = 4 if resolved.ngram_rows >= 2**18 else 3
+            longest = 4 if resolved.ngram_rows >= 2**18 else 3
+        start = stream.train.read_sequences(np.array([0]), min(n_tokens, 2**22))[0]
+        chosen["ngram"] = choose_ngram(start, vocab_size, longest)
     if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = run_on_rank0(
             dist_ctx, lambda: choose_loss_chunk(resolved, device, vocab_size)

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -506,11 +507,26 @@ def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
     cfg = dataclasses.replace(cfg, **chosen)
     assert cfg.weight_decay == weight_decay and cfg.distill == distill
     assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * cfg.n_models * n_tokens
-    # n-grams: of bytes, more of them in a smaller table; of byte pairs, fewer in a small one
-    assert (cfg.ngram, cfg.ngram_rows) == ((6, 131072) if vocab_size == 257 else (4, 524288))
+    # n-grams: of bytes, longer ones; of byte pairs, shorter ones in a small table
+    assert cfg.ngram == (6 if vocab_size == 257 else 4)
     small = dataclasses.replace(preset, ngram_rows=65536)
     chosen = auto.choose_auto_values(small, preset, stream_of(n_tokens, vocab_size), CPU)
     assert chosen["ngram"] == (6 if vocab_size == 257 else 3)
+
+
+def test_the_longest_ngrams_are_those_that_repeat():
+    rng, lengths = np.random.default_rng(0), set()
+    for n_symbols in (2, 3, 4, 6, 60):
+        tokens = rng.integers(50304 - n_symbols, 50304, 1000)
+        longest = 2
+        for length in range(3, 7):
+            distinct = {tuple(tokens[i : i + length]) for i in range(1001 - length)}
+            if len(distinct) <= (1 - auto.NGRAM_REPEATS) * (1001 - length):
+                longest = length
+        for most in (3, 4):
+            assert auto.choose_ngram(tokens, 50304, most) == min(longest, most)
+        lengths.add(longest)
+    assert lengths == {2, 3, 4, 5, 6}
 
 
 def test_micro_batch_is_what_fits(monkeypatch):
