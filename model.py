@@ -37,7 +37,6 @@ from ops.loss import chunked_loss
 from ops.parallel import (
     exchange_updates,
     gather_whole_matrices,
-    grad_values,
     my_share,
     state_on_device,
     to_local,
@@ -1026,8 +1025,9 @@ class Optimizer(torch.optim.Optimizer):
 
             # The update; on a CPU, grad may hold only the rows that were read
             if grad.is_sparse:
-                grad = grad_values(p)
-                rows = p.grad.indices()[0]
+                grad = grad.coalesce()  # rows that occur twice are added up
+                rows = grad.indices()[0]
+                grad = grad.values()
                 means[rows] += (1 - beta) * grad.square().mean(1, keepdim=True)
                 weight.index_add_(0, rows, grad / means[rows].sqrt(), alpha=-lr)
             else:

@@ -25,6 +25,7 @@ STRONG_DECAY_EPOCHS = 12
 DISTILL_TIME = 2.4  # times the time of all epochs, at least, for --distill
 STUDENT_STEP = 4 / 3  # time of a student's step, relative to its teacher's
 MFU_ON_CPU = 0.6
+FEW_EPOCHS = 0.75  # in which nothing is memorized
 NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in it
 
 
@@ -158,6 +159,8 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             break
 
     chosen = dict(params=round(params))
+    if is_bytes:  # their n-grams are few
+        chosen["ngram_rows"] = min(131072, flags["ngram_rows"])
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
@@ -178,15 +181,15 @@ def choose_ngram(tokens: np.ndarray, vocab_size: int, longest: int) -> int:
 
     Others are memorized (docs/rates.md). tokens: int64 (N,), the first of the dataset.
     """
-    for length in range(longest, 2, -1):
+    ngrams = tokens
+    for length in range(2, longest + 1):
         # Each n-gram as a number in base vocab_size
-        ngrams = tokens
-        for i in range(1, length):
-            ngrams = ngrams[:-1] * vocab_size + tokens[i:]
-        n_repeats = len(ngrams) - len(np.unique(ngrams))
-        if n_repeats >= NGRAM_REPEATS * len(ngrams):
-            return length
-    return 2
+        ngrams = ngrams[:-1] * vocab_size + tokens[length - 1 :]
+        in_order = np.sort(ngrams)
+        n_repeats = np.count_nonzero(in_order[1:] == in_order[:-1])
+        if length > 2 and n_repeats < NGRAM_REPEATS * len(ngrams):
+            return length - 1
+    return longest
 
 
 def get_ngram_dropout(cfg, epochs: float) -> float:
@@ -199,7 +202,7 @@ def get_ngram_dropout(cfg, epochs: float) -> float:
         return 0.0
     if cfg.ngram_dropout >= 0:
         return cfg.ngram_dropout
-    repeats = max(0.0, epochs - 0.75)
+    repeats = max(0.0, epochs - FEW_EPOCHS)
     return 1 - 1 / (1 + 0.45 * repeats)
 
 
@@ -214,7 +217,7 @@ def get_embed_decay(cfg, epochs: float) -> float:
         return cfg.embed_decay
     if cfg.optimizer == "adamw" or cfg.init_from or cfg.n_models == 2:
         return 0.0
-    return min(1.5, max(0.0, epochs - 0.75))
+    return min(1.5, max(0.0, epochs - FEW_EPOCHS))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,13 +252,6 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     resolved = dataclasses.replace(cfg, **chosen)
     if resolved.distill == "auto":
         chosen["distill"] = "off"
-    if resolved.ngram == -1:
-        if tokens_are_bytes(vocab_size):
-            longest = 6
-        else:  # a small table has no room for 4-grams
-            longest = 4 if resolved.ngram_rows >= 2**18 else 3
-        start = stream.train.read_sequences(np.array([0]), min(n_tokens, 2**22))[0]
-        chosen["ngram"] = choose_ngram(start, vocab_size, longest)
     if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = run_on_rank0(
             dist_ctx, lambda: choose_loss_chunk(resolved, device, vocab_size)
@@ -267,6 +263,15 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     resolved = dataclasses.replace(cfg, **chosen)
     tokens = resolved.max_steps * resolved.batch_tokens / resolved.n_models
     epochs = tokens / (stream.seqs_per_epoch * resolved.seq_len)
+    if resolved.ngram == -1:
+        if tokens_are_bytes(vocab_size):
+            chosen["ngram"] = 6
+        else:  # a small table has no room for 4-grams
+            chosen["ngram"] = 4 if resolved.ngram_rows >= 2**18 else 3
+        if epochs > FEW_EPOCHS:
+            start = stream.train.read_sequences(np.array([0]), min(n_tokens, 2**22))[0]
+            chosen["ngram"] = choose_ngram(start, vocab_size, longest=chosen["ngram"])
+    resolved = dataclasses.replace(cfg, **chosen)
     chosen["ngram_dropout"] = get_ngram_dropout(resolved, epochs)
     chosen["embed_decay"] = get_embed_decay(resolved, epochs)
     return chosen

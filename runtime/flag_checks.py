@@ -107,7 +107,7 @@ def check_flags(cfg) -> None:
 def has_window(cfg) -> bool:
     """Whether a layer attends to less than the context, as --window says."""
     pattern, _, width = cfg.window.partition(":")
-    return "S" in pattern[: cfg.n_layer] and int(width or 1) < cfg.seq_len
+    return "S" in pattern and int(width or 1) < cfg.seq_len
 
 
 def check_device(cfg, dist_ctx: DistContext) -> list[str]:

@@ -528,6 +528,13 @@ def test_the_longest_ngrams_are_those_that_repeat():
         lengths.add(longest)
     assert lengths == {2, 3, 4, 5, 6}
 
+    # Only where a run repeats its dataset
+    stream = stream_of(10**5, 50304)
+    stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
+    for max_steps, ngram in ((6, 4), (60, 2)):
+        cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
+        assert auto.choose_auto_values(cfg, cfg, stream, CPU)["ngram"] == ngram
+
 
 def test_micro_batch_is_what_fits(monkeypatch):
     """The decision, with measurements made up: bytes per sequence by checkpointing mode."""
