@@ -19,7 +19,7 @@ from records.check import t_test
 from records.source import git
 
 RULE = (
-    "keep: a score below 1 with p < 0.05, of three runs or more; crash: a run failed; else discard"
+    "keep: a score below 1 with p < 0.05, of three pairs or more; crash: a run failed; else discard"
 )
 
 # Of the ledger. base: its commit. edit: a hash of the difference to it and of the flags. score: of
@@ -153,6 +153,8 @@ def bench_experiment(bench: Bench) -> dict:
     sides = read_sides(bench.options.flags)
     if len(sides) != 2:
         raise UserError("give --flags=EDIT, or --flags=BASE --flags=EDIT")
+    if bench.options.ledger and Path(bench.options.ledger).suffix != ".tsv":
+        raise UserError(f"--ledger {bench.options.ledger} is no .tsv file; give experiments.tsv")
     flags = dict(eval_every=0, eval_tokens=0) | bench.flags
     datasets = bench.options.data or [""]
     runs = {data or "python": [] for data in datasets}
@@ -168,7 +170,8 @@ def bench_experiment(bench: Bench) -> dict:
         for key in ("train_time_s", "peak_mem_mb"):
             row[key] = mean(edit[key] for edit in edits)
     except RunError as error:
-        rows = [dict(dataset=data, note=f"the edit fails: {error}")]
+        last_line = str(error).splitlines()[-1]
+        rows = [dict(dataset=data, note=f"the edit fails: {last_line}")]
     note = f"{row['verdict']} ({RULE}). score: loss of the edit / loss of the base."
     print(table("Experiment", rows, note))
 

@@ -186,6 +186,7 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     ledger = tmp_path / "experiments.tsv"
     flags = f"{SMALL} --max_steps 20 --eval_every 10 --ledger {ledger} --data a b".split()
     assert bench.main(["experiment", *flags, "--flags=a", "--flags=b", "--flags=c"]) == 2
+    assert bench.main(["experiment", *flags, "--ledger=a", f"{base}1", f"{edit}1"]) == 2
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
     page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
