@@ -22,6 +22,7 @@ MAX_EPOCHS_OF_PAIRS = 5  # of longer tokens, which are memorized sooner
 LARGE_MODEL = 2  # parameters per byte: with the next two, it gains from more epochs
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
+DISTILL_TOKENS = 450_000  # at most, for --distill: of four larger texts two ended higher
 DISTILL_TIME = 2.4  # times the time of all epochs, at least, for --distill
 STUDENT_STEP = 4 / 3  # time of a student's step, relative to its teacher's
 MFU_ON_CPU = 0.6
@@ -167,6 +168,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
     most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens / cfg.n_models
     # Measured for byte pairs alone
     can_distill = not (is_bytes or cfg.patience or cfg.init_from or cfg.is_sharded)
+    can_distill = can_distill and n_tokens <= DISTILL_TOKENS
     if cfg.distill == "auto" and can_distill and tokens_by_clock >= DISTILL_TIME * most_tokens:
         chosen["distill"] = "on"
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given

@@ -489,6 +489,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     [
         (dict(), 10**5, 257, 12, 0.8, "off"),
         (dict(), 10**5, 1024, 5, 0.05, "on"),
+        (dict(), 10**6, 1024, 5, 0.05, "off"),
         (dict(), 10**8, 257, 6, 0.05, "off"),
         (dict(n_layer=1, n_embd=64), 10**5, 257, 6, 0.05, "off"),
         (dict(weight_decay=0.1), 10**5, 257, 6, 0.1, "off"),
