@@ -167,8 +167,8 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
     sized = dataclasses.replace(cfg, **(chosen | given))
     most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens / cfg.n_models
     # Measured for byte pairs alone
-    can_distill = not (is_bytes or cfg.patience or cfg.init_from or cfg.is_sharded)
-    can_distill = can_distill and n_tokens <= DISTILL_TOKENS
+    has_few_pairs = not is_bytes and n_tokens <= DISTILL_TOKENS
+    can_distill = has_few_pairs and not (cfg.patience or cfg.init_from or cfg.is_sharded)
     if cfg.distill == "auto" and can_distill and tokens_by_clock >= DISTILL_TIME * most_tokens:
         chosen["distill"] = "on"
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
@@ -183,13 +183,13 @@ def choose_ngram(tokens: np.ndarray, vocab_size: int, longest: int) -> int:
 
     Others are memorized (docs/rates.md). tokens: int64 (N,), the first of the dataset.
     """
-    ngrams = tokens
-    for length in range(2, longest + 1):
-        # Each n-gram as a number in base vocab_size
+    # Each n-gram as a number in base vocab_size
+    ngrams = tokens[:-1] * vocab_size + tokens[1:]
+    for length in range(3, longest + 1):
         ngrams = ngrams[:-1] * vocab_size + tokens[length - 1 :]
         in_order = np.sort(ngrams)
         n_repeats = np.count_nonzero(in_order[1:] == in_order[:-1])
-        if length > 2 and n_repeats < NGRAM_REPEATS * len(ngrams):
+        if n_repeats < NGRAM_REPEATS * len(ngrams):
             return length - 1
     return longest
 

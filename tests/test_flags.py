@@ -508,8 +508,8 @@ def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
     cfg = dataclasses.replace(cfg, **chosen)
     assert cfg.weight_decay == weight_decay and cfg.distill == distill
     assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * cfg.n_models * n_tokens
-    # n-grams: of bytes, longer ones; of byte pairs, shorter ones in a small table
-    assert cfg.ngram == (6 if vocab_size == 257 else 4)
+    # n-grams: of bytes, more of them in a smaller table; of byte pairs, fewer in a small one
+    assert (cfg.ngram, cfg.ngram_rows) == ((6, 131072) if vocab_size == 257 else (4, 524288))
     small = dataclasses.replace(preset, ngram_rows=65536)
     chosen = auto.choose_auto_values(small, preset, stream_of(n_tokens, vocab_size), CPU)
     assert chosen["ngram"] == (6 if vocab_size == 257 else 3)
