@@ -237,19 +237,18 @@ def resolve_auto(
     # changed from the preset stays
     preset = Config(**PRESETS[cfg.preset])
     chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
-    resolved = dataclasses.replace(cfg, **chosen)
-
-    muon_lr, adam_lr = learning_rates(resolved)
-    resolved = dataclasses.replace(resolved, muon_lr=muon_lr, adam_lr=adam_lr)
+    muon_lr, adam_lr = learning_rates(dataclasses.replace(cfg, **chosen))
+    chosen.update(muon_lr=muon_lr, adam_lr=adam_lr)
 
     # A resumed run keeps the checkpoint's value where one has just been chosen: make_config has not
     # loaded these flags after a restart by torchrun or with --trials, and --minutes measures again
-    kept = {}
-    for field in dataclasses.fields(Config):
-        was_chosen = getattr(resolved, field.name) != getattr(cfg, field.name)
-        if was_chosen and field.name in checkpoint_flags:
-            kept[field.name] = checkpoint_flags[field.name]
-    resolved = dataclasses.replace(resolved, **kept)
+    kept = chosen.keys() & checkpoint_flags.keys()
+    if cfg.minutes != checkpoint_flags.get("minutes"):
+        kept.discard("max_steps")
+    for name in kept:
+        if cfg.params == -1 or chosen[name] != getattr(cfg, name):
+            chosen[name] = checkpoint_flags[name]
+    resolved = dataclasses.replace(cfg, **chosen)
     if resolved.eval_every == -1:  # ten evaluations
         resolved = dataclasses.replace(resolved, eval_every=math.ceil(resolved.max_steps / 10))
     return resolved
@@ -505,7 +504,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # --distill: teacher and student have half of the run each, with schedules of their own
+    # --distill: teacher and student have half of the run each, with learning rates of their own
     teacher = state.teacher if state.is_student else None
     if cfg.n_models == 2:
         progress *= 2

@@ -35,6 +35,8 @@ def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
         checkout = REPO
         if words and not words[0].startswith("--"):
             checkout = Path(words.pop(0))
+            if not (checkout / "train_gpt.py").is_file():
+                raise UserError(f"{checkout} holds no train_gpt.py; give --flags=CHECKOUT")
         sides[text or "defaults"] = checkout, words
     return sides
 

@@ -19,7 +19,7 @@ PAIRS_FOR_WIDTH = 1.5
 PARAMS_PER_TOKEN = 9  # at most
 MAX_EPOCHS = 6  # of bytes
 MAX_EPOCHS_OF_PAIRS = 5  # of longer tokens, which are memorized sooner
-LARGE_MODEL = 2  # parameters per byte: with the next two, it gains from more epochs
+LARGE_MODEL = 2  # parameters per byte, from which more epochs help, with the next two
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
 DISTILL_TOKENS = 450_000  # at most, for --distill: of five larger texts two ended higher
@@ -52,7 +52,7 @@ def max_epochs(cfg, n_tokens: int, vocab_size: int) -> float:
 
 
 def finetuning_tokens(n_tokens: int) -> float:
-    """Tokens to train on with --init_from: 3 epochs of a million, 86 of 3,600, at least one."""
+    """Tokens to train on with --init_from: 3 epochs of a million, 88 of 3,600, at least one."""
     return max(n_tokens, 3e6 * (n_tokens / 1e6) ** 0.4)
 
 
@@ -154,12 +154,13 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             tokens_per_param = BYTES_FOR_WIDTH if is_bytes else PAIRS_FOR_WIDTH
 
         is_large = is_bytes and n_params >= LARGE_MODEL * n_tokens
-        repeats = is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
+        can_decay = given.get("weight_decay", STRONG_DECAY) >= STRONG_DECAY
+        repeats = is_large and can_decay and tokens >= STRONG_DECAY_EPOCHS * n_tokens
         is_trained = repeats or tokens >= tokens_per_param * n_params
         if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
 
-    chosen = dict(params=round(params))
+    chosen = dict(params=round(params), weight_decay=cfg.weight_decay)
     if is_bytes:  # their n-grams are few
         chosen["ngram_rows"] = min(131072, flags["ngram_rows"])
     if repeats:

@@ -115,7 +115,8 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     device = dist_ctx.device
     dtype = hardware_dtype(cfg.dtype, device)
     has_mask = has_window(cfg) or cfg.doc_mask
-    seqs_per_rank(cfg, dist_ctx.world_size)
+    if cfg.params != -1:  # else a batch is chosen that the ranks can share
+        seqs_per_rank(cfg, dist_ctx.world_size)
     if cfg.is_compiled or cfg.attn == "flex":
         check_compiler(device)
     if device.type == "cuda":
@@ -151,6 +152,10 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
         warnings.append(
             "--short_frac has no effect with --doc_align, or a --seq_len that 8 does not divide"
         )
+    if cfg.muon_lr and cfg.optimizer == "adamw":
+        warnings.append("--muon_lr has no effect with --optimizer adamw; its rate is --adam_lr")
+    if cfg.shard_size and cfg.parallel != "hsdp":
+        warnings.append("--shard_size has no effect without --parallel hsdp")
     if cfg.preset.startswith("gpt2") and not cfg.data:
         warnings.append(
             f"--preset {cfg.preset} without --data trains on Python's source, not GPT-2's tokens; "

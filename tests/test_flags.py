@@ -515,6 +515,27 @@ def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
     assert chosen["ngram"] == (6 if vocab_size == 257 else 3)
 
 
+def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
+    def resolve(cfg: Config, flops: float, checkpoint_flags: dict) -> Config:
+        monkeypatch.setattr(auto, "matmul_flops", lambda *_: flops)
+        stream = stream_of(10**5, vocab_size=257)
+        return train_gpt.resolve_auto(cfg, CPU, stream, checkpoint_flags)
+
+    # By torchrun, with the flags of the command: measured again, it would be another size
+    cfg = make_config(minutes=5.0, dtype="fp32")
+    saved = resolve(cfg, 1e12, {})
+    flags = dataclasses.asdict(saved)
+    assert resolve(cfg, 1e9, {}).n_embd < saved.n_embd and saved.weight_decay == 0.8
+    assert resolve(cfg, 1e9, flags) == saved
+
+    # By --resume: the steps fit the minutes
+    assert resolve(saved, 1e9, flags) == saved
+    cfg = dataclasses.replace(saved, minutes=0.1)
+    resumed = resolve(cfg, 1e12, flags)
+    assert resumed.max_steps < saved.max_steps / 2
+    assert resumed == dataclasses.replace(cfg, max_steps=resumed.max_steps)
+
+
 def test_the_longest_ngrams_are_those_that_repeat():
     rng, lengths = np.random.default_rng(0), set()
     for n_symbols in (2, 3, 4, 6, 60):
