@@ -1018,10 +1018,14 @@ class Optimizer(torch.optim.Optimizer):
                 state["mean_square"] = torch.zeros_like(weight[:, :1])
             means = state["mean_square"] = to_local(state["mean_square"])
 
-            # Decay; a mean stays above 0 for rows that were never read
+            # Means decay; they stay above 0 for rows that were never read
             means.mul_(beta).clamp_(min=self.eps**2)
-            if group["weight_decay"]:
-                weight.mul_(1 - lr * group["weight_decay"])
+
+            # Weight decay waits until it is 1 %: for the whole table it takes as long as a layer
+            state["decay"] = state.get("decay", 1.0) * (1 - lr * group["weight_decay"])
+            if state["decay"] < 0.99:
+                weight.mul_(state["decay"])
+                state["decay"] = 1.0
 
             # The update; on a CPU, grad may hold only the rows that were read
             if grad.is_sparse:

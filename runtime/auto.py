@@ -15,7 +15,8 @@ from runtime.ranks import DistContext, run_on_rank0
 # tokens those of the training split
 TOKENS_PER_PARAM = 10  # at least, to train on
 BYTES_FOR_WIDTH = 4  # per parameter, at least, for 2 x 128, which gains more than its time costs
-PAIRS_FOR_WIDTH = 1.5
+PAIRS_FOR_WIDTH = 2.2
+EPOCHS_FOR_WIDTH = 1.3  # of byte pairs, which are enough as well
 PARAMS_PER_TOKEN = 9  # at most
 MAX_EPOCHS = 6  # of bytes
 MAX_EPOCHS_OF_PAIRS = 5  # of longer tokens, which are memorized sooner
@@ -149,15 +150,17 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
         # Four layers of width 64 take nearly as long as two of 128
         if not has_shape and flags["n_embd"] == 64 and flags["n_layer"] > 3:
             continue
-        tokens_per_param = TOKENS_PER_PARAM
+        enough_tokens = TOKENS_PER_PARAM * n_params
         if (flags["n_layer"], flags["n_embd"]) == (2, 128):
-            tokens_per_param = BYTES_FOR_WIDTH if is_bytes else PAIRS_FOR_WIDTH
+            if is_bytes:
+                enough_tokens = BYTES_FOR_WIDTH * n_params
+            else:
+                enough_tokens = min(PAIRS_FOR_WIDTH * n_params, EPOCHS_FOR_WIDTH * n_tokens)
 
         is_large = is_bytes and n_params >= LARGE_MODEL * n_tokens
         can_decay = given.get("weight_decay", STRONG_DECAY) >= STRONG_DECAY
         repeats = is_large and can_decay and tokens >= STRONG_DECAY_EPOCHS * n_tokens
-        is_trained = repeats or tokens >= tokens_per_param * n_params
-        if is_trained and n_params <= PARAMS_PER_TOKEN * n_tokens:
+        if (repeats or tokens >= enough_tokens) and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
 
     chosen = dict(params=round(params), weight_decay=cfg.weight_decay)
