@@ -185,7 +185,8 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     page = tmp_path / "edit" / "train_gpt.py"
     ledger = tmp_path / "experiments.tsv"
     flags = f"{SMALL} --max_steps 20 --eval_every 10 --ledger {ledger} --data a b".split()
-    assert bench.main(["experiment", *flags, "--flags=a", "--flags=b", "--flags=c"]) == 2
+    assert bench.main(["experiment", *flags, "--flags=--a", "--flags=--b", "--flags=--c"]) == 2
+    assert bench.main(["experiment", *flags, "--flags=nowhere"]) == 2
     assert bench.main(["experiment", *flags, "--ledger=a", f"{base}1", f"{edit}1"]) == 2
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out

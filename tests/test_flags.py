@@ -241,6 +241,8 @@ NO_EFFECT_CASES = (
     ("cpu", dict(offload="optimizer"), "--offload optimizer has no effect on cpu"),
     ("cpu", dict(short_frac=0.5, doc_align=True), "--short_frac has no effect with --doc_align"),
     ("cpu", dict(preset="gpt2-small"), "python data/prepare.py fineweb10B"),
+    ("cpu", dict(optimizer="adamw", muon_lr=0.1), "--muon_lr has no effect with --optimizer adamw"),
+    ("cpu", dict(shard_size=2), "--shard_size has no effect without --parallel hsdp"),
     ("t4", {}, "this GPU has no bf16, or emulates it"),
     ("cuda", dict(doc_mask=True), "keeps SDPA from its flash kernel"),
 )
@@ -291,6 +293,9 @@ def test_every_sentence_of_the_rules_has_a_case(data, tmp_path, capsys):
         assert check_device(kind) == []
     assert check_device("cuda", deterministic=True, micro_batch=4) == []
     assert check_device("amd", attn="flash", dtype="bf16") == []
+    # A batch that --minutes chooses later suits any number of ranks
+    ranks = DistContext(torch.device("cpu"), world_size=8)
+    assert flag_checks.check_device(make_config(minutes=30.0), ranks) == []
     tiny_run(tmp_path / "run", data=data, max_steps=1, offload="activations")
     for output in (capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()):
         assert "--offload activations has no effect on cpu" in output
