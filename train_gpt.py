@@ -246,7 +246,8 @@ def resolve_auto(
     if cfg.minutes != checkpoint_flags.get("minutes"):
         kept.discard("max_steps")
     for name in kept:
-        if cfg.params == -1 or chosen[name] != getattr(cfg, name):
+        was_open = getattr(cfg, name) == getattr(preset, name)
+        if was_open or chosen[name] != getattr(cfg, name):
             chosen[name] = checkpoint_flags[name]
     resolved = dataclasses.replace(cfg, **chosen)
     if resolved.eval_every == -1:  # ten evaluations

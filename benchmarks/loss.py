@@ -36,7 +36,7 @@ def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
         if words and not words[0].startswith("--"):
             checkout = Path(words.pop(0))
             if not (checkout / "train_gpt.py").is_file():
-                raise UserError(f"{checkout} holds no train_gpt.py; give --flags=CHECKOUT")
+                raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or --FLAG")
         sides[text or "defaults"] = checkout, words
     return sides
 

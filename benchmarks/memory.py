@@ -32,8 +32,8 @@ def memory_case(cfg: Config):
     weights = list(state.raw_model.parameters())
     gradients = [grad_values(p) for p in weights if p.grad is not None]
     state_tensors = []
-    for tensors in state.optimizer.state.values():
-        state_tensors += tensors.values()
+    for values in state.optimizer.state.values():
+        state_tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
     row = dict(
         weights=sum(tensor.nbytes for tensor in weights) / MIB,
         gradients=sum(tensor.nbytes for tensor in gradients) / MIB,

@@ -248,10 +248,11 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
         flops = run_on_rank0(dist_ctx, lambda: measure_flops(device, dtype)) * dist_ctx.world_size
         if cfg.params == -1:
             chosen |= choose_size(cfg, preset, n_tokens, vocab_size=vocab_size, flops=flops)
-            # A batch that all ranks can share
-            multiple = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)
-            n_multiples = max(1, round(chosen["batch_tokens"] / multiple))
-            chosen["batch_tokens"] = n_multiples * multiple
+            # A batch that all ranks can share, unless one was given
+            if cfg.batch_tokens == preset.batch_tokens:
+                multiple = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)
+                n_multiples = max(1, round(chosen["batch_tokens"] / multiple))
+                chosen["batch_tokens"] = n_multiples * multiple
         sized = dataclasses.replace(cfg, **chosen)
         chosen["max_steps"] = choose_steps(sized, n_tokens, vocab_size, flops)
 
