@@ -479,7 +479,7 @@ class Run:
         stall = self.data_wait_s / max(self.trained_s, 1e-9)
         self.info(
             f"stopped by {stopped_by} at step {state.step}: train_time {self.train_time:.1f} s "
-            f"(data stall {stall:.2%}), wall time {self.wall_time:.1f} s; "
+            f"(data stall {stall:.2%}), wall time {summary['wall_time_s']:.1f} s; "
             f"everything is in {shlex.quote(str(self.folder))}"
         )
         for line in self.remarks(state, stopped_by):
