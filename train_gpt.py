@@ -240,11 +240,12 @@ def resolve_auto(
     muon_lr, adam_lr = learning_rates(dataclasses.replace(cfg, **chosen))
     chosen.update(muon_lr=muon_lr, adam_lr=adam_lr)
 
-    # A resumed run keeps the checkpoint's value where one has just been chosen: make_config has not
-    # loaded these flags after a restart by torchrun or with --trials, and --minutes measures again
+    # A resumed run keeps the checkpoint's value where one has just been chosen, even the preset's:
+    # make_config has not loaded these flags after a restart by torchrun or with --trials, and
+    # --minutes measures again
     kept = chosen.keys() & checkpoint_flags.keys()
     if cfg.minutes != checkpoint_flags.get("minutes"):
-        kept.discard("max_steps")
+        kept.discard("max_steps")  # more minutes, more steps
     for name in kept:
         was_open = getattr(cfg, name) == getattr(preset, name)
         if was_open or chosen[name] != getattr(cfg, name):

@@ -49,8 +49,7 @@ class Bench:
             if self.quick:
                 self.flags.setdefault("batch_tokens", 65536)
         # The vocabulary of GPT-2's tokenizer, whatever the dataset
-        has_data = "data" in flags or options.data
-        if self.flags.get("preset", "").startswith("gpt2") and not has_data:
+        if self.flags.get("preset", "").startswith("gpt2") and not options.data:
             self.flags.setdefault("vocab_size", 50304)
         # Steps on whole sequences, which are most of the work
         values = dict(short_frac=0.0) | self.flags

@@ -136,6 +136,7 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
     given["seq_len"] = cfg.seq_len  # the dataset is open
     has_shape = bool({"n_layer", "n_embd"} & given.keys())
     is_bytes = tokens_are_bytes(vocab_size)
+    can_decay = is_bytes and given.get("weight_decay", STRONG_DECAY) >= STRONG_DECAY
 
     for exponent in range(49, -1, -1):  # from 1.7B parameters to 0.1M
         params = 1e5 * 1.22**exponent
@@ -157,9 +158,8 @@ def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> di
             else:
                 enough_tokens = min(PAIRS_FOR_WIDTH * n_params, EPOCHS_FOR_WIDTH * n_tokens)
 
-        is_large = is_bytes and n_params >= LARGE_MODEL * n_tokens
-        can_decay = given.get("weight_decay", STRONG_DECAY) >= STRONG_DECAY
-        repeats = is_large and can_decay and tokens >= STRONG_DECAY_EPOCHS * n_tokens
+        is_large = n_params >= LARGE_MODEL * n_tokens
+        repeats = can_decay and is_large and tokens >= STRONG_DECAY_EPOCHS * n_tokens
         if (repeats or tokens >= enough_tokens) and n_params <= PARAMS_PER_TOKEN * n_tokens:
             break
 
