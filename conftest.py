@@ -310,10 +310,6 @@ def plain(data, noisy, tmp_path_factory) -> Path:
 VOCABULARY = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or ROOT.parent / "shared" / "tiktoken_cache")
 
 
-def quiet(line) -> None:
-    pass
-
-
 @pytest.fixture
 def gpt2(monkeypatch):
     if not VOCABULARY.is_dir():
@@ -345,4 +341,4 @@ def pytest_cmdline_main(config) -> None:
         return
     if option.numprocesses is None and option.dist == "no":
         option.numprocesses = 2
-        option.dist = "worksteal"
+        option.dist = "loadfile"  # a file's fixtures are made once

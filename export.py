@@ -159,38 +159,20 @@ def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
 
     The text "<|endoftext|>" becomes that token, and every text begins with it, as in sample.py.
     """
-    import tokenizers
-    from tokenizers import pre_tokenizers
+    from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
 
+    converter = TikTokenConverter()
     if tokenizer.name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
-        splits = []
     else:
         ranks = tokenizer.tiktoken._mergeable_ranks
-        pattern = tokenizers.Regex(tokenizer.tiktoken._pat_str)
-        splits = [pre_tokenizers.Split(pattern, "isolated")]
-    tokens = sorted(ranks, key=ranks.get)
-    letters = letters_of_bytes()
-    spelling = ["".join(letters[byte] for byte in token) for token in tokens]
-    vocab = {text: rank for rank, text in enumerate(spelling)}
-
-    # Every pair of tokens that makes a token, in tiktoken's order: by the rank of what it makes
-    merges = []
-    for token in tokens:
-        pairs = []
-        for i in range(1, len(token)):
-            left, right = token[:i], token[i:]
-            if left in ranks and right in ranks:
-                pairs.append((ranks[left], ranks[right]))
-        merges += [(spelling[left], spelling[right]) for left, right in sorted(pairs)]
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    bpe.decoder = tokenizers.decoders.ByteLevel()
+        converter.pattern = tokenizer.tiktoken._pat_str
+    converter.load_tiktoken_bpe = lambda _: ranks  # not of a file
+    bpe = converter.converted()
     eot = "<|endoftext|>"
-    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+    bpe.post_processor = TemplateProcessing(
         single=[eot, "$A"], special_tokens=[(eot, tokenizer.eot)]
     )
     return PreTrainedTokenizerFast(
@@ -202,15 +184,6 @@ def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
         model_max_length=seq_len,
         clean_up_tokenization_spaces=False,
     )
-
-
-def letters_of_bytes():
-    """Return the letter of GPT-2's byte-level alphabet that stands for each byte, a list."""
-    letters = [chr(byte) for byte in range(256)]
-    invisible = [*range(33), *range(127, 161), 173]
-    for i, byte in enumerate(invisible):
-        letters[byte] = chr(256 + i)
-    return letters
 
 
 FORMATS = {

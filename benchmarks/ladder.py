@@ -17,7 +17,7 @@ from benchmarks.harness import (
     time_steps,
 )
 from runtime.auto import measure_flops
-from runtime.device import DTYPES, hardware_dtype, peak_memory_mb, select_device
+from runtime.device import DTYPES, faster_dtype, peak_memory_mb, select_device
 from train_gpt import Config, train_step
 
 # The first configuration
@@ -91,7 +91,7 @@ def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
 
 def measure_matmul_peak(device: torch.device) -> tuple[float, str]:
     """FLOP/s of large matmuls in the fastest dtype, and its name."""
-    dtypes = ("fp32", "bf16") if device.type == "cpu" else (hardware_dtype("auto", device),)
+    dtypes = ("fp32", "bf16") if device.type == "cpu" else (faster_dtype("auto", device, 0),)
     return max((measure_flops(device, DTYPES[dtype]), dtype) for dtype in dtypes)
 
 

@@ -71,7 +71,7 @@ def bench_profile(bench: Bench) -> dict:
     """Print the time of a step by category."""
     bench.forbid_flags("profile")
     n_steps = 3 if bench.quick else 10
-    trace = str(Path(tempfile.gettempdir(), "bench-trace.json"))
+    trace = str(Path(tempfile.mkdtemp(), "trace.json"))
     (facts,) = measure([partial(profile_case, bench.cfg, n_steps, trace)], 0)
     if "note" in facts:
         raise RunError(facts["note"])

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError
+from common import UserError, print_line
 
 # The order of several files: it makes the first tokens of a split a fair sample of the split
 ORDER = "SHA-256 of the name"
@@ -139,7 +139,7 @@ def _is_prepared_data(folder):
     return Path(folder, "meta.json").exists() and any(folder.glob("*train*.bin"))
 
 
-def check_files(names, arguments, keys, has_integers, say):
+def check_files(names, arguments, keys, has_integers):
     """Return the files of `names`, {path: name}, that can be read: (name, path), sorted by hash.
 
     Others are skipped and listed. Raises Unreadable for one that is itself among the arguments.
@@ -163,7 +163,7 @@ def check_files(names, arguments, keys, has_integers, say):
             skipped.append(f"{name} ({error.found})")
     if skipped:
         examples = ", ".join(sorted(skipped)[:5])
-        say(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
+        print_line(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
     if not files:
         raise UserError(
             f"there is no text in {list(map(str, arguments))}: none of the files can be read"

@@ -6,7 +6,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from common import UserError, sha256_of_file
+from common import UserError, print_line, sha256_of_file
 from data.shards import DATA_DIR, TOKENIZER_SIZES, load_meta, read_shard, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
@@ -37,10 +37,9 @@ DOWNLOADS = {
 class Progress:
     """Prints, every 5 seconds and at its end, how much of a job of `total` bytes is done."""
 
-    def __init__(self, job, total, say):
+    def __init__(self, job, total):
         self.job = job
         self.total = total
-        self.say = say
         self.done = 0
         self.started = time.monotonic()
         self.shown = self.started
@@ -52,7 +51,9 @@ class Progress:
             self.shown = now
             done_mb = self.done / 1e6
             rate = done_mb / max(now - self.started, 1e-6)
-            self.say(f"{self.job}: {done_mb:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s")
+            print_line(
+                f"{self.job}: {done_mb:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s"
+            )
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -65,7 +66,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _fetch(url, partial, say):
+def _fetch(url, partial):
     """Try once to complete the file `partial`.
 
     Returns the SHA-256 that Hugging Face names, or None from other servers.
@@ -79,7 +80,7 @@ def _fetch(url, partial, say):
         if response.status != 206:
             have = 0
         total = have + int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total, say)
+        progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total)
         progress.add(have)
         mode = "ab" if have else "wb"
         with open(partial, mode) as file:
@@ -93,14 +94,14 @@ def _fetch(url, partial, say):
     return redirects.sha256
 
 
-def _fetch_with_retries(url, path, partial, say):
+def _fetch_with_retries(url, path, partial):
     """Try up to four times to complete the file `partial`; return what _fetch does.
 
     Raises UserError.
     """
     for wait_s in (1, 2, 4, None):
         try:
-            return _fetch(url, partial, say)
+            return _fetch(url, partial)
         except (OSError, http.client.HTTPException, ValueError) as error:
             # A ValueError says that it is not a URL
             code = getattr(error, "code", 0)
@@ -115,11 +116,11 @@ def _fetch_with_retries(url, path, partial, say):
                     f"{url} could not be downloaded ({error}): run this again to resume, {mirror}"
                     f"put the file at {path} by hand, or use `python data/prepare.py python`"
                 ) from error
-            say(f"{error}; trying again in {wait_s} s")
+            print_line(f"{error}; trying again in {wait_s} s")
             time.sleep(wait_s)
 
 
-def download(url, path, sha256=None, say=print):
+def download(url, path, sha256=None):
     """Download `url` to `path` unless it is there, and return its SHA-256 in hex.
 
     A partial file stays beside it as `.tmp-<name>`: later attempts and runs resume from there.
@@ -132,7 +133,7 @@ def download(url, path, sha256=None, say=print):
     arrived = path
     if not path.exists():
         arrived = path.with_name(f".tmp-{path.name}")
-        server_sha256 = _fetch_with_retries(url, path, arrived, say)
+        server_sha256 = _fetch_with_retries(url, path, arrived)
         sha256 = sha256 or server_sha256
     digest = sha256_of_file(arrived)
     if sha256 not in (None, digest):
@@ -144,7 +145,7 @@ def download(url, path, sha256=None, say=print):
     return digest
 
 
-def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=print):
+def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None):
     """Download FineWeb's shards, except those in the folder `out`, and write meta.json.
 
     shards: of the training split. Raises UserError.
@@ -155,9 +156,9 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
         if not all(name.startswith("fineweb_") for name in found):
             raise UserError(f"{folder} holds other data: choose another --out")
         if len(found) > shards:
-            say(f"already there: {folder}")
+            print_line(f"already there: {folder}")
             return
-    say(
+    print_line(
         f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB "
         f"in all, to {folder}"
     )
@@ -167,7 +168,7 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None, say=p
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
-        sha256 = download(FINEWEB + name, folder / name, say=say)
+        sha256 = download(FINEWEB + name, folder / name)
         length = read_shard(folder / name).size
         files[name] = {"tokens": length, "sha256": sha256}
         splits[split]["tokens"] += length

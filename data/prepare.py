@@ -9,10 +9,10 @@ After a run that was stopped, the same command resumes its downloads.
 
 import argparse
 import contextlib
-import glob
 import hashlib
 import os
 import platform
+import secrets
 import shlex
 import shutil
 import signal
@@ -212,10 +212,10 @@ def _identify_tokenizer(tokenizer):
     return f"vocabulary of SHA-256 {hashlib.sha256(vocabulary.encode()).hexdigest()}"
 
 
-def _choose_tokenizer(train_bytes, say):
+def _choose_tokenizer(train_bytes):
     """Return the tokenizer for a small model that trains for minutes (docs/data.md)."""
     tokenizer = "bpe" if train_bytes >= BPE_BYTES else "bytes"
-    say(
+    print_line(
         f"tokenizer {tokenizer}, for {train_bytes / 1e6:.1f} MB of text "
         "(for GPT-2's presets: --tokenizer gpt2)"
     )
@@ -233,7 +233,7 @@ def _sample(documents):
                 return
 
 
-def _load_tokenizer(name, vocab_size, documents, n_bytes, say):
+def _load_tokenizer(name, vocab_size, documents, n_bytes):
     """Return the tokenizer and the content of its vocabulary file, or None: trained, or read.
 
     name: "gpt2", "bytes", "integers:N", "bpe", or the path of a vocabulary.
@@ -242,7 +242,7 @@ def _load_tokenizer(name, vocab_size, documents, n_bytes, say):
         return get_tokenizer(name), None
     if name == "bpe":
         sample_bytes = min(n_bytes, BPE_SAMPLE_BYTES)
-        say(f"training {vocab_size} byte pairs on the first {sample_bytes / 1e6:.1f} MB")
+        print_line(f"training {vocab_size} byte pairs on the first {sample_bytes / 1e6:.1f} MB")
         vocabulary = train_vocabulary(_sample(documents), vocab_size)
     else:
         vocabulary = read_vocabulary(name)
@@ -264,7 +264,6 @@ def prepare(
     include=(),
     vocab_size=None,
     val=(),
-    say=print,
     command=None,
 ):
     """Make a folder of token shards and return its Path; one of the same arguments stays.
@@ -280,7 +279,6 @@ def prepare(
     include: patterns of names; files in folders must match one of them.
     vocab_size: of "bpe", end-of-text included, or of the integers in .npy files.
     val: like paths, for validation instead of val_fraction.
-    say: gets each line of output.
     command: recorded in meta.json.
 
     The folder is made under another name and renamed, so several processes may run this at once.
@@ -307,7 +305,9 @@ def prepare(
     if _is_prepared(folder):
         _check_arguments(folder, arguments, check_files, paths=paths, val=val)
         origin = load_meta(folder)["source"]
-        say(f"already there: {folder} (of {origin}); for other data remove it, or give --out")
+        print_line(
+            f"already there: {folder} (of {origin}); for other data remove it, or give --out"
+        )
         return folder
     names = corpus.find_files(paths, include) if source == "files" else {}
     val_names = corpus.find_files(val, include) if val else {}
@@ -316,14 +316,14 @@ def prepare(
         # The files, (name, path), for training and for validation
         if source == "files":
             origin = f"files {' '.join(map(os.fspath, paths))}"
-            files = check_files(names, paths, say=say)
+            files = check_files(names, paths)
             arguments["texts"] = _identify_texts(files)
         else:
-            origin, files = _find_texts(source, folder=temporary, say=say)
+            origin, files = _find_texts(source, folder=temporary)
         val_files = []
         if val:
             origin += f" --val {' '.join(map(os.fspath, val))}"
-            val_files = check_files(val_names, val, say=say)
+            val_files = check_files(val_names, val)
             _check_disjoint(names, val_names)
         arguments["val"] = _identify_texts(val_files)
         threshold = None
@@ -342,13 +342,13 @@ def prepare(
 
         # The tokenizer, whose vocabulary is trained or read
         train_bytes = sum(map(_text_size, files))
-        tokenizer = tokenizer or _choose_tokenizer(train_bytes, say)
+        tokenizer = tokenizer or _choose_tokenizer(train_bytes)
         if tokenizer == "bpe" and vocab_size is None:
             is_large = train_bytes >= LARGE_VOCAB_BYTES
             vocab_size = LARGE_VOCAB_SIZE if is_large else SMALL_VOCAB_SIZE
         arguments |= {"tokenizer": _identify_tokenizer(tokenizer), "vocab_size": vocab_size}
         encoder, vocabulary = _load_tokenizer(
-            tokenizer, vocab_size, documents(), n_bytes=train_bytes, say=say
+            tokenizer, vocab_size, documents(), n_bytes=train_bytes
         )
         meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
         if vocabulary:
@@ -360,7 +360,7 @@ def prepare(
 
         # The shards
         n_bytes = train_bytes + sum(map(_text_size, val_files))
-        progress = Progress(f"preparing {source}", n_bytes, say)
+        progress = Progress(f"preparing {source}", n_bytes)
         splits, shards = _write_shards(
             documents(), encoder, temporary, shard_tokens=shard_tokens, progress=progress
         )
@@ -381,7 +381,7 @@ def prepare(
         size = ""
         if not has_integers:
             size = f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
-        say(f"{folder}: {counts['tokens']:,} tokens ({encoder.name}{size}) in {split}")
+        print_line(f"{folder}: {counts['tokens']:,} tokens ({encoder.name}{size}) in {split}")
     return folder
 
 
@@ -417,7 +417,7 @@ def _check_arguments(folder, arguments, check_files, paths, val):
             files = []
             if given:
                 found = corpus.find_files(given, arguments["include"])
-                files = check_files(found, given, say=lambda line: None)
+                files = check_files(found, given)
             arguments[name] = _identify_texts(files)
     # Folders of earlier versions, and those of others, have not recorded what they are made from
     recorded = load_meta(folder).get("made_from", {})
@@ -458,11 +458,10 @@ def _temporary_folder(folder, keep):
     keep: it stays if preparation fails, so that its downloads resume; else it has a name of its
     own and is removed.
     """
-    prefix = f".tmp-{folder.name}"
+    name = f".tmp-{folder.name}"
     if not keep:
-        prefix += f"-{platform.node()}-"
-        _remove_leftovers(folder.parent, prefix)
-    temporary = folder.with_name(prefix if keep else f"{prefix}{os.getpid()}")
+        name += f"-{secrets.token_hex(4)}"
+    temporary = folder.with_name(name)
     try:
         temporary.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -477,19 +476,7 @@ def _temporary_folder(folder, keep):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _remove_leftovers(parent, prefix):
-    """Remove what preparations on this machine left that were killed: prefix and process."""
-    for path in parent.glob(f"{glob.escape(prefix)}*"):
-        process = path.name.removeprefix(prefix)
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
-            shutil.rmtree(path, ignore_errors=True)
-        except (PermissionError, ValueError):
-            pass  # another user's process, another folder
-
-
-def _find_texts(source, folder, say):
+def _find_texts(source, folder):
     """Find the text of a source, or download it to `folder`.
 
     Returns where it comes from, and its files, (name, path).
@@ -497,7 +484,7 @@ def _find_texts(source, folder, say):
     if source in DOWNLOADS:
         url, sha256 = DOWNLOADS[source]
         path = folder / url.rpartition("/")[2]
-        download(url, path, sha256, say=say)
+        download(url, path, sha256)
         return url, [(source, path)]
     return f"standard library of Python {platform.python_version()}", corpus.python_files()
 
@@ -594,12 +581,12 @@ def run_source(source, options, command):
     if source == "hellaswag":
         path = Path(options.get("out", DATA_DIR / source), "hellaswag_val.jsonl")
         url, sha256 = DOWNLOADS[source]
-        download(url, path, sha256, say=print_line)
+        download(url, path, sha256)
         print_line(f"next: python sample.py --run RUN --choices {path}")
     elif source == "fineweb10B":
-        prepare_fineweb(**options, command=command, say=print_line)
+        prepare_fineweb(**options, command=command)
     else:
-        prepare(source, **options, command=command, say=print_line)
+        prepare(source, **options, command=command)
 
 
 @command

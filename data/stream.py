@@ -338,17 +338,6 @@ class TokenStream:
     def shard_hashes(self):
         return self.train.hash_shards() | self.val.hash_shards()
 
-    def identity(self):
-        """Return what tells this dataset from others, by name, for ranks to compare."""
-        identity = {}
-        for name, shard_hash in self.shard_hashes.items():
-            identity[str(self.folder / name)] = shard_hash
-        for name, shard in self.meta["files"].items():
-            identity[f"meta.json on {name}"] = str(shard)
-        for key in ("tokenizer", "vocabulary", "vocab_size", "eot"):
-            identity[f"meta.json's {key}"] = str(self.meta.get(key))
-        return identity
-
     def fingerprint(self):
         """Hash the hashes of the shards and those in meta.json: names the data in checkpoints."""
         text = json.dumps([self.shard_hashes, self.meta["files"]], sort_keys=True)

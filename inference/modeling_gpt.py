@@ -26,38 +26,12 @@ class TrainGPTConfig(PretrainedConfig):
 
     model_type = "train_gpt"
 
-    def __init__(
-        self,
-        vocab_size=257,
-        seq_len=1024,
-        n_layer=2,
-        n_head=1,
-        n_embd=128,
-        window="L",
-        ngram=0,
-        ngram_rows=16384,
-        softcap=15.0,
-        rope_theta=10000.0,
-        doc_eot=None,
-        **kwargs,
-    ):
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.n_layer = n_layer
-        self.n_head = n_head
-        self.n_embd = n_embd
-        self.window = window
-        self.ngram = ngram
-        self.ngram_rows = ngram_rows
-        self.softcap = softcap
-        self.rope_theta = rope_theta
-        self.doc_eot = doc_eot
-        # The names of Transformers
-        self.hidden_size = n_embd
-        self.num_hidden_layers = n_layer
-        self.num_attention_heads = n_head
-        self.max_position_embeddings = seq_len
-        super().__init__(**kwargs)
+    attribute_map = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "seq_len",
+    }
 
 
 def norm(x):

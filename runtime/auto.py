@@ -318,7 +318,8 @@ def choose_finetuning(cfg, n_tokens: int, world_size: int) -> dict:
         batch_tokens = multiple * min(n_multiples, most_multiples)
     tokens = min(finetuning_tokens(n_tokens), most_tokens)
     max_steps = cfg.max_steps or max(1, round(tokens / batch_tokens))
-    return dict(batch_tokens=batch_tokens, max_steps=max_steps)
+    chosen = dict(batch_tokens=batch_tokens, max_steps=max_steps)
+    return {name: value for name, value in chosen.items() if getattr(cfg, name) == 0}
 
 
 def choose_loss_chunk(cfg, device, vocab_size: int) -> int:

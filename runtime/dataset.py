@@ -29,8 +29,11 @@ def open_stream(cfg, dist_ctx: DistContext) -> TokenStream:
             vocab_size=cfg.vocab_size,
             doc_align=cfg.doc_align,
         )
+    facts = {f"the shards of {path} with hash": stream.fingerprint()[:12]}
+    for key in ("tokenizer", "vocabulary", "vocab_size", "eot"):
+        facts[f"a meta.json with {key}"] = stream.meta.get(key)
     advice = f"give every node the same data in {path}"
-    check_same_on_all_ranks(dist_ctx, stream.identity(), advice)
+    check_same_on_all_ranks(dist_ctx, facts, advice)
 
     # Training does without a tokenizer; sampling needs it on all ranks, as under FSDP all take part
     try:

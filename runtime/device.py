@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -258,40 +257,30 @@ def software_versions(device: torch.device) -> str:
 # Speed
 
 
-def fastest_s(function: Callable, min_calls: int = 1) -> float:
-    """Measure the seconds of the fastest of the calls that 0.1 s allows, at least min_calls."""
-    seconds = []
-    deadline = time.perf_counter() + 0.1
-    while len(seconds) < min_calls or time.perf_counter() < deadline:
-        began = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
 def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: float = 3e8) -> float:
-    """Measure FLOP/s of matmuls as in a block of this width, of about `flop` each."""
+    """Measure FLOP/s of matmuls as in a block of this width, of about `flop` each, for 0.1 s."""
     rows = max(64, round(flop / (8 * width**2)))
     x = torch.ones(rows, width, dtype=dtype, device=device)
     w = torch.ones(width, 4 * width, dtype=dtype, device=device)
-    seconds = fastest_s(lambda: (x @ w)[0, 0].item())  # waits for the device
-    return 8 * rows * width**2 / seconds
-
-
-def hardware_dtype(dtype: str, device: torch.device) -> str:
-    """Resolve "auto" to bf16 on CUDA devices that have it and fp32 on other GPUs, not on a CPU."""
-    if dtype != "auto" or device.type == "cpu":
-        return dtype
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if has_bf16 else "fp32"
+    seconds = []
+    deadline = time.perf_counter() + 0.1
+    while not seconds or time.perf_counter() < deadline:
+        began = time.perf_counter()
+        (x @ w)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return 8 * rows * width**2 / min(seconds)
 
 
 def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
-    """Resolve "auto" as hardware_dtype does; on a CPU to bf16 if that is faster in matmuls."""
-    dtype = hardware_dtype(dtype, device)
+    """Resolve "auto" to bf16 on GPUs that have it and CPUs whose matmuls are faster in it."""
     if dtype != "auto":
         return dtype
-    return "bf16" if bf16_gain(min(n_embd, 512)) >= BF16_GAIN else "fp32"
+    is_faster = False
+    if device.type == "cuda":
+        is_faster = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        is_faster = bf16_gain(min(n_embd, 512)) >= BF16_GAIN
+    return "bf16" if is_faster else "fp32"
 
 
 @functools.cache  # so that all runs of a process train in the same dtype

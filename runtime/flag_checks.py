@@ -6,7 +6,7 @@ import re
 import torch
 
 from common import UserError, env_int, largest_divisor
-from runtime.device import hardware_dtype
+from runtime.device import faster_dtype
 from runtime.flags import check_ranges
 from runtime.ranks import DistContext
 
@@ -113,14 +113,13 @@ def has_window(cfg) -> bool:
 def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     """Raise UserError for flags that cannot work here; returns a line for each without effect."""
     device = dist_ctx.device
-    dtype = hardware_dtype(cfg.dtype, device)
     has_mask = has_window(cfg) or cfg.doc_mask
     if cfg.params != -1:  # else a batch is chosen that the ranks can share
         seqs_per_rank(cfg, dist_ctx.world_size)
     if cfg.is_compiled or cfg.attn == "flex":
         check_compiler(device)
     if device.type == "cuda":
-        check_cuda(cfg, device, dtype, has_mask)
+        check_cuda(cfg, device, has_mask)
     elif cfg.attn in ("flex", "cudnn", "efficient", "varlen", "fa3", "fa4"):
         raise UserError(
             f"--attn {cfg.attn} trains on CUDA only, not on {device.type}; "
@@ -164,8 +163,9 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     return warnings
 
 
-def check_cuda(cfg, device: torch.device, dtype: str, has_mask: bool) -> None:
+def check_cuda(cfg, device: torch.device, has_mask: bool) -> None:
     """Raise UserError for flags that cannot work on this GPU, or not together."""
+    dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip:  # AMD's numbers mean something else: nothing is refused by them
         capability = (99, 0)

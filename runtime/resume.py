@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -75,6 +76,8 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
     # A flag that is newer than the run has its default, not the preset's value
     defaults = {name: field.default for name, field in known.items()}
     saved = defaults | saved
+    if given.get("params") == -1:
+        del given["params"]  # the run has its size
     for name in ("params", "optimizer"):
         if given.get(name, saved[name]) != saved[name]:
             raise UserError(
@@ -122,13 +125,13 @@ def saved_flags(path: Path) -> dict:
 # The checkpoint
 
 
+@dataclass
 class InitCheckpoint:
     """The checkpoint that a run starts from. resumes: it continues that run."""
 
-    def __init__(self, path: Path, checkpoint: dict, resumes: bool):
-        self.path = path
-        self.checkpoint = checkpoint
-        self.resumes = resumes
+    path: Path
+    checkpoint: dict
+    resumes: bool
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Raises UserError if they do not fit the model."""

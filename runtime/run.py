@@ -472,7 +472,7 @@ class Run:
         summary = self.summary(state, stopped_by)
         # A run that was complete before keeps its figures
         path = self.folder / "summary.json"
-        if self.is_rank0 and (self.has_trained(state) or not path.exists()):
+        if self.is_rank0 and (self.trained_s or not path.exists()):
             with atomic_write(path) as file:
                 file.write(json.dumps(summary, indent=1).encode() + b"\n")
 
@@ -482,7 +482,7 @@ class Run:
             f"(data stall {stall:.2%}), wall time {summary['wall_time_s']:.1f} s; "
             f"everything is in {shlex.quote(str(self.folder))}"
         )
-        for line in self.remarks(state, stopped_by):
+        for line in self.remarks(stopped_by):
             self.info(line)
         self.info(self.hint(state.step, stopped_by))
 
@@ -500,10 +500,6 @@ class Run:
                 printed=not self.is_rank0,
             )
         return summary
-
-    def has_trained(self, state) -> bool:
-        """Whether there was a step since this start of the run."""
-        return state.tokens > self.first_tokens
 
     def summary(self, state, stopped_by: str) -> dict:
         """What summary.json holds."""
@@ -540,7 +536,7 @@ class Run:
             )
         )
 
-    def remarks(self, state, stopped_by: str) -> list[str]:
+    def remarks(self, stopped_by: str) -> list[str]:
         """What is not obvious about the end of the run."""
         cfg = self.cfg
         lines = []
@@ -556,9 +552,9 @@ class Run:
                 f"{cfg.patience} evaluations in a row were no better than one before; with "
                 "--patience 0 it trains on"
             )
-        elif stopped_by == "max_steps" and not self.has_trained(state):
+        elif stopped_by == "max_steps" and not self.trained_s:
             lines.append(f"all {cfg.max_steps} steps had been trained before: give --max_steps")
-        elif stopped_by == "minutes" and not self.has_trained(state):
+        elif stopped_by == "minutes" and not self.trained_s:
             lines.append(
                 f"its {cfg.minutes:g} minutes, the total of all starts, were over before: give "
                 "more --minutes"
@@ -592,6 +588,8 @@ class Run:
             longer = f"--minutes {2 * self.cfg.minutes:g}"
         elif stopped_by == "target_val_loss":
             longer += " --target_val_loss 0"
+        elif stopped_by == "patience":
+            longer += " --patience 0"
         hints = [f"next: python sample.py --run {folder}", f"longer: {resume} {longer}"]
         if self.better_evaluation():
             hints = [f"next: python sample.py --run {folder} --best"]  # longer was worse

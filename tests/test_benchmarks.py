@@ -19,7 +19,7 @@ from model import attention as attention_op
 from model import may_attend
 from ops.attention import attention_mask
 
-SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --quick --repeats 2"
+SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --quick --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from common import UserError
-from conftest import ROOT, make_data, quiet, run_python
+from conftest import ROOT, make_data, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
@@ -133,8 +133,8 @@ def expected_documents(texts, fraction):
     return made
 
 
-def prepared(folder, *paths, tokenizer="bytes", fraction=0.3, say=quiet, **options):
-    return prepare.prepare("files", paths, tokenizer, folder, fraction, say=say, **options)
+def prepared(folder, *paths, tokenizer="bytes", fraction=0.3, **options):
+    return prepare.prepare("files", paths, tokenizer, folder, fraction, **options)
 
 
 def tree(folder):
@@ -224,7 +224,7 @@ def test_find_shards_and_meta_json(tmp_path):
 
 
 def test_python_source_is_the_standard_library(tmp_path):
-    folder = prepare.prepare("python", tokenizer="bytes", out=tmp_path / "python", say=quiet)
+    folder = prepare.prepare("python", tokenizer="bytes", out=tmp_path / "python")
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     dropped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -260,7 +260,7 @@ def write_rows(path, rows, keys, mark="", **dialect):
 
 
 @pytest.mark.parametrize("keys", [["text"], ["answer", 'a "b",\nc']])
-def test_files_of_all_kinds(tmp_path, keys):
+def test_files_of_all_kinds(tmp_path, keys, capsys):
     """Texts and rows, packed or not, in folders, by glob and by name.
 
     They are in the order of the hashes of their names.
@@ -315,14 +315,14 @@ def test_files_of_all_kinds(tmp_path, keys):
         numbers = [1 + i + i // 2 for i in range(30)] if "jsonl" in name else range(1, 31)
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
         texts[f"corpus/{name}"] = list(zip(numbers, joined))
-    said, arguments = (
-        [],
-        [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"],
-    )  # what is named twice is taken once
-    out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=keys, say=said.append)
+    # What is named twice is taken once
+    arguments = [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"]
+    capsys.readouterr()
+    out = prepared(folder / "out", *arguments, shard_tokens=100, text_key=keys)
     assert documents_of(out) == expected_documents(texts, 0.3)
     found = "corpus/image.png (is not UTF-8 text at byte 0)"
-    assert said[0] == f"skipped 1 files that cannot be read as text: {found}"
+    said = f"skipped 1 files that cannot be read as text: {found}"
+    assert capsys.readouterr().out.splitlines()[0] == said
     meta = load_meta(out)
     for split, counts in meta["splits"].items():
         sizes = [len(read_shard(path)) for path in find_shards(out, split)]
@@ -599,11 +599,14 @@ def test_rows_are_read_in_little_memory(tmp_path):
     assert size == 2000 * (len(row) - 6) > 10_000_000 and peak < 1 << 20, peak
 
 
-def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
+def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("some text " * 50)
     folder = prepared(tmp_path / "out", tmp_path / "a.txt")
-    before, said = tree(folder), []
-    assert prepared(folder, tmp_path / "a.txt", say=said.append) == folder
+    before = tree(folder)
+    capsys.readouterr()
+    assert prepared(folder, tmp_path / "a.txt") == folder
+    said = f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or give"
+    assert said in capsys.readouterr().out
     with pytest.raises(UserError, match="made with val_fraction 0.3, which now is 0.5: remove it"):
         prepared(folder, tmp_path / "a.txt", fraction=0.5)
     # Wherever it is said from, and also when the text has gone
@@ -639,10 +642,6 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
     prepared(tmp_path / "size", tmp_path / "a.txt", tokenizer=None)
     prepared(tmp_path / "size", tmp_path / "a.txt", tokenizer="bytes")
     assert tree(folder) == before
-    assert (
-        f"already there: {folder} (of files {tmp_path}/a.txt); for other data remove it, or give"
-        in said[0]
-    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     for out in (tmp_path / "mine", tmp_path / "a.txt"):
@@ -656,7 +655,7 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch):
     "how", ["bad line", "too little", "disk full", "Ctrl-C", "SIGTERM", "kill"]
 )
 def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
-    """It leaves nothing, or what it had made under another name if it was killed."""
+    """It leaves nothing, or a hidden folder if it was killed."""
     (tmp_path / "a.txt").write_text("some text " * 100_000)
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 9_000 + "{\n")
     (tmp_path / "one.jsonl").write_text('{"text": "g"}\n')
@@ -700,7 +699,8 @@ runpy.run_path("data/prepare.py", run_name="__main__")
         assert {name for name in tree(tmp_path) if name != "new"} == before.keys()
     folder = prepared(tmp_path / "new" / "out", tmp_path / "a.txt", fraction=0.5)
     assert sum(map(len, documents_of(folder).values())) == 2
-    assert os.listdir(tmp_path / "new") == ["out"]
+    if how != "kill":
+        assert os.listdir(tmp_path / "new") == ["out"]
 
 
 def test_two_processes_at_once(tmp_path):
@@ -730,7 +730,7 @@ def test_downloads_resume(server, tmp_path, cut, ranges, before, asked):
     if before:
         (tmp_path / ".tmp-x").write_bytes(before)
     for _ in range(2):  # the second time it is there: nothing is asked for
-        assert download.download(server.address + "/x", tmp_path / "x", SHA, quiet) == SHA
+        assert download.download(server.address + "/x", tmp_path / "x", SHA) == SHA
     assert (tmp_path / "x").read_bytes() == BODY and os.listdir(tmp_path) == ["x"]
     assert [request for _, request in server.requests] == asked
 
@@ -738,26 +738,24 @@ def test_downloads_resume(server, tmp_path, cut, ranges, before, asked):
 def test_downloads_are_verified(server, tmp_path):
     """By the hash that is known, or by the one that Hugging Face names in its redirect."""
     server.files["/x"], server.redirects["/y"], server.linked_sha256 = BODY, "/x", SHA
-    assert download.download(server.address + "/y", tmp_path / "y", say=quiet) == SHA
+    assert download.download(server.address + "/y", tmp_path / "y") == SHA
     server.linked_sha256 = "0" * 64
     for name, known in (("x", "0" * 64), ("y", None)):
         with pytest.raises(UserError, match=f"gave SHA-256 {SHA} instead of 0000.*deleted"):
-            download.download(f"{server.address}/{name}", tmp_path / "z", known, say=quiet)
+            download.download(f"{server.address}/{name}", tmp_path / "z", known)
     assert os.listdir(tmp_path) == ["y"]
 
 
-def test_downloads_say_what_to_do_offline(server, tmp_path):
-    said = []
+def test_downloads_say_what_to_do_offline(server, tmp_path, capsys):
     with pytest.raises(
         UserError,
         match="/missing .*404.* to resume, put the file at .*/x by hand, or .*prepare.py python",
     ):
-        download.download(server.address + "/missing", tmp_path / "x", say=quiet)
+        download.download(server.address + "/missing", tmp_path / "x")
     with pytest.raises(UserError, match="refused"):
-        download.download("http://127.0.0.1:9/x", tmp_path / "x", say=said.append)
-    assert (
-        len(server.requests) == 1 and len(said) == 3 and os.listdir(tmp_path) == []
-    )  # a 404 is final
+        download.download("http://127.0.0.1:9/x", tmp_path / "x")
+    assert len(server.requests) == 1 and os.listdir(tmp_path) == []  # a 404 is final
+    assert capsys.readouterr().out.count("trying again") == 3
     endpoint = dict(os.environ, HF_ENDPOINT="https://mirror.example/")
     code = "from data.download import FINEWEB; print(FINEWEB)"
     done = run_python("-c", code, env=endpoint)
@@ -818,7 +816,7 @@ def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch)
     server.files["/w.zip"] = body = (tmp_path / "zip").read_bytes()
     entry = (server.address + "/w.zip", hashlib.sha256(body).hexdigest())
     monkeypatch.setitem(download.DOWNLOADS, "wikitext2", entry)
-    folder = prepare.prepare("wikitext2", tokenizer="bytes", out=tmp_path / "a" / "out", say=quiet)
+    folder = prepare.prepare("wikitext2", tokenizer="bytes", out=tmp_path / "a" / "out")
     expected = dict(
         train=[(articles[0] + articles[1]).encode(), articles[2].encode()],
         val=[b" \n = V = \n x \n"],
@@ -847,9 +845,9 @@ def test_shakespeare_resumes(server, tmp_path, monkeypatch):
     monkeypatch.setitem(download.DOWNLOADS, "shakespeare", entry)
     server.files["/main/input.txt"], server.cut = text, 4
     with pytest.raises(UserError, match="could not be downloaded"):
-        prepare.prepare("shakespeare", out=tmp_path / "out", say=quiet)
+        prepare.prepare("shakespeare", out=tmp_path / "out")
     assert os.listdir(tmp_path) == [".tmp-out"]
-    folder = prepare.prepare("shakespeare", out=tmp_path / "out", say=quiet)
+    folder = prepare.prepare("shakespeare", out=tmp_path / "out")
     assert server.requests[-1][1] == "bytes=14062-" and os.listdir(tmp_path) == ["out"]
     assert documents_of(folder) == dict(train=[text[:13500]], val=[text[13500:]])
 

@@ -480,7 +480,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     assert choose(3584) == dict(batch_tokens=2048, max_steps=154)
     assert choose(94000, seq_len=96)["batch_tokens"] % 96 == 0  # 8,192 is no multiple
     assert choose(3584, world_size=3)["batch_tokens"] == 3 * 512
-    assert choose(3584, max_steps=9, batch_tokens=512) == dict(batch_tokens=512, max_steps=9)
+    assert choose(3584, max_steps=9) == dict(batch_tokens=2048)
     # A large one: an epoch, or as long as a new model of this size trains
     assert choose(6 * 10**6) == dict(batch_tokens=8192, max_steps=750)
     assert choose(10**8) == dict(batch_tokens=8192, max_steps=960)
@@ -539,6 +539,11 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     resumed = resolve(cfg, 1e12, flags)
     assert resumed.max_steps < saved.max_steps / 2
     assert resumed == dataclasses.replace(cfg, max_steps=resumed.max_steps)
+
+    # By --resume of a fine-tuned run: the steps that are asked for, also the preset's number
+    finetuned = dict(init_from="run", dtype="fp32", batch_tokens=2048)
+    cfg = make_config(**finetuned, max_steps=300)
+    assert resolve(cfg, 1e12, finetuned | dict(max_steps=150)).max_steps == 300
 
 
 def test_the_longest_ngrams_are_those_that_repeat():

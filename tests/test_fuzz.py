@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common import UserError
-from conftest import built, final, quiet
+from conftest import built, final
 from data import prepare
 from data.stream import TokenStream
 from runtime.checkpoint import (
@@ -86,7 +86,7 @@ def prepared(tmp_path_factory) -> Path:
     rng = random.Random(0)
     words = [rng.choice(["one", "two", "three"]) for _ in range(3000)]
     (folder / "text.txt").write_text(" ".join(words))
-    options = dict(out=folder / "data", shard_tokens=5000, say=quiet)
+    options = dict(out=folder / "data", shard_tokens=5000)
     return prepare.prepare("files", [folder / "text.txt"], "bytes", **options)
 
 

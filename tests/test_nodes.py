@@ -175,7 +175,7 @@ MISTAKES = {  # case -> its sentence
     "torch": f"rank 1 on HOST has PyTorch 2.9.9, and rank 0 on HOST has {torch.__version__};",
     "shard_size": "does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
-    "data": "rank 1 on HOST has other/a_train_1.bin",
+    "data": "rank 1 on HOST has the shards of other with hash ",
     "no_data": "there is no folder nowhere",
     "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder "
     "that all can read",

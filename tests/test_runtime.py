@@ -269,13 +269,13 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     assert max(np.diff(rates)) < 0.001 > min(np.diff(rates))
 
 
-def test_a_size_chosen_by_minutes_is_trained_and_resumed(data, tmp_path):
+def test_a_size_chosen_by_minutes_is_trained_and_resumed(clock, data, tmp_path):
     folder = str(tmp_path / "run")
-    flags = dict(data=str(data), device="cpu", dtype="fp32", seq_len=32, ngram=0, minutes=0.1)
+    flags = dict(data=str(data), device="cpu", dtype="fp32", seq_len=32, ngram=0, minutes=0.5)
     summary = train(make_config(**flags, out_dir=folder))
     config = final(folder)["config"]
     assert config["params"] > 0 and summary["tokens"] == summary["step"] * config["batch_tokens"]
-    again = train(make_config(out_dir=folder, resume="newest"))
+    again = train(make_config(**flags, out_dir=folder, params=-1, resume="auto"))
     assert again["step"] >= summary["step"]
     assert final(folder)["config"]["batch_tokens"] == config["batch_tokens"]
 
@@ -569,7 +569,9 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
     resume = dict(out_dir=str(tmp_path / "run"), resume="newest")
     again = train(make_config(**resume))
     assert (again["step"], again["stopped_by"]) == (70, "patience")
-    assert "3 evaluations in a row were no better than one before" in read_log(tmp_path / "run")
+    log = read_log(tmp_path / "run")
+    assert "3 evaluations in a row were no better than one before" in log
+    assert "--resume --max_steps 140 --patience 0" in log
     assert train(make_config(**resume, max_steps=72))["step"] == 70
     assert train(make_config(**resume, max_steps=72, patience=0))["step"] == 72
 
