@@ -23,10 +23,7 @@ from conftest import (
     TINY,
     assert_same_run,
     compiler_works,
-    final,
-    flags_of,
     rows,
-    run_python,
     run_ranks,
     tiny_run,
 )
@@ -82,22 +79,15 @@ def test_flags_do_not_change_the_run(case, data, noisy, plain, tmp_path):
     assert_same_run(tmp_path / "run", plain)
 
 
-def test_fsdp_of_one_process_trains_ngrams(data, tmp_path):
-    for parallel in ("auto", "fsdp"):
-        tiny_run(tmp_path / parallel, data=data, parallel=parallel, **NGRAMS)
-    assert_same_run(tmp_path / "fsdp", tmp_path / "auto")
+# One shape for all, so that they share kernels
+COMPILED = dict(compile="default", micro_batch=8, loss_chunk=256)
 
 
-COMPILED = dict(
-    compile="default", micro_batch=8, loss_chunk=256
-)  # one shape for all, so that they share kernels
-
-
-@pytest.mark.parametrize("more", [dict(checkpointing="0.3"), dict(compile="reduce-overhead")])
-def test_compiled_run_is_the_same(more, data, noisy, plain, tmp_path):
+def test_compiled_run_is_the_same(data, noisy, plain, tmp_path):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
-    tiny_run(tmp_path / "run", data=data, init_from=noisy, sample_every=10, **COMPILED | more)
+    flags = COMPILED | dict(compile="reduce-overhead", checkpointing="0.3", sample_every=10)
+    tiny_run(tmp_path / "run", data=data, init_from=noisy, **flags)
     assert_same_run(tmp_path / "run", plain)
     assert "attention blocked" in (tmp_path / "run" / "log.txt").read_text()
 
@@ -127,29 +117,20 @@ def test_evaluation_is_the_mean_over_whole_windows(data, noisy, tmp_path):
             assert summary["val_bpb"] == pytest.approx(expected / math.log(2), rel=1e-5)
 
 
-def test_fresh_processes_give_the_same_bits(data, tmp_path):
-    flags = dict(data=data, max_steps=5)
-    done = run_python("train_gpt.py", *flags_of(TINY | flags | dict(out_dir=tmp_path / "fresh")))
-    assert done.returncode == 0, done.stderr
-    tiny_run(tmp_path / "here", **flags)
-    assert_same_run(tmp_path / "fresh", tmp_path / "here", exact=True)
-
-
 # --------------------------------------------------------------------------------------------------
 # Two ranks: every case runs inside one launch, and the tests look at what it left behind
 
 AS_PLAIN = {
     "ddp_accum": dict(micro_batch=2, loss_chunk=0),
     "ddp_bucket": dict(bucket_cap_mb=1, micro_batch=4),
-    "ddp_half": dict(save_every=10, keep=0),
-    "fsdp": dict(parallel="fsdp", save_every=10, keep=0),
+    "ddp": {},
+    "fsdp": dict(parallel="fsdp"),
     "fsdp_accum": dict(parallel="fsdp", micro_batch=2, checkpointing="full"),
 }
 AS_ONE_PROCESS = {  # with other flags than the plain run
     "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
     "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
-    "ddp_ngrams": NGRAMS | dict(micro_batch=2),
     "ddp_distill": NGRAMS | dict(distill="on", micro_batch=2, max_steps=8),
     "fsdp_ngrams": NGRAMS | dict(doc_mask=True, parallel="fsdp"),
     "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
@@ -157,10 +138,6 @@ AS_ONE_PROCESS = {  # with other flags than the plain run
         parallel="fsdp", n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5, vocab_size=257
     ),
     "ddp_fp16": dict(dtype="fp16", micro_batch=2, max_steps=6, sample_every=3),
-}
-RESUMED = {
-    "ddp_resumed": dict(resume="ddp_half/ckpt_10.pt", init_from=""),
-    "ddp_watched": dict(eval_every=3, sample_every=7, save_every=4),
 }
 COMPILED_CASES = {
     "ddp_compiled": COMPILED | dict(checkpointing="selective", max_steps=6),
@@ -191,12 +168,12 @@ def worker(folder: Path) -> None:
     if os.environ["RANK"] == "1":
         device.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
     model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
-    cases = AS_PLAIN | AS_ONE_PROCESS | RESUMED | (COMPILED_CASES if compiler_works() else {})
+    cases = AS_PLAIN | AS_ONE_PROCESS | (COMPILED_CASES if compiler_works() else {})
     for case, flags in cases.items():
         flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags
         if not flags["init_from"]:
-            del flags["init_from"]  # a resumed run has its own
-        paths = [name for name in ("init_from", "data", "out_dir", "resume") if name in flags]
+            del flags["init_from"]
+        paths = [name for name in ("init_from", "data", "out_dir") if name in flags]
         flags |= {name: str(folder / flags[name]) for name in paths}
         trained = train(make_config(**TINY | flags), return_model=True)[1]
         torch.save(
@@ -236,20 +213,10 @@ def test_two_ranks_train_as_one(case, two_ranks, data, noisy, plain, tmp_path):
 
 
 def test_ranks_agree_to_the_bit(two_ranks):
-    for case in (*AS_PLAIN, *AS_ONE_PROCESS, *RESUMED):
+    for case in (*AS_PLAIN, *AS_ONE_PROCESS):
         ours, theirs = (torch.load(f"{two_ranks / case}{rank}.pt") for rank in range(2))
         assert all(map(torch.equal, ours, theirs)), case
-    assert (
-        f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp_half" / "log.txt").read_text()
-    )
-
-
-def test_two_ranks_resume_exactly_and_watching_disturbs_nothing(two_ranks):
-    whole = two_ranks / "ddp_half"
-    for run, first in ((two_ranks / "ddp_resumed", 10), (two_ranks / "ddp_watched", 0)):
-        for key in ("train_loss", "grad_norm"):
-            assert rows(run, key) == rows(whole, key)[first:]
-        torch.testing.assert_close(final(run)["model"], final(whole)["model"], rtol=0, atol=0)
+    assert f", {max(1, cpu_cores() // 2)} threads)" in (two_ranks / "ddp" / "log.txt").read_text()
 
 
 if __name__ == "__main__":

@@ -52,11 +52,6 @@ def text() -> bytes:
     return (code + "".join(SCRIPTS).encode() * 40) * 3
 
 
-@pytest.fixture(scope="module")
-def vocabulary(text) -> str:
-    return train_vocabulary([text], 1000)
-
-
 def test_the_vocabulary_is_that_of_the_package_tokenizers(text):
     """Of pairs that are equally frequent, either may be first."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -120,16 +115,6 @@ def test_tokenizers_that_cannot_be_loaded(name, says, monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)
     with pytest.raises(UserError, match=says):
         get_tokenizer(name)
-
-
-def test_the_same_text_gives_the_same_vocabulary(text, vocabulary):
-    halves = [text[: len(text) // 2], text[len(text) // 2 :]]
-    assert train_vocabulary([text], 1000) == vocabulary
-    assert train_vocabulary(halves, 300) == train_vocabulary(halves, 300)
-    assert (
-        parse_vocabulary(vocabulary, "")[1].keys()
-        >= parse_vocabulary(train_vocabulary([text], 300), "")[1].keys()
-    )
 
 
 def test_long_words_are_cut_for_training(monkeypatch):
