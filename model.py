@@ -122,17 +122,16 @@ class Linear(nn.Linear):
         return self.matmul(x, self.weight.to(x.dtype))
 
 
-def precompute_rotary(cfg: GPTConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the rotary frequencies (R/2,) and their cos and sin (seq_len, 1, R/2), fp32.
+def rotary_cos_sin(position: Tensor, cfg: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin of the angles by which rotary embedding turns pairs of dimensions.
 
-    In fp64 on the CPU, so that they are the same on every device. R: cfg.rotary_dim.
+    position: int64 (T,) or (B, T). Returns (T, 1, R/2) or (B, T, 1, R/2), R: cfg.rotary_dim.
     """
     half = cfg.rotary_dim // 2
-    channel = torch.arange(half, dtype=torch.float64, device="cpu")
-    position = torch.arange(cfg.seq_len, dtype=torch.float64, device="cpu")
+    channel = torch.arange(half, device=position.device)
     frequency = cfg.rope_theta ** -(channel / half)
-    angle = torch.outer(position, frequency)[:, None]
-    return frequency.float(), angle.cos().float(), angle.sin().float()
+    angle = position[..., None, None] * frequency
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -454,12 +453,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
 
-        # Tables of rotary embedding: buffers that checkpoints need not hold
-        frequency, cos, sin = precompute_rotary(cfg)
-        self.register_buffer("cos", cos.to(self.device), persistent=False)
-        self.register_buffer("sin", sin.to(self.device), persistent=False)
-        self.register_buffer("frequency", frequency.to(self.device), persistent=False)
-
     @property
     def device(self) -> torch.device:
         return self.wte.weight.device
@@ -531,7 +524,7 @@ class GPT(nn.Module):
 
         # What all blocks get
         idx = tokens[:, -T:]
-        cos, sin = self.rotary_tables(position)
+        cos, sin = rotary_cos_sin(position, self.cfg, self.compute_dtype)
         doc_starts = None
         if self.doc_eot is not None:
             doc_starts = idx == self.doc_eot
@@ -572,16 +565,6 @@ class GPT(nn.Module):
             keep = ngram_keep_mask(hashes, self.ngram_dropout, self.step_seed)
         rows = ngram_table_rows(hashes, self.cfg.ngram_rows)
         return x + self.ngrams(rows, keep).to(x.dtype)
-
-    def rotary_tables(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of rotary embedding at these positions, in the compute dtype."""
-        if position.dim() == 1:  # 0, 1, 2, ...
-            cos = self.cos[: position.size(0)]  # torch.export refuses len()
-            sin = self.sin[: position.size(0)]
-        else:  # in generation, which may go beyond seq_len
-            angle = position[..., None, None] * self.frequency
-            cos, sin = angle.cos(), angle.sin()
-        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
     def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
         """A bias added to the attention scores, (..., n_head, T, S), or None.

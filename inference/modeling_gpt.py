@@ -158,9 +158,9 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
         # Rotary position embedding
         half = cfg.n_embd // cfg.n_head // 4
-        channel = torch.arange(half, dtype=torch.float64, device=position.device)
+        channel = torch.arange(half, device=position.device)
         frequency = cfg.rope_theta ** -(channel / half)
-        angle = (position[:, None] * frequency.float())[:, None]
+        angle = position[:, None, None] * frequency
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
         # Attention within a document; beyond seq_len, every layer has a sliding window

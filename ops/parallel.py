@@ -84,9 +84,6 @@ def apply_ddp(
         bucket_cap_mb=bucket_cap_mb,
         find_unused_parameters=find_unused_parameters,
     )
-    # Buffers that are not saved are tables, the same on all ranks. (As an argument, it warns.)
-    if len(model.state_dict()) == len(dict(model.named_parameters(remove_duplicate=False))):
-        wrapped.broadcast_buffers = False
     if grad_comm == torch.bfloat16:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
