@@ -768,24 +768,29 @@ def optimizer_groups(
         # How this parameter is optimized
         spec = get_spec(name, param)
         if optimizer == "adamw":
-            settings = dict(kind="adam", lr=adam_lr, weight_decay=weight_decay)
-            settings |= dict(betas=(0.9, 0.95), fused=True)
+            settings = dict(kind="adam", lr=adam_lr, betas=(0.9, 0.95), weight_decay=weight_decay)
         elif spec.optim == "muon":
-            settings = dict(kind="muon", lr=spec.lr_mul * muon_lr, weight_decay=weight_decay)
-            settings |= dict(momentum=0.95, matrix_rows=get_matrix_rows(model, name, param))
+            settings = dict(
+                kind="muon",
+                lr=spec.lr_mul * muon_lr,
+                momentum=0.95,
+                weight_decay=weight_decay,
+                matrix_rows=get_matrix_rows(model, name, param),
+            )
         else:
             lr = spec.lr_mul * adam_lr
-            # The optimizer multiplies its weight decay by the learning rate
-            settings = dict(kind=spec.optim, lr=lr, weight_decay=0.0)
-            if spec.decay:
-                settings["weight_decay"] = spec.decay * embed_decay / lr
-            # fused: torch's load_state_dict then leaves the number of steps on the device
-            settings |= dict(betas=spec.betas, fused=True)
+            settings = dict(
+                kind=spec.optim,
+                lr=lr,
+                betas=spec.betas,
+                weight_decay=spec.decay * embed_decay / lr,  # a step multiplies it by lr
+            )
 
         # It joins those that are optimized alike
         key = tuple(settings.values())
         if key not in groups:
-            groups[key] = dict(params=[], **settings)
+            # fused: torch's load_state_dict then leaves Adam's number of steps on the device
+            groups[key] = dict(params=[], fused=True, **settings)
         groups[key]["params"].append(param)
     return list(groups.values())
 
