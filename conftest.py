@@ -142,6 +142,16 @@ def compiler_works() -> bool:
         return False
 
 
+def compile_with(monkeypatch, backend) -> None:
+    """Have torch.compile take this backend, and no mode."""
+    compiled = torch.compile
+
+    def compile(function, **options):
+        return compiled(function, **options | dict(mode=None, options=None, backend=backend))
+
+    monkeypatch.setattr(torch, "compile", compile)
+
+
 # --------------------------------------------------------------------------------------------------
 # Runs: how to start them, and what they left behind
 
@@ -199,25 +209,26 @@ def forked(script, *argv, outputs, env=os.environ, cwd=ROOT) -> multiprocessing.
     return process
 
 
-def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNamespace:
-    """Run `script ARGV` as two ranks without torchrun: exit codes, stdout and stderr, by rank.
+def run_ranks(
+    folder: Path, script, *argv, nodes=(ROOT,), world_size=2, timeout=300
+) -> SimpleNamespace:
+    """Run `script ARGV` as some ranks without torchrun: exit codes, stdout and stderr, by rank.
 
-    Their output goes to files in the folder. nodes: the working directories of two nodes, with a
-    rank each; else both are on one node. A rank that has not noticed five seconds after the other
-    failed is ended, as torchrun would.
+    Their output goes to files in the folder. nodes: the working directories of nodes, which have
+    equally many ranks. A rank that has not noticed five seconds after another failed is ended, as
+    torchrun would.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), WORLD_SIZE="2")
-    shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    ranks_per_node = world_size // len(nodes)
+    shared = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port, WORLD_SIZE=world_size)
+    shared |= dict(TORCHELASTIC_USE_AGENT_STORE=True, LOCAL_WORLD_SIZE=ranks_per_node)
     ranks = []
-    for rank in range(2):
-        place = dict(LOCAL_RANK=str(rank), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
-        if nodes:
-            place = dict(LOCAL_RANK="0", GROUP_RANK=str(rank), LOCAL_WORLD_SIZE="1")
-        env = {**os.environ, **shared, **place, "RANK": str(rank)}
+    for rank in range(world_size):
+        node, local_rank = divmod(rank, ranks_per_node)
+        place = shared | dict(RANK=rank, LOCAL_RANK=local_rank, GROUP_RANK=node)
+        env = os.environ | {name: str(value) for name, value in place.items()}
         outputs = (folder / f"stdout{rank}.txt", folder / f"stderr{rank}.txt")
-        cwd = nodes[rank] if nodes else ROOT
-        ranks.append(forked(script, *argv, outputs=outputs, env=env, cwd=cwd))
+        ranks.append(forked(script, *argv, outputs=outputs, env=env, cwd=nodes[node]))
     deadline = time.monotonic() + timeout
     while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
         if any(rank.exitcode for rank in ranks):
@@ -229,7 +240,7 @@ def run_ranks(folder: Path, script, *argv, nodes=None, timeout=300) -> SimpleNam
         rank.join()
 
     def output(name: str) -> list[str]:
-        paths = [folder / f"{name}{rank}.txt" for rank in range(2)]
+        paths = [folder / f"{name}{rank}.txt" for rank in range(world_size)]
         return [path.read_text() if path.exists() else "" for path in paths]
 
     codes = [rank.exitcode for rank in ranks]

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,15 +99,12 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
         torch.testing.assert_close(torch.from_numpy(got), logits, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_path, capsys):
-    pytest.importorskip("transformers")
-    flags = dict(
-        window="SL:5", ngram=3, ngram_rows=50, max_steps=3, eval_tokens=512, doc_mask=masked
-    )
-    tiny_run(tmp_path / "run", data=data, **flags)
-    path = sample.find_file(tmp_path / "run")
-    assert export.main([str(path), "--to", "hf", "--out", str(tmp_path / "hf")]) == 0
+def for_transformers(folder: Path, data: Path, masked: bool) -> None:
+    """Leave in the folder an exported model, and what it must give."""
+    flags = dict(window="SL:5", ngram=3, ngram_rows=50, max_steps=3, eval_tokens=512)
+    tiny_run(folder / "run", data=data, **flags, doc_mask=masked)
+    path = sample.find_file(folder / "run")
+    assert export.main([str(path), "--to", "hf", "--out", str(folder / "hf")]) == 0
     model, tokenizer = sample.load(path, "cpu", "fp32")
     model.doc_eot = 256 if masked else None
     idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
@@ -123,51 +121,63 @@ def test_transformers_has_the_same_logits_and_draws_the_same(masked, data, tmp_p
         states,
         texts,
         [tokenizer.encode(text).tolist() for text in texts],
-        prompt,
         drawn,
     ]
-    torch.save(expected, tmp_path / "expected.pt")
-    code = """if True:
-        import sys, torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        trusted = dict(pretrained_model_name_or_path=sys.argv[1], trust_remote_code=True)
-        model = AutoModelForCausalLM.from_pretrained(**trusted)
-        tokenizer = AutoTokenizer.from_pretrained(**trusted)
-        idx, logits, states, texts, tokens, prompt, drawn = torch.load(sys.argv[2])
-        close = dict(rtol=0, atol=1e-4)
-        assert model(idx).hidden_states is None
-        output = model(idx, output_hidden_states=True)
-        torch.testing.assert_close(output.logits, logits, **close)
-        torch.testing.assert_close(output.hidden_states, tuple(states), **close)
-        try:
-            raise SystemError(model(idx, output_attentions=True))
-        except ValueError as error:
-            assert str(error) == "this model gives no attentions; leave out output_attentions"
-        assert [tokenizer(text).input_ids for text in texts] == [[256, *ids] for ids in tokens]
-        assert [tokenizer.decode(ids) for ids in tokens] == texts
-        more = dict(max_new_tokens=50, do_sample=False)
-        both = tokenizer(["ab", "a longer text"], return_tensors="pt", padding=True)
-        more |= dict(return_dict_in_generate=True, output_hidden_states=True)
-        made = model.generate(**both, **more)
-        assert len(made.hidden_states[-1]) == 3
-        new = made.sequences[0, both.input_ids.size(1) :].tolist()
-        new = new[: new.index(256) + 1] if 256 in new else new
-        assert new == (drawn[: drawn.index(256) + 1] if 256 in drawn else drawn), (new, drawn)
-        alone = [model(row[None, :n]).logits for row, n in zip(idx, (32, 20, 9))]
-        for side in ("left", "right"):
-            rows, seen = torch.full((3, 32), 256), torch.zeros(3, 32, dtype=torch.int64)
-            for i, n in enumerate((32, 20, 9)):
-                part = slice(32 - n, 32) if side == "left" else slice(n)
-                rows[i, part], seen[i, part] = idx[i, :n], 1
-            padded = model(rows, attention_mask=seen).logits
-            for row, mask, one in zip(padded, seen, alone):
-                torch.testing.assert_close(row[mask > 0], one[0], **close)
-        loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
-        torch.testing.assert_close(model(idx[:1], labels=idx[:1]).loss, loss, **close)
-        assert not {"model", "ops", "train_gpt"} & {name.split(".")[0] for name in sys.modules}
-    """
+    torch.save(expected, folder / "expected.pt")
+
+
+IN_TRANSFORMERS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+def check(folder):
+    trusted = dict(pretrained_model_name_or_path=folder + "/hf", trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(**trusted)
+    tokenizer = AutoTokenizer.from_pretrained(**trusted)
+    idx, logits, states, texts, tokens, drawn = torch.load(folder + "/expected.pt")
+    close = dict(rtol=0, atol=1e-4)
+    assert model(idx).hidden_states is None
+    output = model(idx, output_hidden_states=True)
+    torch.testing.assert_close(output.logits, logits, **close)
+    torch.testing.assert_close(output.hidden_states, tuple(states), **close)
+    try:
+        raise SystemError(model(idx, output_attentions=True))
+    except ValueError as error:
+        assert str(error) == "this model gives no attentions; leave out output_attentions"
+    assert [tokenizer(text).input_ids for text in texts] == [[256, *ids] for ids in tokens]
+    assert [tokenizer.decode(ids) for ids in tokens] == texts
+    more = dict(max_new_tokens=50, do_sample=False)
+    both = tokenizer(["ab", "a longer text"], return_tensors="pt", padding=True)
+    more |= dict(return_dict_in_generate=True, output_hidden_states=True)
+    made = model.generate(**both, **more)
+    assert len(made.hidden_states[-1]) == 3
+    new = made.sequences[0, both.input_ids.size(1) :].tolist()
+    new = new[: new.index(256) + 1] if 256 in new else new
+    assert new == (drawn[: drawn.index(256) + 1] if 256 in drawn else drawn), (new, drawn)
+    alone = [model(row[None, :n]).logits for row, n in zip(idx, (32, 20, 9))]
+    for side in ("left", "right"):
+        rows, seen = torch.full((3, 32), 256), torch.zeros(3, 32, dtype=torch.int64)
+        for i, n in enumerate((32, 20, 9)):
+            part = slice(32 - n, 32) if side == "left" else slice(n)
+            rows[i, part], seen[i, part] = idx[i, :n], 1
+        padded = model(rows, attention_mask=seen).logits
+        for row, mask, one in zip(padded, seen, alone):
+            torch.testing.assert_close(row[mask > 0], one[0], **close)
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
+    torch.testing.assert_close(model(idx[:1], labels=idx[:1]).loss, loss, **close)
+
+for folder in sys.argv[1:]:
+    check(folder)
+assert not {"model", "ops", "train_gpt"} & {name.split(".")[0] for name in sys.modules}
+"""
+
+
+def test_transformers_has_the_same_logits_and_draws_the_same(data, tmp_path):
+    pytest.importorskip("transformers")
+    for_transformers(tmp_path / "plain", data, masked=False)
+    for_transformers(tmp_path / "masked", data, masked=True)
     env = os.environ | dict(HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
-    done = run_python("-c", code, tmp_path / "hf", tmp_path / "expected.pt", env=env)
+    done = run_python("-c", IN_TRANSFORMERS, tmp_path / "plain", tmp_path / "masked", env=env)
     assert done.returncode == 0, done.stderr
 
 

@@ -17,7 +17,7 @@ import model
 import sample
 import train_gpt
 from common import UserError
-from conftest import built, final, random_gpt, rows, tiny_run
+from conftest import built, compile_with, final, random_gpt, rows, tiny_run
 from inference import generation, int8
 from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token
 from inference.int8 import quantize, round_to_int8
@@ -553,16 +553,6 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     for name in (*saved, "mul.Tensor", "tanh.default"):
         policy = selective_ac_policy(None, f"aten.{name}")
         assert (policy == CheckpointPolicy.MUST_SAVE) == (name in saved)
-
-
-def compile_with(monkeypatch, backend) -> None:
-    """Have torch.compile take this backend, and no mode."""
-    compiled = torch.compile
-
-    def compile(function, **options):
-        return compiled(function, **options | dict(mode=None, options=None, backend=backend))
-
-    monkeypatch.setattr(torch, "compile", compile)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import train_gpt
 from common import UserError, exit_process
 from conftest import (
+    ROOT,
     TINY,
     assert_same_run,
     final,
@@ -70,13 +71,12 @@ def no_agent_stays():
     STARTED.clear()
 
 
-def start_node(port: int, output: Path, *argv, host=None, ranks=2, options=()) -> subprocess.Popen:
-    """Start one of two torchrun agents, with `ARGV` as its ranks. host: it has the rendezvous."""
-    hosts = "" if host is None else f",is_host={int(host)}"
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={ranks}"]
+def start_node(port: int, output: Path, *argv, host: bool) -> subprocess.Popen:
+    """Start one of two torchrun agents, with `ARGV` as its rank. host: it has the rendezvous."""
+    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     torchrun += ["--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}"]
-    torchrun += [f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1{hosts}"]
-    torchrun += ["--monitor-interval=0.2", *options]
+    torchrun += [f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,is_host={int(host)}"]
+    torchrun += ["--monitor-interval=0.2", "--max-restarts=1"]
     with open(output, "a") as file:
         process = python_process(*torchrun, __file__, *argv)
         STARTED.append(subprocess.Popen(**process, stdout=file, stderr=file))
@@ -112,9 +112,9 @@ def two_nodes(data, noisy, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "data").symlink_to(data)
     (folder / "noisy.pt").symlink_to(noisy)
-    port, output = free_port(), folder / "output.txt"
-    nodes = [start_node(port, output, "cases", folder) for _ in range(2)]
-    assert [node.wait(600) for node in nodes] == [0, 0], output.read_text()
+    nodes = [ROOT, ROOT]
+    done = run_ranks(folder, __file__, "cases", folder, nodes=nodes, world_size=4, timeout=600)
+    assert done.codes == [0, 0, 0, 0], done.stderr
     return folder
 
 
@@ -336,10 +336,7 @@ def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
     """
     (tmp_path / "data").symlink_to(data)
     port, output = free_port(), tmp_path / "output.txt"
-    options = dict(ranks=1, options=["--max-restarts=1"])
-    nodes = [
-        start_node(port, output, "mortal", tmp_path, host=host, **options) for host in (True, False)
-    ]
+    nodes = [start_node(port, output, "mortal", tmp_path, host=host) for host in (True, False)]
     assert [node.wait(120) for node in nodes] == [0, 0], output.read_text()[-5000:]
     tiny_run(tmp_path / "whole", data=data, eval_every=3, micro_batch=2)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
