@@ -26,7 +26,13 @@ from data.tokenizers import VOCABULARY_FILE, Tokenizer, get_tokenizer
 from inference.generation import freeze, random_tokens
 from inference.int8 import quantize
 from model import GPT, GPTConfig
-from runtime.checkpoint import load_weights, model_config, read_checkpoint, with_eval_weights
+from runtime.checkpoint import (
+    document_token,
+    load_weights,
+    model_config,
+    read_checkpoint,
+    with_eval_weights,
+)
 from sample import find_file
 
 PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"], "hf": ["transformers"]}
@@ -119,8 +125,6 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
 
     tokenizer = get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary"))
     vocab_size, eot = tokenizer.vocab_size, tokenizer.eot
-    if checkpoint["config"].get("doc_mask"):
-        model.doc_eot = eot
     config = checkpoint["model_config"] | dict(
         vocab_size=vocab_size,  # without the head's padding
         doc_eot=model.doc_eot,
@@ -219,7 +223,8 @@ def check_arguments(kind: str, out: Path) -> None:
 def export(path: Path, kind: str, out: Path) -> None:
     """Write the model of a checkpoint file in this format, and print what was written."""
     checkpoint = with_eval_weights(read_checkpoint(path))
-    model = GPT(model_config(checkpoint, GPTConfig, path))
+    cfg = model_config(checkpoint, GPTConfig, path)
+    model = GPT(cfg, doc_eot=document_token(checkpoint))
     load_weights(model, checkpoint, path)
     out.parent.mkdir(parents=True, exist_ok=True)
     # The exporters warn of their own packages

@@ -768,7 +768,13 @@ def optimizer_groups(
         # How this parameter is optimized
         spec = get_spec(name, param)
         if optimizer == "adamw":
-            settings = dict(kind="adam", lr=adam_lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+            settings = dict(
+                kind="adam",
+                lr=adam_lr,
+                betas=(0.9, 0.95),
+                weight_decay=weight_decay,
+                fused=True,  # torch's load_state_dict then leaves the number of steps on the device
+            )
         elif spec.optim == "muon":
             settings = dict(
                 kind="muon",
@@ -783,14 +789,14 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                weight_decay=spec.decay * embed_decay / lr,  # a step multiplies it by lr
+                weight_decay=spec.decay * embed_decay / (lr or 1),  # a step multiplies it by lr
+                fused=True,
             )
 
         # It joins those that are optimized alike
         key = tuple(settings.values())
         if key not in groups:
-            # fused: torch's load_state_dict then leaves Adam's number of steps on the device
-            groups[key] = dict(params=[], fused=True, **settings)
+            groups[key] = dict(params=[], **settings)
         groups[key]["params"].append(param)
     return list(groups.values())
 

@@ -29,6 +29,7 @@ from inference.int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import (
     BEST,
+    document_token,
     list_checkpoints,
     load_weights,
     model_config,
@@ -88,7 +89,7 @@ def load(
     trained_in = checkpoint["config"].get("dtype")
     dtype = DTYPES[sampling_dtype(dtype_name, trained_in, cfg.n_embd, device)]
     with torch.device(device):
-        model = GPT(cfg, dtype, loss_chunk=2048)
+        model = GPT(cfg, dtype, loss_chunk=2048, doc_eot=document_token(checkpoint))
         if any(name.endswith("_int8") for name in checkpoint["model"]):
             quantize(model)
     load_weights(model, with_eval_weights(checkpoint), path)

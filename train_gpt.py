@@ -240,15 +240,16 @@ def resolve_auto(
     muon_lr, adam_lr = learning_rates(dataclasses.replace(cfg, **chosen))
     chosen.update(muon_lr=muon_lr, adam_lr=adam_lr)
 
-    # A resumed run keeps the checkpoint's value where one has just been chosen, even the preset's:
-    # make_config has not loaded these flags after a restart by torchrun or with --trials, and
-    # --minutes measures again
+    # A resumed run keeps the checkpoint's values of these flags, which make_config has not loaded
+    # after a restart by torchrun or with --trials: measured again, they could be others. A value
+    # that was given stays; that is one which is not the preset's, and which was chosen as it is
     kept = chosen.keys() & checkpoint_flags.keys()
     if cfg.minutes != checkpoint_flags.get("minutes"):
         kept.discard("max_steps")  # more minutes, more steps
     for name in kept:
-        was_open = getattr(cfg, name) == getattr(preset, name)
-        if was_open or chosen[name] != getattr(cfg, name):
+        is_presets = getattr(cfg, name) == getattr(preset, name)
+        is_chosen = chosen[name] != getattr(cfg, name)
+        if is_presets or is_chosen:
             chosen[name] = checkpoint_flags[name]
     resolved = dataclasses.replace(cfg, **chosen)
     if resolved.eval_every == -1:  # ten evaluations
@@ -797,12 +798,17 @@ def run_trials(cfg: Config) -> None:
         trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
         summary = train(trial)
         if summary["stopped_by"] not in ("max_steps", "minutes", "epochs", "patience"):
-            return
+            break
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])
 
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    if is_rank0 and None not in losses:  # None: not finite
+    if is_rank0 and len(losses) < cfg.trials:
+        print(
+            f"{len(losses)} of {cfg.trials} trials are complete; to continue: the same flags, "
+            f"--out_dir {folder} --resume auto"
+        )
+    elif is_rank0 and None not in losses:  # None: not finite
         mean, deviation = statistics.mean(losses), statistics.stdev(losses)
         print(
             f"{cfg.trials} trials in {folder}: val_loss {mean:.4f} +- {deviation:.4f}, "

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from common import RunError, UserError, atomic_write
+from data.tokenizers import get_tokenizer
 from ops.parallel import shard_like, state_to_full, to_full, to_local
 from runtime.ranks import run_on_rank0
 
@@ -134,6 +135,13 @@ def model_config(checkpoint: dict, kind: type, path):
             f"{path} does not fit this GPTConfig: its model is {saved}; {advice}"
         ) from None
     return cfg
+
+
+def document_token(checkpoint: dict) -> int | None:
+    """The token at which attention begins anew, in a model trained with --doc_mask; else None."""
+    if not checkpoint["config"].get("doc_mask"):
+        return None
+    return get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")).eot
 
 
 def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple = ()) -> None:

@@ -46,6 +46,8 @@ def check_flags(cfg) -> None:
         raise UserError(
             "--params -1 chooses a size for --minutes; give those, or a number of parameters"
         )
+    if cfg.params == -1 and cfg.init_from:
+        raise UserError("--params -1 chooses a size, and the run of --init_from has one: remove it")
     if cfg.n_embd % (2 * cfg.n_head):
         raise UserError(
             f"--n_embd {cfg.n_embd} cannot be cut into {cfg.n_head} heads of even dimension; "

@@ -587,9 +587,9 @@ class Run:
         if stopped_by == "minutes":
             longer = f"--minutes {2 * self.cfg.minutes:g}"
         elif stopped_by == "target_val_loss":
-            longer += " --target_val_loss 0"
+            longer = "--target_val_loss 0"
         elif stopped_by == "patience":
-            longer += " --patience 0"
+            longer = "--patience 0"
         hints = [f"next: python sample.py --run {folder}", f"longer: {resume} {longer}"]
         if self.better_evaluation():
             hints = [f"next: python sample.py --run {folder} --best"]  # longer was worse

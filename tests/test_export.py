@@ -22,7 +22,8 @@ from inference.generation import generate
 def windowed(data, tmp_path_factory):
     """A run's folder, of a model with everything that changes the graph."""
     folder = tmp_path_factory.mktemp("windowed") / "run"
-    tiny_run(folder, data=data, window="SL:5", ngram=3, ngram_rows=50, max_steps=3)
+    flags = dict(window="SL:5", ngram=3, ngram_rows=50, doc_mask=True, max_steps=3)
+    tiny_run(folder, data=data, **flags)
     return folder
 
 
@@ -32,10 +33,12 @@ def expected(windowed):
     model, _ = sample.load(sample.find_file(windowed), "cpu", "fp32")
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 1), (1, 32), (3, 4), (2, 17), (9, 5))
-    return [
-        (idx, model(idx))
-        for idx in (torch.randint(257, shape, generator=generator) for shape in shapes)
-    ]
+    pairs = []
+    for shape in shapes:
+        idx = torch.randint(257, shape, generator=generator)
+        idx[:, 3::7] = 256  # documents begin
+        pairs.append((idx, model(idx)))
+    return pairs
 
 
 def exported(windowed, kind, out, capsys):
@@ -106,7 +109,7 @@ def for_transformers(folder: Path, data: Path, masked: bool) -> None:
     path = sample.find_file(folder / "run")
     assert export.main([str(path), "--to", "hf", "--out", str(folder / "hf")]) == 0
     model, tokenizer = sample.load(path, "cpu", "fp32")
-    model.doc_eot = 256 if masked else None
+    assert model.doc_eot == (256 if masked else None)
     idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
     idx[:, ::9] = 256
     texts, prompt = ["abc d", "", "é\n\n  x12345 don't<"], torch.tensor([256, *b"ab"])

@@ -196,6 +196,7 @@ FLAG_CASES = (
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
     (dict(embed_decay=1.5, optimizer="adamw"), "--embed_decay 1.5 has no effect with"),
     (dict(params=-1), "--params -1 chooses a size for --minutes"),
+    (dict(params=-1, minutes=1.0, init_from="x"), "the run of --init_from has one"),
     (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),
     (dict(trials=2, target_val_loss=3.0), "nor with --target_val_loss"),
     (
