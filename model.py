@@ -737,7 +737,7 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            # >> 1 stays: all initial weights depend on it
+            # >> 1 has no other use than that all initial weights depend on it
             generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
