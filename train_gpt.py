@@ -241,15 +241,15 @@ def resolve_auto(
     chosen.update(muon_lr=muon_lr, adam_lr=adam_lr)
 
     # A resumed run keeps the checkpoint's values of these flags, which make_config has not loaded
-    # after a restart by torchrun or with --trials: measured again, they could be others. A value
-    # that was given stays; that is one which is not the preset's, and which was chosen as it is
+    # after a restart by torchrun or with --trials: measured again, they could be others. A flag
+    # that was given stays: it differs from the preset's, and nothing else was chosen in its place
     kept = chosen.keys() & checkpoint_flags.keys()
     if cfg.minutes != checkpoint_flags.get("minutes"):
         kept.discard("max_steps")  # more minutes, more steps
     for name in kept:
-        is_presets = getattr(cfg, name) == getattr(preset, name)
-        is_chosen = chosen[name] != getattr(cfg, name)
-        if is_presets or is_chosen:
+        is_default = getattr(cfg, name) == getattr(preset, name)
+        is_replaced = chosen[name] != getattr(cfg, name)
+        if is_default or is_replaced:
             chosen[name] = checkpoint_flags[name]
     resolved = dataclasses.replace(cfg, **chosen)
     if resolved.eval_every == -1:  # ten evaluations

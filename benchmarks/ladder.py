@@ -91,7 +91,9 @@ def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
 
 def measure_matmul_peak(device: torch.device) -> tuple[float, str]:
     """FLOP/s of large matmuls in the fastest dtype, and its name."""
-    dtypes = ("fp32", "bf16") if device.type == "cpu" else (faster_dtype("auto", device, 0),)
+    dtypes = ("fp32", "bf16")
+    if device.type != "cpu":
+        dtypes = (faster_dtype("auto", device, n_embd=0),)  # which does not depend on the width
     return max((measure_flops(device, DTYPES[dtype]), dtype) for dtype in dtypes)
 
 

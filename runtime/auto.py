@@ -310,16 +310,18 @@ def choose_finetuning(cfg, n_tokens: int, world_size: int) -> dict:
     A step takes about half an epoch. Both are at most what a new model of this size trains on.
     """
     most_tokens = tokens_for_params(12 * cfg.n_layer * cfg.n_embd**2)
+    chosen = {}
     batch_tokens = cfg.batch_tokens
     if not batch_tokens:
         multiple = cfg.seq_len * world_size * (cfg.micro_batch or 1)
         n_multiples = 2 ** max(0, round(math.log2(n_tokens / 2 / multiple)))
         most_multiples = max(1, batch_for_tokens(most_tokens) // multiple)
         batch_tokens = multiple * min(n_multiples, most_multiples)
-    tokens = min(finetuning_tokens(n_tokens), most_tokens)
-    max_steps = cfg.max_steps or max(1, round(tokens / batch_tokens))
-    chosen = dict(batch_tokens=batch_tokens, max_steps=max_steps)
-    return {name: value for name, value in chosen.items() if getattr(cfg, name) == 0}
+        chosen["batch_tokens"] = batch_tokens
+    if not cfg.max_steps:
+        tokens = min(finetuning_tokens(n_tokens), most_tokens)
+        chosen["max_steps"] = max(1, round(tokens / batch_tokens))
+    return chosen
 
 
 def choose_loss_chunk(cfg, device, vocab_size: int) -> int:

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from conftest import ROOT
+from conftest import ROOT, compile_with
 from ops.compile import apply_compile
 from ops.faster import use_faster_functions
 
@@ -62,12 +62,7 @@ def gradients(source: str, compiled: str | None, monkeypatch) -> dict[str, torch
         for p in gpt.parameters():
             p.normal_(0, 0.1, generator=generator)
     if compiled:
-        real = torch.compile
-
-        def fast(function, **how):
-            return real(function, **how | dict(mode=None, options=None, backend="aot_eager"))
-
-        monkeypatch.setattr(torch, "compile", fast)
+        compile_with(monkeypatch, "aot_eager")
         apply_compile(gpt, "default", 1.0, torch.device(compiled))
     idx = torch.randint(70, (2, 25), generator=generator)
     gpt(idx[:, :-1], idx[:, 1:]).backward()
