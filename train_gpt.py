@@ -49,7 +49,7 @@ from runtime.device import DTYPES, init_device_and_ranks, restore_process_state
 from runtime.flag_checks import check_device, check_flags
 from runtime.flags import check_types, flag, parse_flags
 from runtime.ranks import DistContext, any_rank, max_over_ranks, raise_on_all_ranks
-from runtime.resume import flags_of_run, load_init_checkpoint
+from runtime.resume import flags_of_run, flags_to_keep, load_init_checkpoint
 from runtime.run import Run, open_run
 from runtime.wrap_model import wrap_model
 
@@ -172,6 +172,10 @@ class Config:
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
     wandb: bool = flag(False, "also log to Weights & Biases", const=True)
 
+    # Not a flag: the names of those that were given or come from a checkpoint. No other value is
+    # chosen for them
+    given: tuple = dataclasses.field(default=(), compare=False)
+
     @property
     def is_compiled(self) -> bool:
         return self.compile != "off"
@@ -197,10 +201,8 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # given: the flags, checked. --resume may add its run's out_dir, --init_from its own defaults,
-    # such as max_steps=0: by the size of the dataset
-    # saved: flags from a checkpoint. --resume: nearly all. --init_from: the model's shape, unless
-    # --preset or --params is given. Else {}
+    # given: the flags, checked. saved: flags from the checkpoint of --resume, or the model's shape
+    # from that of --init_from; else {}
     given, saved = flags_of_run(flags, dataclasses.fields(Config))
 
     # With --minutes and no size, resolve_auto chooses the size
@@ -208,19 +210,14 @@ def make_config(**flags) -> Config:
     if given.get("minutes") and not saved and not size_flags & given.keys():
         given["params"] = -1
 
-    # The preset, and the size of --params in its place
-    preset_name = given.get("preset") or saved.get("preset") or "laptop"
-    preset = dict(PRESETS[preset_name])
+    # --params replaces the preset's size
+    preset = dict(PRESETS[given.get("preset") or saved.get("preset") or "laptop"])
     if given.get("params", 0) > 0:
         preset.update(flags_for_size(given["params"], given))
 
-    # Precedence, lowest first: defaults, preset, resumed run, given flags. Exception: --resume with
-    # another --preset, which then counts more than the run
-    if "preset" in given and preset_name != saved.get("preset"):
-        values = saved | preset | given
-    else:
-        values = preset | saved | given
-    cfg = Config(**values)
+    # Later ones win
+    values = preset | saved | given
+    cfg = Config(**values, given=tuple(sorted(flags.keys() | saved.keys())))
     check_flags(cfg)
     return cfg
 
@@ -230,31 +227,21 @@ def resolve_auto(
 ) -> Config:
     """Replace every automatic value (dtype auto, learning rates of 0, ...) by this run's own.
 
-    checkpoint_flags: of the checkpoint that is resumed, or {}.
+    checkpoint_flags: the flags in the checkpoint that is resumed, or {}.
     """
-    # By the machine and the dataset: dtype, attn, loss_chunk, n-grams and their dropout, decay of
-    # embeddings. With --minutes also max_steps; with --params -1 sizes and batch, but what was
-    # changed from the preset stays
-    preset = Config(**PRESETS[cfg.preset])
-    chosen = choose_auto_values(cfg, preset, stream, dist_ctx)
-    muon_lr, adam_lr = learning_rates(dataclasses.replace(cfg, **chosen))
-    chosen.update(muon_lr=muon_lr, adam_lr=adam_lr)
+    # After a restart by torchrun, and with --trials, make_config has not read the checkpoint
+    given = {name: getattr(cfg, name) for name in cfg.given}
+    saved = flags_to_keep(checkpoint_flags, given, known=vars(cfg))
+    cfg = dataclasses.replace(cfg, **saved, given=(*cfg.given, *saved))
 
-    # A resumed run keeps the checkpoint's values of these flags, which make_config has not loaded
-    # after a restart by torchrun or with --trials: measured again, they could be others. A flag
-    # that was given stays: it differs from the preset's, and nothing else was chosen in its place
-    kept = chosen.keys() & checkpoint_flags.keys()
-    if cfg.minutes != checkpoint_flags.get("minutes"):
-        kept.discard("max_steps")  # more minutes, more steps
-    for name in kept:
-        is_default = getattr(cfg, name) == getattr(preset, name)
-        is_replaced = chosen[name] != getattr(cfg, name)
-        if is_default or is_replaced:
-            chosen[name] = checkpoint_flags[name]
-    resolved = dataclasses.replace(cfg, **chosen)
-    if resolved.eval_every == -1:  # ten evaluations
-        resolved = dataclasses.replace(resolved, eval_every=math.ceil(resolved.max_steps / 10))
-    return resolved
+    # By the machine and the dataset: dtype, attn, loss_chunk, n-grams and their dropout, decay of
+    # embeddings. With --minutes also max_steps; with --params -1 sizes and batch
+    cfg = dataclasses.replace(cfg, **choose_auto_values(cfg, stream, dist_ctx))
+    muon_lr, adam_lr = learning_rates(cfg)
+    cfg = dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
+    if cfg.eval_every == -1:  # ten evaluations
+        cfg = dataclasses.replace(cfg, eval_every=math.ceil(cfg.max_steps / 10))
+    return cfg
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:

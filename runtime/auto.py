@@ -123,16 +123,13 @@ def tokens_in_time(cfg, vocab_size: int, flops: float) -> float:
     return MFU_ON_CPU * flops * 0.9 * 60 * cfg.minutes / flop_per_token
 
 
-def choose_size(cfg, preset, n_tokens: int, vocab_size: int, flops: float) -> dict:
+def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
     """--params -1: choose flags for the largest model that trains on enough tokens in --minutes.
 
-    preset: the Config of the preset; flags of another value are kept. n_tokens: of the training
-    split. flops: of all devices together.
+    Given flags are kept. n_tokens: in the training split. flops: of all devices together.
     """
-    given = {}
-    for name in ("weight_decay", *flags_for_size(1, {})):
-        if getattr(cfg, name) != getattr(preset, name):
-            given[name] = getattr(cfg, name)
+    chosen_here = {"weight_decay", *flags_for_size(1, {})}
+    given = {name: getattr(cfg, name) for name in cfg.given if name in chosen_here}
     given["seq_len"] = cfg.seq_len  # the dataset is open
     has_shape = bool({"n_layer", "n_embd"} & given.keys())
     is_bytes = tokens_are_bytes(vocab_size)
@@ -204,10 +201,10 @@ def get_ngram_dropout(cfg, epochs: float) -> float:
     n-grams of a dataset that is repeated are memorized. So there is no dropout up to 0.75 epochs;
     then it grows so that each n-gram is used in 1.3 of 2 epochs, 1.9 of 8, and in 2.2 at most.
     """
-    if cfg.ngram < 2:
-        return 0.0
     if cfg.ngram_dropout >= 0:
         return cfg.ngram_dropout
+    if cfg.ngram < 2:
+        return 0.0
     repeats = max(0.0, epochs - FEW_EPOCHS)
     return 1 - 1 / (1 + 0.45 * repeats)
 
@@ -230,11 +227,10 @@ def get_embed_decay(cfg, epochs: float) -> float:
 # All that is open
 
 
-def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) -> dict:
+def choose_auto_values(cfg, stream: TokenStream, dist_ctx: DistContext) -> dict:
     """Choose flags that are open: dtype, attn, n-grams, ...; with --minutes, sizes and steps.
 
-    Returns their values by name, the same on every rank, as speeds are measured on rank 0. preset:
-    the Config of the preset.
+    Returns their values by name, the same on every rank, because rank 0 measures the speeds.
     """
     device = dist_ctx.device
     n_tokens = stream.train.n_tokens
@@ -243,13 +239,13 @@ def choose_auto_values(cfg, preset, stream: TokenStream, dist_ctx: DistContext) 
     if cfg.init_from:
         chosen |= choose_finetuning(cfg, n_tokens, dist_ctx.world_size)
 
-    if cfg.minutes:
+    if cfg.minutes and "max_steps" not in cfg.given:  # else a resumed run has its size and steps
         dtype = DTYPES[chosen["dtype"]]
         flops = run_on_rank0(dist_ctx, lambda: measure_flops(device, dtype)) * dist_ctx.world_size
         if cfg.params == -1:
-            chosen |= choose_size(cfg, preset, n_tokens, vocab_size=vocab_size, flops=flops)
+            chosen |= choose_size(cfg, n_tokens, vocab_size=vocab_size, flops=flops)
             # A batch that all ranks can share, unless one was given
-            if cfg.batch_tokens == preset.batch_tokens:
+            if "batch_tokens" not in cfg.given:
                 multiple = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)
                 n_multiples = max(1, round(chosen["batch_tokens"] / multiple))
                 chosen["batch_tokens"] = n_multiples * multiple

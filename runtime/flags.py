@@ -131,6 +131,8 @@ def parse_flags(
     )
     for field in fields:
         kind = type(field.default)
+        if kind not in TYPES:
+            continue  # not a flag
         read, metavar = TYPES[kind]
         options = dict(type=read, metavar=metavar)
         if field.metadata.get("choices"):

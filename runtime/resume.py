@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from runtime.flags import check_values
 from runtime.ranks import any_rank, raise_on_all_ranks, run_on_rank0
 
 # Flags of the command, which a resumed run does not take from its checkpoint
-COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile"}
+COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile", "given"}
 
 # Flags of the model's shape, which --init_from takes from a checkpoint
 SHAPE_FLAGS = {"seq_len", "n_layer", "n_head", "n_embd", "window", "softcap", "ngram", "ngram_rows"}
@@ -73,20 +74,26 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
     saved = saved_flags(source) if source else {}
     if not saved:
         return {}
-    # A flag that is newer than the run has its default, not the preset's value
-    defaults = {name: field.default for name, field in known.items()}
-    saved = defaults | saved
     if given.get("params") == -1:
         del given["params"]  # the run has its size
-    for name in ("params", "optimizer"):
+    for name in ("preset", "params", "optimizer"):
         if given.get(name, saved[name]) != saved[name]:
             raise UserError(
                 f"--{name} {given[name]} is for new runs; {source} has {saved[name]}: remove it"
             )
-    left_out = set(COMMAND_FLAGS)
+    # A flag that is newer than the run has its default, not the preset's value
+    defaults = {name: field.default for name, field in known.items()}
+    return flags_to_keep(defaults | saved, given, known)
+
+
+def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:
+    """Find the flags in a checkpoint that a resumed run keeps: known ones not given anew."""
+    left_out = COMMAND_FLAGS | given.keys()
     if "max_steps" in given:
         left_out.add("minutes")
-    return {name: saved[name] for name in known if name not in left_out}
+    if given.get("minutes", saved.get("minutes")) != saved.get("minutes"):
+        left_out.add("max_steps")  # more minutes, more steps
+    return {name: saved[name] for name in known if name in saved and name not in left_out}
 
 
 def find_run_to_resume(given: dict) -> Path | None:

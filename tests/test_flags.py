@@ -394,9 +394,11 @@ def test_automatic_values_are_chosen_once_and_kept(data, tmp_path, monkeypatch):
     assert config["embed_decay"] == pytest.approx(epochs - 0.75, rel=1e-3)
     chosen = {name: config[name] for name in AUTOMATIC}
 
-    others = dict(dtype="fp16", attn="math", loss_chunk=64, ngram=4)
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "choose_auto_values", lambda *_: others)
+        patch.setattr(auto, "faster_dtype", lambda dtype, *_: "fp16" if dtype == "auto" else dtype)
+        patch.setattr(auto, "choose_attention", lambda *_: "math")
+        patch.setattr(auto, "choose_loss_chunk", lambda *_: 64)
+        patch.setattr(auto, "choose_ngram", lambda *_, **__: 4)
         train(make_config(**out_dir, resume="newest", max_steps=125))
     again = final(tmp_path / "run")["config"]
     assert {name: again[name] for name in AUTOMATIC} == chosen and again["max_steps"] == 125
@@ -439,7 +441,7 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
     def choose(minutes: float, n_tokens: int) -> Config:
         """The config, with the steps that were chosen with the size."""
         cfg = make_config(minutes=float(minutes), seq_len=1024)
-        return dataclasses.replace(cfg, **choose_size(cfg, cfg, n_tokens, 1024, flops=1e12))
+        return dataclasses.replace(cfg, **choose_size(cfg, n_tokens, 1024, flops=1e12))
 
     sizes = []
     for minutes in (1, 10, 60):
@@ -456,7 +458,7 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
     # Byte pairs get the width of 128 for less time than bytes
     cfg = make_config(minutes=2.0, seq_len=1024)
     for vocab_size, flops, n_embd in ((257, 8e10, 64), (1024, 8e10, 128), (1024, 3e10, 64)):
-        assert choose_size(cfg, cfg, 10**6, vocab_size, flops)["n_embd"] == n_embd
+        assert choose_size(cfg, 10**6, vocab_size, flops)["n_embd"] == n_embd
     assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
 
 
@@ -501,20 +503,19 @@ def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
     given, n_tokens, vocab_size, epochs, weight_decay, distill, monkeypatch
 ):
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
-    preset = make_config()
-    cfg = dataclasses.replace(preset, **given, minutes=5.0, dtype="fp32", params=-1)
-    chosen = auto.choose_auto_values(cfg, preset, stream_of(n_tokens, vocab_size), CPU)
+    cfg = dataclasses.replace(make_config(**given, minutes=5.0, dtype="fp32"), params=-1)
+    chosen = auto.choose_auto_values(cfg, stream_of(n_tokens, vocab_size), CPU)
     cfg = dataclasses.replace(cfg, **chosen)
     assert cfg.weight_decay == weight_decay and cfg.distill == distill
     assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * cfg.n_models * n_tokens
     # n-grams: of bytes, more of them in a smaller table; of byte pairs, fewer in a small one
     assert (cfg.ngram, cfg.ngram_rows) == ((6, 131072) if vocab_size == 257 else (4, 524288))
-    small = dataclasses.replace(preset, ngram_rows=65536)
-    chosen = auto.choose_auto_values(small, preset, stream_of(n_tokens, vocab_size), CPU)
+    small = make_config(ngram_rows=65536)
+    chosen = auto.choose_auto_values(small, stream_of(n_tokens, vocab_size), CPU)
     assert chosen["ngram"] == (6 if vocab_size == 257 else 3)
 
 
-def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
+def test_a_restarted_run_keeps_what_was_chosen(monkeypatch):
     def resolve(cfg: Config, flops: float, checkpoint_flags: dict) -> Config:
         monkeypatch.setattr(auto, "matmul_flops", lambda *_: flops)
         stream = stream_of(10**5, vocab_size=257)
@@ -526,18 +527,67 @@ def test_a_resumed_run_keeps_what_was_chosen(monkeypatch):
     flags = dataclasses.asdict(saved)
     assert resolve(cfg, 1e9, {}).n_embd < saved.n_embd and saved.weight_decay == 0.8
     assert resolve(cfg, 1e9, flags) == saved
+    # With fewer minutes, fewer steps of the same model
+    fewer = resolve(make_config(minutes=0.1, dtype="fp32"), 1e12, flags)
+    assert fewer.max_steps < saved.max_steps / 2
+    assert fewer == dataclasses.replace(saved, minutes=0.1, max_steps=fewer.max_steps)
 
-    # By --resume: the steps fit the minutes
-    assert resolve(saved, 1e9, flags) == saved
-    cfg = dataclasses.replace(saved, minutes=0.1)
-    resumed = resolve(cfg, 1e12, flags)
-    assert resumed.max_steps < saved.max_steps / 2
-    assert resumed == dataclasses.replace(cfg, max_steps=resumed.max_steps)
 
-    # By --resume of a fine-tuned run: the steps that are asked for, also the preset's number
-    finetuned = dict(init_from="run", dtype="fp32", batch_tokens=2048)
-    cfg = make_config(**finetuned, max_steps=300)
-    assert resolve(cfg, 1e12, finetuned | dict(max_steps=150)).max_steps == 300
+def other_value(field: dataclasses.Field, value):
+    """A value of a flag that is neither this one nor "choose it"."""
+    special = dict(checkpointing="full", window="SL:64", preset="laptop", data="/data", n_head=2)
+    if field.name in special:
+        return special[field.name]
+    if field.metadata["choices"]:
+        left_out = (value, "auto", "default", "max-autotune", "reduce-overhead")
+        return [name for name in field.metadata["choices"] if name not in left_out][-1]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return 0.05 if value != 0.05 else 0.1
+    if isinstance(value, int):
+        return 2 * max(value, 1)
+    return "given"
+
+
+CONTRADICTIONS = {"max_steps": "minutes", "init_from": "resume"}  # and the other way round
+
+
+@pytest.mark.parametrize("mode", ["alone", "minutes", "params", "resume", "init_from"])
+def test_a_given_flag_is_what_the_run_uses(mode, data, tmp_path, monkeypatch):
+    """Every flag with two values, of which one is the preset's or the run's own."""
+    monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
+    flags = dict(alone={}, minutes=dict(minutes=30.0), params=dict(params=300_000)).get(mode, {})
+    checkpoint_flags = {}
+    if mode in ("resume", "init_from"):
+        first = dict(n_layer=1, n_embd=64, n_head=1, seq_len=64, batch_tokens=128, eval_tokens=64)
+        train(make_config(**first, data=str(data), out_dir=str(tmp_path), max_steps=1, ngram=0))
+        flags = {mode: str(tmp_path)}
+    if mode == "resume":
+        checkpoint_flags = final(tmp_path)["config"]
+    base = make_config(**flags)
+    stream = stream_of(10**5, vocab_size=257)
+    for field in dataclasses.fields(Config):
+        if field.name in (mode, CONTRADICTIONS.get(mode), "given", "resume", "init_from"):
+            continue
+        own = getattr(base, field.name)
+        for value in (own, other_value(field, own)):
+            given = flags | {field.name: value}
+            # What goes with it
+            if field.name == "cooldown_frac" or field.name == "warmup_frac":
+                given |= dict(cooldown_frac=0.3, warmup_frac=0.3) | {field.name: value}
+            if field.name == "minutes" and value:
+                given.pop("max_steps", None)
+            try:
+                cfg = train_gpt.resolve_auto(make_config(**given), CPU, stream, checkpoint_flags)
+            except UserError as error:
+                assert f"--{field.name} " in str(error), error
+                continue
+            is_open = value in (-1, "auto") or (
+                value in (0, 0.0) and "0 = " in field.metadata["help"]
+            )
+            if not is_open:
+                assert getattr(cfg, field.name) == value, (mode, field.name)
 
 
 def test_the_longest_ngrams_are_those_that_repeat():
@@ -559,7 +609,7 @@ def test_the_longest_ngrams_are_those_that_repeat():
     stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
     for max_steps, ngram in ((6, 4), (60, 2)):
         cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
-        assert auto.choose_auto_values(cfg, cfg, stream, CPU)["ngram"] == ngram
+        assert auto.choose_auto_values(cfg, stream, CPU)["ngram"] == ngram
 
 
 def test_micro_batch_is_what_fits(monkeypatch):
