@@ -113,10 +113,10 @@ def error_sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         path = error.filename or "a file"
         return f"{path} could not be written ({error.strerror}); make room and --resume"
-    if is_bad_path(error):
+    if isinstance(error, OSError) and error.filename:
         return (
-            f"{error.filename} cannot be read or written ({error.strerror}); give another, or fix "
-            "its permissions"
+            f"{error.filename} cannot be read or written ({error.strerror}); give a different "
+            "path, or repair this one"
         )
     if is_lost_connection(error):
         return f"another rank has ended ({text.splitlines()[0][:160]}); its own message says why"
@@ -193,7 +193,8 @@ def exit_process(code: int) -> None:
 # --------------------------------------------------------------------------------------------------
 # Signals that ask a run to save and end
 
-SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+# Those with which terminals, schedulers and limits announce an end; Windows has SIGBREAK
+SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGALRM SIGPWR SIGBREAK".split()
 
 # Schedulers signal both torchrun and its ranks, and torchrun passes it on: what comes within half a
 # second of the first signal is the same one
@@ -221,8 +222,9 @@ def catch_signals():
     handlers = {}  # as they were
     if threading.current_thread() is threading.main_thread():
         for number in signal.Signals:
-            ignored = signal.getsignal(number) == signal.SIG_IGN  # as nohup sets it
-            if number.name in SIGNALS and not ignored:
+            # nohup ignores some, and a program that calls train() may have its own handlers
+            is_default = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+            if number.name in SIGNALS and is_default:
                 handlers[number] = signal.signal(number, handle)
     try:
         yield caught

@@ -43,12 +43,18 @@ from ops.parallel import grad_values, maybe_no_sync, reshard, sum_over_ranks, to
 
 # Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values, flags_for_size, max_epochs
-from runtime.checkpoint import save_best_weights, save_checkpoint
+from runtime.checkpoint import save_best_weights, save_checkpoint, saving_on_error
 from runtime.dataset import open_stream
 from runtime.device import DTYPES, init_device_and_ranks, restore_process_state
 from runtime.flag_checks import check_device, check_flags
 from runtime.flags import check_types, flag, parse_flags
-from runtime.ranks import DistContext, any_rank, max_over_ranks, raise_on_all_ranks
+from runtime.ranks import (
+    DistContext,
+    any_rank,
+    max_over_ranks,
+    raise_on_all_ranks,
+    read_on_all_ranks,
+)
 from runtime.resume import flags_of_run, flags_to_keep, load_init_checkpoint
 from runtime.run import Run, open_run
 from runtime.wrap_model import wrap_model
@@ -165,7 +171,7 @@ class Config:
     # logging and checkpoints
     eval_every: int = flag(250, "steps between evaluations; 0 = at the end only, -1 = ten", min=-1)
     eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
-    save_every: int = flag(0, "steps between checkpoints; 0 = only at the end")
+    save_every: int = flag(0, "steps between checkpoints; 0 = every ten minutes")
     keep: int = flag(2, "number of newest checkpoints to keep; 0 = all")
     sample_every: int = flag(0, "steps between text samples; 0 = only at the end")
     log_every: int = flag(10, "steps between log lines", min=1)
@@ -489,7 +495,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
     Returns this rank's part of the loss, a scalar in fp32, scaled so that its mean over ranks is
     the loss of the global batch; and the gradient norm before clipping. There is no update if that
-    norm is not finite.
+    norm is 0 or not finite.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
@@ -541,9 +547,10 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
         if group.get("kind") == "muon":
             group["momentum"] = get_momentum(state.step)
 
-    # Update, unless a gradient is not finite. Reading the norm waits for the device, once a step
+    # Update, unless a gradient is not finite or all are 0 (as without targets). Reading the norm
+    # waits for the device, once per step
     grad_norm = to_full(norm).item()
-    if math.isfinite(grad_norm):
+    if 0 < grad_norm < math.inf:
         state.scaler.step(optimizer)
     state.scaler.update()
     optimizer.zero_grad(set_to_none=not cfg.uses_cudagraphs)  # CUDA graphs need fixed addresses
@@ -565,7 +572,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     # contain padding, with targets of -1
     loss_sum, n_targets = 0.0, 0
     with state.evaluating() as model:
-        for x, y in batches:
+        for x, y in read_on_all_ranks(dist_ctx, batches):
             if any_rank(dist_ctx, bool(signals)):
                 return None
             x = torch.from_numpy(x).to(dist_ctx.device)
@@ -591,7 +598,8 @@ def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> 
 # --------------------------------------------------------------------------------------------------
 # 4. The training loop
 
-MAX_BAD_STEPS = 10  # end the run after so many steps in a row without a finite gradient
+MAX_BAD_STEPS = 10  # end the run after this many steps in a row without a usable gradient
+SAVE_EVERY_S = 600  # with --save_every 0
 
 
 @restore_process_state()
@@ -632,7 +640,8 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
 
         # Open the log and say what is in effect; train; write the summary
         run.begin(state, stream, warnings)
-        stopped_by = loop(state, stream, run, on_step)
+        with saving_on_error(state, stream, run):
+            stopped_by = loop(state, stream, run, on_step)
         summary = run.finish(state, stopped_by)
     if return_model:
         return summary, state.raw_model.eval()
@@ -649,10 +658,11 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     target_val_loss, patience, diverged, or a signal's name ("signal" on ranks that got none)."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
     first_step = state.step
-    saved_step = state.step
+    saved_at_s = 0.0
     loss, grad_norm = None, None  # of the last step
     bad_steps = 0  # in a row
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
+    batches = read_on_all_ranks(dist_ctx, batches)
     with contextlib.closing(batches), run.profiling(cfg.max_steps - state.step) as profiler_step:
         while True:
             # What is due after the last step; a resumed run begins here, too
@@ -679,9 +689,12 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 run.log_step(state, loss, grad_norm)
 
             # Once in a while: save a checkpoint
-            if (stop or is_due(cfg.save_every, step)) and step != saved_step:
+            save_due = is_due(cfg.save_every, step)
+            if not cfg.save_every:
+                save_due = process_s - saved_at_s >= SAVE_EVERY_S
+            if (stop or save_due) and step != run.saved_step:
                 save_checkpoint(state, stream, run, required=bool(stop))
-                saved_step = step
+                saved_at_s = process_s
 
             # After a signal there may be little time left; diverged weights need no evaluation
             if stop in ("signal", "diverged"):
@@ -717,19 +730,20 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             with run.timing_step():
                 batch = run.next_batch(batches)  # counts the time that it waits
                 loss, grad_norm = train_step(state, batch, progress)
-            if math.isfinite(grad_norm):
+            if 0 < grad_norm < math.inf:
                 bad_steps = 0
             else:
                 bad_steps += 1
                 run.info(
-                    f"step {state.step} skipped: its gradient is not finite ({bad_steps} in a row)"
+                    f"step {state.step} skipped: its gradient norm is {grad_norm} "
+                    f"({bad_steps} in a row)"
                 )
             if on_step:
                 on_step(state, loss)
             profiler_step()
 
     # An evaluation or a signal during it has ended the run, at a step that was not saved
-    if saved_step != state.step:
+    if run.saved_step != state.step:
         save_checkpoint(state, stream, run, required=True)
     return run.signal_name() if stop == "signal" else stop
 

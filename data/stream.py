@@ -74,13 +74,16 @@ class TokenShards:
         itemsize = self.dtypes[i].itemsize
         n_bytes = min(count, self.lengths[i] - begin) * itemsize
         # Not a memory map: if the file is truncated, reading one kills the process
-        with open(path, "rb", buffering=0) as file:
-            file.seek(HEADER_BYTES + begin * itemsize)
-            raw = file.read(n_bytes)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                file.seek(HEADER_BYTES + begin * itemsize)
+                raw = file.read(n_bytes)
+            found = "was truncated"
+        except OSError as error:
+            raw = b""
+            found = f"cannot be read any more ({error.strerror})"
         if len(raw) < n_bytes:
-            raise UserError(
-                f"{path} was truncated while in use; put the whole shard back and --resume"
-            )
+            raise UserError(f"{path} {found}; put the whole shard back and --resume")
         tokens = np.frombuffer(raw, self.dtypes[i])
         self.check_vocab(tokens, path)
         return tokens

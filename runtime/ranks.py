@@ -4,6 +4,7 @@ import contextlib
 import os
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -99,19 +100,32 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(dist_ctx: DistContext):
-    """Raise a TrainerError of this block, on any rank, on all ranks at the end of the block.
+    """Raise a TrainerError or OSError of this block, on any rank, on all ranks at its end.
 
     It is that of the first rank that has one, which prints it.
     """
     own_error = None
     try:
         yield
-    except TrainerError as error:
+    except (TrainerError, OSError) as error:
         own_error = error
+    if not any_rank(dist_ctx, own_error is not None):
+        return
     for rank, error in enumerate(gather_objects(dist_ctx, own_error)):
         if error is not None:
             error.printed = rank != dist_ctx.rank
+            error.is_on_all_ranks = True
             raise error
+
+
+def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator) -> Iterator:
+    """Yield batches, as many on every rank; an error in reading one is raised on all ranks."""
+    while True:
+        with raise_on_all_ranks(dist_ctx):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def run_on_rank0(dist_ctx: DistContext, function):

@@ -100,6 +100,7 @@ class Run:
         # Clock
         self.created = time.perf_counter()
         self.earlier_wall_time = 0.0  # of the starts before a resume
+        self.saved_step = 0
         self.train_time = 0.0
         self.data_wait_s = 0.0
         self.last_step_s = 0.0
@@ -226,6 +227,7 @@ class Run:
         """
         self.cfg = state.cfg
         self.stream = stream
+        self.saved_step = state.step
         self.first_tokens = self.logged_tokens = state.tokens
         self.first_train_time = self.logged_train_time = self.train_time
         self.flops_per_token = state.raw_model.flops_per_token()
@@ -241,8 +243,11 @@ class Run:
 
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
-        self.evaluations = [row for row in history if row.get("val_loss") is not None]
+        self.evaluations = []  # on the same tokens
         for row in history:
+            comparable = row.get("val_tokens", self.val_tokens) == self.val_tokens
+            if row.get("val_loss") is not None and comparable:
+                self.evaluations.append(row)
             self.earlier_wall_time = max(self.earlier_wall_time, row.get("wall_time_s") or 0.0)
 
         # Best weights of a start that was killed stay until there are better
@@ -362,7 +367,8 @@ class Run:
     def sync_metrics(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
         self.metrics.flush()  # what a full disk held back
-        os.fsync(self.metrics.fileno())
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(self.metrics.fileno())
 
     def log_step(self, state, loss: torch.Tensor, grad_norm: float) -> None:
         """Log a training step, with the mean over ranks of its loss and of state.metrics."""
@@ -416,7 +422,13 @@ class Run:
         begin = f"val_loss {val_loss:.4f}"
         if math.isfinite(val_bpb):
             begin += f" | val_bpb {val_bpb:.4f}"
-        row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
+        row = dict(
+            step=state.step,
+            val_loss=val_loss,
+            val_bpb=val_bpb,
+            val_tokens=self.val_tokens,
+            tokens=state.tokens,
+        )
         self.log_row(row, metrics, begin, f"train_time {self.train_time:.1f} s")
 
         self.evaluations.append(row)
@@ -454,7 +466,11 @@ class Run:
         self.write(self.metrics, json.dumps(values))
         if self.wandb:
             step = values.pop("step")
-            self.wandb.log(values, step=step)
+            try:
+                self.wandb.log(values, step=step)
+            except Exception as error:  # whatever the service raises
+                self.wandb = None
+                self.info(f"WARNING: --wandb has failed ({error}); the run continues without it")
 
     @property
     def last_eval_step(self) -> int | None:
@@ -494,9 +510,10 @@ class Run:
             raise RunError(text, printed=self.dist_ctx.local_rank > 0)
         if stopped_by == "diverged":
             raise RunError(
-                "the loss or gradient was not finite in many steps in a row, to step "
-                f"{state.step} (ckpt_{state.step}.pt has the weights from before); try lower "
-                "learning rates, --grad_clip 1 or --dtype fp32, or look at the data",
+                "the gradient was 0 or not finite in many steps in a row, to step "
+                f"{state.step} (ckpt_{state.step}.pt has the weights from before); if it was 0, "
+                "see whether all targets are masked, else try lower learning rates, --grad_clip 1 "
+                "or --dtype fp32, or look at the data",
                 printed=not self.is_rank0,
             )
         return summary
