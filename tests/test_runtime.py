@@ -1,12 +1,14 @@
 """A run: folder, checkpoints, log, errors, signals; what bad numbers, full disks and kills do."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -19,7 +21,15 @@ import pytest
 import torch
 
 import train_gpt
-from common import SOURCE_FILES, UserError, error_sentence, exit_process, is_out_of_memory
+from common import (
+    SIGNALS,
+    SOURCE_FILES,
+    UserError,
+    catch_signals,
+    error_sentence,
+    exit_process,
+    is_out_of_memory,
+)
 from conftest import (
     ROOT,
     TINY,
@@ -45,6 +55,7 @@ from runtime.ranks import DistContext
 from runtime.run import SECTION, Run
 from train_gpt import (
     MAX_BAD_STEPS,
+    get_batch,
     get_lr_multiplier,
     get_progress,
     get_seq_len,
@@ -174,6 +185,7 @@ def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     tiny_run(tmp_path / "a", data=data, max_steps=2, wandb=True)
     *logged, end = run.mock_calls
+    run.log.side_effect = ConnectionError("the service is gone")
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     tiny_run(tmp_path / "a", data=data, max_steps=3, wandb=True, resume="newest")
     first, second = (call.kwargs for call in init.call_args_list)
@@ -182,6 +194,8 @@ def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypa
     assert end == mock.call.finish()
     assert [call.kwargs["step"] for call in logged] == [1, 2, 2]
     assert "val_loss" in logged[-1].args[0]
+    said = "--wandb has failed (the service is gone); the run continues without it"
+    assert read_log(tmp_path / "a").count(said) == 1 and final(tmp_path / "a")["step"] == 3
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # as with a broken package
     argv = flags_of(TINY | dict(data=data, out_dir=tmp_path / "b", wandb=True))
     code, err = run_main(argv, capsys)
@@ -628,19 +642,64 @@ def test_bad_steps_are_skipped_and_told(optimizer, data, tmp_path, monkeypatch):
     assert rows(tmp_path / "run", "step") == [1, 4, 8, 8]
 
 
-def test_too_many_bad_steps_end_the_run(data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("factor", [math.nan, 0.0], ids=["nan", "no targets"])
+def test_too_many_bad_steps_end_the_run(factor, data, tmp_path, monkeypatch, capsys):
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", micro_batch=16, save_every=2, keep=0)
-    spoil(monkeypatch, {3, *range(5, 99)})
+    spoil(monkeypatch, {3, *range(5, 99)}, factor)
     code, err = run_main(flags_of(flags), capsys)
     end = 4 + MAX_BAD_STEPS
     said = f"many steps in a row, to step {end} (ckpt_{end}.pt has the weights from before)"
-    said += "; try lower learning rates"
+    said += "; if it was 0, see whether all targets are masked, else try lower learning rates"
     assert code == 1 and err.count("\n") == 1 and said in err and said in read_log(tmp_path / "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped_by"] == "diverged"
     for key in ("train_loss", "grad_norm"):
-        assert rows(tmp_path / "run", key)[4] is None
+        assert rows(tmp_path / "run", key)[4] == (0 if factor == 0 else None)
     before = read_checkpoint(tmp_path / "run" / "ckpt_4.pt")["model"]
     assert equal_weights(before, final(tmp_path / "run")["model"])
+
+
+# --------------------------------------------------------------------------------------------------
+# What dies around a run
+
+
+def test_a_run_saves_every_ten_minutes(data, tmp_path, monkeypatch, clock):
+    monkeypatch.setattr(train_gpt, "SAVE_EVERY_S", 2.0)  # two steps of this clock
+    tiny_run(tmp_path / "run", data=data, max_steps=6, keep=0)
+    steps = [int(path.stem[5:]) for path in (tmp_path / "run").glob("ckpt_[0-9]*.pt")]
+    assert sorted(steps) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("case", ["train data", "validation data", "an edit", "amid an update"])
+def test_an_error_saves_what_was_trained(case, data, tmp_path, monkeypatch, capsys):
+    flags = TINY | dict(eval_every=8, max_steps=10, data=str(tmp_path / "data"))
+    shutil.copytree(data, tmp_path / "data")
+    shards = list((tmp_path / "data").glob("*val*" if case == "validation data" else "*train*"))
+
+    def go_wrong(state, loss):
+        if state.step == 6 and "data" in case:
+            for shard in shards:
+                shard.rename(f"{shard}.gone")
+        if state.step == 6 and case == "an edit":
+            raise ZeroDivisionError
+        if state.step == 6 and case == "amid an update":
+            monkeypatch.setattr(Optimizer, "muon", lambda *_: 1 / 0)
+
+    run = dict(out_dir=str(tmp_path / "run"))
+    error = UserError if "data" in case else ZeroDivisionError
+    with pytest.raises(error) as raised, monkeypatch.context():
+        train(make_config(**flags | run), on_step=go_wrong)
+    saved = list_checkpoints(tmp_path / "run")
+    if case == "amid an update":  # the weights are neither those of step 6 nor of step 7
+        return None if saved == [] else pytest.fail(str(saved))
+    if "data" in case:
+        assert re.search(r"\d.bin cannot be read any more \(No such file", str(raised.value))
+    for shard in shards:
+        if "data" in case:
+            Path(f"{shard}.gone").rename(shard)
+    assert final(tmp_path / "run")["step"] >= 6
+    train(make_config(**run, resume="newest"))
+    train(make_config(**flags, out_dir=str(tmp_path / "whole")))
+    assert_weights_equal(tmp_path / "run", tmp_path / "whole")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -778,6 +837,19 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
     assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
 
 
+def test_signals_that_announce_an_end_are_caught():
+    names = [name for name in SIGNALS if hasattr(signal, name)]
+    assert {"SIGUSR2", "SIGXCPU", "SIGALRM"} <= set(names)
+    own = []
+    signal.signal(signal.SIGALRM, lambda *_: own.append("SIGALRM"))  # a program's own
+    with catch_signals() as caught:
+        for name in names:
+            if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
+                os.kill(os.getpid(), getattr(signal, name))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert own == ["SIGALRM"] and {"SIGUSR2", "SIGXCPU"} <= set(caught)
+
+
 @pytest.mark.parametrize("name, printed", [("SIGTERM", ""), ("SIGINT", "KeyboardInterrupt\n")])
 def test_a_second_signal_does_at_once_what_it_did_before(name, printed):
     code = """if True:
@@ -877,6 +949,15 @@ def ranks_script(folder: Path, case: str) -> None:
             raise ZeroDivisionError("the cause")
         return step(state, *inputs)
 
+    def unreadable(stream, dist_ctx, step):
+        if dist_ctx.rank == 1 and step == 3:
+            raise OSError(errno.EIO, "the cause", "a shard")
+        return get_batch(stream, dist_ctx, step)
+
+    if case == "data":  # the steps so far are saved by all ranks
+        train_gpt.get_batch = unreadable
+        flags |= dict(parallel="fsdp", save_every=0)
+        exit_process(train_gpt.main(flags_of(flags)))
     if case != "nan":
         train_gpt.train_step = dying
         exit_process(train_gpt.main(flags_of(flags)))
@@ -912,13 +993,15 @@ def test_nan_in_one_rank_is_skipped_on_all(data, tmp_path):
     [
         ("raise", 1, "rank 1 has ended with an error: ZeroDivisionError"),
         ("kill", -signal.SIGKILL, "another rank has ended"),
+        ("data", 1, "a shard cannot be read or written (the cause)"),
     ],
 )
 def test_a_rank_that_dies_ends_the_others(case, code, cause, data, tmp_path):
     (tmp_path / "data").symlink_to(data)
     done = run_ranks(tmp_path, __file__, tmp_path, case)
     assert done.codes == [1, code], done
-    assert f"error [rank 0]: {cause}" in done.stderr[0], done
+    rank = 1 if case == "data" else 0
+    assert f"error [rank {rank}]: {cause}" in done.stderr[rank], done
     assert f"ended: {cause}" in read_log(tmp_path / case)
     if case == "raise":
         for told in (*done.stderr, read_log(tmp_path / case)):
