@@ -118,9 +118,21 @@ def error_sentence(error: Exception) -> str:
             f"{error.filename} cannot be read or written ({error.strerror}); give a different "
             "path, or repair this one"
         )
+    inner = getattr(error, "inner_exception", None)  # of torch.compile
+    if isinstance(inner, OSError) or type(inner).__name__ == "CppCompileError":
+        return compile_sentence(error)
     if is_lost_connection(error):
         return f"another rank has ended ({text.splitlines()[0][:160]}); its own message says why"
     return ""
+
+
+def compile_sentence(error: Exception) -> str:
+    """The sentence for an error of torch.compile's C++ compiler or cache, in their words."""
+    words = str(getattr(error, "inner_exception", error)).split("Output:\n")[-1]
+    return (
+        f"--compile failed in the compiler or its cache ({' '.join(words.split())[:300]}); repair "
+        "that, set TORCHINDUCTOR_CACHE_DIR, or remove --compile"
+    )
 
 
 def command(main: Callable) -> Callable:

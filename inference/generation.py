@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from common import UserError, printable
 from model import GPT, Linear, gather_positions, may_attend, shift_right
 from ops.attention import add_bias
+from ops.compile import keep_gcc_from_copying
 from ops.parallel import reshard
 
 # --------------------------------------------------------------------------------------------------
@@ -312,6 +313,7 @@ def compile_decode_step(device: torch.device):
     if device.type == "cuda":
         backend = dict(mode="reduce-overhead")
     else:
+        keep_gcc_from_copying()
         backend = dict(options={"cpp_wrapper": True})
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **backend)
 

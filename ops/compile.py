@@ -37,6 +37,22 @@ def reduce_short_rows_at_once() -> None:
     InductorChoices.should_use_persistent_reduction = choose
 
 
+def keep_gcc_from_copying() -> None:
+    """Have GCC make no memcpy of a loop in the C++ of Inductor's kernels.
+
+    GCC 11 and 12 delete the stores of what such a memcpy reads, on CPUs with AVX-512 that they have
+    no tuning for: transposed bf16 and fp16 were wrong.
+    """
+    from torch._inductor import config, cpp_builder
+
+    if "gcc version" in cpp_builder.get_compiler_version_info(config.cpp.cxx[-1]):
+        # No setting is for flags alone; the value of this one ends a flag
+        contract = config.cpp.enable_floating_point_contract_flag.split()[0]
+        config.cpp.enable_floating_point_contract_flag = (
+            f"{contract} -fno-tree-loop-distribute-patterns"
+        )
+
+
 def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.device) -> None:
     """Compile a GPT's blocks, which share one compilation, and its loss; parameter names stay.
 
@@ -55,6 +71,8 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     torch._functorch.config.activation_memory_budget = budget
     if device.type == "cuda":
         reduce_short_rows_at_once()
+    else:
+        keep_gcc_from_copying()
     for block in model.blocks:
         block.compile(mode=mode, fullgraph=True, dynamic=False)
 

@@ -5,7 +5,8 @@ import re
 
 import torch
 
-from common import UserError, env_int, largest_divisor
+from common import UserError, compile_sentence, env_int, largest_divisor
+from ops.compile import keep_gcc_from_copying
 from runtime.device import faster_dtype
 from runtime.flags import check_ranges
 from runtime.ranks import DistContext
@@ -211,29 +212,12 @@ def check_cuda(cfg, device: torch.device, has_mask: bool) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError when torch.compile has nothing to compile with."""
+    """Raise UserError when torch.compile fails on a tiny function."""
     try:
-        if device.type == "cuda":
-            from torch.utils._triton import has_triton
-
-            found = has_triton()
-        else:
-            from torch._inductor.cpp_builder import get_cpp_compiler
-
-            found = get_cpp_compiler()
-    except OSError as error:
-        raise UserError(
-            f"--compile cannot write its cache ({error}); set TORCHINDUCTOR_CACHE_DIR to a folder "
-            "where it can"
-        ) from None
-    except Exception:  # it raises when it finds none
-        found = False
-    if not found:
-        missing = "Triton for this GPU" if device.type == "cuda" else "C++ compiler"
-        raise UserError(
-            f"--compile finds no {missing}; install one (on a CPU: g++, or what CXX names) or "
-            "remove it"
-        )
+        keep_gcc_from_copying()
+        torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
+    except Exception as error:
+        raise UserError(compile_sentence(error)) from None
 
 
 def activation_budget(cfg) -> float:
