@@ -265,6 +265,15 @@ def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: b
 
 def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None:
     """Continue the prompts: a single sample is streamed, several are printed when done."""
+    context = model.cfg.seq_len
+    for prompt in prompts:
+        n_tokens = len(tokenizer.encode(prompt))
+        if n_tokens > context:
+            print(
+                f"of the prompt's {n_tokens:,} tokens the model reads the last {context:,}, "
+                "its context",
+                file=sys.stderr,
+            )
     seeds = range(args.seed, args.seed + args.num_samples)
     samples = [Sample(prompt, seed) for prompt in prompts for seed in seeds]
     stream = len(samples) == 1

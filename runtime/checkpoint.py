@@ -7,6 +7,7 @@ same file serves every number of ranks.
 
 import contextlib
 import dataclasses
+import errno
 import math
 import re
 import zipfile
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common import RunError, UserError, atomic_write
+from common import RunError, UserError, atomic_write, is_bad_path, is_out_of_memory
 from data.tokenizers import get_tokenizer
 from ops.parallel import shard_like, state_to_full, to_full, to_local
 from runtime.ranks import run_on_rank0
@@ -64,14 +65,14 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def best_val_loss(folder: Path, state, stream) -> float:
-    """The validation loss of a folder's ckpt_best.pt; infinity if it has none of this model and
-    dataset."""
-    path = folder / BEST
+def best_val_loss(run, state, stream) -> float:
+    """The validation loss of the folder's ckpt_best.pt; infinity if it has none of this model, on
+    these tokens of this dataset."""
+    path = run.folder / BEST
     with contextlib.suppress(UserError):  # missing, or damaged
         best = read_checkpoint(path, verify=False)
-        model_config = dataclasses.asdict(state.raw_model.cfg)
-        if (best["model_config"], best["data"]) == (model_config, stream.fingerprint()):
+        ours = (dataclasses.asdict(state.raw_model.cfg), stream.fingerprint(), run.val_tokens)
+        if (best["model_config"], best["data"], best.get("val_tokens")) == ours:
             return best.get("val_loss", math.inf)
     return math.inf
 
@@ -89,27 +90,52 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path, verify: bool = True) -> dict:
     """Load a checkpoint, mapped from its file. Without `verify`, checksums are not compared.
 
-    Raises UserError if it is missing or cannot be read, CorruptCheckpointError if it is damaged.
+    Raises UserError if it is missing, CorruptCheckpointError if it is damaged, RunError or OSError
+    if it cannot be read now, for want of memory, say.
     """
-    if not Path(path).is_file():
-        raise UserError(f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file")
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip() if verify else None
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if verify and archive.testzip():
+                raise ValueError("a checksum differs")
+        checkpoint = load_mapped(path)
         has_types = [type(checkpoint[key]) is kind for key, kind in CHECKPOINT_SCHEMA.items()]
-        if damaged or not all(has_types):
-            raise ValueError(damaged or "it has other content")
-    except (MemoryError, PermissionError) as error:
+        if not all(has_types):
+            raise ValueError("it has other content")
+    except FileNotFoundError:
         raise UserError(
-            f"{path} cannot be read now ({error}); make it readable, or give more memory"
+            f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file"
         ) from None
     except Exception as error:  # torn and foreign files fail in many ways
+        reason = system_error(error)
+        if is_bad_path(reason):
+            raise
+        # EINVAL: a torn file that points to a place before its beginning
+        has_failed = isinstance(reason, OSError) and reason.errno != errno.EINVAL
+        if has_failed or is_out_of_memory(reason):
+            raise RunError(
+                f"{path} cannot be read now ({reason}), and is kept; try again when that is "
+                "mended or, if memory ran out, with more of it"
+            ) from None
         raise CorruptCheckpointError(
             f"{path} is damaged, or not a checkpoint of this version of the trainer "
             f"({type(error).__name__}); use another"
         ) from None
     return checkpoint
+
+
+def load_mapped(path: Path) -> dict:
+    """Load a file, mapped or, where the file system cannot map files, into memory."""
+    options = dict(map_location="cpu", weights_only=True)
+    try:
+        return torch.load(path, mmap=True, **options)
+    except RuntimeError:
+        with open(path, "rb") as file:
+            return torch.load(file, **options)
+
+
+def system_error(error: Exception) -> Exception:
+    """The system's error that torch.save or zipfile hides behind its own; else the error itself."""
+    return error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 def with_eval_weights(checkpoint: dict) -> dict:
@@ -282,7 +308,7 @@ def saving_on_error(state, stream, run):
 def save_best_weights(state, stream, run) -> None:
     """Save the weights that were just evaluated as ckpt_best.pt. Every rank must call it."""
     checkpoint = collect_values(state, stream, run)
-    checkpoint["val_loss"] = run.saved_val_loss
+    checkpoint |= dict(val_loss=run.saved_val_loss, val_tokens=run.val_tokens)
     with state.evaluating():
         weights = state.raw_model.state_dict(keep_vars=True)
         checkpoint["model"] = whole_tensors(weights, "model", run)
@@ -324,12 +350,11 @@ def write_file(path: Path, checkpoint: dict, run, required: bool) -> bool:
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
             file.flush()
-            read_checkpoint(Path(file.name))
+            with contextlib.suppress(RunError):  # what cannot be read now may be whole
+                read_checkpoint(Path(file.name))
         return True
     except (OSError, RuntimeError, UserError) as error:
-        # torch.save hides the system's error behind its own
-        reason = error.__context__ if isinstance(error.__context__, OSError) else error
-        failed = f"{path} could not be saved ({reason})"
+        failed = f"{path} could not be saved ({system_error(error)})"
         if required:
             raise RunError(f"{failed}; make room and --resume") from None
         run.info(f"WARNING: {failed}")

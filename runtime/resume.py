@@ -18,6 +18,7 @@ from runtime.checkpoint import (
     load_optimizer,
     load_weights,
     read_checkpoint,
+    with_eval_weights,
 )
 from runtime.flags import check_values
 from runtime.ranks import any_rank, raise_on_all_ranks, run_on_rank0
@@ -141,9 +142,15 @@ class InitCheckpoint:
     resumes: bool
 
     def load_weights(self, model: torch.nn.Module) -> None:
-        """Raises UserError if they do not fit the model."""
-        may_differ = () if self.resumes else ("seq_len",)
-        load_weights(model, self.checkpoint, self.path, may_differ)
+        """Load the checkpoint's own weights to resume, else those that were evaluated.
+
+        Raises UserError if they do not fit the model.
+        """
+        if self.resumes:
+            load_weights(model, self.checkpoint, self.path)
+        else:
+            checkpoint = with_eval_weights(self.checkpoint)
+            load_weights(model, checkpoint, self.path, may_differ=("seq_len",))
 
     def restore(self, state, stream, run) -> None:
         """Continue: the state of optimizer and loss scale, steps, clock, and what changes keep.

@@ -243,13 +243,16 @@ class Run:
 
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
-        self.evaluations = [row for row in history if row.get("val_loss") is not None]
+        self.evaluations = []  # on the same tokens
         for row in history:
+            comparable = row.get("val_tokens", self.val_tokens) == self.val_tokens
+            if row.get("val_loss") is not None and comparable:
+                self.evaluations.append(row)
             self.earlier_wall_time = max(self.earlier_wall_time, row.get("wall_time_s") or 0.0)
 
         # Best weights of a start that was killed stay until there are better
         self.saved_val_loss = run_on_rank0(
-            self.dist_ctx, lambda: best_val_loss(self.folder, state, stream)
+            self.dist_ctx, lambda: best_val_loss(self, state, stream)
         )
         self.has_begun = True
         for line in describe_run(state, stream) + warnings:
@@ -364,7 +367,8 @@ class Run:
     def sync_metrics(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
         self.metrics.flush()  # what a full disk held back
-        os.fsync(self.metrics.fileno())
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(self.metrics.fileno())
 
     def log_step(self, state, loss: torch.Tensor, grad_norm: float) -> None:
         """Log a training step, with the mean over ranks of its loss and of state.metrics."""
@@ -418,7 +422,13 @@ class Run:
         begin = f"val_loss {val_loss:.4f}"
         if math.isfinite(val_bpb):
             begin += f" | val_bpb {val_bpb:.4f}"
-        row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
+        row = dict(
+            step=state.step,
+            val_loss=val_loss,
+            val_bpb=val_bpb,
+            val_tokens=self.val_tokens,
+            tokens=state.tokens,
+        )
         self.log_row(row, metrics, begin, f"train_time {self.train_time:.1f} s")
 
         self.evaluations.append(row)

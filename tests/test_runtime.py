@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -108,7 +109,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     clocks = {"step", "tokens", "train_time_s", "wall_time_s"}
     figures = {"train_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_mem_mb"}
     assert set(first) == clocks | figures and first["mfu"] is None
-    assert set(evaluations[0]) == clocks | {"val_loss", "val_bpb"}
+    assert set(evaluations[0]) == clocks | {"val_loss", "val_bpb", "val_tokens"}
     assert last["tokens"] == 7 * 512
     assert 0 < first["train_time_s"] < last["train_time_s"] < last["wall_time_s"]
     assert summary == json.loads((folder / "summary.json").read_text())
@@ -348,6 +349,61 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     assert "has no valid checkpoint" in run_main([*argv, "--resume"], capsys)[1]
 
 
+NO_MAP = RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")
+
+
+@pytest.mark.parametrize(
+    "module, name, error",
+    [
+        (torch, "load", NO_MAP),
+        (torch, "load", OSError(errno.ESTALE, "Stale file handle")),
+        (zipfile, "_EndRecData", OSError(errno.EIO, "Input/output error")),  # hidden by zipfile
+        (zipfile.ZipFile, "__init__", MemoryError("no more")),
+        (zipfile.ZipFile, "__init__", PermissionError(errno.EACCES, "Permission denied", "ckpt")),
+    ],
+)
+def test_what_cannot_be_read_for_a_moment_stays(
+    module, name, error, data, tmp_path, monkeypatch, capsys
+):
+    tiny_run(tmp_path / "run", data=data, max_steps=2, save_every=1)
+    before = sorted(tmp_path.glob("run/ckpt_*"))
+    best = tmp_path / "best" / "ckpt_best.pt"
+    best.parent.mkdir()
+    best.write_bytes((tmp_path / "run" / "ckpt_best.pt").read_bytes())
+    monkeypatch.setattr(module, name, mock.Mock(side_effect=error))
+    resumed = ["--out_dir", str(tmp_path / "run"), "--resume", "--max_steps=4"]
+    begun = flags_of(TINY | dict(data=data, out_dir=best.parent, resume="auto", max_steps=1))
+    for argv in (resumed, begun):
+        code, err = run_main(argv, capsys)
+        assert code == (2 if isinstance(error, PermissionError) else 1)
+        assert str(error.strerror if isinstance(error, OSError) else error) in err
+        assert err.count("\n") == 1 and "damaged" not in err
+    assert sorted(tmp_path.glob("run/ckpt_*")) == before
+    monkeypatch.undo()
+    assert read_checkpoint(best)["step"] == 2
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_checkpoints_where_files_cannot_be_mapped(in_memory, data, tmp_path, monkeypatch):
+    load = torch.load
+
+    def without_map(file, mmap=False, **options):
+        if mmap or not in_memory:
+            raise NO_MAP
+        return load(file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", without_map)
+        tiny_run(tmp_path / "run", data=data, max_steps=2, save_every=1)
+        if in_memory:
+            assert tiny_run(tmp_path / "run", resume="newest", max_steps=3)["step"] == 3
+    assert final(tmp_path / "run")["step"] == 2 + in_memory
+    opened = opened_run(tmp_path / "run", step=2)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EINVAL, "no fsync")))
+    opened.sync_metrics()
+    opened.close()
+
+
 def test_foreign_checkpoints_are_refused_and_not_executed(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -501,6 +557,11 @@ def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatc
     assert best["step"] == 10 and best["optimizer"] == best["extra"] == {}
     assert equal_weights(best["model"], averaged)
     assert not equal_weights(final(whole)["model"], averaged)
+    # A new run begins from those too
+    rates = dict(muon_lr=1e-12, adam_lr=1e-12)
+    tiny_run(tmp_path / "new", **common | rates | dict(init_from=whole, max_steps=1))
+    for name, w in final(tmp_path / "new")["model"].items():
+        torch.testing.assert_close(w, averaged[name])
 
 
 def test_a_student_begins_anew_at_half_time_and_resumes(data, tmp_path):
@@ -536,6 +597,21 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
     assert equal_weights(then, read_checkpoint(best)["model"])
     code, err = run_main(flags_of(TINY | dict(data=data, resume=best)), capsys)
     assert code == 2 and "holds weights only, so it cannot be resumed; use --init_from" in err
+
+
+def test_evaluations_on_other_tokens_are_not_compared(data, tmp_path, monkeypatch):
+    losses = iter([1.0, 1.1, 2.5, 2.0, 2.1, 2.2, 2.3])
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *_: next(losses))
+    flags = dict(data=data, eval_every=2)
+    tiny_run(tmp_path / "run", **flags, max_steps=4, eval_tokens=64)
+    for steps in (6, 12):
+        summary = tiny_run(
+            tmp_path / "run", **flags, max_steps=steps, eval_tokens=96, resume="newest"
+        )
+    assert (summary["best_val_loss"], summary["val_loss"]) == (2.0, 2.3)
+    best = read_checkpoint(tmp_path / "run" / "ckpt_best.pt")
+    assert (best["step"], best["val_loss"]) == (6, 2.0)
+    assert "has risen since step 6, where it was 2.0" in read_log(tmp_path / "run")
 
 
 def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, capsys):

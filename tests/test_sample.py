@@ -34,6 +34,14 @@ def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
     assert parts[1].startswith("1\n" + text) and parts[3].startswith("3\nx")
 
 
+def test_a_prompt_that_is_cut_is_said(noisy, capsys):
+    for n, cut in ((32, False), (1033, True)):
+        argv = ["--run", str(noisy), "--max_new_tokens", "1", "--prompt", "a" * n]
+        assert sample.main(argv) == 0
+        said = "of the prompt's 1,033 tokens the model reads the last 32, its context\n"
+        assert (said in capsys.readouterr().err) == cut
+
+
 def test_the_tours_notebook(plain, capsys):
     (code,) = re.findall("```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), re.DOTALL)
     names = dict(run=plain)  # a pathlib.Path
