@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import math
 import re
+import time
 import zipfile
 from pathlib import Path
 
@@ -41,6 +42,8 @@ CHECKPOINT_SCHEMA = dict(
     eval_part=str,
 )
 BEST = "ckpt_best.pt"  # the weights of the best evaluation
+
+PATIENCE_S = 120  # for which the last checkpoint of a run is tried again
 
 # What the flags of a resumed run decide about its optimizer, not the checkpoint
 SET_BY_FLAGS = (
@@ -264,8 +267,8 @@ def load_extra(model: nn.Module, saved: dict) -> dict:
 def save_checkpoint(state, stream, run, required: bool = False) -> None:
     """Save a checkpoint to resume from, and delete old ones but for the newest `keep`.
 
-    Every rank must call it. A file that cannot be written is a warning, as there may be room at the
-    next; if it is required, a RunError on all ranks.
+    Every rank must call it. A file that cannot be written is a warning, because there may be room
+    next time; if it is required, see `insist`.
     """
     run.saved_step = state.step
     path = run.folder / f"ckpt_{state.step}.pt"
@@ -282,7 +285,12 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
         checkpoint["optimizer_groups"].append(whole_tensors(group, "param_groups", run))
 
     def write() -> None:
-        if write_file(path, checkpoint, run, required) and state.cfg.keep:
+        failed = write_file(path, checkpoint, run)
+        if failed and required:
+            insist(path, checkpoint, run, failed)
+        elif failed:
+            run.info(f"WARNING: {failed}")
+        elif state.cfg.keep:
             for old in list_checkpoints(run.folder)[state.cfg.keep :]:
                 old.unlink(missing_ok=True)
 
@@ -312,9 +320,9 @@ def save_best_weights(state, stream, run) -> None:
     with state.evaluating():
         weights = state.raw_model.state_dict(keep_vars=True)
         checkpoint["model"] = whole_tensors(weights, "model", run)
-    run_on_rank0(
-        run.dist_ctx, lambda: write_file(run.folder / BEST, checkpoint, run, required=False)
-    )
+    failed = run_on_rank0(run.dist_ctx, lambda: write_file(run.folder / BEST, checkpoint, run))
+    if failed:
+        run.info(f"WARNING: {failed}")
 
 
 def collect_values(state, stream, run) -> dict:
@@ -327,6 +335,7 @@ def collect_values(state, stream, run) -> dict:
             wall_time=run.wall_time,
             typical_step_s=run.typical_step_s,
             last_eval_s=run.last_eval_s,
+            eval_begin=run.eval_begin,
         ),
         config=dataclasses.asdict(state.cfg),
         model_config=dataclasses.asdict(state.raw_model.cfg),
@@ -343,22 +352,37 @@ def collect_values(state, stream, run) -> dict:
     )
 
 
-def write_file(path: Path, checkpoint: dict, run, required: bool) -> bool:
-    """Write a checkpoint and read it back; returns whether that went well."""
+def write_file(path: Path, checkpoint: dict, run) -> str:
+    """Write a checkpoint and read it back; returns a sentence if that fails, else ""."""
     try:
-        run.sync_metrics()
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved it
+        if path.parent == run.folder:
+            run.sync_metrics()
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
             file.flush()
             with contextlib.suppress(RunError):  # what cannot be read now may be whole
                 read_checkpoint(Path(file.name))
-        return True
+        return ""
     except (OSError, RuntimeError, UserError) as error:
-        failed = f"{path} could not be saved ({system_error(error)})"
-        if required:
-            raise RunError(f"{failed}; make room and --resume") from None
-        run.info(f"WARNING: {failed}")
-        return False
+        return f"{path} could not be saved ({system_error(error)})"
+
+
+def insist(path: Path, checkpoint: dict, run, failed: str) -> None:
+    """Write the last checkpoint of a run a little later, or else below the current folder.
+
+    After a signal there is no time to wait. Raises RunError if neither works.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    run.info(f"WARNING: {failed}; it is tried again, then in a different folder")
+    while failed and not run.signals and time.monotonic() < deadline:
+        time.sleep(1)
+        failed = write_file(path, checkpoint, run)
+    if failed:
+        other = Path(f"{run.folder.name}-saved", path.name)
+        if write_file(other, checkpoint, run):
+            raise RunError(f"{failed}; make room and --resume")
+        run.info(f"WARNING: {failed}; {other} has been saved, which --resume {other} continues")
 
 
 def whole_tensors(value, name: str, run, param: Tensor | None = None):

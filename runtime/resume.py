@@ -185,6 +185,10 @@ class InitCheckpoint:
         # A finished run of --minutes stays finished: its last step and evaluation take as long
         run.typical_step_s = saved["clock"].get("typical_step_s", 0.0)
         run.last_eval_s = saved["clock"].get("last_eval_s", 0.0)
+        run.eval_begin = saved["clock"].get("eval_begin", 0)
+        evaluated = stream.num_eval_seqs(saved["config"]["eval_tokens"])
+        if evaluated != stream.num_eval_seqs(state.cfg.eval_tokens):
+            run.eval_begin = state.step + 1
         if state.step > state.cfg.max_steps and not state.cfg.minutes:
             raise UserError(
                 f"{path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; "

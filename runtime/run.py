@@ -101,6 +101,7 @@ class Run:
         self.created = time.perf_counter()
         self.earlier_wall_time = 0.0  # of the starts before a resume
         self.saved_step = 0
+        self.eval_begin = 0  # from this step on, evaluations are on the same tokens
         self.train_time = 0.0
         self.data_wait_s = 0.0
         self.last_step_s = 0.0
@@ -245,8 +246,7 @@ class Run:
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(state.step))
         self.evaluations = []  # on the same tokens
         for row in history:
-            comparable = row.get("val_tokens", self.val_tokens) == self.val_tokens
-            if row.get("val_loss") is not None and comparable:
+            if row.get("val_loss") is not None and row["step"] >= self.eval_begin:
                 self.evaluations.append(row)
             self.earlier_wall_time = max(self.earlier_wall_time, row.get("wall_time_s") or 0.0)
 
@@ -422,13 +422,7 @@ class Run:
         begin = f"val_loss {val_loss:.4f}"
         if math.isfinite(val_bpb):
             begin += f" | val_bpb {val_bpb:.4f}"
-        row = dict(
-            step=state.step,
-            val_loss=val_loss,
-            val_bpb=val_bpb,
-            val_tokens=self.val_tokens,
-            tokens=state.tokens,
-        )
+        row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
         self.log_row(row, metrics, begin, f"train_time {self.train_time:.1f} s")
 
         self.evaluations.append(row)

@@ -50,6 +50,7 @@ from conftest import (
 )
 from data.shards import write_shard
 from model import GPT, Optimizer
+from runtime import checkpoint as checkpoint_module
 from runtime import run as run_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.ranks import DistContext
@@ -109,7 +110,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     clocks = {"step", "tokens", "train_time_s", "wall_time_s"}
     figures = {"train_loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_mem_mb"}
     assert set(first) == clocks | figures and first["mfu"] is None
-    assert set(evaluations[0]) == clocks | {"val_loss", "val_bpb", "val_tokens"}
+    assert set(evaluations[0]) == clocks | {"val_loss", "val_bpb"}
     assert last["tokens"] == 7 * 512
     assert 0 < first["train_time_s"] < last["train_time_s"] < last["wall_time_s"]
     assert summary == json.loads((folder / "summary.json").read_text())
@@ -805,11 +806,13 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, mon
         return step(state, *inputs)
 
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checkpoint_module, "PATIENCE_S", 0)
     with room, monkeypatch.context() as patch:
         patch.setattr(train_gpt, "train_step", while_full)
         assert train_gpt.main(flags_of(flags)) == 1
     out, err = capsys.readouterr()
-    failed = "ckpt_20.pt could not be saved ([Errno 27] File too large); make room and --resume"
+    failed = "ckpt_20.pt could not be saved ([Errno 27] File too large)"
     assert err.count("\n") == 1 and failed in err
     assert "metrics.jsonl cannot be written (File too large)" in out
     assert "ckpt_10.pt could not be saved" in out
@@ -819,6 +822,38 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, mon
     assert run_main(flags_of(flags | dict(resume="newest")), capsys)[0] == 0
     tiny_run(tmp_path / "whole", data=data)
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
+
+
+@pytest.mark.parametrize("case", ["moved", "full for a second", "full"])
+def test_the_last_checkpoint_is_worth_patience_and_a_second_place(
+    case, data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    flags = TINY | dict(data=str(data), max_steps=6)
+    write, failing = checkpoint_module.atomic_write, iter([True, True, False])
+
+    @contextlib.contextmanager
+    def while_full(path):
+        in_run = path.parent == Path("run") and path.suffix == ".pt"
+        if in_run and (case == "full" or next(failing, False)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        with write(path) as file:
+            yield file
+
+    def move(state, loss):
+        if state.step == 3 and case == "moved":
+            Path("run").rename("elsewhere")
+
+    with monkeypatch.context() as patch:
+        if case != "moved":
+            patch.setattr(checkpoint_module, "atomic_write", while_full)
+        patch.setattr(checkpoint_module, "PATIENCE_S", 2)
+        train(make_config(**flags, out_dir="run"), on_step=move)
+    path = Path("run-saved" if case == "full" else "run", "ckpt_6.pt")
+    assert path.exists() and ("WARNING" in capsys.readouterr().out) == (case != "moved")
+    train(make_config(**flags | dict(max_steps=8), out_dir="again", resume=str(path)))
+    tiny_run("whole", data=data, max_steps=6)
+    assert equal_weights(read_checkpoint(path)["model"], final("whole")["model"])
 
 
 def test_a_checkpoint_waits_for_the_rows_before_it(tmp_path, capsys):
