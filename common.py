@@ -339,6 +339,15 @@ def cpu_cores() -> int:
     return os.cpu_count()
 
 
+def fsync(descriptor: int) -> None:
+    """Flush a file or folder to the disk, unless its file system cannot."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears at `path` only once it is complete and on the disk.
@@ -350,14 +359,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some systems cannot flush a folder
+    with contextlib.suppress(OSError):  # some systems cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
+        fsync(folder)
         os.close(folder)
 
 
