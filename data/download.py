@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 
 from common import UserError, print_line, sha256_of_file
-from data.shards import DATA_DIR, TOKENIZER_SIZES, load_meta, read_shard, write_meta
+from data.shards import DATA_DIR, TOKENIZER_SIZES, check_shard, load_meta, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
@@ -169,7 +169,7 @@ def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
         sha256 = download(FINEWEB + name, folder / name)
-        length = read_shard(folder / name).size
+        length, _ = check_shard(folder / name)
         files[name] = {"tokens": length, "sha256": sha256}
         splits[split]["tokens"] += length
 

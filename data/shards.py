@@ -43,8 +43,8 @@ def write_shard(path, tokens):
     return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 
-def read_shard(path):
-    """Map a shard into memory and return it, a read-only 1-D np.memmap of uint16 or uint32.
+def check_shard(path):
+    """Return the number of tokens of a shard and their dtype, uint16 or uint32.
 
     Raises UserError for a file that is not an intact shard.
     """
@@ -53,7 +53,9 @@ def read_shard(path):
     size = path.stat().st_size if path.is_file() else 0
     magic, version, count = 0, 0, 0
     if size >= HEADER_BYTES:
-        magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
+        with open(path, "rb") as file:
+            header = file.read(HEADER_BYTES)
+        magic, version, count = np.frombuffer(header, dtype="<i4", count=3).tolist()
     known_version, dtype = FORMATS.get(magic, (None, None))
 
     advice = "delete it, and prepare or download it again"
@@ -64,7 +66,13 @@ def read_shard(path):
     if size != expected:
         damage = "truncated" if size < expected else "too long"
         raise UserError(f"{path} is {damage}, {size} bytes instead of {expected}: {advice}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+    return count, dtype
+
+
+def read_shard(path):
+    """Return the tokens of a shard, 1-D uint16 or uint32. Raises UserError, as check_shard."""
+    count, dtype = check_shard(path)
+    return np.fromfile(path, dtype=dtype, count=count, offset=HEADER_BYTES)
 
 
 def find_shards(folder, split):
@@ -72,8 +80,13 @@ def find_shards(folder, split):
 
     Raises UserError if there are none.
     """
-    paths = Path(folder).glob(f"*{split}*.bin")
-    shards = sorted(path for path in paths if not path.name.startswith("."))
+    # The name of a dataset may hold the other split's, as in medieval_train_000000.bin
+    other = "val" if split == "train" else "train"
+    shards = []
+    for path in sorted(Path(folder).glob(f"*{split}*.bin")):
+        is_last = path.name.rfind(split) > path.name.rfind(other)
+        if is_last and not path.name.startswith("."):
+            shards.append(path)
     if not shards:
         found = f"there is no folder {folder}"
         if Path(folder).is_dir():

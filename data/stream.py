@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from common import UserError, derive_seed, sha256_of_file
-from data.shards import HEADER_BYTES, find_shards, load_meta, read_shard, recorded_hashes
+from data.shards import HEADER_BYTES, check_shard, find_shards, load_meta, recorded_hashes
 from data.tokenizers import read_vocabulary
 
 
@@ -40,42 +40,34 @@ class TokenShards:
         self.lengths = []
         self.dtypes = []
         unchecked = self.CHECKED
-        for path in self.paths:
-            tokens = read_shard(path)  # not kept: a memory map takes a file handle
-            self.lengths.append(len(tokens))
-            self.dtypes.append(tokens.dtype)
+        for i, path in enumerate(self.paths):
+            length, dtype = check_shard(path)
+            self.lengths.append(length)
+            self.dtypes.append(dtype)
             if unchecked > 0:
-                self.check_vocab(tokens[:unchecked], path)
+                self.read_tokens(i, 0, unchecked)
             expected = sha256.get(path.name)
-            if expected and len(tokens) <= unchecked and sha256_of_file(path) != expected:
+            if expected and length <= unchecked and sha256_of_file(path) != expected:
                 raise UserError(
                     f"{path} is not the shard whose hash meta.json holds; prepare the data again"
                 )
-            unchecked -= len(tokens)
+            unchecked -= length
         self.n_tokens = sum(self.lengths)
         # The position of each shard's first token in the whole sequence
         self.offsets = np.cumsum([0, *self.lengths[:-1]])
 
-    def check_vocab(self, tokens, path):
-        """Raise UserError if a token is not in the vocabulary."""
-        largest = int(tokens.max())
-        if largest >= self.vocab_size:
-            raise UserError(
-                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}; "
-                "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
-            )
-
     def read_tokens(self, i, begin, count):
         """Read at most `count` tokens of shard i from its token `begin` on, of the file's dtype.
 
-        Raises UserError.
+        Raises UserError, also if a token is not in the vocabulary.
         """
         path = self.paths[i]
         itemsize = self.dtypes[i].itemsize
         n_bytes = min(count, self.lengths[i] - begin) * itemsize
-        # Not a memory map: if the file is truncated, reading one kills the process
+        # Not a memory map: some systems have none, and if the file is truncated, reading one kills
+        # the process
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb") as file:
                 file.seek(HEADER_BYTES + begin * itemsize)
                 raw = file.read(n_bytes)
             found = "was truncated"
@@ -85,7 +77,12 @@ class TokenShards:
         if len(raw) < n_bytes:
             raise UserError(f"{path} {found}; put the whole shard back and --resume")
         tokens = np.frombuffer(raw, self.dtypes[i])
-        self.check_vocab(tokens, path)
+        largest = int(tokens.max())
+        if largest >= self.vocab_size:
+            raise UserError(
+                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}; "
+                "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
+            )
         return tokens
 
     def read_sequences(self, starts, length):
@@ -151,8 +148,9 @@ def document_sequences(shards, eot, seq_len):
     """
     # Where documents start in the whole sequence
     starts = []
-    for path, offset in zip(shards.paths, shards.offsets):
-        starts.append(np.flatnonzero(read_shard(path) == eot) + offset)
+    for i, offset in enumerate(shards.offsets):
+        tokens = shards.read_tokens(i, 0, shards.lengths[i])
+        starts.append(np.flatnonzero(tokens == eot) + offset)
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
     # The number of the first document that starts after each sequence
