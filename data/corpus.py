@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError, print_line
+from common import UserError, print_line, sha256_of_file
+from data.tokenizers import END_OF_TEXT
 
 # The order of several files: it makes the first tokens of a split a fair sample of the split
 ORDER = "SHA-256 of the name"
@@ -54,9 +55,14 @@ class Unreadable(UserError):
 # Which files, in which order and split
 
 
+def hash_bytes(raw):
+    """Return the SHA-256 of bytes, an int below 2**256."""
+    return int(hashlib.sha256(raw).hexdigest(), 16)
+
+
 def name_hash(name):
-    """Return the SHA-256 of a document's name, an int below 2**256."""
-    return int(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).hexdigest(), 16)
+    """Return the SHA-256 of a file's name, an int below 2**256."""
+    return hash_bytes(name.encode("utf-8", errors="surrogateescape"))
 
 
 def sort_by_hash(files):
@@ -139,15 +145,19 @@ def _is_prepared_data(folder):
     return Path(folder, "meta.json").exists() and any(folder.glob("*train*.bin"))
 
 
-def check_files(names, arguments, keys, has_integers):
-    """Return the files of `names`, {path: name}, that can be read: (name, path), sorted by hash.
+def find_texts(arguments, include, keys, has_integers):
+    """Return the files of find_files that can be read, and their texts.
 
+    The files are (name, path), sorted by hash. Equal ones get the same name, so that they are in
+    the same split. The texts are {SHA-256: name}.
     Others are skipped and listed. Raises Unreadable for one that is itself among the arguments.
     """
+    names = find_files(arguments, include)
     named = set(map(os.path.abspath, arguments))
     files = []
+    texts = {}
     skipped = []
-    for path, name in names.items():
+    for name, path in sort_by_hash((name, path) for path, name in names.items()):
         is_named = str(path) in named
         try:
             if file_format(path) == ".npy" and not (is_named or has_integers):
@@ -156,7 +166,8 @@ def check_files(names, arguments, keys, has_integers):
                 # An error further on in it ends the preparation anyway
                 if is_named:
                     break
-            files.append((name, path))
+            first_name = texts.setdefault(sha256_of_file(path), name)
+            files.append((first_name, path))
         except Unreadable as error:
             if is_named:
                 raise
@@ -168,26 +179,44 @@ def check_files(names, arguments, keys, has_integers):
         raise UserError(
             f"there is no text in {list(map(str, arguments))}: none of the files can be read"
         )
-    return sort_by_hash(files)
+    return files, texts
 
 
-def choose_threshold(files, val_fraction, keys):
-    """Return the hash below which the name of a document puts it into the validation split.
+def text_size(path):
+    """Return about how many bytes of text a file holds."""
+    n_bytes = path.stat().st_size
+    if path.name.lower().endswith((".parquet", ".gz")):  # compressed
+        n_bytes *= 3
+    return n_bytes
 
-    It is `val_fraction` of all hashes, but such that each split has a document. None: there is
-    a single document, which must be cut in two.
+
+def total_size(files):
+    """Return about how many bytes of text files, (name, path), hold."""
+    return sum(text_size(path) for _, path in files)
+
+
+def choose_split(files, val_fraction, keys):
+    """Return the last two arguments of read_files, threshold and largest.
+
+    So much of all hashes is below the threshold, and so much of all text is `largest`, but such
+    that each split has a document.
     """
     threshold = int(val_fraction * 2**256)
+    largest = val_fraction * total_size(files)
     lowest = 2**256
     highest = -1
-    for name, _, _ in _read_documents(files, keys):
-        lowest = min(lowest, name_hash(name))
-        highest = max(highest, name_hash(name))
+    for digest, n_bytes, _, _ in _read_documents(files, keys):
+        if n_bytes > largest:
+            continue
+        lowest = min(lowest, digest)
+        highest = max(highest, digest)
         if lowest < threshold <= highest:
-            return threshold
+            return threshold, largest
+    # Fewer than two different documents would be whole
     if lowest >= highest:
-        return None
-    return lowest + 1 if threshold <= lowest else highest
+        return 0, -1
+    threshold = lowest + 1 if threshold <= lowest else highest
+    return threshold, largest
 
 
 def file_format(path):
@@ -234,23 +263,23 @@ def read_document(split, stream, path, size=sys.maxsize):
         size -= len(block)
         rest += block
         cut = len(rest) if at_end else _find_cut(rest)
-        wrong = _find_wrong_byte(rest[:cut])
-        if wrong >= 0:
-            found = f"is not UTF-8 text at byte {begin + wrong:,}"
-            raise Unreadable(path, found, "convert or remove it")
+        _check_text(rest[:cut], begin, path)
         if cut:
             yield split, begin == first, rest[:cut]
         rest = rest[cut:]
         begin += cut
 
 
-def _find_wrong_byte(raw):
-    """Return the position of the first byte that is not UTF-8 text, -1 without one."""
+def _check_text(raw, begin, path):
+    """Raise Unreadable if bytes, from `begin` on in the file `path`, are not UTF-8 text."""
     try:
         raw.decode()
+        wrong = raw.find(b"\0")
     except UnicodeDecodeError as error:
-        return error.start
-    return raw.find(b"\0")
+        wrong = error.start
+    if wrong >= 0:
+        found = f"is not UTF-8 text at byte {begin + wrong:,}"
+        raise Unreadable(path, found, "convert or remove it")
 
 
 def _find_cut(raw):
@@ -264,20 +293,22 @@ def _find_cut(raw):
     return 0
 
 
-def read_files(files, val_fraction, keys, threshold=None):
+def read_files(files, val_fraction, keys, threshold=0, largest=-1):
     """Yield the pieces of all documents of files, (name, path).
 
-    A row of a file with rows is a document, named `<name>:<number>`. Any other file is one.
+    A row of a file with rows is a document, and so is what <|endoftext|> separates in a text or
+    row. Any other file is one.
 
-    val_fraction: without a threshold, so much of each document is for validation; 0: nothing.
+    val_fraction: so much of each document is for validation, at its end; 0: nothing.
     keys: of the texts of a row, joined by newlines.
-    threshold: documents are for validation if the hashes of their names are below it.
+    threshold, largest: documents are not cut, but for validation if their hashes are below the
+        threshold, except for files of more than `largest` bytes.
     Raises UserError, which names the place, for what cannot be read.
     """
-    train_fraction = 1 - val_fraction
-    for name, path, stream in _read_documents(files, keys):
-        if threshold is not None:
-            train_fraction = int(name_hash(name) >= threshold)
+    for digest, n_bytes, path, stream in _read_documents(files, keys):
+        train_fraction = 1 - val_fraction
+        if n_bytes <= largest:
+            train_fraction = int(digest >= threshold)
         if file_format(path) == ".npy":
             yield from _read_integers(path, train_fraction)
         else:
@@ -285,20 +316,50 @@ def read_files(files, val_fraction, keys, threshold=None):
 
 
 def _read_documents(files, keys):
-    """Yield (name, path, binary stream) of each document that is not empty."""
+    """Yield (hash, bytes, path, binary stream) of each document that is not empty.
+
+    The hash is that of a file's name, or of the text of a document inside a file, for which the
+    bytes are 0.
+    """
     for name, path in files:
         try:
             with open_file(path) as stream:
+                texts = []
                 if _has_rows(stream, path, keys):
-                    for number, text in _read_rows(stream, path, keys):
-                        row = text.replace("\0", "").encode("utf-8", errors="replace")
-                        if row:
-                            yield f"{name}:{number}", path, io.BytesIO(row)
+                    texts = _read_rows(stream, path, keys)
+                elif _has_separator(stream, path):
+                    texts = _split_text(stream, path)
                 elif stream.peek(1):
-                    yield name, path, stream
+                    yield name_hash(name), text_size(path), path, stream
+                for text in texts:
+                    if text:
+                        yield hash_bytes(text), 0, path, io.BytesIO(text)
         except DAMAGED_GZIP as error:
             found = f"is a damaged gzip file ({error})"
             raise Unreadable(path, found, "fetch it again") from error
+
+
+def _has_separator(stream, path):
+    """Return whether a text holds <|endoftext|>."""
+    begin = stream.tell()
+    is_found = file_format(path) != ".npy" and any(END_OF_TEXT in line for line in stream)
+    stream.seek(begin)
+    return is_found
+
+
+def _split_text(stream, path):
+    """Yield the documents of a text, bytes, without the line breaks beside <|endoftext|>."""
+    position = stream.tell()
+    parts = []
+    for line in stream:
+        _check_text(line, position, path)
+        position += len(line)
+        *ends, rest = line.split(END_OF_TEXT)
+        for end in ends:
+            yield b"".join([*parts, end]).strip(b"\r\n")
+            parts = []
+        parts.append(rest)
+    yield b"".join(parts).strip(b"\r\n")
 
 
 def _read_text(stream, path, train_fraction):
@@ -318,7 +379,8 @@ def _read_text(stream, path, train_fraction):
 def _read_integers(path, train_fraction):
     """Yield the integers of a .npy file as one document in each split; the pieces are arrays."""
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        # "c" maps privately, which more file systems can do than "r"
+        tokens = np.load(path, mmap_mode="c", allow_pickle=False)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
     except ValueError as error:
@@ -352,7 +414,7 @@ def _has_rows(stream, path, keys):
 
 
 def _read_rows(stream, path, keys):
-    """Yield (number, text) of each row of a file; the text of a blank line of JSON is ""."""
+    """Yield the texts of a file's rows, bytes: several of a row with <|endoftext|>."""
     if file_format(path) == ".parquet":
         rows = _parquet_rows(stream, path, keys)
     elif file_format(path) == ".csv":
@@ -371,7 +433,8 @@ def _read_rows(stream, path, keys):
             if "\0" in text and file_format(path) == ".csv":
                 raise ValueError("a NUL byte")
             number += 1
-            yield number, text
+            raw = text.replace("\0", "").encode("utf-8", errors="replace")
+            yield from raw.split(END_OF_TEXT)
     except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
         reason = f"{type(error).__name__}: {error}"

@@ -83,25 +83,20 @@ def _batches(documents):
     yield batch
 
 
-def _encode(tokenizer, pieces, split):
-    """Encode the pieces of a split, with end-of-text before each document.
+def _encode(tokenizer, pieces):
+    """Encode pieces of documents, with end-of-text before each document.
 
-    Returns 1-D uint16 tokens, and how many tokens, bytes and documents they are.
+    Returns (split, 1-D uint16 tokens, counts) of each, which has the bytes and documents.
     """
-    end_of_text = np.array([tokenizer.eot], dtype=np.uint16)
-    parts = [np.empty(0, dtype=np.uint16)]
-    counts = {"tokens": 0, "bytes": 0, "documents": 0}
-    for piece_split, starts_document, piece in pieces:
-        if piece_split != split:
-            continue  # it is encoded in another call
+    encoded = []
+    for split, starts_document, piece in pieces:
+        tokens = tokenizer.encode_raw(piece).astype(np.uint16)
         if starts_document:
-            parts.append(end_of_text)
-            counts["documents"] += 1
-        parts.append(tokenizer.encode_raw(piece))
-        counts["bytes"] += memoryview(piece).nbytes
-    tokens = np.concatenate(parts, dtype=np.uint16)
-    counts["tokens"] = tokens.size
-    return tokens, counts
+            tokens = np.insert(tokens, 0, tokenizer.eot)
+        counts = {"tokens": tokens.size, "bytes": memoryview(piece).nbytes}
+        counts["documents"] = int(starts_document)
+        encoded.append((split, tokens, counts))
+    return encoded
 
 
 def encode_file(path, tokenizer):
@@ -109,10 +104,13 @@ def encode_file(path, tokenizer):
 
     Raises UserError if it is not UTF-8.
     """
-    with corpus.open_file(path) as file:
-        pieces = corpus.read_document("train", file, path)
-        tokens, counts = _encode(tokenizer, pieces, "train")
-    return tokens[1:], counts["bytes"]  # without the end-of-text before it
+    pieces = corpus.read_files([(path.name, path)], 0, ["text"])
+    parts = [np.empty(0, dtype=np.uint16)]
+    n_bytes = 0
+    for _, tokens, counts in _encode(tokenizer, pieces):
+        parts.append(tokens)
+        n_bytes += counts["bytes"]
+    return np.concatenate(parts)[1:], n_bytes  # without the end-of-text before it
 
 
 class SplitWriter:
@@ -160,23 +158,20 @@ def _write_shards(documents, tokenizer, folder, shard_tokens, progress):
     # Remove the shards of a run that was killed
     for path in folder.glob("*.bin"):
         path.unlink()
-    writers = [SplitWriter(folder, split, shard_tokens) for split in ("train", "val")]
-
-    def encode(batch):
-        return [_encode(tokenizer, batch, writer.split) for writer in writers]
-
+    writers = {split: SplitWriter(folder, split, shard_tokens) for split in ("train", "val")}
     # Threads suffice: tiktoken and numpy release the GIL
     threads = min(os.cpu_count() or 1, 16)
+    encode = partial(_encode, tokenizer)
     for encoded in map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads):
-        for writer, (tokens, counts) in zip(writers, encoded):
-            writer.add(tokens, counts)
-        progress.add(sum(counts["bytes"] for _, counts in encoded))
+        for split, tokens, counts in encoded:
+            writers[split].add(tokens, counts)
+            progress.add(counts["bytes"])
 
     splits = {}
     files = {}
-    for writer in writers:
+    for split, writer in writers.items():
         writer.close()
-        splits[writer.split] = writer.counts
+        splits[split] = writer.counts
         files |= writer.files
     return splits, files
 
@@ -301,47 +296,47 @@ def prepare(
         "text_key": list(text_key),
         "include": list(include),
     }
-    check_files = partial(corpus.check_files, keys=text_key, has_integers=has_integers)
+    find_texts = partial(
+        corpus.find_texts, include=include, keys=text_key, has_integers=has_integers
+    )
     if _is_prepared(folder):
-        _check_arguments(folder, arguments, check_files, paths=paths, val=val)
+        _check_arguments(folder, arguments, find_texts, paths=paths, val=val)
         origin = load_meta(folder)["source"]
         print_line(
             f"already there: {folder} (of {origin}); for other data remove it, or give --out"
         )
         return folder
-    names = corpus.find_files(paths, include) if source == "files" else {}
-    val_names = corpus.find_files(val, include) if val else {}
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
         # The files, (name, path), for training and for validation
         if source == "files":
             origin = f"files {' '.join(map(os.fspath, paths))}"
-            files = check_files(names, paths)
-            arguments["texts"] = _identify_texts(files)
+            files, texts = find_texts(paths)
+            arguments["texts"] = _identify_texts(files, texts)
         else:
-            origin, files = _find_texts(source, folder=temporary)
-        val_files = []
+            origin, files = _find_source(source, folder=temporary)
+        val_files, val_texts = [], {}
         if val:
             origin += f" --val {' '.join(map(os.fspath, val))}"
-            val_files = check_files(val_names, val)
-            _check_disjoint(names, val_names)
-        arguments["val"] = _identify_texts(val_files)
-        threshold = None
-        if not val_files:
-            threshold = corpus.choose_threshold(files, val_fraction, text_key)
+            val_files, val_texts = find_texts(val)
+            _check_disjoint(texts, val_texts)
+        arguments["val"] = _identify_texts(val_files, val_texts)
+        split_rule = ()
+        if val:
+            val_fraction = 0
+        else:
+            split_rule = corpus.choose_split(files, val_fraction, text_key)
 
         # Read from the beginning at each call: to train the vocabulary, and to encode
         def documents():
             if source.startswith("wikitext"):
                 yield from corpus.read_wikitext(files[0][1])
-            elif val_files:
-                yield from corpus.read_files(files, 0, text_key)
-                yield from corpus.read_files(val_files, 1, text_key)
             else:
-                yield from corpus.read_files(files, val_fraction, text_key, threshold)
+                yield from corpus.read_files(files, val_fraction, text_key, *split_rule)
+                yield from corpus.read_files(val_files, 1, text_key)
 
         # The tokenizer, whose vocabulary is trained or read
-        train_bytes = sum(map(_text_size, files))
+        train_bytes = corpus.total_size(files)
         tokenizer = tokenizer or _choose_tokenizer(train_bytes)
         if tokenizer == "bpe" and vocab_size is None:
             is_large = train_bytes >= LARGE_VOCAB_BYTES
@@ -359,7 +354,7 @@ def prepare(
             meta["order"] = corpus.ORDER
 
         # The shards
-        n_bytes = train_bytes + sum(map(_text_size, val_files))
+        n_bytes = train_bytes + corpus.total_size(val_files)
         progress = Progress(f"preparing {source}", n_bytes)
         splits, shards = _write_shards(
             documents(), encoder, temporary, shard_tokens=shard_tokens, progress=progress
@@ -372,16 +367,18 @@ def prepare(
         meta["made_from"] = arguments
         write_meta(temporary, meta)
 
-        # Renaming fails if another process was first: then its folder is used
-        with contextlib.suppress(OSError):
-            os.rename(temporary, folder)
-        load_meta(folder)
-
+    load_meta(folder)
     for split, counts in splits.items():
         size = ""
         if not has_integers:
             size = f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
         print_line(f"{folder}: {counts['tokens']:,} tokens ({encoder.name}{size}) in {split}")
+    part = splits["val"]["tokens"] / (splits["val"]["tokens"] + splits["train"]["tokens"])
+    if split_rule and not val_fraction / 2 < part < 2 * val_fraction:
+        print_line(
+            f"note: {part:.1%} of the tokens are for validation, as the documents are few or "
+            "unequal; give others with --val PATH"
+        )
     return folder
 
 
@@ -399,13 +396,16 @@ def _is_prepared(folder):
     """Return whether a folder is complete. Raises UserError if it holds something else."""
     if os.path.exists(folder / "meta.json"):
         return True
-    is_folder = os.path.isdir(folder)
-    if os.path.isfile(folder) or (is_folder and any(folder.iterdir())):
+    is_free = not os.path.exists(folder)
+    if os.path.isdir(folder):
+        # A preparation that was killed, or one in another process, may have left its own
+        is_free = all(name.startswith(".tmp-") for name in os.listdir(folder))
+    if not is_free:
         raise UserError(f"{folder} holds something else than prepared data: choose another --out")
     return False
 
 
-def _check_arguments(folder, arguments, check_files, paths, val):
+def _check_arguments(folder, arguments, find_texts, paths, val):
     """Raise UserError if a complete folder was made with other arguments, or of other texts."""
     # What has gone since is not compared, nor what is not given
     tokenizer = arguments["tokenizer"]
@@ -414,11 +414,8 @@ def _check_arguments(folder, arguments, check_files, paths, val):
         arguments["tokenizer"] = _identify_tokenizer(tokenizer)
     for name, given in (("texts", paths), ("val", val)):
         with contextlib.suppress(UserError):
-            files = []
-            if given:
-                found = corpus.find_files(given, arguments["include"])
-                files = check_files(found, given)
-            arguments[name] = _identify_texts(files)
+            files, texts = find_texts(given) if given else ([], {})
+            arguments[name] = _identify_texts(files, texts)
     # Folders of earlier versions, and those of others, have not recorded what they are made from
     recorded = load_meta(folder).get("made_from", {})
     for name, given in arguments.items():
@@ -431,37 +428,37 @@ def _check_arguments(folder, arguments, check_files, paths, val):
             )
 
 
-def _identify_texts(files):
+def _identify_texts(files, texts):
     """Say what files, (name, path), hold: their number, size, and a hash of names and contents."""
-    lines = []
-    n_bytes = 0
-    for name, path in files:
-        lines.append(f"{name} {sha256_of_file(path)}\n")
-        n_bytes += path.stat().st_size
+    lines = [f"{name} {sha256}\n" for sha256, name in texts.items()]
+    n_bytes = sum(path.stat().st_size for _, path in files)
     digest = corpus.name_hash("".join(lines))
-    return f"{len(lines)} files of {n_bytes:,} bytes, hash {digest >> 192:016x}"
+    return f"{len(files)} files of {n_bytes:,} bytes, hash {digest >> 192:016x}"
 
 
-def _check_disjoint(names, val_names):
-    """Raise UserError if a file is among those for training and those for validation."""
-    in_both = names.keys() & val_names.keys()
-    if in_both:
+def _check_disjoint(texts, val_texts):
+    """Raise UserError if a text, {SHA-256: name}, is for training and for validation."""
+    for sha256 in texts.keys() & val_texts.keys() - {hashlib.sha256().hexdigest()}:
         raise UserError(
-            f"{min(in_both)} is given for training and as --val; a text must be in one of them only"
+            f"{texts[sha256]} is given for training and as --val ({val_texts[sha256]}); a text "
+            "must be in one of them only"
         )
 
 
 @contextlib.contextmanager
 def _temporary_folder(folder, keep):
-    """Make a folder beside `folder` and yield its path. Raises UserError.
+    """Make a folder in or beside `folder`, yield its path, and then move what it holds there.
 
+    Raises UserError if it cannot be made, RunError if what it holds cannot be moved.
     keep: it stays if preparation fails, so that its downloads resume; else it has a name of its
     own and is removed.
     """
+    folder = Path(os.path.realpath(folder))
     name = f".tmp-{folder.name}"
     if not keep:
         name += f"-{secrets.token_hex(4)}"
-    temporary = folder.with_name(name)
+    # A folder that exists may be a disk of its own
+    temporary = folder / name if os.path.isdir(folder) else folder.with_name(name)
     try:
         temporary.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -471,12 +468,34 @@ def _temporary_folder(folder, keep):
         ) from None
     try:
         yield temporary
-    finally:
+    except BaseException:
         if not keep:
             shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    try:
+        _publish(temporary, folder)
+    except OSError as error:
+        raise RunError(
+            f"{folder} cannot be made ({error.strerror}): the data are complete in {temporary}, "
+            "move them by hand"
+        ) from None
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _find_texts(source, folder):
+def _publish(temporary, folder):
+    """Give a temporary folder its name, unless another process was first."""
+    with contextlib.suppress(OSError):
+        os.rename(temporary, folder)
+        return
+    # Some systems cannot rename a folder, and none can if `folder` holds it
+    if (folder / "meta.json").exists():
+        return
+    folder.mkdir(exist_ok=True)
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name == "meta.json"):
+        os.replace(path, folder / path.name)
+
+
+def _find_source(source, folder):
     """Find the text of a source, or download it to `folder`.
 
     Returns where it comes from, and its files, (name, path).
@@ -487,15 +506,6 @@ def _find_texts(source, folder):
         download(url, path, sha256)
         return url, [(source, path)]
     return f"standard library of Python {platform.python_version()}", corpus.python_files()
-
-
-def _text_size(file):
-    """Return about how many bytes of text a file, (name, path), holds."""
-    _, path = file
-    n_bytes = path.stat().st_size
-    if path.name.lower().endswith((".parquet", ".gz")):  # compressed
-        n_bytes *= 3
-    return n_bytes
 
 
 # -----------------------------------------------------------------------------

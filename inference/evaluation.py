@@ -55,7 +55,7 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     The text is tokenized as by data/prepare.py. Raises UserError.
     """
     seq_len = model.cfg.seq_len
-    if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz"):
+    if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz", ".npy"):
         raise UserError(
             f"{path} is not a file of plain text, as --perplexity needs; write its texts into one"
         )

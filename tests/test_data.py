@@ -1,6 +1,8 @@
 """Shards, sources, downloads, the command line, and errors of a trainer for damaged data."""
 
+import contextlib
 import csv
+import errno
 import gzip
 import hashlib
 import http.server
@@ -25,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import UserError
+from common import RunError, UserError, atomic_write
 from conftest import ROOT, make_data, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard
@@ -119,14 +121,13 @@ def documents_of(folder):
 def expected_documents(texts, fraction):
     """The same, of {file's name: its text, or the texts of its rows}.
 
-    Files are in the order of their hashes, rows in their own.
+    Files are in the order of their hashes, rows in their own. Names of files and texts of rows
+    decide.
     """
     made = {"train": [], "val": []}
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest()):
         rows = texts[name]
-        for document, text in (
-            [(name, rows)] if type(rows) is str else [(f"{name}:{n}", row) for n, row in rows]
-        ):
+        for document, text in [(name, rows)] if type(rows) is str else zip(rows, rows):
             in_val = int(hashlib.sha256(document.encode()).hexdigest(), 16) < fraction * 2**256
             made["val" if in_val else "train"] += [text.encode()] * bool(text)
     assert all(len(documents) > 3 for documents in made.values())
@@ -150,12 +151,8 @@ def test_shard_is_what_the_format_describes(tmp_path, dtype, top):
     tokens = np.array([0, 1, 258, 50256, top], dtype=dtype)
     write_shard(tmp_path / "train.bin", tokens)
     assert independent_read(tmp_path / "train.bin") == tokens.tolist()
-    mapped = read_shard(tmp_path / "train.bin")
-    assert (
-        isinstance(mapped, np.memmap)
-        and mapped.dtype == dtype
-        and mapped.tolist() == tokens.tolist()
-    )
+    read = read_shard(tmp_path / "train.bin")
+    assert read.dtype == dtype and read.tolist() == tokens.tolist()
     for wrong in (np.zeros(3, np.int64), np.zeros((2, 2), np.uint16), np.zeros(0, np.uint16)):
         with pytest.raises(ValueError):
             write_shard(tmp_path / "x.bin", wrong)
@@ -191,6 +188,12 @@ def test_find_shards_and_meta_json(tmp_path):
     assert names == ["a_train_0.bin", "b_train_1.bin"]
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path, "val")
+    # The last "train" or "val" of a name decides
+    (tmp_path / "medieval").mkdir()
+    for name in ("medieval_train_0.bin", "trains_val_0.bin", "train_val_1.bin"):
+        (tmp_path / "medieval" / name).touch()
+    for split, expected in (("train", 1), ("val", 2)):
+        assert len(find_shards(tmp_path / "medieval", split)) == expected
     assumed = load_meta(tmp_path)
     assert assumed["assumed"] and [assumed[k] for k in ("tokenizer", "vocab_size", "eot")] == [
         "gpt2",
@@ -312,9 +315,8 @@ def test_files_of_all_kinds(tmp_path, keys, capsys):
             for _ in range(30)
         ]
         write_rows(folder / name, rows, columns, **more)
-        numbers = [1 + i + i // 2 for i in range(30)] if "jsonl" in name else range(1, 31)
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
-        texts[f"corpus/{name}"] = list(zip(numbers, joined))
+        texts[f"corpus/{name}"] = joined
     # What is named twice is taken once
     arguments = [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"]
     capsys.readouterr()
@@ -387,7 +389,7 @@ def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
     (tmp_path / "in" / os.fsdecode(b"\xff.bin")).write_bytes(b"\xff")
     prepared(folder / "earlier", folder / "0.txt", folder / "1.txt")
     env = dict(os.environ, PYTHONIOENCODING="ascii")
-    words = ("files", folder, "--tokenizer=bytes", "--out", tmp_path / "out")
+    words = ("files", folder, "--tokenizer=bytes", "--out", tmp_path / "out", "--val_fraction=0.5")
     done = run_python("data/prepare.py", *words, env=env)
     assert done.returncode == 0, done.stderr
     assert "skipped 6 files that cannot be read as text: in/late.txt (is not" in done.stdout
@@ -400,7 +402,7 @@ def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 20])
 def test_each_split_has_a_document(n, tmp_path):
-    """Whatever the fraction, in files of one name and in rows; a single one is cut in two."""
+    """Whatever the fraction, in files of one name and in rows; a large file is cut in two."""
     for i in range(n):
         (tmp_path / str(i)).mkdir()
         (tmp_path / str(i) / "README.md").write_text(f"the text number {i}")
@@ -410,8 +412,9 @@ def test_each_split_has_a_document(n, tmp_path):
         out = prepared(tmp_path / f"{fraction}-{path[0]}", tmp_path / path, fraction=fraction)
         parts = documents_of(out)
         assert parts["train"] and parts["val"]
-        assert len(parts["train"]) + len(parts["val"]) == max(n, 2)
-        assert n == 1 or set(map(len, parts["train"] + parts["val"])) <= {12, 13, 17, 18}
+        is_cut = n == 1 or (path != "rows.jsonl" and n * fraction < 1)
+        assert len(parts["train"]) + len(parts["val"]) == n * (1 + is_cut)
+        assert is_cut or set(map(len, parts["train"] + parts["val"])) <= {12, 13, 17, 18}
 
 
 def test_a_row_of_parquet_is_a_document(tmp_path):
@@ -425,7 +428,7 @@ def test_a_row_of_parquet_is_a_document(tmp_path):
     ):
         out = prepared(tmp_path / str(number), path, text_key=["content"])
         name = "in/a.parquet" if number == 0 else "a.parquet"
-        texts = {name: [(n, row or "") for n, row in enumerate(rows, 1)]}
+        texts = {name: [row or "" for row in rows]}
         assert documents_of(out) == expected_documents(texts, 0.3)
     both = prepared(tmp_path / "both", tmp_path / "in", text_key=["more", "content"])
     assert documents_of(both)["train"][0].startswith(b"x\n")
@@ -459,6 +462,69 @@ def test_own_validation_files(tmp_path):
         assert load_meta(out)["source"].endswith(" --val " + " ".join(map(str, theirs)))
     with pytest.raises(UserError, match="valid.txt is given for training and as --val"):
         prepared(tmp_path / "both", tmp_path / "*.txt", val=[tmp_path / "valid.txt"])
+    # Under a different name, among others
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "new.txt").write_text("new")
+    (tmp_path / "held" / "copy.txt").write_bytes((tmp_path / "train.txt").read_bytes())
+    says = r"train.txt is given for training and as --val \(held/copy.txt\)"
+    with pytest.raises(UserError, match=says):
+        prepared(tmp_path / "copy", tmp_path / "train.txt", val=[tmp_path / "held"])
+
+
+def test_equal_texts_are_in_one_split(tmp_path):
+    """And a row that is removed does not move the others."""
+    texts = [f"row {i} " + "x" * (i % 7) for i in range(400)]
+    for name, rows in {"all": texts * 3, "fewer": texts[1:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+    whole = documents_of(prepared(tmp_path / "1", tmp_path / "all.jsonl"))
+    fewer = documents_of(prepared(tmp_path / "2", tmp_path / "fewer.jsonl"))
+    for parts in (whole, fewer):
+        assert not set(parts["train"]) & set(parts["val"])
+        assert 0.2 < len(parts["val"]) / sum(map(len, parts.values())) < 0.4
+    assert set(fewer["train"]) <= set(whole["train"]) and set(fewer["val"]) <= set(whole["val"])
+    for i in range(60):
+        (tmp_path / f"{i}.txt").write_text(f"file {i // 2}")
+    parts = documents_of(prepared(tmp_path / "3", tmp_path / "*.txt"))
+    assert not set(parts["train"]) & set(parts["val"]) and len(parts["val"]) > 3
+
+
+@pytest.mark.parametrize("names", ["book notes", "a b", "novel readme", "corpus extra", "c d e"])
+def test_validation_has_its_fraction_of_unequal_files(tmp_path, names):
+    for name, size in zip(names.split(), (90_000, 13, 5_000)):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * (size // 2))
+    counts = load_meta(prepared(tmp_path / "out", tmp_path / "*.txt", fraction=0.1))["splits"]
+    n_val = counts["val"]["bytes"]
+    assert 0.09 < n_val / (n_val + counts["train"]["bytes"]) < 0.2
+
+
+def test_unequal_rows_are_told(tmp_path, capsys):
+    rows = ["x" * size for size in (9, 50_000, 8)]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+    prepared(tmp_path / "out", tmp_path / "a.jsonl")
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.match(r"note: (0.0|99.9|100.0)% of the tokens are for validation", said)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_end_of_text_separates_documents(tmp_path, name):
+    stories = [f"Story {i}.\n  The énd." for i in range(60)]
+    raw = "".join(f"{story}\n<|endoftext|>\n" for story in stories[:40])
+    raw += "<|endoftext|>".join(stories[40:])
+    if name == "a.jsonl":
+        raw = json.dumps({"text": "<|endoftext|>".join(stories) + "<|endoftext|>"})
+    raw = raw.encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if ".gz" in name else raw)
+    parts = documents_of(prepared(tmp_path / "out", tmp_path / name))
+    assert sorted(parts["train"] + parts["val"]) == sorted(story.encode() for story in stories)
+    assert len(parts["val"]) > 5
+    tokens, n_bytes = prepare.encode_file(tmp_path / name, get_tokenizer("bytes"))
+    assert tokens.tolist().count(256) == 59 and n_bytes == sum(len(s.encode()) for s in stories)
+
+
+def test_damage_after_end_of_text_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\n<|endoftext|>\ntwo \xff")
+    with pytest.raises(UserError, match="a.txt is not UTF-8 text at byte 22"):
+        prepared(tmp_path / "out", tmp_path / "a.txt")
 
 
 def test_integers_are_tokens(tmp_path, capsys):
@@ -701,6 +767,56 @@ runpy.run_path("data/prepare.py", run_name="__main__")
     assert sum(map(len, documents_of(folder).values())) == 2
     if how != "kill":
         assert os.listdir(tmp_path / "new") == ["out"]
+
+
+@pytest.mark.parametrize("out", ["link", "dangling", ".", "left", "no renaming", "new"])
+def test_what_is_prepared_arrives(out, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    for name in ("empty", "here", "left/.tmp-left-1"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path / "here" if out == "." else tmp_path)
+    if out == "no renaming":  # of folders
+        monkeypatch.setattr(prepare.os, "rename", lambda old, new: os.link(old, new))
+    for _ in range(2):  # the second time it is there
+        prepared(out, tmp_path / "a.txt")
+    assert sorted(path.name for path in Path(out).glob("[!.]*")) == [
+        "meta.json",
+        "train_000000.bin",
+        "val_000000.bin",
+    ]
+    hidden = [path.name for path in tmp_path.rglob(".*")]
+    assert hidden == [".tmp-left-1"]
+
+
+def test_what_cannot_arrive_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    (tmp_path / "out").mkdir()
+
+    def fail(old, new):
+        if Path(old).suffix == ".bin":
+            raise OSError(5, "Input/output error")
+        replace(old, new)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(RunError, match="Input/output error.*: the data are complete in ") as told:
+        prepared(tmp_path / "out", tmp_path / "a.txt")
+    kept = Path(re.search(r"complete in (\S*),", str(told.value))[1])
+    assert load_meta(kept) and len(independent_split(kept, "train")) == 351
+
+
+def test_files_are_written_where_fsync_is_not_supported(tmp_path, monkeypatch):
+    def fail(descriptor):
+        raise OSError(number, "fsync")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for number, content in ((errno.EINVAL, b"1"), (errno.ENOTSUP, b"2"), (errno.EIO, b"2")):
+        with contextlib.suppress(OSError), atomic_write(tmp_path / "file") as file:
+            file.write(b"%d" % (1 + (number != errno.EINVAL) + (number == errno.EIO)))
+        assert (tmp_path / "file").read_bytes() == content
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_two_processes_at_once(tmp_path):
@@ -961,7 +1077,7 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
 
 def test_command_line(tmp_path):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text("text " * 100)
+        (tmp_path / f"{name}.txt").write_text(f"text{name}" * 100)
     flags = [
         "--tokenizer",
         "bytes",
@@ -1100,7 +1216,8 @@ def test_batches_hold_the_tokens_of_their_windows(data):
     assert np.array_equal(stream.batch(77)[8:], stream.batch(77, rank=1, world_size=2))
 
 
-def test_windows_start_at_documents(data):
+def test_windows_start_at_documents(data, monkeypatch):
+    monkeypatch.setattr(np, "memmap", None)  # some file systems have no memory maps
     stream = TokenStream(data, seq_len=32, batch_tokens=512, doc_align=True)
     batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])
     assert (batches[:, 0] == 256).all()
