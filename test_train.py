@@ -43,6 +43,7 @@ from inference.int8 import quantize
 from model import GPT, GPTConfig, get_spec
 from ops.attention import add_bias
 from ops.parallel import to_full
+from runtime import wrap_model
 from runtime.checkpoint import load_weights
 from runtime.ranks import DistContext
 from train_gpt import get_batch, make_config, train
@@ -74,14 +75,21 @@ def one_step(batch: Tensor, **flags) -> dict[str, Tensor]:
     """Loss, gradients and buffers of one training step from random weights."""
     state, found = built(**FLAGS | flags), {}
     model = add_noise(state.raw_model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def note(*_):
         for name, p in model.named_parameters():
             if p.grad is not None:
-                found[f"the gradient of {name}"] = p.grad.clone()
+                found[f"the gradient of {name}"] = p.grad.to_dense().clone()
+
+    def prepare(_, inputs):
+        # Micro-batches begin with the same buffers, whatever an earlier one has written
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        return inputs[0].clamp(min=0), *inputs[1:]
 
     state.optimizer.register_step_pre_hook(note)
-    model.register_forward_pre_hook(lambda _, inputs: (inputs[0].clamp(min=0), *inputs[1:]))
+    model.register_forward_pre_hook(prepare)
     found["the loss"] = train_gpt.train_step(state, batch, 0.5)[0]  # no longer short
     assert len(found) > 1, (
         "the gradient norm is not finite on random tokens: look for a division by zero (a "
@@ -111,15 +119,17 @@ def difference(ours, theirs, kind: str = "", rtol: float = 1e-5) -> str:
 
 
 def relative(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
-    """The norm of the difference, relative to theirs or `least`; infinite for nan."""
-    norm = theirs.double().norm().clamp(min=max(1e-9, least))
-    apart = (ours.double() - theirs.double()).norm() / norm
+    """The norm of the difference, relative to theirs or `least`; infinite for nan in one alone."""
+    ours, theirs = ours.to_dense().double(), theirs.to_dense().double()
+    if torch.equal(ours.isnan(), theirs.isnan()):
+        ours, theirs = ours.nan_to_num(), theirs.nan_to_num()
+    apart = (ours - theirs).norm() / theirs.norm().clamp(min=max(1e-9, least))
     return apart.nan_to_num(torch.inf).item()
 
 
 @functools.cache
 def draws(in_eval_mode: bool = False) -> bool:
-    """Whether an edited step draws random numbers: layouts then differ in losses."""
+    """Whether an edited step draws random numbers, which may be others in another layout."""
     with pytest.MonkeyPatch.context() as patch:
         if in_eval_mode:
             stay_in_eval_mode(patch)
@@ -134,13 +144,19 @@ def stay_in_eval_mode(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GPT, "train", lambda self, mode=True: nn.Module.train(self, False))
 
 
-@pytest.fixture
-def no_draws(monkeypatch):
-    """Keeps a model that draws random numbers in eval mode, also in training."""
-    if draws():
-        stay_in_eval_mode(monkeypatch)
-        if draws(in_eval_mode=True):
-            pytest.skip("train_step draws random numbers, other ones in another layout")
+def compare(ours, theirs, kind: str = "", rtol: float = 1e-5) -> str:
+    """The difference between what two functions return, which take a step in two layouts.
+
+    If they differ and a step draws random numbers, the model is kept in eval mode.
+    """
+    for in_eval_mode in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if in_eval_mode:
+                stay_in_eval_mode(patch)
+            found = difference(ours(), theirs(), kind, rtol)
+        if not found or not draws(in_eval_mode):
+            return found
+    pytest.skip(f"{found}; but train_step draws random numbers, other ones in another layout")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +167,7 @@ RANKS = dict(micro_batch=8, max_steps=5, eval_every=2)
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch, in_eval_mode: bool) -> None:
-    """Random weights, missing targets, and sequences that differ much between the ranks.
+    """Random weights, missing targets, and sequences and losses that differ much between the ranks.
 
     in_eval_mode: for a model that draws random numbers in training.
     """
@@ -164,13 +180,16 @@ def prepare_for_ranks(patch: pytest.MonkeyPatch, in_eval_mode: bool) -> None:
     def some_targets(stream, dist_ctx, step: int):
         batch = batch_of(stream, dist_ctx, step)
         batch[:, 1:][(batch[:, 1:] >= ord("a")) & (batch[:, 1:] < ord("h"))] = -1
-        # From the third step on, the last 8 of 16 sequences, the second rank's, are of one token
+        # From the third step on, the last 8 of 16 sequences, the second rank's, are of one token,
+        # another one in each step
         if step > 1:
-            batch[8 - 8 * dist_ctx.rank :] = ord("z")
+            batch[8 - 8 * dist_ctx.rank :] = ord("z") - step
         return batch
 
     def of_valid_tokens(self, idx, *rest, **named):
-        return forward(self, idx.clamp(min=0), *rest, **named)
+        found = forward(self, idx.clamp(min=0), *rest, **named)
+        is_of_one_token = self.training and bool((idx == idx[0, 0]).all())
+        return 10 * found if is_of_one_token else found
 
     if in_eval_mode:
         stay_in_eval_mode(patch)
@@ -201,14 +220,12 @@ def two_ranks(data, tmp_path_factory) -> Path:
     """The folder of what the two ranks left behind."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "data").symlink_to(data)
-    if draws(in_eval_mode=True):
-        pytest.skip("train_step draws random numbers, other ones on each rank")
     mode = "eval" if draws() else "train"
     codes = run_ranks(folder, __file__, folder, mode, timeout=120).codes
     assert -9 not in codes or max(codes) > 0, (  # killed, though none failed
         "two ranks wait for each other: they went different ways, as by `if` on random numbers or "
-        "on this rank's tokens; draw what all ranks must share from a generator seeded with "
-        "GPT.step_seed"
+        "on this rank's tokens or loss; draw what all ranks must share from a generator seeded "
+        "with GPT.step_seed"
     )
     return folder
 
@@ -268,12 +285,10 @@ def test_causal(doc_mask):
     earlier = later.clone()
     later[0, middle:] = other[0, middle:]
     earlier[0, :middle] = other[0, :middle]
-    saved = copy.deepcopy(model.state_dict())
 
     def logits(tokens: Tensor) -> Tensor:
-        model.load_state_dict(saved)  # its buffers
         seed_all()  # equal seeds: equal draws
-        return model(tokens)[0]
+        return copy.deepcopy(model)(tokens)[0]  # a copy: forward may write
 
     for training in (False, True):
         model.train(training)
@@ -329,13 +344,76 @@ def test_parameters_are_trained():
         "parameter that requires a gradient"
     )
     used = set()
-    for name, _ in model.named_parameters():
+    for name, _ in model.named_parameters(remove_duplicate=False):
         rows = [spec for spec in model_page.PARAM_TABLE if re.fullmatch(spec.pattern, name)]
         used |= {id(spec) for spec in rows[:1]}
     idle = [spec.pattern for spec in model_page.PARAM_TABLE if id(spec) not in used]
     assert not idle, (
         f"the row {idle[0]} of PARAM_TABLE is for no parameter: the first row that matches a "
         "whole name counts; put it before the other, or correct its pattern"
+    )
+
+
+def test_what_is_learned(monkeypatch):
+    state, n_steps = built(**FLAGS | dict(max_steps=12)), 12
+    model, forward = state.raw_model, GPT.forward
+    n_tokens = model.cfg.vocab_size
+    # Each token is followed by the next one on a circle of all tokens
+    circle = torch.randperm(n_tokens, generator=torch.Generator().manual_seed(0))
+    place_of, wrong, has_gradient = circle.argsort(), [], set()
+
+    def after(places: Tensor, n: int, offset: int = 0) -> Tensor:
+        """The n tokens from each of these places (B, 1) on."""
+        return circle[(places + offset + torch.arange(n)) % n_tokens]
+
+    def checked(self, idx, targets=None, *rest, **named):
+        if targets is not None and targets.shape == idx.shape:
+            # Most tokens say where a sequence begins; a few may have been replaced
+            starts = (place_of[idx] - torch.arange(idx.size(1))) % n_tokens
+            expected = after(starts.mode(1, keepdim=True).values, idx.size(1), 1)
+            wrong.append(((targets >= 0) & (targets != expected)).float().mean().item())
+        return forward(self, idx, targets, *rest, **named)
+
+    def note(*_):
+        for name, p in model.named_parameters():
+            if p.grad is not None and p.grad.norm() > 0:
+                has_gradient.add(name)
+
+    monkeypatch.setattr(GPT, "forward", checked)
+    state.optimizer.register_step_pre_hook(note)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(n_steps):
+        places = torch.randint(n_tokens, (16, 1), generator=torch.Generator().manual_seed(step))
+        train_gpt.train_step(state, after(places, 33), step / n_steps)
+    share = sum(wrong) / max(1, len(wrong))
+    assert share < 0.01, (
+        f"{share:.0%} of the targets that train_step gives GPT.forward are not the tokens that "
+        "follow the inputs: shift by one (batch[:, :-1] and batch[:, 1:]), and set to -1 what is "
+        "not to be learned"
+    )
+    with torch.no_grad():
+        logits = model.eval()(after(places, 32)).mT
+    losses = {n: nn.functional.cross_entropy(logits, after(places, 32, n)) for n in range(-2, 5)}
+    best = min(losses, key=losses.get)
+    assert best == 1, (
+        f"after {n_steps} steps on sequences in which each token has one successor, the model "
+        f"expects the token at an offset of {best} (0: the one that it reads) instead of 1: the "
+        "loss that is trained is not the next token's; see GPT.loss and what it calls"
+    )
+
+    def family(name: str) -> str:
+        """The same for all layers and experts: some may not have been used yet."""
+        return re.sub(r"\d+", "N", name)
+
+    learns = set()
+    for name, p in model.named_parameters():
+        if name in has_gradient and not torch.equal(p, before[name]):
+            learns.add(family(name))
+    idle = [n for n, p in model.named_parameters() if p.requires_grad and family(n) not in learns]
+    assert not idle, (
+        f"{idle[0]} learns nothing in a run of {n_steps} steps: its gradient is cut (detach, "
+        "no_grad), or always zero (a product of two that start at zero), or the optimizer leaves "
+        "it out; if that is meant, freeze it by requires_grad_(False)"
     )
 
 
@@ -445,20 +523,29 @@ def test_attention_masks(flags, backend, monkeypatch):
     )
 
 
-def test_trained_loss_has_its_gradient():
+def test_trained_loss():
     model, batch = scrambled(), masked_batch()
     x, y = batch[:, :-1].clamp(min=0), batch[:, 1:]
-    saved = copy.deepcopy(model.state_dict())
-    losses = []
-    for with_gradients in (True, False):
-        model.load_state_dict(saved)
+
+    def loss(targets: Tensor) -> Tensor:
         seed_all()
-        with torch.set_grad_enabled(with_gradients):
-            losses.append(model(x, y).detach())
-    found = difference(*losses, "the loss")
+        return copy.deepcopy(model)(x, targets).detach()
+
+    with_gradients = loss(y)
+    with torch.no_grad():
+        without, parts = loss(y), []
+        for ours in (y < 100, y >= 100):
+            part = y.masked_fill(ours, -1)
+            parts.append(loss(part) * ((part >= 0).sum() / (y >= 0).sum()))
+    found = difference(with_gradients, without, "the loss")
     assert not found, (
         f"in training mode, {found} with gradients from without: the line that is trained is "
         "another one than that which you changed; see GPT.loss and what it calls"
+    )
+    found = difference(sum(parts), without, "the loss", 1e-4)
+    assert not found, (
+        f"in training mode, {found} if two calls have a part of the targets each: GPT.forward must "
+        "return the mean over targets that are not -1, not over all positions"
     )
 
 
@@ -478,6 +565,24 @@ def test_evaluated_loss():
         f"in evaluation, {found} from the cross entropy of the logits: GPT.loss and GPT.logits "
         "both call head, change both; a term of the training loss alone belongs under `if "
         "self.training`, else val_loss contains it too"
+    )
+
+
+def test_evaluation_has_no_dropout(data, monkeypatch):
+    state = built(**FLAGS | dict(eval_tokens=512))
+    stream = TokenStream(data, seq_len=32, batch_tokens=512)
+    for module in add_noise(state.raw_model).modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.register_forward_hook(lambda m, _, x: nn.functional.dropout(x, 0.1, m.training))
+    losses = [train_gpt.evaluate(state, stream) for _ in range(2)]
+    stay_in_eval_mode(monkeypatch)
+    state.raw_model.eval()
+    losses.append(train_gpt.evaluate(state, stream))
+    losses = torch.tensor(losses, dtype=torch.float64)
+    found = difference(losses, losses[2:].expand(3), "val_loss")
+    assert not found, (
+        f"{found}, evaluated with dropout twice and then in eval mode: evaluate must call the "
+        "model in eval mode (`with state.evaluating() as model`), and on the same tokens each time"
     )
 
 
@@ -519,15 +624,19 @@ def masked_batch() -> Tensor:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_micro_batches(micro_batch, no_draws):
-    whole = one_step(masked_batch(), micro_batch=16, loss_chunk=0)
-    parts = one_step(masked_batch(), micro_batch=micro_batch, loss_chunk=0)
-    found = difference(parts, whole, "the ")
+def test_micro_batches(micro_batch):
+    # As many targets in each sequence: a term that is a mean per sequence is the same then
+    batch = some_batch()
+    batch[:, 3::4] = -1
+    found = compare(
+        lambda: one_step(batch, micro_batch=micro_batch, loss_chunk=0),
+        lambda: one_step(batch, micro_batch=16, loss_chunk=0),
+        "the ",
+    )
     assert not found, (
-        f"{found} with --micro_batch {micro_batch} instead of 16: GPT.forward must return the mean "
-        "over targets that are not -1 (0 without any), and train_step weight it by their number; a "
-        "term across sequences (contrastive, balance of experts) or a buffer that forward writes "
-        "may differ: then compare runs of one --micro_batch only"
+        f"{found} with --micro_batch {micro_batch} instead of 16: train_step must weight each "
+        "micro-batch by its number of targets; a term across sequences (contrastive, balance of "
+        "experts) may differ: then compare runs of one --micro_batch only"
     )
 
 
@@ -552,11 +661,23 @@ def test_a_step_reports_the_mean(monkeypatch):
     )
 
 
+def test_clipping():
+    gradients = one_step(some_batch(), grad_clip=0.3)
+    norms = [x.norm() for name, x in gradients.items() if "gradient" in name]
+    norm = torch.stack(norms).norm()
+    assert norm < 1.5 * 0.3, (  # noise may have been added
+        f"with --grad_clip 0.3, the optimizer gets gradients of norm {norm:.2f}: clip what it will "
+        "get, once, after the last micro-batch and before optimizer.step()"
+    )
+
+
 @pytest.mark.parametrize("loss_chunk", [7, 128, 4096])
-def test_loss_in_chunks(loss_chunk, no_draws):
-    whole = one_step(masked_batch(), micro_batch=16, loss_chunk=0)
-    chunks = one_step(masked_batch(), micro_batch=16, loss_chunk=loss_chunk)
-    found = difference(chunks, whole, "the ")
+def test_loss_in_chunks(loss_chunk):
+    found = compare(
+        lambda: one_step(masked_batch(), micro_batch=16, loss_chunk=loss_chunk),
+        lambda: one_step(masked_batch(), micro_batch=16, loss_chunk=0),
+        "the ",
+    )
     assert not found, (
         f"{found} with --loss_chunk {loss_chunk} instead of 0: chunked_loss takes a mean over the "
         "targets that are not -1, of x and the listed parameters alone; what compares tokens "
@@ -566,8 +687,9 @@ def test_loss_in_chunks(loss_chunk, no_draws):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation(mode):
-    plain = one_step(some_batch(), checkpointing="none")
-    recomputed = one_step(some_batch(), checkpointing=mode)
+    # Four layers: what a layer takes from an earlier one goes wrong only where that is recomputed
+    plain = one_step(some_batch(), n_layer=4, checkpointing="none")
+    recomputed = one_step(some_batch(), n_layer=4, checkpointing=mode)
     found = difference(recomputed, plain, "buffer")
     assert not found, (
         f"{found} with --checkpointing {mode}: backward recomputes a block, which then writes its "
@@ -582,14 +704,21 @@ def test_recomputation(mode):
     )
 
 
-def test_compiled(no_draws):
+def test_compiled():
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
+    # One shape of blocks and one of the loss: compiling takes a while
+    shapes = dict(short_frac=0.0, loss_chunk=128)
+
+    def eager() -> dict[str, Tensor]:
+        """A step after the same warm-up on zeros, which attributes do not forget."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wrap_model, "apply_compile", lambda *_: None)
+            return one_step(some_batch(), **shapes, compile="default")
+
     try:
-        # One shape of blocks and one of the loss: compiling takes a while
-        shapes = dict(short_frac=0.0, loss_chunk=128)
-        compiled = one_step(some_batch(), **shapes, compile="default")
-        found = difference(compiled, one_step(some_batch(), **shapes), rtol=1e-4)
+        compiled = functools.partial(one_step, some_batch(), **shapes, compile="default")
+        found = compare(compiled, eager, rtol=1e-4)
     except Exception as error:
         found = f"training fails ({type(error).__name__}: {str(error).strip()[:400]})"
     assert not found, (
@@ -599,12 +728,12 @@ def test_compiled(no_draws):
     )
 
 
-def test_bf16(no_draws):
+def test_bf16():
     def losses(dtype: str) -> Tensor:
         state = built(**FLAGS | dict(dtype=dtype))
         return torch.stack([train_gpt.train_step(state, some_batch(), 0.5)[0] for _ in range(6)])
 
-    found = difference(losses("bf16"), losses("fp32"), "the loss", 2e-3)
+    found = compare(lambda: losses("bf16"), lambda: losses("fp32"), "the loss", 2e-3)
     assert not found, (
         f"{found} between bf16 and fp32 in six steps: sum, exponentiate and normalize in fp32 "
         "(.float()), and make tensors in the dtype of x"
@@ -746,8 +875,8 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
     )
     assert all(map(torch.equal, *map(torch.load, weights))), (
         f"with --parallel {parallel}, two ranks end with different weights: what changes weights "
-        "or gradients must be the same on all ranks; average it by sum_over_ranks, or draw it from "
-        "a generator seeded with GPT.step_seed"
+        "or gradients, or decides on an update (this rank's loss), must be the same on all ranks; "
+        "average it by sum_over_ranks, or draw it from a generator seeded with GPT.step_seed"
     )
     ours, theirs = (record(folder, parts=()) for folder in (two_ranks / parallel, tmp_path / "one"))
     found = difference(ours, theirs)
@@ -760,6 +889,8 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
         cause = "evaluate must weight each batch by its number of targets"
     elif not difference(*firsts):
         cause = "the first loss and gradient agree, so it is the update that differs"
+    if found and draws(in_eval_mode=True):
+        pytest.skip(f"{found}; but train_step draws random numbers, other ones on each rank")
     assert not found, f"with two ranks and --parallel {parallel}, {found} from one process: {cause}"
 
 
