@@ -224,8 +224,8 @@ def two_ranks(data, tmp_path_factory) -> Path:
     codes = run_ranks(folder, __file__, folder, mode, timeout=120).codes
     assert -9 not in codes or max(codes) > 0, (  # killed, though none failed
         "two ranks wait for each other: they went different ways, as by `if` on random numbers or "
-        "on this rank's tokens or loss; draw what all ranks must share from a generator seeded "
-        "with GPT.step_seed"
+        "on this rank's tokens or loss; let all decide by one value: sum_over_ranks, or a draw "
+        "from a generator seeded with GPT.step_seed"
     )
     return folder
 
@@ -662,10 +662,11 @@ def test_a_step_reports_the_mean(monkeypatch):
 
 
 def test_clipping():
-    gradients = one_step(some_batch(), grad_clip=0.3)
+    batch = some_batch().fill_(ord("z"))  # equal tokens: a norm of about 9
+    gradients = one_step(batch, grad_clip=0.3)
     norms = [x.norm() for name, x in gradients.items() if "gradient" in name]
     norm = torch.stack(norms).norm()
-    assert norm < 1.5 * 0.3, (  # noise may have been added
+    assert norm < 1.5, (  # more than 0.3: each parameter may be clipped by itself, or get noise
         f"with --grad_clip 0.3, the optimizer gets gradients of norm {norm:.2f}: clip what it will "
         "get, once, after the last micro-batch and before optimizer.step()"
     )

@@ -1,7 +1,12 @@
-"""The first hour: add parameters, bring an optimizer, continue a run for longer, use Python."""
+"""The first hour: add parameters, bring an optimizer, continue a run for longer, use Python.
 
+And what test_train.py says of wrong edits.
+"""
+
+import inspect
 import math
 import shutil
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +15,7 @@ import torch
 from torch import nn
 
 import model as model_module
+import test_train
 import train_gpt
 from conftest import TINY, final, rows, run_main, tiny_run
 from model import GPT, GPTConfig, ParamSpec
@@ -154,3 +160,62 @@ def test_runs_without_a_folder_get_one_each_and_return_the_model(data, tmp_path,
     assert len(folders) == 2 and summary["step"] == 2
     assert np.allclose(torch.stack(losses[2:]), rows(folders[1], "train_loss"))
     assert torch.equal(model.head.weight, final(folders[1])["model"]["head.weight"])
+
+
+# Wrong edits: the function, a line of it, what becomes of the line; the test that finds it, and
+# words of its message
+WRONG = {
+    "targets rolled": (
+        (train_gpt, "train_step", "batch[:, 1:].clone()", "batch[:, :-1].roll(-1, 1)"),
+        ("test_what_is_learned", "targets that train_step gives GPT.forward are not the tokens"),
+    ),
+    "targets shifted again in training": (
+        (
+            GPT,
+            "loss",
+            "x = x.flatten(0, 1)",
+            "x, targets = x[:, :-1].flatten(0, 1), targets[:, 1:]",
+        ),
+        ("test_what_is_learned", "at an offset of 2"),
+    ),
+    "a branch that is detached": (
+        (model_module.Block, "forward", "self.mlp(norm(x))", "self.mlp(norm(x)).detach()"),
+        ("test_what_is_learned", r"blocks.0.mlp.* learns nothing"),
+    ),
+    "two zeros multiplied": (
+        (model_module.MLP, "forward", "self.fc(x)", "self.fc(x) * self.proj.weight.sum()"),
+        ("test_what_is_learned", r"blocks.0.mlp.* learns nothing"),
+    ),
+    "the mean over all positions": (
+        (GPT, "head_loss", "softcap)", "softcap) * (targets >= 0).float().mean()"),
+        ("test_trained_loss", "not over all positions"),
+    ),
+    "evaluation in training mode": (
+        (train_gpt, "evaluate", "state.evaluating()", "contextlib.nullcontext(state.raw_model)"),
+        ("test_evaluation_has_no_dropout", "call the model in eval mode"),
+    ),
+    "clipping what the optimizer does not get": (
+        (train_gpt, "train_step", "norm_(params, cfg", "norm_(params[:1], cfg"),
+        ("test_clipping", "gets gradients of norm"),
+    ),
+    "gradients divided by the number of micro-batches": (
+        (train_gpt, "train_step", "scale(micro_loss)", "scale(micro_loss / len(xs))"),
+        ("test_micro_batches", "weight each micro-batch"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_edit_is_found(name, data, monkeypatch):
+    (owner, function_name, old, new), (test_name, words) = WRONG[name]
+    function, edited = getattr(owner, function_name), {}
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1
+    exec(source.replace(old, new), inspect.unwrap(function).__globals__, edited)
+    monkeypatch.setattr(owner, function_name, edited[function_name])
+    test_train.draws.cache_clear()
+    test = getattr(test_train, test_name)
+    given = dict(data=data, monkeypatch=monkeypatch, micro_batch=4)
+    with pytest.raises(AssertionError, match=words):
+        test(**{key: given[key] for key in inspect.signature(test).parameters})
+    test_train.draws.cache_clear()

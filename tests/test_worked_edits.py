@@ -203,7 +203,7 @@ CASES = {
     "A parameter": Case(plain.Scaled),
     "Dropout": Case(plain.Dropped, any_layout=False),
     "Layers left out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
-    "A buffer": Case(plain.MeanSubtracted, any_layout=False),
+    "A buffer": Case(plain.MeanSubtracted),
     "Label smoothing": Case(plain.Smoothed),
     "A loss term": Case(plain.ZLoss),
     "Weights of tokens": Case(plain.Weighted),
