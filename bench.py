@@ -66,7 +66,7 @@ def bench_record(bench: Bench) -> dict:
         pack(folder, bench.options.pack)
     if bench.options.rerun is not None:
         print(f"--rerun executes the source in {folder}")
-        rerun(folder, bench.options.rerun, bench.cfg.data)
+        rerun(folder, bench.options.rerun, bench.cfg.data, bench.options.reference)
     row, notes = check_record(folder)
     shown = row | dict(mean=f"{row['mean']:.4f}")  # a loss has more digits than a time
     broken = [f"- {reason}" for reason in row["broken"]]
@@ -111,6 +111,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="record: store source/ as a diff to this commit",
     )
     add("--rerun", type=int, metavar="SEED", help="record: execute its source, for this seed")
+    add("--reference", default="", metavar="DIR", help="--rerun: a record to time beside it")
     add("--x", choices=X_AXES, default="train_time", help="plot: horizontal axis [train_time]")
     add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
     add("--target", type=float, help="plot: a loss to draw a line at")

@@ -391,10 +391,13 @@ SOURCE_FILES = find_sources(REPO)
 def run_sources() -> dict[str, Path]:
     """Find SOURCE_FILES, and every loaded module that is neither Python's nor a package's.
 
-    Those outside of the repository are named outside/PATH. Compiled ones there are left out:
-    compilers make them anew.
+    Those outside of the repository are named outside/PATH. What Inductor compiles, anew on each
+    machine, is left out.
     """
-    libraries = (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages())
+    # PYTHONPATH may name a different folder of packages, in which PyTorch is
+    packages = [str(Path(sys.modules["torch"].__file__).parents[1]), *site.getsitepackages()]
+    libraries = (sysconfig.get_path("stdlib"), site.getusersitepackages(), *packages)
+    compiled = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", REPO)).resolve()  # Inductor sets it
     sources = dict(SOURCE_FILES)
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
@@ -408,7 +411,7 @@ def run_sources() -> dict[str, Path]:
             continue
         if file.is_relative_to(REPO):
             sources.setdefault(file.relative_to(REPO).as_posix(), file)
-        elif file.suffix == ".py":
+        elif file.suffix == ".py" or not file.is_relative_to(compiled):
             sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
     return sources
 

@@ -77,14 +77,11 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
         with contextlib.redirect_stderr(io.StringIO()):  # a failure prints the graph there
             return torch.export.export(model, (example,), dynamic_shapes=dict(idx=shape))
     except Exception as error:  # of many kinds: an edited model may not be traceable
+        first_line = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"the model cannot be traced ({type(error).__name__}: {first_line(error)}); "
+            f"the model cannot be traced ({type(error).__name__}: {first_line}); "
             "export its weights, --to safetensors"
         ) from None
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:

@@ -14,15 +14,34 @@ from records.check import command_words, read_run
 MEASURED = ("dtype", "attn", "loss_chunk")
 
 
-def rerun(folder: str, seed: int, data: str) -> None:
+def rerun(folder: str, seed: int, data: str, reference: str) -> None:
     """Run a seed again with the record's source and command.sh, into DIR/rerun_SEED.
 
-    This executes the source. What a run measures to choose is taken from its log. data: folder of
-    the dataset, by default the run's. The summary also gets system_s, seconds by the operating
-    system's clock. Raises UserError, OSError or ValueError.
+    This executes the source, and before it that of the reference, if a record is named to be timed
+    beside it. data: folder of the dataset, by default the run's. The summary also gets system_s,
+    seconds by the operating system's clock, and slowdown, the reference's train_time here as a
+    multiple of its own. Raises UserError, OSError or ValueError.
     """
-    record = Path(folder).resolve()
-    out_dir = record / f"rerun_{seed}"
+    slowdown = None
+    if reference:
+        with tempfile.TemporaryDirectory() as work:
+            slowdown = run_again(Path(reference), 0, Path(work, "seed_0"), data)
+    out_dir = Path(folder).resolve() / f"rerun_{seed}"
+    run_again(Path(folder), seed, out_dir, data)
+
+    # Files are dated by the operating system, whatever the run's clock says
+    path = out_dir / "summary.json"
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary |= dict(reference=reference, slowdown=slowdown)
+    summary["system_s"] = path.stat().st_mtime - (out_dir / ".lock").stat().st_mtime
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def run_again(record: Path, seed: int, out_dir: Path, data: str) -> float:
+    """Run a record's seed into a folder; returns its train_time as a multiple of the record's.
+
+    What a run measures to choose is taken from its log.
+    """
     run = read_run(record / f"seed_{seed}")
     flags = {name: run["flags"][name] for name in MEASURED}
     data_path = Path(data or run["flags"]["data"]).resolve()
@@ -36,9 +55,5 @@ def rerun(folder: str, seed: int, data: str) -> None:
     if done.returncode:
         wrong = f"the rerun of {run['name']} ended with exit code {done.returncode}"
         raise UserError(f"{wrong}; mend what is said above, and begin again")
-
-    # Files are dated by the operating system, whatever the run's clock says
-    path = out_dir / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    summary["system_s"] = path.stat().st_mtime - (out_dir / ".lock").stat().st_mtime
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    again = read_run(out_dir)
+    return again["summary"]["train_time_s"] / run["summary"]["train_time_s"]

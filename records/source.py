@@ -4,7 +4,6 @@ Its first line is `commit HASH`; below it is what `git apply` takes, or nothing 
 difference.
 """
 
-import hashlib
 import io
 import os
 import re
@@ -15,14 +14,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from common import UserError
+from common import UserError, sha256_of_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-# The commit of this repository that the source of every record is compared with
-REFERENCE = "1b0d68ae16d932af09890bef1bef2b86341ef4d3"
-# Folders and files that no run needs
-NOT_RUN = ("benchmarks/", "records/", "tests/", "bench.py", "conftest.py", "test_train.py")
 
 
 def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
@@ -49,11 +43,6 @@ def write_commit(commit: str, folder: Path) -> None:
         tar.extractall(folder, filter="data")
 
 
-def sha256(path: Path) -> str | None:
-    """The SHA-256 of a file in hexadecimal; None if there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
 def rebuild(record: Path, folder: Path) -> str:
     """Write a record's source, the commit in source.patch with the difference, into a folder.
 
@@ -75,28 +64,30 @@ def rebuild(record: Path, folder: Path) -> str:
     return commit
 
 
-def read_source(record: Path, names: Iterable[str]) -> tuple[dict, dict]:
-    """Return the SHA-256 of the named files in a record's source, and what differs from REFERENCE.
+def read_source(record: Path, names: Iterable[str]) -> tuple[dict, dict, str]:
+    """Return the SHA-256 of the named files in a record's source, what differs from this
+    repository's history, and the commit there: its own, or the newest it descends from.
 
-    Both are by name. The first has None for a missing file; the second has the lines that were
-    added and removed, as in "+3 -1". Raises UserError.
+    The first two are by name. The first has None for a missing file; the second has the lines that
+    were added and removed, as in "+3 -1". Raises UserError.
     """
     hashes = {}
     changes = {}
     with tempfile.TemporaryDirectory() as work:
-        write_commit(REFERENCE, Path(work, "a"))
         folder = Path(work, "b")
-        rebuild(record, folder)
+        commit = rebuild(record, folder)
+        advice = f"{record} must be made to a commit of this repository"
+        base = git("merge-base", commit, "HEAD", advice=advice).decode().strip()
+        write_commit(base, Path(work, "a"))
         for name in names:
-            hashes[name] = sha256(folder / name)
+            path = folder / name
+            hashes[name] = sha256_of_file(path) if path.is_file() else None
         options = "--no-index --no-renames --no-ext-diff --numstat -z"
         counts = git("diff", *options.split(), "a", "b", folder=Path(work)).decode()
     for added, removed, old, new in re.findall(r"(\S+)\t(\S+)\t\0(.+?)\0(.+?)\0", counts):
         name = old[2:] if new == "/dev/null" else new[2:]
-        is_code = name.endswith(".py") and not name.startswith(NOT_RUN)
-        if is_code or name in hashes:
-            changes[name] = f"+{added} -{removed}"
-    return hashes, changes
+        changes[name] = f"+{added} -{removed}"
+    return hashes, changes, base
 
 
 def write_source(record: Path, commit: str) -> list[Path]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common import RunError, UserError, atomic_write, is_bad_path, is_out_of_memory
+from common import RunError, UserError, atomic_write, is_out_of_memory
 from data.tokenizers import get_tokenizer
 from ops.parallel import shard_like, state_to_full, to_full, to_local
 from runtime.ranks import run_on_rank0
@@ -76,7 +76,7 @@ def best_val_loss(run, state, stream) -> float:
         best = read_checkpoint(path, verify=False)
         ours = (dataclasses.asdict(state.raw_model.cfg), stream.fingerprint(), run.val_tokens)
         if (best["model_config"], best["data"], best.get("val_tokens")) == ours:
-            return best.get("val_loss", math.inf)
+            return best["val_loss"]
     return math.inf
 
 
@@ -93,8 +93,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path, verify: bool = True) -> dict:
     """Load a checkpoint, mapped from its file. Without `verify`, checksums are not compared.
 
-    Raises UserError if it is missing, CorruptCheckpointError if it is damaged, RunError or OSError
-    if it cannot be read now, for want of memory, say.
+    Raises UserError if it is missing, CorruptCheckpointError if it is damaged, RunError if it
+    cannot be read now, for want of memory or of permission, say.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -110,8 +110,6 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
         ) from None
     except Exception as error:  # torn and foreign files fail in many ways
         reason = system_error(error)
-        if is_bad_path(reason):
-            raise
         # EINVAL: a torn file that points to a place before its beginning
         has_failed = isinstance(reason, OSError) and reason.errno != errno.EINVAL
         if has_failed or is_out_of_memory(reason):

@@ -146,11 +146,9 @@ class InitCheckpoint:
 
         Raises UserError if they do not fit the model.
         """
-        if self.resumes:
-            load_weights(model, self.checkpoint, self.path)
-        else:
-            checkpoint = with_eval_weights(self.checkpoint)
-            load_weights(model, checkpoint, self.path, may_differ=("seq_len",))
+        checkpoint = self.checkpoint if self.resumes else with_eval_weights(self.checkpoint)
+        may_differ = () if self.resumes else ("seq_len",)
+        load_weights(model, checkpoint, self.path, may_differ)
 
     def restore(self, state, stream, run) -> None:
         """Continue: the state of optimizer and loss scale, steps, clock, and what changes keep.

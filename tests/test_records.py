@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -76,7 +77,7 @@ def edit_copy(run: Path, name: str, text: str) -> None:
     """Append text to a run's copy of a source, or to a new one, and correct its hash in log.txt."""
     with open(run / "source" / name, "ab") as file:
         file.write(text.encode())
-    hashed = f"{name} sha256 {source.sha256(run / 'source' / name)}, "
+    hashed = f"{name} sha256 {common.sha256_of_file(run / 'source' / name)}, "
     edit(run / "log.txt", rf"{name} sha256 \w+, |(?<=\nsources: )", hashed)
 
 
@@ -93,7 +94,8 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "other data"),
     ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
     ("seed_2/log.txt", '"seed": 2', '"seed": 7', "not 0, 1, 2"),
-    ("seed_2/log.txt", "seed_2", "seed_4", "disagree: seed_2, seed_4"),
+    ("seed_2/log.txt", '"seed": 2', '"seed": 7', "seed_2: its seed is 7"),
+    ("seed_1/log.txt", r"data: (\S+) \(.*?\), ", "data: x (y), 1", "tokens, ' of the data"),
     ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "than seed_0: n_layer 3, not 2"),
     ("seed_2/log.txt", "model.py sha256 ", "\nno ", f"seed_2: {NO_HASH} model.py"),
     ("seed_0/log.txt", "sources: ", OUTSIDE, f"{NO_HASH} outside/opt/fast.py as source"),
@@ -115,6 +117,18 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
     ("rerun_1/summary.json", 's": -', 's": ', "its train_time is that of seed_1: a copy"),
     ("rerun_1/summary.json", 's": -', 's": 9', "repeat it where nothing else runs"),
+    (
+        "rerun_1/summary.json",
+        '"train_time_s": -',
+        '"slowdown": 0.01, "train_time_s": 0.05, "was": -',
+        "rerun_1: train_time",
+    ),
+    (
+        "rerun_1/metrics.jsonl",
+        r'"val_loss": (\d\.\d)\d',
+        '"val_loss": 5.08',
+        "rerun_1: val_loss 5.",
+    ),
     ("rerun_1/summary.json", '"system_s": ', '"system_s": 9', "s by the system's"),
 ]
 
@@ -126,11 +140,12 @@ def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
     A repository has their sources, the track their data and a target.
     """
     monkeypatch.setattr(source, "REPOSITORY", repository)
-    monkeypatch.setattr(source, "REFERENCE", "HEAD")
     record = Path(shutil.copytree(shakespeare_like / NAME, tmp_path / NAME))
     summary = json.loads((record / "seed_0" / "summary.json").read_text())
     track = check.TRACKS["laptop"] | dict(targets={"shakespeare-1.8857": 5.0})
     track |= {key: summary[key] for key in ("files", "val_tokens")}
+    log = (record / "seed_0" / "log.txt").read_text()
+    track["tokens"] = re.search(r", [\d,]+ \+ [\d,]+ tokens, ", log)[0]
     monkeypatch.setitem(check.TRACKS, "laptop", track)
     return record
 
@@ -139,9 +154,10 @@ def unpacked(shakespeare_like, repository, tmp_path, monkeypatch) -> Path:
 def record(unpacked) -> Path:
     """A copy of the record as it is kept, with a rerun that was as fast."""
     check.pack(str(unpacked), "HEAD")
-    again = unpacked / "rerun_1"
-    shutil.copytree(unpacked / "seed_1", again)
-    edit(again / "summary.json", '"train_time_s": ', '"system_s": 0.1, "train_time_s": -')
+    for seed in range(3):
+        again = unpacked / f"rerun_{seed}"
+        shutil.copytree(unpacked / f"seed_{seed}", again)
+        edit(again / "summary.json", '"train_time_s": ', '"system_s": 0.1, "train_time_s": -')
     return unpacked
 
 
@@ -172,11 +188,14 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
     assert not list(record.glob("seed_*/source"))
     monkeypatch.setattr(check, "SLOWER", 1000)
     with pytest.raises(UserError, match="seed_1 ended with exit code 2; mend what is said above"):
-        rerun(str(record), 1, "")
+        rerun(str(record), 1, "", "")
     shutil.rmtree(record / "rerun_1")
-    notes = ["The source is that of HEAD.", check.INCOMPLETE, check.UNKNOWN]
-    assert check.check_record(str(record))[1] == notes
-    rerun(str(record), 1, "")
+    row, notes = check.check_record(str(record))
+    assert notes == [f"The source is that of {commit[:7]}, in this history.", check.UNKNOWN]
+    assert row["verdict"].startswith("not confirmed: 2 of 3 seeds have a rerun")
+    rerun(str(record), 1, "", reference=str(record))
+    summary = json.loads((record / "rerun_1" / "summary.json").read_text())
+    assert summary["slowdown"] > 0 and summary["reference"] == str(record)
     assert_verdict(record)
     assert_same_run(record / "rerun_1", record / "seed_1", exact=True)
 
@@ -186,8 +205,23 @@ def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, mo
     (tmp_path / "fcntl.py").write_text("flock = print")
     monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
     assert f"outside{tmp_path}/fcntl.py" in common.run_sources()
+    # Compiled modules as well, except for those of Inductor
+    compiled = tmp_path / "cache" / "fast.so"
+    compiled.parent.mkdir()
+    compiled.touch()
+    monkeypatch.setitem(sys.modules, "fast", SimpleNamespace(__file__=str(compiled)))
+    for cache, is_kept in ((tmp_path / "other", True), (compiled.parent, False)):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        assert (f"outside{compiled}" in common.run_sources()) == is_kept
+    # Packages beside PyTorch, wherever that is
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__=f"{tmp_path}/torch/x.py"))
+    assert not any(name.startswith("outside") for name in common.run_sources())
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
     monkeypatch.setattr(common, "REPO", tmp_path)
-    assert f"fcntl.py sha256 {source.sha256(tmp_path / 'fcntl.py')}" in common.source_hashes()
+    assert (
+        f"fcntl.py sha256 {common.sha256_of_file(tmp_path / 'fcntl.py')}" in common.source_hashes()
+    )
     common.copy_sources(common.run_sources(), tmp_path / "source")
     assert (tmp_path / "source" / "fcntl.py").is_file()
 
@@ -200,7 +234,7 @@ def test_records_of_this_repository_keep_the_rules(repository):
     assert commands
     for path in commands:
         row, _ = check.check_record(str(path.parent))
-        assert row["verdict"] == "PASS", row
+        assert not row["broken"] and row["verdict"].startswith("not confirmed: 0 of "), row
         assert f"{path.parent.name}) | {row['mean']:.4f} +- " in table
 
 
@@ -222,8 +256,45 @@ def test_packed_records_keep_the_difference(unpacked):
         edit_copy(run, "data/more.py", "more = 1\r\n")
     check.pack(str(unpacked), "HEAD")
     row, notes = check.check_record(str(unpacked))
-    assert row["verdict"] == "PASS", row
-    assert notes[0].endswith("differs from HEAD: data/more.py (+1 -0), model.py (+1 -0).")
+    assert not row["broken"]
+    assert notes[0].endswith("in this history: data/more.py (+1 -0), model.py (+1 -0).")
+    # Changes that weight the loss, or that change the batch over the run
+    edit(unpacked / "seed_0" / "metrics.jsonl", r"5\.76\d+", "5.6600")
+    edit(unpacked / "seed_0" / "log.txt", r"loss 5\.76\d+", "loss 5.6600")
+    for name in ("metrics.jsonl", "summary.json"):
+        text = (unpacked / "seed_0" / name).read_text()
+        double = re.sub(
+            r'("tokens(?:_per_s)?": )([\d.]+)', lambda m: m[1] + str(2 * json.loads(m[2])), text
+        )
+        (unpacked / "seed_0" / name).write_text(double)
+    assert not check.check_record(str(unpacked))[0]["broken"]
+
+
+def test_a_commit_beside_the_history_is_read_from_where_it_left(record, repository):
+    branch = (
+        "-c user.name=test -c user.email=test@localhost commit-tree -p HEAD -m branch HEAD^{tree}"
+    )
+    side = source.git(*branch.split(), folder=repository, advice="mend it").decode().strip()
+    head = source.git("rev-parse", "HEAD").decode().strip()
+    (record / "source.patch").write_text(f"commit {side}\n")
+    _, notes = check.check_record(str(record))
+    assert notes[0] == f"The source is that of {head[:7]}, in this history."
+
+
+def test_p_is_that_of_the_reruns(record):
+    losses = []
+    for run in record.glob("seed_*"):
+        loss = json.loads((run / "summary.json").read_text())["val_loss"]
+        losses.append(loss)
+        lower = 0.998 * loss
+        for name in ("metrics.jsonl", "summary.json"):
+            edit(run / name, re.escape(f'"val_loss": {loss}'), f'"val_loss": {lower}')
+        edit(run / "log.txt", f"val_loss {loss:.4f}", f"val_loss {lower:.4f}")
+    target = mean(losses) + 6.9 * stdev(losses) / math.sqrt(3)  # p is 0.0102
+    check.TRACKS["laptop"]["targets"][NAME.name.partition("_")[2]] = target
+    row, _ = check.check_record(str(record))
+    assert row["verdict"] == "not confirmed: 3 of 3 seeds have a rerun, p = 0.0102", row
+    assert check.t_test([0.998 * loss for loss in losses], target) < 0.01
 
 
 def test_pack_keeps_what_it_cannot_pack(unpacked):
