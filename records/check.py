@@ -119,7 +119,7 @@ def command_words(path: Path) -> list[str]:
 
 def different_flags(flags: dict, others: dict) -> str:
     """Say which flags have other values, of those that all runs of a record must share."""
-    own = ("seed", "out_dir", "data", "trials")
+    own = ("seed", "out_dir", "data", "trials", "given")
     different = []
     for name, value in flags.items():
         if name not in own and others.get(name) != value:
