@@ -32,6 +32,7 @@ from ops.attention import (
     cached_attention,
     flex_attention,
 )
+from ops.functional import cross_entropy, leaky_relu_squared, norm, softcap
 from ops.linear import linear
 from ops.loss import chunked_loss
 from ops.parallel import (
@@ -88,20 +89,6 @@ class GPTConfig:
 
 # --------------------------------------------------------------------------------------------------
 # 2. Layers. Shapes: B sequences of T tokens, C = n_embd
-
-
-# Training swaps norm, leaky_relu_squared and cross_entropy for functions that compute the same in
-# fewer passes, unless you have edited them, or softcap (ops/faster.py compares their code)
-
-
-def norm(x: Tensor) -> Tensor:
-    """RMSNorm over the last dimension, without a gain."""
-    return F.rms_norm(x, (x.size(-1),))
-
-
-def leaky_relu_squared(x: Tensor) -> Tensor:
-    """x^2 above zero and x^2 / 4 below: squared ReLU (So et al. 2021), with a slope below zero."""
-    return F.leaky_relu(x, 0.5).square()
 
 
 class Linear(nn.Linear):
@@ -314,19 +301,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         x = x + self.attn(norm(x), ctx)
         return x + self.mlp(norm(x))
-
-
-def softcap(logits: Tensor, cap: float) -> Tensor:
-    """Soft-cap logits to (-cap, cap) by tanh (Gemma 2, 2024); 0 disables."""
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """Mean cross entropy of the soft-capped logits, in nats: a scalar in fp32.
-
-    logits: (N, vocab_size), in the compute dtype. targets: int64 (N,); those of -1 do not count.
-    """
-    return F.cross_entropy(softcap(logits.float(), cap), targets, ignore_index=-1)
 
 
 # --------------------------------------------------------------------------------------------------

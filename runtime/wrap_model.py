@@ -9,7 +9,6 @@ from torch import nn
 from common import UserError, is_out_of_memory, largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
-from ops.faster import use_faster_functions
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
 from runtime.device import DTYPES
@@ -35,8 +34,7 @@ def wrap_model(
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     blocks = set(model.blocks)  # a changed model may use one several times
 
-    # 1. Functions in fewer passes; float8
-    use_faster_functions(type(model).backbone.__globals__)
+    # 1. float8
     if cfg.fp8:
         for block in blocks:
             for name, module in block.named_children():

@@ -25,7 +25,7 @@ from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
 from ops.checkpointing import apply_ac, selective_ac_policy
 from ops.compile import apply_compile
-from ops.faster import (
+from ops.functional import (
     CpuLeakyReLUSquared,
     CpuRMSNorm,
     FusedCrossEntropy,

@@ -1,7 +1,10 @@
-"""Functions of model.py in fewer passes, put there from outside."""
+"""The norm, activation, soft-cap and cross entropy of model.py.
+
+Each is a plain formula. Where PyTorch's own functions would make more passes over memory, as on a
+CPU in training, an autograd.Function below computes the same.
+"""
 
 import math
-from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +13,61 @@ from torch import Tensor
 from ops.loss import loss_scale
 
 
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last dimension, without a gain: F.rms_norm(x, (x.size(-1),))."""
+    if x.is_cpu and trains_eagerly(x):
+        return CpuRMSNorm.apply(x)
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def leaky_relu_squared(x: Tensor) -> Tensor:
+    """F.leaky_relu(x, 0.5).square(): x^2 above zero, x^2 / 4 below.
+
+    Squared ReLU (So et al. 2021), with a slope below zero.
+    """
+    if x.is_cpu and trains_eagerly(x):
+        return CpuLeakyReLUSquared.apply(x)
+    return F.leaky_relu(x, 0.5).square()
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Soft-cap logits to (-cap, cap): cap * tanh(logits / cap) (Gemma 2, 2024); 0 disables."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
+    """Mean cross entropy of the soft-capped logits, in nats: a scalar in fp32.
+
+    F.cross_entropy(softcap(logits.float(), cap), targets, ignore_index=-1). logits: (N,
+    vocab_size), in the compute dtype. targets: int64 (N,); those of -1 are left out.
+    """
+    if 0 < cap < 35:  # beyond that, probabilities would underflow
+        if torch.compiler.is_compiling():
+            return bounded_cross_entropy(logits, targets, cap)
+        if trains_eagerly(logits):
+            return FusedCrossEntropy.apply(logits, targets, cap)
+    return F.cross_entropy(softcap(logits.float(), cap), targets, ignore_index=-1)
+
+
+def trains_eagerly(x: Tensor) -> bool:
+    """Ask if x needs a gradient from PyTorch's own autograd.
+
+    The compiler does better, and torch.func does not transform these autograd.Functions.
+    """
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return x.requires_grad and not is_traced
+
+
+# --------------------------------------------------------------------------------------------------
+# In fewer passes
+
+
 def refuse_second_derivative() -> None:
     """Raise RuntimeError in a backward pass with create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "norm and leaky_relu_squared have no second derivative: in model.py, call F.rms_norm "
-            "and F.leaky_relu in their place"
+            "norm and leaky_relu_squared of ops/functional.py have no second derivative: in "
+            "model.py, call F.rms_norm and F.leaky_relu in their place"
         )
 
 
@@ -109,78 +161,3 @@ def bounded_cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor
     counted = targets >= 0
     losses = torch.where(counted, log_sum - target_z, 0.0)
     return math.log(2) * losses.sum() / counted.sum().clamp(min=1)
-
-
-# --------------------------------------------------------------------------------------------------
-# In the place of functions of model.py
-
-
-def plain_norm(x: Tensor) -> Tensor:
-    """As in model.py."""
-    return F.rms_norm(x, (x.size(-1),))
-
-
-def plain_leaky_relu_squared(x: Tensor) -> Tensor:
-    """As in model.py."""
-    return F.leaky_relu(x, 0.5).square()
-
-
-def softcap(logits: Tensor, cap: float) -> Tensor:
-    """As in model.py."""
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def plain_cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    """As in model.py."""
-    return F.cross_entropy(softcap(logits.float(), cap), targets, ignore_index=-1)
-
-
-def faster_norm(x: Tensor) -> Tensor:
-    return CpuRMSNorm.apply(x) if x.is_cpu and trains_eagerly(x) else plain_norm(x)
-
-
-def faster_leaky_relu_squared(x: Tensor) -> Tensor:
-    if x.is_cpu and trains_eagerly(x):
-        return CpuLeakyReLUSquared.apply(x)
-    return plain_leaky_relu_squared(x)
-
-
-def faster_cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
-    if 0 < cap < 35:  # beyond that, probabilities would underflow
-        if torch.compiler.is_compiling():
-            return bounded_cross_entropy(logits, targets, cap)
-        if trains_eagerly(logits):
-            return FusedCrossEntropy.apply(logits, targets, cap)
-    return plain_cross_entropy(logits, targets, cap)
-
-
-def trains_eagerly(x: Tensor) -> bool:
-    """Whether x needs a gradient from PyTorch's own autograd.
-
-    The compiler does better, and torch.func does not transform these autograd.Functions.
-    """
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return x.requires_grad and not is_traced
-
-
-def use_faster_functions(names: dict) -> None:
-    """Put the faster functions in the place of those in model.py. names: its global names.
-
-    Only where they are the plain ones: what a change makes of them is what is computed.
-    """
-    if same_code(names.get("norm"), plain_norm):
-        names["norm"] = faster_norm
-    if same_code(names.get("leaky_relu_squared"), plain_leaky_relu_squared):
-        names["leaky_relu_squared"] = faster_leaky_relu_squared
-    if same_code(names.get("softcap"), softcap):
-        if same_code(names.get("cross_entropy"), plain_cross_entropy):
-            names["cross_entropy"] = faster_cross_entropy
-
-
-def same_code(function: object, plain: FunctionType) -> bool:
-    """Whether a function is the plain one, docstrings aside."""
-    if not isinstance(function, FunctionType):
-        return False
-    ours, theirs = function.__code__, plain.__code__
-    same_constants = ours.co_consts[1:] == theirs.co_consts[1:]  # the first is the docstring
-    return same_constants and ours.co_code == theirs.co_code and ours.co_names == theirs.co_names
