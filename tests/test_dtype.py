@@ -1,13 +1,17 @@
-"""Automatic values: --dtype by speed, once; the attention; the chunks of the loss."""
+"""Automatic values: dtype, attention, chunks of the loss; and what is computed with them."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
+from torch._inductor.utils import fresh_cache
 
 import sample
-from conftest import TINY, final, run_main, stream_of
+from conftest import TINY, add_noise, built, compiler_works, final, run_main, stream_of
+from inference.generation import compile_decode_step, generate
+from ops.compile import keep_gcc_from_copying
 from runtime import auto, device
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
@@ -118,3 +122,120 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
     assert final(folder)["step"] == 3 and final(folder)["config"]["dtype"] == "bf16" and not asked
     assert run_main([*argv, "4", "--dtype", "fp32"], capsys)[0] == 0
     assert final(folder)["config"]["dtype"] == "fp32"
+
+
+# --------------------------------------------------------------------------------------------------
+# Every dtype and attention that may be chosen computes what fp32 does, compiled too
+
+# seq_len, window, n_embd, n_head; and what is compiled
+SHAPES = {
+    (64, "L", 64, 1): [("fp32", "sdpa")],
+    (250, "S:100", 128, 2): [("fp16", "blocked")],
+    (256, "L", 256, 2): [("bf16", "sdpa")],
+    (256, "L", 128, 1): [("bf16", "blocked")],
+    (512, "S:128", 128, 2): [("fp32", "blocked")],
+    (2048, "S:512", 64, 1): [("bf16", "blocked")],
+}
+LIMITS = dict(fp32=1e-4, fp16=0.01, bf16=0.05)  # an error's norm, of the value's
+
+
+def computed(shape: tuple, dtype="fp32", attn="math", compile="off", sparse=False) -> dict:
+    """Losses of training and evaluation, and all gradients of random weights."""
+    seq_len, window, n_embd, n_head = shape
+    flags = dict(seq_len=seq_len, window=window, n_embd=n_embd, n_head=n_head, n_layer=1)
+    flags |= dict(batch_tokens=2 * seq_len, micro_batch=2, loss_chunk=seq_len, ngram=3)
+    flags |= dict(ngram_rows=512, ngram_dropout=0.0, dtype=dtype, attn=attn, compile=compile)
+    state = built(**flags)
+    model = add_noise(state.raw_model)
+    assert model.ngrams.sparse
+    model.ngrams.sparse = sparse
+    tokens = torch.randint(257, (2, seq_len + 1), generator=torch.Generator().manual_seed(2))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    loss = model(*batch)
+    (1024 * loss).backward()  # fp16 would lose small gradients
+    assert model.ngrams.weight.grad.is_sparse == sparse
+    found = {name: p.grad.to_dense() / 1024 for name, p in model.named_parameters()}
+    with torch.no_grad():
+        return found | dict(loss=loss.detach(), val_loss=model.eval()(*batch))
+
+
+def apart(ours: dict, theirs: dict, limit: float) -> dict[str, float]:
+    """The relative errors that are not within the limit."""
+    assert ours.keys() == theirs.keys()
+    errors = {name: ((ours[name] - x).norm() / x.norm()).item() for name, x in theirs.items()}
+    return {name: error for name, error in errors.items() if not error <= limit}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_are_those_of_fp32(shape):
+    expected = computed(shape)
+    for dtype, limit in LIMITS.items():
+        for attn in ("sdpa", "blocked"):
+            found = computed(shape, dtype, attn, sparse=True)
+            assert not apart(found, expected, limit), (dtype, attn)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_gradients_are_those_of_fp32(shape):
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    expected = computed(shape)
+    for dtype, attn in SHAPES[shape]:
+        found = computed(shape, dtype, attn, "default", sparse=True)
+        assert not apart(found, expected, LIMITS[dtype]), (dtype, attn)
+
+
+def test_a_wrong_gradient_is_seen():
+    right = computed((64, "L", 64, 1))
+    for spoil in (
+        lambda x: x[0].fill_(torch.nan),
+        lambda x: x[: len(x) // 3].zero_(),
+        lambda x: x[-(len(x) // 3) :].normal_(std=x.std().item()),
+    ):
+        for name in right.keys() - {"loss", "val_loss"}:
+            wrong = right | {name: right[name].clone()}
+            spoil(wrong[name])
+            assert [*apart(wrong, right, max(LIMITS.values()))] == [name]
+
+
+def test_gcc_deletes_no_stores_before_copies(monkeypatch):
+    """Transposed tiles of 16 bits were random with AVX-512."""
+    if not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    commands = []
+    run = cpp_builder.run_compile_cmd
+    monkeypatch.setattr(
+        cpp_builder, "run_compile_cmd", lambda cmd, cwd: commands.append(cmd) or run(cmd, cwd)
+    )
+
+    def function(x):
+        g = x.mT
+        return torch.cat((g[..., :32] * 2, g[..., 32:]), -1)
+
+    keep_gcc_from_copying()
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(8, 128, 256).to(dtype).requires_grad_()
+        with fresh_cache():
+            compiled = torch.compile(function)(x)
+            (gradient,) = torch.autograd.grad(compiled.square().sum(), x)
+        torch.testing.assert_close(compiled, function(x), rtol=0, atol=0)
+        (expected,) = torch.autograd.grad(function(x).square().sum(), x)
+        torch.testing.assert_close(gradient, expected)
+    with fresh_cache(), torch.no_grad():
+        decode_step = compile_decode_step(torch.device("cpu"))
+        compare_decoding(decode_step)
+    flags = ["-fno-tree-loop-distribute-patterns" in command for command in commands]
+    assert len(flags) >= 5 and set(flags) == {cpp_builder.is_gcc()}
+
+
+def compare_decoding(step) -> None:
+    """Most tokens of compiled bf16 are those of fp32."""
+    prompts = [*torch.randint(257, (64, 20), generator=torch.Generator().manual_seed(3))]
+    tokens = []
+    for dtype, decode in (("fp32", None), ("bf16", step)):
+        model = add_noise(built(dtype=dtype, window="SL:9").raw_model).eval()
+        steps = generate(model, prompts, n_tokens=2, vocab_size=257, temperature=0, step=decode)
+        tokens.append(torch.stack([*steps]))
+    same = tokens[0] == tokens[1]
+    assert same[0].float().mean() > 0.9  # eager
+    assert same[1, same[0]].float().mean() > 0.9

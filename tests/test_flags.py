@@ -1,15 +1,17 @@
 """Flags: mistakes are told in one sentence, rules, automatic values and sizes."""
 
 import dataclasses
+import inspect
 import os
 import re
 
 import numpy as np
 import pytest
 import torch
+from torch._inductor.exc import CppCompileError, InductorError
 
 import train_gpt
-from common import UserError, largest_divisor
+from common import UserError, error_sentence, largest_divisor
 from conftest import (
     TINY,
     final,
@@ -111,14 +113,29 @@ def test_what_is_not_there_is_told(data, tmp_path, capsys):
     if not torch.cuda.is_available():
         code, err = run_main(["--data", str(data), "--device", "cuda"], capsys)
         assert code == 2 and "PyTorch sees no CUDA device here; use --device cpu" in err
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\ncase $1 in --version) exit;; esac\necho no header; exit 1\n")
+    compiler.chmod(0o700)
+    (tmp_path / "file").touch()
     argv = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", compile="default"))
-    done = run_python("train_gpt.py", *argv, env=os.environ | {"CXX": "/no/such/compiler"})
-    assert done.returncode == 2
-    assert "--compile finds no C++ compiler" in done.stderr.splitlines()[-1]
-    cache = tmp_path / "file"
-    cache.touch()
-    done = run_python("train_gpt.py", *argv, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache})
-    assert done.returncode == 2 and "set TORCHINDUCTOR_CACHE_DIR to a" in done.stderr
+    for name, value, words in (
+        ("CXX", "/no/such/compiler", "No working C.. compiler found"),
+        ("CXX", compiler, "no header"),
+        ("TORCHINDUCTOR_CACHE_DIR", tmp_path / "file", "Not a directory|File exists"),
+    ):
+        done = run_python("train_gpt.py", *argv, env=os.environ | {name: str(value)})
+        said = rf"error: --compile failed in the compiler or its cache \(.*({words}).*\); repair"
+        assert done.returncode == 2 and re.match(said, done.stderr), done.stderr
+        assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_compiler_that_fails_in_a_run_is_told():
+    for error, sentence in (
+        (CppCompileError(["g++"], "disk\nfull"), "its cache (disk full); repair"),
+        (OSError(28, "disk full"), "its cache ([Errno 28] disk full); repair"),
+    ):
+        assert sentence in error_sentence(InductorError(error, inspect.currentframe()))
+    assert not error_sentence(InductorError(AssertionError(), inspect.currentframe()))
 
 
 # --------------------------------------------------------------------------------------------------
