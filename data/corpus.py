@@ -146,16 +146,15 @@ def _is_prepared_data(folder):
 
 
 def find_texts(arguments, include, keys, has_integers):
-    """Return the files of find_files that can be read, and their texts.
+    """Return the files that the arguments stand for: (name, path, SHA-256), sorted by name_hash.
 
-    The files are (name, path), sorted by hash. Equal ones get the same name, so that they are in
-    the same split. The texts are {SHA-256: name}.
-    Others are skipped and listed. Raises Unreadable for one that is itself among the arguments.
+    Equal ones get the same name, so that they are in the same split. Those that cannot be read
+    are skipped and listed. Raises Unreadable for one that is itself among the arguments.
     """
     names = find_files(arguments, include)
     named = set(map(os.path.abspath, arguments))
     files = []
-    texts = {}
+    names_of = {}
     skipped = []
     for name, path in sort_by_hash((name, path) for path, name in names.items()):
         is_named = str(path) in named
@@ -166,8 +165,9 @@ def find_texts(arguments, include, keys, has_integers):
                 # An error further on in it ends the preparation anyway
                 if is_named:
                     break
-            first_name = texts.setdefault(sha256_of_file(path), name)
-            files.append((first_name, path))
+            sha256 = sha256_of_file(path)
+            first_name = names_of.setdefault(sha256, name)
+            files.append((first_name, path, sha256))
         except Unreadable as error:
             if is_named:
                 raise
@@ -179,7 +179,7 @@ def find_texts(arguments, include, keys, has_integers):
         raise UserError(
             f"there is no text in {list(map(str, arguments))}: none of the files can be read"
         )
-    return files, texts
+    return files
 
 
 def text_size(path):
@@ -191,8 +191,8 @@ def text_size(path):
 
 
 def total_size(files):
-    """Return about how many bytes of text files, (name, path), hold."""
-    return sum(text_size(path) for _, path in files)
+    """Return about how many bytes of text files, (name, path, ...), hold."""
+    return sum(text_size(path) for _, path, *_ in files)
 
 
 def choose_split(files, val_fraction, keys):
@@ -211,12 +211,11 @@ def choose_split(files, val_fraction, keys):
         lowest = min(lowest, digest)
         highest = max(highest, digest)
         if lowest < threshold <= highest:
-            return threshold, largest
+            break
     # Fewer than two different documents would be whole
     if lowest >= highest:
         return 0, -1
-    threshold = lowest + 1 if threshold <= lowest else highest
-    return threshold, largest
+    return max(lowest + 1, min(threshold, highest)), largest
 
 
 def file_format(path):
@@ -294,7 +293,7 @@ def _find_cut(raw):
 
 
 def read_files(files, val_fraction, keys, threshold=0, largest=-1):
-    """Yield the pieces of all documents of files, (name, path).
+    """Yield the pieces of all documents of files, (name, path, ...).
 
     A row of a file with rows is a document, and so is what <|endoftext|> separates in a text or
     row. Any other file is one.
@@ -321,7 +320,7 @@ def _read_documents(files, keys):
     The hash is that of a file's name, or of the text of a document inside a file, for which the
     bytes are 0.
     """
-    for name, path in files:
+    for name, path, *_ in files:
         try:
             with open_file(path) as stream:
                 texts = []

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -86,16 +87,14 @@ def _batches(documents):
 def _encode(tokenizer, pieces):
     """Encode pieces of documents, with end-of-text before each document.
 
-    Returns (split, 1-D uint16 tokens, counts) of each, which has the bytes and documents.
+    Returns the split of each, its 1-D uint16 tokens, its bytes, and whether a document starts.
     """
     encoded = []
     for split, starts_document, piece in pieces:
         tokens = tokenizer.encode_raw(piece).astype(np.uint16)
         if starts_document:
             tokens = np.insert(tokens, 0, tokenizer.eot)
-        counts = {"tokens": tokens.size, "bytes": memoryview(piece).nbytes}
-        counts["documents"] = int(starts_document)
-        encoded.append((split, tokens, counts))
+        encoded.append((split, tokens, memoryview(piece).nbytes, starts_document))
     return encoded
 
 
@@ -106,11 +105,11 @@ def encode_file(path, tokenizer):
     """
     pieces = corpus.read_files([(path.name, path)], 0, ["text"])
     parts = [np.empty(0, dtype=np.uint16)]
-    n_bytes = 0
-    for _, tokens, counts in _encode(tokenizer, pieces):
+    total = 0
+    for _, tokens, n_bytes, _ in _encode(tokenizer, pieces):
         parts.append(tokens)
-        n_bytes += counts["bytes"]
-    return np.concatenate(parts)[1:], n_bytes  # without the end-of-text before it
+        total += n_bytes
+    return np.concatenate(parts)[1:], total  # without the end-of-text before it
 
 
 class SplitWriter:
@@ -119,15 +118,14 @@ class SplitWriter:
     def __init__(self, folder, split, shard_tokens):
         self.folder = folder
         self.split = split
-        self.counts = {"tokens": 0, "bytes": 0, "documents": 0}
+        self.counts = Counter(tokens=0, bytes=0, documents=0)
         self.files = {}  # shard -> its entry in meta.json
         self.buffer = np.empty(shard_tokens, dtype=np.uint16)
         self.filled = 0
 
-    def add(self, tokens, counts):
+    def add(self, tokens, n_bytes, starts_document):
         """Append tokens, and write each shard that is full."""
-        for key in self.counts:
-            self.counts[key] += counts[key]
+        self.counts.update(tokens=tokens.size, bytes=n_bytes, documents=starts_document)
         while tokens.size:
             part = tokens[: self.buffer.size - self.filled]
             tokens = tokens[part.size :]
@@ -163,9 +161,9 @@ def _write_shards(documents, tokenizer, folder, shard_tokens, progress):
     threads = min(os.cpu_count() or 1, 16)
     encode = partial(_encode, tokenizer)
     for encoded in map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads):
-        for split, tokens, counts in encoded:
-            writers[split].add(tokens, counts)
-            progress.add(counts["bytes"])
+        for split, tokens, n_bytes, starts_document in encoded:
+            writers[split].add(tokens, n_bytes, starts_document)
+            progress.add(n_bytes)
 
     splits = {}
     files = {}
@@ -308,24 +306,23 @@ def prepare(
         return folder
 
     with _temporary_folder(folder, keep=source in DOWNLOADS) as temporary:
-        # The files, (name, path), for training and for validation
+        # The files for training and for validation: (name, path), and the SHA-256 of your own
         if source == "files":
             origin = f"files {' '.join(map(os.fspath, paths))}"
-            files, texts = find_texts(paths)
-            arguments["texts"] = _identify_texts(files, texts)
+            files = find_texts(paths)
+            arguments["texts"] = _identify_texts(files)
         else:
             origin, files = _find_source(source, folder=temporary)
-        val_files, val_texts = [], {}
-        if val:
-            origin += f" --val {' '.join(map(os.fspath, val))}"
-            val_files, val_texts = find_texts(val)
-            _check_disjoint(texts, val_texts)
-        arguments["val"] = _identify_texts(val_files, val_texts)
+        val_files = []
         split_rule = ()
         if val:
+            origin += f" --val {' '.join(map(os.fspath, val))}"
+            val_files = find_texts(val)
+            _check_disjoint(files, val_files)
             val_fraction = 0
         else:
             split_rule = corpus.choose_split(files, val_fraction, text_key)
+        arguments["val"] = _identify_texts(val_files)
 
         # Read from the beginning at each call: to train the vocabulary, and to encode
         def documents():
@@ -345,13 +342,6 @@ def prepare(
         encoder, vocabulary = _load_tokenizer(
             tokenizer, vocab_size, documents(), n_bytes=train_bytes
         )
-        meta = {"tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "eot": encoder.eot}
-        if vocabulary:
-            path = temporary / VOCABULARY_FILE
-            path.write_bytes(vocabulary.encode())
-            meta["vocabulary"] = {"sha256": sha256_of_file(path)}
-        if len(files) > 1:
-            meta["order"] = corpus.ORDER
 
         # The shards
         n_bytes = train_bytes + corpus.total_size(val_files)
@@ -362,9 +352,22 @@ def prepare(
         if has_integers:
             for counts in splits.values():
                 counts["bytes"] = None
-        command = command or f"python data/prepare.py {source}"
-        meta |= {"splits": splits, "source": origin, "files": shards, "command": command}
-        meta["made_from"] = arguments
+        meta = {
+            "tokenizer": encoder.name,
+            "vocab_size": encoder.vocab_size,
+            "eot": encoder.eot,
+            "splits": splits,
+            "source": origin,
+            "files": shards,
+            "command": command or f"python data/prepare.py {source}",
+            "made_from": arguments,
+        }
+        if vocabulary:
+            path = temporary / VOCABULARY_FILE
+            path.write_bytes(vocabulary.encode())
+            meta["vocabulary"] = {"sha256": sha256_of_file(path)}
+        if len(files) > 1:
+            meta["order"] = corpus.ORDER
         write_meta(temporary, meta)
 
     load_meta(folder)
@@ -374,7 +377,7 @@ def prepare(
             size = f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
         print_line(f"{folder}: {counts['tokens']:,} tokens ({encoder.name}{size}) in {split}")
     part = splits["val"]["tokens"] / (splits["val"]["tokens"] + splits["train"]["tokens"])
-    if split_rule and not val_fraction / 2 < part < 2 * val_fraction:
+    if source == "files" and not (val or val_fraction / 2 < part < 2 * val_fraction):
         print_line(
             f"note: {part:.1%} of the tokens are for validation, as the documents are few or "
             "unequal; give others with --val PATH"
@@ -414,8 +417,8 @@ def _check_arguments(folder, arguments, find_texts, paths, val):
         arguments["tokenizer"] = _identify_tokenizer(tokenizer)
     for name, given in (("texts", paths), ("val", val)):
         with contextlib.suppress(UserError):
-            files, texts = find_texts(given) if given else ([], {})
-            arguments[name] = _identify_texts(files, texts)
+            files = find_texts(given) if given else []
+            arguments[name] = _identify_texts(files)
     # Folders of earlier versions, and those of others, have not recorded what they are made from
     recorded = load_meta(folder).get("made_from", {})
     for name, given in arguments.items():
@@ -428,21 +431,23 @@ def _check_arguments(folder, arguments, find_texts, paths, val):
             )
 
 
-def _identify_texts(files, texts):
-    """Say what files, (name, path), hold: their number, size, and a hash of names and contents."""
-    lines = [f"{name} {sha256}\n" for sha256, name in texts.items()]
-    n_bytes = sum(path.stat().st_size for _, path in files)
+def _identify_texts(files):
+    """Say what files of find_texts hold: their number, size, and a hash of names and contents."""
+    lines = [f"{name} {sha256}\n" for name, _, sha256 in files]
+    n_bytes = sum(path.stat().st_size for _, path, _ in files)
     digest = corpus.name_hash("".join(lines))
-    return f"{len(files)} files of {n_bytes:,} bytes, hash {digest >> 192:016x}"
+    return f"{len(lines)} files of {n_bytes:,} bytes, hash {digest >> 192:016x}"
 
 
-def _check_disjoint(texts, val_texts):
-    """Raise UserError if a text, {SHA-256: name}, is for training and for validation."""
-    for sha256 in texts.keys() & val_texts.keys() - {hashlib.sha256().hexdigest()}:
-        raise UserError(
-            f"{texts[sha256]} is given for training and as --val ({val_texts[sha256]}); a text "
-            "must be in one of them only"
-        )
+def _check_disjoint(files, val_files):
+    """Raise UserError if a text is among the files for training and those for validation."""
+    names = {sha256: name for name, _, sha256 in files}
+    for val_name, path, sha256 in val_files:
+        if sha256 in names and path.stat().st_size:
+            raise UserError(
+                f"{names[sha256]} is given for training and as --val ({val_name}); a text must be "
+                "in one of them only"
+            )
 
 
 @contextlib.contextmanager

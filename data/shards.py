@@ -7,6 +7,7 @@ and bytes, the source, and all hashes.
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -80,13 +81,9 @@ def find_shards(folder, split):
 
     Raises UserError if there are none.
     """
-    # The name of a dataset may hold the other split's, as in medieval_train_000000.bin
-    other = "val" if split == "train" else "train"
-    shards = []
-    for path in sorted(Path(folder).glob(f"*{split}*.bin")):
-        is_last = path.name.rfind(split) > path.name.rfind(other)
-        if is_last and not path.name.startswith("."):
-            shards.append(path)
+    # The name of a dataset may hold "train" or "val" too, as in medieval_train_000000.bin
+    is_of_split = re.compile(f"{split}(?!.*(train|val))").search
+    shards = sorted(path for path in Path(folder).glob("[!.]*.bin") if is_of_split(path.name))
     if not shards:
         found = f"there is no folder {folder}"
         if Path(folder).is_dir():

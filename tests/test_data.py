@@ -628,8 +628,8 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
 
 # The first digits of SHA-256 of train and val of the next test's files: they must not change
 SHARDS = {
-    "bytes": ["11fe72fc9a4ba058", "cf438cb076c45d4a"],
-    "gpt2": ["23a23b083af12c30", "bf15d90f89e0fbc3"],
+    "bytes": ["93ef45b79840eaf2", "c59ed57256b0613a"],
+    "gpt2": ["0c0d74482adb3084", "b965de5288ae18c6"],
 }
 
 
