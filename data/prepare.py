@@ -399,7 +399,7 @@ def _is_prepared(folder):
     """Return whether a folder is complete. Raises UserError if it holds something else."""
     if os.path.exists(folder / "meta.json"):
         return True
-    is_free = not os.path.exists(folder)
+    is_free = not os.path.lexists(os.path.realpath(folder))
     if os.path.isdir(folder):
         # A preparation that was killed, or one in another process, may have left its own
         is_free = all(name.startswith(".tmp-") for name in os.listdir(folder))

@@ -710,7 +710,8 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch, capsy
     assert tree(folder) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for out in (tmp_path / "mine", tmp_path / "a.txt"):
+    (tmp_path / "loop").symlink_to("loop")
+    for out in (tmp_path / "mine", tmp_path / "a.txt", tmp_path / "loop"):
         with pytest.raises(
             UserError, match="holds something else than prepared data: choose another --out"
         ):
