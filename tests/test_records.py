@@ -120,7 +120,7 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     (
         "rerun_1/summary.json",
         '"train_time_s": -',
-        '"slowdown": 0.01, "train_time_s": 0.05, "was": -',
+        '"slowdown": 1e-9, "train_time_s": 0.05, "was": -',
         "rerun_1: train_time",
     ),
     (
