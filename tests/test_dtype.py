@@ -143,13 +143,13 @@ def computed(shape: tuple, dtype="fp32", attn="math", compile="off", sparse=Fals
     """Losses of training and evaluation, and all gradients of random weights."""
     seq_len, window, n_embd, n_head = shape
     flags = dict(seq_len=seq_len, window=window, n_embd=n_embd, n_head=n_head, n_layer=1)
-    flags |= dict(batch_tokens=2 * seq_len, micro_batch=2, loss_chunk=seq_len, ngram=3)
+    flags |= dict(batch_tokens=seq_len, micro_batch=1, loss_chunk=seq_len, ngram=3)
     flags |= dict(ngram_rows=512, ngram_dropout=0.0, dtype=dtype, attn=attn, compile=compile)
     state = built(**flags)
     model = add_noise(state.raw_model)
     assert model.ngrams.sparse
     model.ngrams.sparse = sparse
-    tokens = torch.randint(257, (2, seq_len + 1), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(257, (1, seq_len + 1), generator=torch.Generator().manual_seed(2))
     batch = tokens[:, :-1], tokens[:, 1:]
     loss = model(*batch)
     (1024 * loss).backward()  # fp16 would lose small gradients
@@ -192,7 +192,7 @@ def test_a_wrong_gradient_is_seen():
         lambda x: x[: len(x) // 3].zero_(),
         lambda x: x[-(len(x) // 3) :].normal_(std=x.std().item()),
     ):
-        for name in right.keys() - {"loss", "val_loss"}:
+        for name in (name for name, x in right.items() if x.ndim == 2 and len(x) in range(3, 257)):
             wrong = right | {name: right[name].clone()}
             spoil(wrong[name])
             assert [*apart(wrong, right, max(LIMITS.values()))] == [name]
@@ -213,21 +213,20 @@ def test_gcc_deletes_no_stores_before_copies(monkeypatch):
         return torch.cat((g[..., :32] * 2, g[..., 32:]), -1)
 
     keep_gcc_from_copying()
-    for dtype in (torch.bfloat16, torch.float16):
-        x = torch.randn(8, 128, 256).to(dtype).requires_grad_()
-        with fresh_cache():
-            compiled = torch.compile(function)(x)
-            (gradient,) = torch.autograd.grad(compiled.square().sum(), x)
-        torch.testing.assert_close(compiled, function(x), rtol=0, atol=0)
-        (expected,) = torch.autograd.grad(function(x).square().sum(), x)
-        torch.testing.assert_close(gradient, expected)
-    with fresh_cache(), torch.no_grad():
-        decode_step = compile_decode_step(torch.device("cpu"))
-        compare_decoding(decode_step)
+    with fresh_cache():
+        for dtype in (torch.bfloat16, torch.float16):
+            x = torch.randn(8, 128, 256).to(dtype).requires_grad_()
+            ours, theirs = torch.compile(function)(x), function(x)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            d_out = torch.randn(theirs.shape).to(dtype)
+            ours, theirs = (torch.autograd.grad(out, x, d_out) for out in (ours, theirs))
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        compare_decoding(compile_decode_step(torch.device("cpu")))
     flags = ["-fno-tree-loop-distribute-patterns" in command for command in commands]
     assert len(flags) >= 5 and set(flags) == {cpp_builder.is_gcc()}
 
 
+@torch.no_grad()
 def compare_decoding(step) -> None:
     """Most tokens of compiled bf16 are those of fp32."""
     prompts = [*torch.randint(257, (64, 20), generator=torch.Generator().manual_seed(3))]

@@ -114,7 +114,9 @@ def test_what_is_not_there_is_told(data, tmp_path, capsys):
         code, err = run_main(["--data", str(data), "--device", "cuda"], capsys)
         assert code == 2 and "PyTorch sees no CUDA device here; use --device cpu" in err
     compiler = tmp_path / "compiler"
-    compiler.write_text("#!/bin/sh\ncase $1 in --version) exit;; esac\necho no header; exit 1\n")
+    compiler.write_text(
+        "#!/bin/sh\ncase $1 in --version) echo g++; exit;; esac\necho no header; exit 1\n"
+    )
     compiler.chmod(0o700)
     (tmp_path / "file").touch()
     argv = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", compile="default"))
