@@ -16,7 +16,6 @@ that compute the same faster or in less memory (attention, loss, float8, shardin
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -431,19 +430,16 @@ class GPT(nn.Module):
     def device(self) -> torch.device:
         return self.wte.weight.device
 
-    def forward(
-        self, idx: Tensor, targets: Tensor | None = None, teacher: "GPT | None" = None
-    ) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """idx, targets: integer (B, T), T <= seq_len; targets of -1 are left out of the loss.
 
         With targets: the mean loss over them in nats, as a scalar in fp32; 0 if all are -1.
         Without: logits, fp32 (B, T, vocab_size).
-        teacher: a model of the same shape, whose probabilities are then half of the loss.
         """
         x = self.features(idx)
         if targets is None:
             return self.logits(x)
-        return self.loss(x, targets, idx, teacher)
+        return self.loss(x, targets)
 
     def next_logits(self, idx: Tensor, cache=None) -> Tensor:
         """Logits of the token that follows each row of idx (B, T): fp32 (B, 1, vocab_size).
@@ -579,37 +575,14 @@ class GPT(nn.Module):
         """
         return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)
 
-    def distillation_loss(self, x: Tensor, targets: Tensor, teacher: "GPT") -> Tensor:
-        """Half head_loss, half the cross entropy with a teacher's probabilities.
-
-        Born-again networks (Furlanello et al. 2018). x: (N, 2 * C), of this model and the teacher.
-        """
-        x, teacher_x = x.chunk(2, dim=-1)
-        with torch.no_grad():
-            probabilities = teacher.logits(teacher_x).softmax(-1)
-        losses = F.cross_entropy(self.logits(x), probabilities, reduction="none")
-        counted = targets >= 0
-        soft_loss = (losses * counted).sum() / counted.sum().clamp(min=1)
-        return (self.head_loss(x, targets) + soft_loss) / 2
-
-    def loss(self, x: Tensor, targets: Tensor, idx: Tensor, teacher: "GPT | None") -> Tensor:
-        """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32.
-
-        teacher: a model that reads idx, too; then it is the mean of distillation_loss.
-        """
-        function = self.head_loss
-        if teacher is not None:
-            with torch.no_grad():
-                teacher_x = teacher.features(idx)
-            x = torch.cat((x, teacher_x), dim=-1)
-            function = partial(self.distillation_loss, teacher=teacher)
-
-        x = x.flatten(0, 1)  # (B * T, C), with a teacher (B * T, 2 * C)
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
+        x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
         # chunked_loss computes gradients in its forward pass: of x, and of the ones of these
-        # parameters that the function uses
+        # parameters that head_loss uses
         params = list(self.parameters())
-        return chunked_loss(function, params, x, targets, chunk=self.loss_chunk)
+        return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: 6 per weight of a matmul, and attention's.

@@ -12,7 +12,6 @@ line. The model and its optimizer are in model.py.
 """
 
 import contextlib
-import copy
 import dataclasses
 import math
 import random
@@ -61,7 +60,6 @@ from runtime.wrap_model import wrap_model
 
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
-DISTILL = ("auto", "on", "off")
 COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +149,6 @@ class Config:
     short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
-    distill: str = flag("auto", "teacher, then student; auto = by --minutes", DISTILL, const="on")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
@@ -189,11 +186,6 @@ class Config:
     @property
     def uses_cudagraphs(self) -> bool:
         return self.compile in ("reduce-overhead", "max-autotune")
-
-    @property
-    def n_models(self) -> int:
-        """Models that are trained one after the other: with --distill a teacher and its student."""
-        return 2 if self.distill == "on" else 1
 
     @property
     def is_sharded(self) -> bool:
@@ -257,7 +249,7 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
     in docs/rates.md. At GPT-2 small's size and 5,000 steps they are the NanoGPT speedrun's.
     """
     # Shorter runs and narrower models take higher rates
-    muon_lr = 0.02 * (5000 * cfg.n_models / cfg.max_steps) ** 0.16
+    muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
     adam_lr = 0.006 * (768 / cfg.n_embd) ** 0.4
     if cfg.optimizer == "adamw":
         muon_lr = 0.0
@@ -286,7 +278,6 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
-    teacher: GPT | None = None  # with --distill; untrained in the first half of the run
     n_val_targets: int = 0  # of the last evaluation
 
     # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
@@ -297,11 +288,6 @@ class TrainState:
     # a dict in it has a parameter's name as key, that tensor is sharded like the parameter.
     # extra["eval_weights"], name -> tensor (an EMA, say), is evaluated, sampled and saved as best
     extra: dict = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_student(self) -> bool:
-        """Whether the second half of a run with --distill has begun."""
-        return self.teacher is not None and "teacher" in self.extra
 
     @contextlib.contextmanager
     def evaluating(self):
@@ -359,7 +345,6 @@ def build(
             doc_eot=eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
         )
-    teacher = copy.deepcopy(raw_model).eval() if cfg.n_models == 2 else None
     check_causal(raw_model)  # before init_weights: zeros in head and projections would hide a leak
     init_weights(raw_model, cfg.seed)
     if init:
@@ -383,19 +368,7 @@ def build(
         micro_batch=micro_batch,
         optimizer=optimizer,
         scaler=scaler,
-        teacher=teacher,
     )
-
-
-def start_student(state: TrainState) -> None:
-    """--distill: make the trained model the teacher, and begin another with new weights."""
-    trained = copy.deepcopy(state.raw_model.state_dict())
-    state.raw_model.load_state_dict(state.teacher.state_dict())  # for parameters without a row
-    init_weights(state.raw_model, derive_seed(state.cfg.seed, "student"))
-    state.teacher.load_state_dict(trained)
-    state.optimizer.state.clear()
-    state.extra.pop("eval_weights", None)
-    state.extra["teacher"] = state.teacher.state_dict()  # for checkpoints
 
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
@@ -407,7 +380,7 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
         # The same in runs of any length (Wang and Aitchison 2024)
-        embed_decay=1 - math.exp(-cfg.embed_decay * cfg.n_models / cfg.max_steps),
+        embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
     )
     # Newton-Schulz: fp32 for fp16, as GPUs that need fp16 have no bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
@@ -437,16 +410,14 @@ def get_progress(
     if not cfg.minutes:
         return step / cfg.max_steps
     training_time = 60 * cfg.minutes - RESERVED_S - time_to_finish
-    time_progress = cfg.n_models * wall_time / max(1e-9, training_time)
-    models_before = min(int(time_progress), cfg.n_models - 1)
-    time_progress -= models_before
+    time_progress = wall_time / max(1e-9, training_time)
 
     # Schedules are in steps, of which the first, with short sequences, are faster
     short = cfg.short_frac if get_seq_len(0.0, cfg) < cfg.seq_len else 0.0
     step_progress = time_progress * (short + (1 - short) * LONG_STEP)
     if step_progress > short:
         step_progress = short + (step_progress - short) / LONG_STEP
-    return max((models_before + step_progress) / cfg.n_models, epoch_progress)
+    return max(step_progress, epoch_progress)
 
 
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
@@ -500,13 +471,6 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # --distill: teacher and student have half of the run each, with learning rates of their own
-    teacher = state.teacher if state.is_student else None
-    if cfg.n_models == 2:
-        progress *= 2
-        if state.is_student:
-            progress = max(0.0, progress - 1)  # below 0 if resumed with more --max_steps
-
     # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
@@ -528,7 +492,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
         with maybe_no_sync(state.model, is_last):  # all-reduce in the last only (FSDP: in each)
-            micro_loss = state.model(x, y, teacher)
+            micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
@@ -720,11 +684,6 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 
             if stop:
                 break
-
-            # --distill: the first half of the run has trained the teacher
-            if cfg.n_models == 2 and progress >= 0.5 and not state.is_student:
-                start_student(state)
-                run.info(f"step {step}: the model so far is the teacher of a new one")
 
             # A single training step
             with run.timing_step():

@@ -23,9 +23,6 @@ MAX_EPOCHS_OF_PAIRS = 5  # of longer tokens, which are memorized sooner
 LARGE_MODEL = 2  # parameters per byte, from which more epochs help, with the next two
 STRONG_DECAY = 0.8  # weight decay
 STRONG_DECAY_EPOCHS = 12
-DISTILL_TOKENS = 450_000  # at most, for --distill: of five larger texts two ended higher
-DISTILL_TIME = 2.4  # times the time of all epochs, at least, for --distill
-STUDENT_STEP = 4 / 3  # time of a student's step, relative to its teacher's
 MFU_ON_CPU = 0.6
 FEW_EPOCHS = 0.75  # in which nothing is memorized
 NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in it
@@ -37,19 +34,14 @@ def tokens_are_bytes(vocab_size: int) -> bool:
 
 
 def max_epochs(cfg, n_tokens: int, vocab_size: int) -> float:
-    """Most epochs of --minutes, those of a teacher included.
-
-    More did not lower the loss on small datasets (docs/rates.md).
-    """
+    """Most epochs of --minutes: more did not lower the loss on small datasets (docs/rates.md)."""
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
     if not tokens_are_bytes(vocab_size):
-        epochs = MAX_EPOCHS_OF_PAIRS
-    elif cfg.weight_decay >= STRONG_DECAY:
-        epochs = STRONG_DECAY_EPOCHS
-    else:
-        epochs = MAX_EPOCHS
-    return cfg.n_models * epochs
+        return MAX_EPOCHS_OF_PAIRS
+    if cfg.weight_decay >= STRONG_DECAY:
+        return STRONG_DECAY_EPOCHS
+    return MAX_EPOCHS
 
 
 def finetuning_tokens(n_tokens: int) -> float:
@@ -118,8 +110,6 @@ def tokens_in_time(cfg, vocab_size: int, flops: float) -> float:
     """Tokens that a run trains on in --minutes, on devices with so many FLOP/s in matmuls."""
     n_params = 12 * cfg.n_layer * cfg.n_embd**2 + vocab_size * cfg.n_embd
     flop_per_token = 6 * n_params + 6 * cfg.n_layer * cfg.n_embd * cfg.seq_len
-    if cfg.n_models == 2:
-        flop_per_token *= (1 + STUDENT_STEP) / 2  # half of the tokens are the teacher's
     return MFU_ON_CPU * flops * 0.9 * 60 * cfg.minutes / flop_per_token
 
 
@@ -139,9 +129,7 @@ def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
         params = 1e5 * 1.22**exponent
         flags = flags_for_size(params, given) | given
         n_params = 12 * flags["n_layer"] * flags["n_embd"] ** 2
-        tokens_by_clock = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
-        tokens_by_clock /= cfg.n_models  # of each model, as `tokens` below
-        tokens = tokens_by_clock
+        tokens = tokens_in_time(dataclasses.replace(cfg, **flags), vocab_size, flops)
         if not is_bytes:
             tokens = min(tokens, MAX_EPOCHS_OF_PAIRS * n_tokens)
 
@@ -166,12 +154,7 @@ def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
     if repeats:
         chosen["weight_decay"] = STRONG_DECAY
     sized = dataclasses.replace(cfg, **(chosen | given))
-    most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens / cfg.n_models
-    # Measured for byte pairs alone
-    has_few_pairs = not is_bytes and n_tokens <= DISTILL_TOKENS
-    can_distill = has_few_pairs and not (cfg.patience or cfg.init_from or cfg.is_sharded)
-    if cfg.distill == "auto" and can_distill and tokens_by_clock >= DISTILL_TIME * most_tokens:
-        chosen["distill"] = "on"
+    most_tokens = max_epochs(sized, n_tokens, vocab_size) * n_tokens
     return flags_for_size(params, given, min(tokens, most_tokens)) | chosen | given
 
 
@@ -213,12 +196,12 @@ def get_embed_decay(cfg, epochs: float) -> float:
     """The decay of the embeddings in a run: that of its steps at the peak rate, added up.
 
     --embed_decay -1 chooses it by the epochs: it lowers the loss where the dataset is repeated, and
-    may raise it otherwise (docs/rates.md). Not with --distill, with which it was too much, nor with
-    --init_from, whose embeddings are trained already.
+    may raise it otherwise (docs/rates.md). Not with --init_from, whose embeddings are trained
+    already.
     """
     if cfg.embed_decay >= 0:
         return cfg.embed_decay
-    if cfg.optimizer == "adamw" or cfg.init_from or cfg.n_models == 2:
+    if cfg.optimizer == "adamw" or cfg.init_from:
         return 0.0
     return min(1.5, max(0.0, epochs - FEW_EPOCHS))
 
@@ -253,8 +236,6 @@ def choose_auto_values(cfg, stream: TokenStream, dist_ctx: DistContext) -> dict:
         chosen["max_steps"] = choose_steps(sized, n_tokens, vocab_size, flops)
 
     resolved = dataclasses.replace(cfg, **chosen)
-    if resolved.distill == "auto":
-        chosen["distill"] = "off"
     if resolved.loss_chunk == -1:
         chosen["loss_chunk"] = run_on_rank0(
             dist_ctx, lambda: choose_loss_chunk(resolved, device, vocab_size)
@@ -262,9 +243,9 @@ def choose_auto_values(cfg, stream: TokenStream, dist_ctx: DistContext) -> dict:
     if resolved.attn == "auto" and device.type == "cpu":
         chosen["attn"] = run_on_rank0(dist_ctx, lambda: choose_attention(resolved))
 
-    # By the epochs of a model
+    # By the epochs
     resolved = dataclasses.replace(cfg, **chosen)
-    tokens = resolved.max_steps * resolved.batch_tokens / resolved.n_models
+    tokens = resolved.max_steps * resolved.batch_tokens
     epochs = tokens / (stream.seqs_per_epoch * resolved.seq_len)
     if resolved.ngram == -1:
         if tokens_are_bytes(vocab_size):
@@ -328,8 +309,6 @@ def choose_loss_chunk(cfg, device, vocab_size: int) -> int:
         return 4096  # the head's gradient is a sum over the tokens of a chunk, and could overflow
     # Logits and their gradient; eager, also three tensors of their size in fp32
     bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
-    if cfg.n_models == 2:
-        bytes_per_logit += 32  # eight more tensors in fp32, of teacher and student
     memory = torch.cuda.get_device_properties(device).total_memory
     memory *= torch.cuda.get_per_process_memory_fraction()
     fitting = 0.1 * memory / (bytes_per_logit * (cfg.vocab_size or vocab_size))

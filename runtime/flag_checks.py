@@ -36,12 +36,6 @@ def check_flags(cfg) -> None:
             "the last; give another --eval_every, or --patience 0"
         )
 
-    if cfg.n_models == 2 and (cfg.is_sharded or cfg.init_from or cfg.patience):
-        raise UserError(
-            "--distill keeps a second model and starts anew at half-time: it goes neither with "
-            "--parallel fsdp or hsdp nor with --init_from or --patience"
-        )
-
     # Sizes and schedule
     if cfg.params == -1 and not cfg.minutes:
         raise UserError(

@@ -60,11 +60,10 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     grad_accum_steps = cfg.batch_tokens // cfg.seq_len // n_ranks // state.micro_batch
     epochs = cfg.batch_tokens * cfg.max_steps / (stream.seqs_per_epoch * cfg.seq_len)
     about = " (about)" if cfg.minutes else ""
-    distilled = ", half of them for a teacher" if cfg.n_models == 2 else ""
     lines.append(
         f"batch: {cfg.batch_tokens:,} tokens = {n_ranks} ranks x "
         f"{grad_accum_steps} grad_accum_steps x {state.micro_batch} micro_batch x "
-        f"{cfg.seq_len} seq_len; {cfg.max_steps:,} steps{about}, {epochs:.2f} epochs{distilled}"
+        f"{cfg.seq_len} seq_len; {cfg.max_steps:,} steps{about}, {epochs:.2f} epochs"
     )
 
     if cfg.alloc_conf and state.dist_ctx.device.type == "cuda":

@@ -172,9 +172,6 @@ class InitCheckpoint:
         if state.scaler.is_enabled() and saved["scaler"]:
             state.scaler.load_state_dict(saved["scaler"])
         state.extra.update(load_extra(state.raw_model, saved["extra"]))
-        if state.is_student:
-            state.teacher.load_state_dict(state.extra["teacher"])
-            state.extra["teacher"] = state.teacher.state_dict()  # the same memory
         state.step = saved["step"]
         state.tokens = saved["tokens"]
         stream.eval_subset = saved["eval_part"]

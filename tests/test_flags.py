@@ -199,7 +199,6 @@ def test_a_new_field_is_a_flag(capsys):
 
 FLAG_CASES = (
     (dict(patience=2, eval_every=0), "--patience 2 counts evaluations, and with --eval_every 0"),
-    (dict(distill="on", parallel="hsdp"), "--distill keeps a second model and starts anew"),
     (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
@@ -377,7 +376,7 @@ def test_ngram_dropout_by_epochs():
 def test_embeddings_decay_where_the_dataset_is_repeated():
     cfg = make_config()
     assert [get_embed_decay(cfg, n) for n in (0.6, 1.75, 5, 12)] == [0, 1, 1.5, 1.5]
-    for flags in (dict(init_from="runs/x"), dict(distill="on"), dict(optimizer="adamw")):
+    for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
         assert get_embed_decay(dataclasses.replace(cfg, **flags), 5) == 0
         given = dataclasses.replace(cfg, **flags, embed_decay=0.5)
         assert get_embed_decay(given, 5) == 0.5
@@ -392,7 +391,6 @@ AUTOMATIC = (
     "adam_lr",
     "ngram_dropout",
     "embed_decay",
-    "distill",
 )
 
 
@@ -472,7 +470,7 @@ def test_minutes_choose_a_model_that_trains_on_enough_tokens():
         sizes.append(n_params)
     assert sizes == sorted(set(sizes))
     small = choose(60, 10**5)  # a small dataset allows a small model, and few epochs
-    epochs = max_epochs(small, 10**5, 1024) / small.n_models  # choose_size gives a model's steps
+    epochs = max_epochs(small, 10**5, 1024)
     assert small.max_steps * small.batch_tokens <= 1.1 * epochs * 1e5
     # Byte pairs get the width of 128 for less time than bytes
     cfg = make_config(minutes=2.0, seq_len=1024)
@@ -505,28 +503,24 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
 
 
 @pytest.mark.parametrize(
-    "given, n_tokens, vocab_size, epochs, weight_decay, distill",
+    "given, n_tokens, vocab_size, epochs, weight_decay",
     [
-        (dict(), 10**5, 257, 12, 0.8, "off"),
-        (dict(), 10**5, 1024, 5, 0.05, "on"),
-        (dict(), 10**6, 1024, 5, 0.05, "off"),
-        (dict(), 10**8, 257, 6, 0.05, "off"),
-        (dict(n_layer=1, n_embd=64), 10**5, 257, 6, 0.05, "off"),
-        (dict(weight_decay=0.1), 10**5, 257, 6, 0.1, "off"),
-        (dict(distill="off"), 10**5, 1024, 5, 0.05, "off"),
-        (dict(patience=3), 10**5, 1024, 5, 0.05, "off"),
-        (dict(parallel="fsdp"), 10**5, 1024, 5, 0.05, "off"),
+        (dict(), 10**5, 257, 12, 0.8),
+        (dict(), 10**5, 1024, 5, 0.05),
+        (dict(), 10**8, 257, 6, 0.05),
+        (dict(n_layer=1, n_embd=64), 10**5, 257, 6, 0.05),
+        (dict(weight_decay=0.1), 10**5, 257, 6, 0.1),
     ],
 )
 def test_minutes_on_a_small_dataset_choose_epochs_and_weight_decay(
-    given, n_tokens, vocab_size, epochs, weight_decay, distill, monkeypatch
+    given, n_tokens, vocab_size, epochs, weight_decay, monkeypatch
 ):
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     cfg = dataclasses.replace(make_config(**given, minutes=5.0, dtype="fp32"), params=-1)
     chosen = auto.choose_auto_values(cfg, stream_of(n_tokens, vocab_size), CPU)
     cfg = dataclasses.replace(cfg, **chosen)
-    assert cfg.weight_decay == weight_decay and cfg.distill == distill
-    assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * cfg.n_models * n_tokens
+    assert cfg.weight_decay == weight_decay
+    assert cfg.max_steps * cfg.batch_tokens <= 1.1 * epochs * n_tokens
     # n-grams: of bytes, more of them in a smaller table; of byte pairs, fewer in a small one
     assert (cfg.ngram, cfg.ngram_rows) == ((6, 131072) if vocab_size == 257 else (4, 524288))
     small = make_config(ngram_rows=65536)

@@ -132,7 +132,6 @@ AS_ONE_PROCESS = {  # with other flags than the plain run
     "ddp_adamw": dict(optimizer="adamw", grad_clip=0.5),
     "ddp_uneven": dict(n_layer=3, max_steps=5, init_from=""),
     "ddp_docs": dict(doc_mask=True, doc_align=True, max_steps=5),
-    "ddp_distill": NGRAMS | dict(distill="on", micro_batch=2, max_steps=8),
     "fsdp_ngrams": NGRAMS | dict(doc_mask=True, parallel="fsdp"),
     "fsdp_offload": dict(parallel="fsdp", offload="optimizer", grad_clip=0.5),
     "fsdp_thin": dict(

@@ -21,20 +21,19 @@ EDITS = {
     "x = x.flatten(0, 1)": "x = 2 * x.flatten(0, 1)",
     "targets = targets.flatten()": "targets = targets.flatten().roll(1)",
     "params = list(self.parameters())": "params = [*self.parameters()]; x = x.roll(1, 0)",
-    "function = self.head_loss": "function = lambda x, y: 2 * self.head_loss(x, y)",
-    "return chunked_loss(function": "return 2 * chunked_loss(function",
+    "return chunked_loss(self.head_loss": "return 2 * chunked_loss(self.head_loss",
 }
 
 
 def lines_of_the_loss() -> list[str]:
-    """The statements of the functions that make the loss, without docstrings and a teacher's."""
+    """The statements of the functions that make the loss, without docstrings."""
     names = ("head_logits", "head_loss", "loss")
     found = []
     for node in ast.walk(ast.parse(SOURCE)):
         if isinstance(node, ast.FunctionDef) and node.name in names:
             plain = [s for s in node.body if not isinstance(s, (ast.Expr, ast.FunctionDef))]
             found += [SOURCE.splitlines()[statement.lineno - 1].strip() for statement in plain]
-    return [line for line in found if line != "if teacher is not None:"]
+    return found
 
 
 def test_every_line_has_a_case():

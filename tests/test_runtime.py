@@ -81,7 +81,7 @@ def spoil(monkeypatch, at, factor=math.nan, rank=None) -> None:
     forward = GPT.forward
     count = 0
 
-    def spoiled(self, idx, targets=None, teacher=None):
+    def spoiled(self, idx, targets=None):
         nonlocal count
         loss = forward(self, idx, targets)
         if not torch.is_grad_enabled() or targets is None:
@@ -524,7 +524,7 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
 def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatch):
     forward, step = GPT.forward, train_gpt.train_step
 
-    def with_noise(self, idx, targets=None, teacher=None):
+    def with_noise(self, idx, targets=None):
         loss = forward(self, idx, targets)
         if targets is None:
             return loss
@@ -562,29 +562,6 @@ def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatc
     tiny_run(tmp_path / "new", **common | rates | dict(init_from=whole, max_steps=1))
     for name, w in final(tmp_path / "new")["model"].items():
         torch.testing.assert_close(w, averaged[name])
-
-
-def test_a_student_begins_anew_at_half_time_and_resumes(data, tmp_path):
-    """Its teacher is what half of the steps would have trained, with schedules of its own."""
-    half, whole, resumed = tmp_path / "half", tmp_path / "whole", tmp_path / "resumed"
-    common = dict(data=data, ngram=3, ngram_rows=65, short_frac=0.5, keep=0)
-    tiny_run(half, **common, max_steps=6)
-    tiny_run(whole, **common, max_steps=12, distill="on", save_every=3)
-    assert rows(whole, "train_loss")[:6] == rows(half, "train_loss")
-    assert rows(whole, "lr") == pytest.approx(2 * rows(half, "lr"))
-    assert rows(whole, "train_loss")[6] == rows(half, "train_loss")[0]  # of no knowledge
-    assert equal_weights(final(whole)["extra"]["teacher"], final(half)["model"])
-
-    for step in (3, 6, 9):  # with the teacher, at half-time, with the student
-        folder = resumed / str(step)
-        tiny_run(folder, **common, max_steps=12, distill="on", resume=whole / f"ckpt_{step}.pt")
-        assert rows(folder, "train_loss") == rows(whole, "train_loss")[step:]
-        assert_weights_equal(folder, whole)
-    # A longer run goes on with the student, with the teacher or without
-    for distill in ("on", "off"):
-        folder = resumed / distill
-        tiny_run(folder, **common, max_steps=30, distill=distill, resume=whole / "ckpt_12.pt")
-        assert rows(folder, "train_loss")[0] < rows(whole, "train_loss")[9]
 
 
 def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, monkeypatch, capsys):
