@@ -24,6 +24,7 @@ from common import (
     copy_sources,
     env_int,
     error_sentence,
+    fsync,
     nan_to_none,
     new_run_folder,
     print_line,
@@ -367,8 +368,7 @@ class Run:
     def sync_metrics(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
         self.metrics.flush()  # what a full disk held back
-        with contextlib.suppress(OSError):  # some file systems cannot
-            os.fsync(self.metrics.fileno())
+        fsync(self.metrics.fileno())
 
     def log_step(self, state, loss: torch.Tensor, grad_norm: float) -> None:
         """Log a training step, with the mean over ranks of its loss and of state.metrics."""
