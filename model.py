@@ -9,8 +9,9 @@ Differences from GPT-2:
 - squared leaky ReLU; no biases, dropout of n-grams only; an untied head, soft-capped logits
 - projections and head start at zero; the second layer starts as an induction head
 
-In this file: 1 config, 2 layers, 3 n-grams, 4 GPT, 5 parameter table, 6 optimizer. In ops/: kernels
-that compute the same faster or in less memory (attention, loss, float8, sharding).
+In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: functions and
+kernels that give the same results faster or with less memory (attention, loss, float8, sharding),
+and the hashing of n-grams.
 """
 
 import re
@@ -31,9 +32,16 @@ from ops.attention import (
     cached_attention,
     flex_attention,
 )
-from ops.functional import cross_entropy, leaky_relu_squared, norm, softcap
+from ops.functional import cross_entropy, leaky_relu_squared, norm, shift_right, softcap
 from ops.linear import linear
 from ops.loss import chunked_loss
+from ops.ngrams import (
+    NgramEmbedding,
+    ngram_dropout_weights,
+    ngram_hashes,
+    ngram_table_rows,
+    rmsprop_rows_,
+)
 from ops.parallel import (
     exchange_updates,
     gather_whole_matrices,
@@ -177,13 +185,6 @@ class AttnContext(NamedTuple):
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
 
 
-def shift_right(x: Tensor) -> Tensor:
-    """Shift x (B, T, ...) right by one position, with zeros in the first."""
-    # Per dimension, from the last: what is added before and after. -1 drops the last position
-    padding = [0, 0] * (x.dim() - 2) + [1, -1]
-    return F.pad(x, padding)
-
-
 def gather_positions(x: Tensor, index: Tensor) -> Tensor:
     """Take the entry of x (B, T, ...) at each row's own index, int64 (B,): (B, 1, ...)."""
     rows = torch.arange(len(x), device=x.device)
@@ -303,85 +304,7 @@ class Block(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Embeddings of hashed n-grams (Over-Tokenized Transformer, Huang et al. 2025)
-
-# Multipliers of xxHash and MurmurHash. Hashes have 31 bits, so that products fit into int64
-HASH_A = 0x9E3779B1
-HASH_B = 0x85EBCA6B
-HASH_MODULUS = 2**31
-
-
-def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None) -> Tensor:
-    """Hash the n-grams that end at each of the last `length` tokens.
-
-    tokens: integer (B, S).
-    longest: the n-grams have 2, ..., longest tokens.
-    doc_eot: the token that starts a document. Before it, and before the first token, there is
-    "no token".
-    Returns int64 (B, length, longest - 1).
-    """
-    hashes = []
-    before = code = tokens.long() + 1  # 0 stands for "no token"
-    for _ in range(2, longest + 1):
-        before = shift_right(before)  # one token further back
-        if doc_eot is not None:
-            # The next shift carries this 0 along: longer n-grams end there as well
-            before = before.masked_fill(tokens == doc_eot, 0)
-        code = (code * HASH_A + before) % HASH_MODULUS
-        hashes.append(code)
-    return torch.stack(hashes, dim=-1)[:, -length:]
-
-
-def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
-    """The row of each n-gram in a table of n_rows embeddings."""
-    # >> 7: a product's lowest bits are badly mixed, as they depend on the hash's lowest bits alone
-    return ((hashes * HASH_B) >> 7) % n_rows
-
-
-def ngram_keep_mask(hashes: Tensor, dropout: float, seed: int) -> Tensor:
-    """Weights of n-grams under dropout: 0 with this probability, else 1 / (1 - dropout), in fp32.
-
-    hashes: (B, T, N). A function of hash, position and seed, so that ranks and micro-batches do
-    not matter.
-    """
-    position = torch.arange(hashes.size(1), device=hashes.device)[:, None]
-    mixed = mix(hashes, position * HASH_B % HASH_MODULUS)
-    mixed = mix(mixed, seed % HASH_MODULUS)
-    uniform = (mixed % 2**24) / 2**24
-    return (uniform >= dropout) / (1 - dropout)
-
-
-def mix(hashes: Tensor, value: Tensor | int) -> Tensor:
-    """Mix a value into hashes, as MurmurHash does: multiply and fold, twice."""
-    hashes = (hashes ^ value) * HASH_A % HASH_MODULUS
-    hashes = (hashes ^ (hashes >> 15)) * HASH_B % HASH_MODULUS
-    return hashes ^ (hashes >> 13)
-
-
-class NgramEmbedding(nn.Embedding):
-    """A table of embeddings in which each n-gram has the row that its hash selects."""
-
-    def forward(self, rows: Tensor, keep: Tensor | None) -> Tensor:
-        """Sum the rows of each token's n-grams: fp32 (B, T, C).
-
-        rows: int64 (B, T, N), for n-grams of N lengths. keep: their weights in the sum, of that
-        shape; None for ones.
-        """
-        B, T, N = rows.shape
-        if keep is not None:
-            keep = keep.view(B * T, N)
-        summed = F.embedding_bag(
-            rows.view(B * T, N),
-            self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
-            mode="sum",
-            per_sample_weights=keep,
-            sparse=self.sparse,
-        )
-        return summed.view(B, T, -1)
-
-
-# --------------------------------------------------------------------------------------------------
-# 4. GPT: embeddings, blocks, head, loss
+# 3. GPT: embeddings, blocks, head, loss
 
 
 class GPT(nn.Module):
@@ -532,7 +455,7 @@ class GPT(nn.Module):
         hashes = ngram_hashes(tokens, T, longest=self.cfg.ngram, doc_eot=self.doc_eot)
         keep = None
         if self.training and self.ngram_dropout:
-            keep = ngram_keep_mask(hashes, self.ngram_dropout, self.step_seed)
+            keep = ngram_dropout_weights(hashes, self.ngram_dropout, self.step_seed)
         rows = ngram_table_rows(hashes, self.cfg.ngram_rows)
         return x + self.ngrams(rows, keep).to(x.dtype)
 
@@ -605,7 +528,7 @@ class GPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. Parameter table
+# 4. Parameter table
 
 
 def normal(std: float) -> Callable:
@@ -757,7 +680,7 @@ def get_matrix_rows(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# 6. Optimizer: Muon + Adam
+# 5. Optimizer: Muon + Adam
 
 # Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is
 # minimax-optimal on the interval of singular values that the previous one leaves, starting from
@@ -947,34 +870,14 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def rmsprop(self, group: dict, params: list[Tensor]) -> None:
-        """Update tables by RMSprop (Tieleman and Hinton 2012) with one mean square for each row.
-
-        Rows that a step did not read stay as they are, but for weight decay.
-        """
-        lr, beta = group["lr"], group["betas"][1]
+        """Update tables by RMSprop, with one mean square per row (ops/ngrams.py)."""
         for p in params:
-            weight, grad = to_local(p), to_local(p.grad)
-            state = self.state[p]
-            if "mean_square" not in state:
-                state["mean_square"] = torch.zeros_like(weight[:, :1])
-            means = state["mean_square"] = to_local(state["mean_square"])
-
-            # Means decay; they stay above 0 for rows that were never read
-            means.mul_(beta).clamp_(min=self.eps**2)
-
-            # Weight decay waits until it is 1 %: for the whole table it takes as long as a layer
-            state["decay"] = state.get("decay", 1.0) * (1 - lr * group["weight_decay"])
-            if state["decay"] < 0.99:
-                weight.mul_(state["decay"])
-                state["decay"] = 1.0
-
-            # The update; on a CPU, grad may hold only the rows that were read
-            if grad.is_sparse:
-                grad = grad.coalesce()  # rows that occur twice are added up
-                rows = grad.indices()[0]
-                grad = grad.values()
-                means[rows] += (1 - beta) * grad.square().mean(1, keepdim=True)
-                weight.index_add_(0, rows, grad / means[rows].sqrt(), alpha=-lr)
-            else:
-                means += (1 - beta) * grad.square().mean(1, keepdim=True)
-                weight.addcdiv_(grad, means.sqrt(), value=-lr)
+            rmsprop_rows_(
+                to_local(p),
+                to_local(p.grad),
+                self.state[p],
+                lr=group["lr"],
+                beta=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=self.eps,
+            )

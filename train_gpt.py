@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from runtime import set_environment
 
 if __name__ == "__main__":
-    set_environment()  # OpenMP and Inductor settings, which PyTorch reads when it is imported
+    set_environment()  # before torch is imported, which reads OpenMP's and Inductor's variables
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune", "max-autot
 # --------------------------------------------------------------------------------------------------
 # 1. Config
 
-# What a preset changes of the defaults in Config: the model, then training, then evaluation
+# Each preset overrides some of Config's defaults
 PRESETS = {
     # About a minute on a laptop's CPU
     "laptop": dict(
@@ -73,7 +73,7 @@ PRESETS = {
         n_head=1,
         n_embd=128,
         seq_len=2048,
-        window="SL:512",
+        window="SL:512",  # the first layer attends to 512 tokens, the second to all
         ngram=-1,
         ngram_rows=524288,
         batch_tokens=8192,
@@ -82,7 +82,7 @@ PRESETS = {
         eval_every=150,
         eval_tokens=262144,
     ),
-    # Some minutes on a GPU, some hours on a CPU
+    # A few minutes on a GPU, a few hours on a CPU
     "mini": dict(
         n_layer=6,
         n_head=8,
@@ -103,55 +103,55 @@ PRESETS = {
 
 
 # Each field is a flag: flag(default, help, choices). The command line, checks, log and checkpoints
-# follow from it. const: what the flag means without a value. min: the least number, 0 unless given
+# are derived from it. const: the value of a bare --flag. min: the smallest number allowed, else 0
 @dataclass(frozen=True)
 class Config:
-    """The flags of a run. These defaults suit gpt2-small; a preset overrides them."""
+    """The flags of a run. Defaults suit gpt2-small; the preset (default: laptop) overrides them."""
 
     # run
     preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
     data: str = flag("", "folder from data/prepare.py; default: Python's standard library")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue out_dir, or the run or file PATH; auto: if there is one", const="newest"
+        "", "continue out_dir, or the run at PATH; auto: only if there is one", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "model size: parameters in blocks, e.g. 10M; -1 = by --minutes", min=-1)
+    params: int = flag(0, "parameters in blocks, e.g. 10M; -1 = what --minutes allows", min=-1)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
-    vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, padded to 64s")
+    vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, rounded up")
     ngram: int = flag(0, "hashed n-gram embeddings up to length N; 0 disables, -1 = auto", min=-1)
     ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
-    ngram_dropout: float = flag(-1.0, "training dropout of n-grams; -1 = by epochs", min=-1)
+    ngram_dropout: float = flag(-1.0, "dropout of n-grams; -1 = depends on the epochs", min=-1)
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(-1, "tokens per chunk of head and loss; 0 disables, -1 = auto", min=-1)
     # optimizer
     optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
-    muon_lr: float = flag(0.0, "learning rate of Muon; 0 = by max_steps (docs/rates.md)")
-    adam_lr: float = flag(0.0, "learning rate of Adam; 0 = by width (docs/rates.md)")
+    muon_lr: float = flag(0.0, "learning rate of Muon; 0 = from max_steps (docs/rates.md)")
+    adam_lr: float = flag(0.0, "learning rate of Adam; 0 = from the width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
-    embed_decay: float = flag(-1.0, "summed decay of embeddings in a run; -1 = by epochs", min=-1)
+    embed_decay: float = flag(-1.0, "total decay of embeddings; -1 = depends on the epochs", min=-1)
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
-    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = by data (--init_from)")
+    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = from the dataset")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
-    max_steps: int = flag(5000, "optimizer steps; schedules are fractions of them; 0 = by data")
-    minutes: float = flag(0.0, "length of the run, which then ends by the clock; 0 disables")
-    max_minutes: float = flag(0.0, "stop this process after N minutes, to resume later; 0 disables")
+    max_steps: int = flag(5000, "optimizer steps; 0 = from the dataset (--init_from)")
+    minutes: float = flag(0.0, "train for N minutes, schedule included; 0 disables")
+    max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
-    patience: int = flag(0, "after an epoch, stop at N evaluations without a better; 0 disables")
-    short_frac: float = flag(0.0, "first fraction of steps, with sequences of seq_len / 8")
+    patience: int = flag(0, "after an epoch, stop once N evaluations bring no gain; 0 disables")
+    short_frac: float = flag(0.0, "first fraction of the run, with sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
-    dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
+    dtype: str = flag("auto", "activation dtype; auto = bf16 if faster", ("auto", *DTYPES))
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
@@ -159,7 +159,7 @@ class Config:
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
     shard_size: int = flag(0, "ranks per copy of the weights with hsdp; 0 = those of a node")
-    grad_comm: str = flag("fp32", "dtype of gradient reduction; bf16 rounds", ("fp32", "bf16"))
+    grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
     deterministic: bool = flag(False, "use only operations with reproducible results", const=True)
@@ -189,12 +189,12 @@ class Config:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the weights only."""
+        """True if each rank holds only part of the weights."""
         return self.parallel in ("fsdp", "hsdp")
 
 
 def make_config(**flags) -> Config:
-    """Make a checked Config from the flags that are given. Raises UserError for a wrong one.
+    """Build and check a Config from the given flags. Raises UserError if one is invalid.
 
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
@@ -232,7 +232,7 @@ def resolve_auto(
     saved = flags_to_keep(checkpoint_flags, given, known=vars(cfg))
     cfg = dataclasses.replace(cfg, **saved, given=(*cfg.given, *saved))
 
-    # By the machine and the dataset: dtype, attn, loss_chunk, n-grams and their dropout, decay of
+    # From the machine and the dataset: dtype, attn, loss_chunk, n-grams and their dropout, decay of
     # embeddings. With --minutes also max_steps; with --params -1 sizes and batch
     cfg = dataclasses.replace(cfg, **choose_auto_values(cfg, stream, dist_ctx))
     muon_lr, adam_lr = learning_rates(cfg)
@@ -255,7 +255,7 @@ def learning_rates(cfg: Config) -> tuple[float, float]:
         muon_lr = 0.0
         adam_lr = 0.002 * (768 / cfg.n_embd) ** 0.75
 
-    # A rate that is given counts; the others have three digits, as in the log
+    # A given rate wins; chosen ones are rounded to the three digits that are logged
     muon_lr = cfg.muon_lr or float(f"{muon_lr:.3g}")
     adam_lr = cfg.adam_lr or float(f"{adam_lr:.3g}")
     return muon_lr, adam_lr
@@ -280,12 +280,12 @@ class TrainState:
     tokens: int = 0  # trained on so far
     n_val_targets: int = 0  # of the last evaluation
 
-    # For your changes: what you want in the log. name -> number or 0-d tensor, averaged over ranks
-    # and logged with every training and evaluation line, until you change or delete it
+    # For your own use: values to log. name -> number or 0-d tensor, averaged over ranks and logged
+    # with every training and evaluation line, until you change or delete it
     metrics: dict = dataclasses.field(default_factory=dict)
 
-    # For your changes: what you want in checkpoints. Tensors, numbers, strings, lists, dicts. Where
-    # a dict in it has a parameter's name as key, that tensor is sharded like the parameter.
+    # For your own use: what to keep in checkpoints. Tensors, numbers, strings, lists, dicts. In a
+    # dict keyed by parameter names, each tensor is sharded like that parameter.
     # extra["eval_weights"], name -> tensor (an EMA, say), is evaluated, sampled and saved as best
     extra: dict = dataclasses.field(default_factory=dict)
 
@@ -297,7 +297,7 @@ class TrainState:
         try:
             yield self.raw_model
         finally:
-            reshard(self.raw_model)  # FSDP has gathered weights, and no backward has freed them
+            reshard(self.raw_model)  # without a backward, FSDP still holds the full weights
             self.swap_eval_weights()
             self.raw_model.train()
 
@@ -335,7 +335,7 @@ def build(
     vocab_size, eot: of the tokenizer. init: a checkpoint to take the weights from.
     """
     # The model
-    torch.manual_seed(cfg.seed)  # for parameters that no row of PARAM_TABLE initializes
+    torch.manual_seed(cfg.seed)  # for parameters that init_weights leaves alone
     with dist_ctx.device:
         raw_model = GPT(
             gpt_config(cfg, vocab_size),
@@ -358,7 +358,7 @@ def build(
     # Its optimizer
     optimizer = make_optimizer(cfg, raw_model)
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # what the schedule multiplies, if not set yet
+        group.setdefault("initial_lr", group["lr"])  # the schedule multiplies it
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
     return TrainState(
         cfg=cfg,
@@ -372,17 +372,17 @@ def build(
 
 
 def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
-    """Muon + Adam. Any torch.optim optimizer works here whose step() needs no closure."""
+    """Muon + Adam. Any torch.optim optimizer whose step() needs no closure works here."""
     groups = optimizer_groups(
         model,
         optimizer=cfg.optimizer,
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
-        # The same in runs of any length (Wang and Aitchison 2024)
+        # Per step, so that a run of any length decays by the same total (Wang and Aitchison 2024)
         embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
     )
-    # Newton-Schulz: fp32 for fp16, as GPUs that need fp16 have no bf16
+    # In fp16 runs Newton-Schulz uses fp32, because GPUs that need fp16 lack bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
 
@@ -393,8 +393,8 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
 
 # Seconds of --minutes for imports, the last sample and the last checkpoint
 RESERVED_S = 4.0
-# Time of a step with whole sequences, relative to one with short ones (laptop on CPUs). Where it is
-# another, schedules shift by up to a tenth of the run
+# How many times as long a step with whole sequences takes as one with short ones (laptop, CPUs). On
+# other machines schedules are off by up to 10 %
 LONG_STEP = 1.7
 
 
@@ -403,8 +403,8 @@ def get_progress(
 ) -> float:
     """The fraction of the run that is done, which schedules follow; 1 or more ends it.
 
-    With --minutes it is that of the steps that fit into the time, or epoch_progress, if that is
-    larger: the fraction of the epochs, more of which would overfit a small dataset.
+    With --minutes: the larger of elapsed time and epoch_progress. The number of epochs is capped,
+    because more would overfit a small dataset.
     time_to_finish: seconds of one more step and the last evaluation.
     """
     if not cfg.minutes:
@@ -464,26 +464,24 @@ def seed_random(state: TrainState) -> None:
 def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
     """One optimizer step on this rank's batch, at this fraction of the run.
 
-    Returns this rank's part of the loss, a scalar in fp32, scaled so that its mean over ranks is
-    the loss of the global batch; and the gradient norm before clipping. There is no update if that
-    norm is 0 or not finite.
+    Returns the loss, a scalar in fp32 scaled so that its mean over ranks is the loss of the global
+    batch, and the gradient norm before clipping. A step whose norm is 0 or not finite is skipped.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # The targets are the next tokens, a copy: to leave some out of the loss, set them to -1
+    # Targets are the next tokens; cloned so that you can exclude some from the loss by -1
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
 
-    # Cut the batch into micro-batches of equally many tokens: of short sequences there are more
+    # Split the batch into micro-batches of equally many tokens, of short sequences into larger ones
     seq_len = get_seq_len(progress, cfg)
     micro_batch = state.micro_batch * cfg.seq_len // seq_len
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # Loss = sum of all ranks' token losses / n_targets; targets of -1 do not count. A micro-batch
-    # adds its mean times its number of targets. DDP and FSDP then average over the ranks, so here
-    # it is divided by n_targets / world_size
+    # Loss = sum over ranks and micro-batches of mean * n / n_targets, n being a micro-batch's
+    # targets that are not -1. DDP and FSDP average over the ranks, hence targets_per_rank
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -524,9 +522,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
 @torch.no_grad()
 def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None:
-    """Mean loss over --eval_tokens validation tokens, in nats, whatever the ranks and micro-batch.
+    """Mean loss over --eval_tokens validation tokens, in nats, in any layout of ranks.
 
-    None if a rank has received one of `signals` meanwhile: there may be little time left.
+    None if a rank receives one of `signals` meanwhile: there may be little time left.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
@@ -568,11 +566,11 @@ SAVE_EVERY_S = 600  # with --save_every 0
 
 @restore_process_state()
 def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
-    """Run from data to the last checkpoint; returns what summary.json holds, and perhaps the model.
+    """Run everything, from loading data to the final checkpoint; returns the dict in summary.json.
 
-    on_step(state, loss) is called after each step on each rank, with the loss of train_step. The
-    model is in eval mode. Raises UserError, RunError, or, after Ctrl-C, KeyboardInterrupt: the run
-    has saved then.
+    return_model: return the model as well, in eval mode. on_step(state, loss) is called after each
+    step on each rank, with the loss of train_step. Raises UserError, RunError, or KeyboardInterrupt
+    after Ctrl-C, once a checkpoint has been saved.
     """
     cfg = check_types(cfg)
 
@@ -613,7 +611,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether it is time for what happens every so many steps; 0 is never."""
+    """True on every `every`-th step; never for 0."""
     return every > 0 and step > 0 and step % every == 0
 
 
@@ -629,7 +627,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     batches = read_on_all_ranks(dist_ctx, batches)
     with contextlib.closing(batches), run.profiling(cfg.max_steps - state.step) as profiler_step:
         while True:
-            # What is due after the last step; a resumed run begins here, too
+            # Between steps, and where a resumed run begins. step: the number of updates so far
             step = state.step
             progress, process_s, signaled = ask_ranks(state, stream, run)
             has_trained = step > first_step
@@ -701,14 +699,14 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 on_step(state, loss)
             profiler_step()
 
-    # An evaluation or a signal during it has ended the run, at a step that was not saved
+    # The run ended at this step's evaluation, after the save above was skipped
     if run.saved_step != state.step:
         save_checkpoint(state, stream, run, required=True)
     return run.signal_name() if stop == "signal" else stop
 
 
 def fraction_of_epochs(state: TrainState, stream: TokenStream) -> float:
-    """The fraction of the epochs of --minutes that is done."""
+    """Epochs so far, divided by those at which --minutes stops."""
     epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
     return epochs / max_epochs(state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
 
@@ -740,7 +738,7 @@ HELP = "Train a GPT. In brackets: the defaults of --preset laptop."
 
 @command
 def main(argv: list[str]) -> None:
-    """Train as the command line says. `command` prints errors and makes the exit code of them."""
+    """Train as the command line says. `command` prints errors and turns them into an exit code."""
     cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], HELP))
     if cfg.trials == 1:
         train(cfg)

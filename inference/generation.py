@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from common import UserError, printable
-from model import GPT, Linear, gather_positions, may_attend, shift_right
+from model import GPT, Linear, gather_positions, may_attend
 from ops.attention import add_bias
 from ops.compile import keep_gcc_from_copying
+from ops.functional import shift_right
 from ops.parallel import reshard
 
 # --------------------------------------------------------------------------------------------------

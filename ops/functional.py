@@ -1,4 +1,4 @@
-"""The norm, activation, soft-cap and cross entropy of model.py.
+"""The norm, activation, soft-cap, cross entropy and shift of model.py.
 
 Each is a plain formula. Where PyTorch's own functions would make more passes over memory, as on a
 CPU in training, an autograd.Function below computes the same.
@@ -47,6 +47,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
         if trains_eagerly(logits):
             return FusedCrossEntropy.apply(logits, targets, cap)
     return F.cross_entropy(softcap(logits.float(), cap), targets, ignore_index=-1)
+
+
+def shift_right(x: Tensor) -> Tensor:
+    """Shift x (B, T, ...) right by one position, with zeros in the first."""
+    # Per dimension, from the last: how much is added before and after. -1 drops the last position
+    padding = [0, 0] * (x.dim() - 2) + [1, -1]
+    return F.pad(x, padding)
 
 
 def trains_eagerly(x: Tensor) -> bool:
