@@ -3,10 +3,10 @@
 Differences from GPT-2:
 - RMSNorm without gains, also on queries and keys (QK norm)
 - rotary position embeddings on half of each head
-- the other half of each key is the previous token's key (partial key offset)
+- the other half of each key is taken from the previous token (partial key offset)
 - value embeddings, with a gate per head
 - embeddings of hashed n-grams, added to the token embeddings
-- squared leaky ReLU; no biases, dropout of n-grams only; an untied head, soft-capped logits
+- squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
 - projections and head start at zero; the second layer starts as an induction head
 
 In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: functions and
@@ -68,7 +68,7 @@ class GPTConfig:
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 4  # of the mathematics below; checkpoints of another version are refused
+    version: int = 4  # raise it if you change what is computed: older checkpoints are then refused
 
     @property
     def head_dim(self) -> int:
@@ -101,11 +101,11 @@ class GPTConfig:
 class Linear(nn.Linear):
     """A linear layer without bias. Its weight is fp32 and is cast to the dtype of x at each use.
 
-    n_out: the number of outputs; or a list of them, as of q, k and v. Then the weight is several
-    matrices, one below the other, and Muon orthogonalizes each by itself.
+    n_out: the number of outputs, or several, for example those of q, k and v: the weight then
+    stacks several matrices, and Muon orthogonalizes each separately.
     """
 
-    matmul = staticmethod(linear)  # x @ w.T; --fp8 puts a float8 matmul here
+    matmul = staticmethod(linear)  # F.linear with special cases (ops/linear.py); --fp8 replaces it
 
     def __init__(self, n_in: int, n_out: int | list[int]):
         rows = [n_out] if isinstance(n_out, int) else n_out
@@ -141,9 +141,9 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
-    """True where a query may attend to a key. Every attention mask is made of this.
+    """True where a query may attend to a key. All attention masks are built from this function.
 
-    Some backends and the KV cache never read keys that are further back than window.
+    If you widen it, note that some backends and the KV cache skip keys outside of the window.
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
     query_doc, key_doc: the numbers of their documents, with --doc_mask.
     """
@@ -158,8 +158,8 @@ def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, window: int) -> Tensor:
     """Softmax attention, (B, n_head, T, head_dim) as q, k, v. backend: a value of --attn.
 
-    mask: of GPT.attention_masks: None is plain causal; a tensor as SDPA takes it, but for the
-    backends flex and varlen. window: of that mask.
+    mask: from GPT.attention_masks. None: causal. Otherwise SDPA's mask tensor; flex takes a
+    BlockMask, varlen a VarlenMask. window: the one that the mask has.
     """
     if backend in ("auto", "sdpa"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -167,14 +167,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, windo
         return flex_attention(q, k, v, block_mask=mask)
     if backend == "blocked":  # on a CPU
         return blocked_attention(q, k, v, mask, window)
-    # The same by another kernel: flash, cudnn, varlen, ...
+    # The same by a different kernel: flash, cudnn, varlen, ...
     return ATTENTION_KERNELS[backend](q, k, v, mask)
 
 
 class AttnContext(NamedTuple):
-    """What a block needs besides x."""
+    """The inputs of a block besides x."""
 
-    position: Tensor  # int64: (T,), or (B, T) in generation
+    position: Tensor  # int64: (T,), or (B, T) in generation; unused here, for your edits
     cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
     doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
@@ -194,8 +194,7 @@ def gather_positions(x: Tensor, index: Tensor) -> Tensor:
 def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
     """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
 
-    In generation it comes from the layer's cache, which stores it by name: each use in a layer
-    needs a name of its own.
+    name: the key of the cache entry in generation, unique in the layer.
     """
     if ctx.kv_cache is None:
         before = shift_right(x)
@@ -212,8 +211,8 @@ def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
 def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
     """Take the dimensions beyond rotary_dim of each key from the previous token.
 
-    The key of token j then describes token j - 1 as well. So a query for token A finds the token
-    after an earlier A in a single layer: induction, which otherwise takes two (NanoGPT speedrun).
+    Half of key j then describes token j - 1. A query that looks for its own token A thus finds the
+    token after an earlier A: induction in one layer instead of two (NanoGPT speedrun).
     k: (B, T, n_head, head_dim).
     """
     k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
@@ -225,7 +224,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
-        self.layer = layer  # 0, 1, ...: for your changes, as position in AttnContext
+        self.layer = layer  # 0, 1, ...: unused here, for your edits
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.rotary_dim = cfg.rotary_dim
@@ -238,9 +237,9 @@ class CausalSelfAttention(nn.Module):
     def init_as_induction_head(self) -> None:
         """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token.
 
-        The layer then attends to the token after an earlier occurrence of the query's token, and
-        can copy it: an induction head (Olsson et al. 2022). From random weights, some runs never
-        learn that. Starting from a known pattern is mimetic initialization (Trockman and Kolter
+        Equal projections of equal tokens have the largest dot product. So the layer attends to the
+        token after an earlier occurrence of the query's token, and can copy it: an induction head
+        (Olsson et al. 2022). From random weights, some runs never learn that. Starting from a known pattern is mimetic initialization (Trockman and Kolter
         2023).
         """
         w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
@@ -318,8 +317,8 @@ class GPT(nn.Module):
     ngram_dropout: probability of dropping an n-gram's embedding in training
     """
 
-    # False for a model that cannot go beyond seq_len, as with learned positions: generation then
-    # reads the last seq_len tokens again for every new one
+    # Set it to False for a model that cannot go beyond seq_len, as with learned positions: then
+    # generation reads the newest seq_len tokens again for every new one
     extrapolates = True
 
     def __init__(
@@ -338,7 +337,7 @@ class GPT(nn.Module):
         self.attn_backend = attn
         self.doc_eot = doc_eot
         self.ngram_dropout = ngram_dropout
-        self.step_seed = 0  # train_step sets it, the same on all ranks; n-gram dropout follows it
+        self.step_seed = 0  # set by seed_random, the same on all ranks; seeds n-gram dropout
         self.windows = cfg.layer_windows()
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -373,7 +372,7 @@ class GPT(nn.Module):
         if cache is None:
             return self.logits(self.features(idx)[:, -1:])
 
-        # Adds idx to the cache (its length and document). tokens: ngram - 1 earlier ones, then idx
+        # Add idx to the cache. tokens: the ngram - 1 earlier ones, then idx
         tokens = cache.read(idx, self.doc_eot)
 
         # Prompts of more than one token. cache.length - 1: where each ends, before its padding
@@ -390,7 +389,7 @@ class GPT(nn.Module):
         return self.logits(x)
 
     def features(self, idx: Tensor) -> Tensor:
-        """What the head reads, without a cache: (B, T, C) of idx (B, T)."""
+        """Compute the head's inputs without a cache: (B, T, C) from idx (B, T)."""
         position = torch.arange(idx.size(1), device=idx.device)
         masks = self.attention_masks(self.attn_backend, idx)
         return self.backbone(idx, position, masks, self.attn_backend)
@@ -405,8 +404,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Embeddings and blocks: the normalized output of the last block, (B, T, C).
 
-        tokens: integer (B, S), of which the last T are read. The others, in generation only, are
-        earlier tokens that n-grams reach back to.
+        tokens: integer (B, S). The last T are read; the others, in generation only, are earlier
+        tokens that n-grams reach back to.
         position: int64 (T,), or (B, T) in generation.
         masks: the attention mask of each window.
         kv_caches: one per layer, in generation.
@@ -444,7 +443,7 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         """Add the embeddings of the n-grams that end at each token to the token's own: (B, T, C).
 
-        tokens, position: of backbone.
+        tokens, position: as in backbone.
         """
         T = position.size(-1)
         x = self.wte(tokens[:, -T:])
@@ -482,7 +481,7 @@ class GPT(nn.Module):
         return masks
 
     def head_logits(self, x: Tensor) -> Tensor:
-        """Logits before the soft-cap, (..., vocab_size), of training, evaluation and sampling."""
+        """Logits before the soft-cap, (..., vocab_size), for training, evaluation and sampling."""
         return self.head(x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -490,11 +489,10 @@ class GPT(nn.Module):
         return softcap(self.head_logits(x).float(), self.cfg.softcap)
 
     def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of some tokens: of what the blocks make of them, x (N, C), and targets (N,).
+        """The mean loss of a chunk of tokens. x: (N, C), output of the blocks. targets: (N,).
 
-        To change the loss, edit this or cross_entropy. It is called for each chunk of tokens, and
-        must return the mean over the chunk's targets that are not -1; chunks are then weighted by
-        their number of targets.
+        To change the loss, edit this. It must return the mean over the chunk's targets that are not
+        -1; chunks are then weighted by their number of targets.
         """
         return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)
 
@@ -502,15 +500,15 @@ class GPT(nn.Module):
         """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # chunked_loss computes gradients in its forward pass: of x, and of the ones of these
-        # parameters that head_loss uses
+        # chunked_loss calls head_loss chunk by chunk, and right there computes the gradients of x and
+        # of those parameters that head_loss uses
         params = list(self.parameters())
         return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
 
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward per token: 6 per weight of a matmul, and attention's.
+        """FLOPs of forward and backward per token: 6 per matmul weight, plus those of attention.
 
-        Attention takes 12 * n_embd in each layer for every key that a query attends to.
+        Attention takes 12 * n_embd per layer and attended key.
         """
         # Keys that an average query of a full context attends to, summed over the layers
         T = self.cfg.seq_len
@@ -564,13 +562,13 @@ class ParamSpec(NamedTuple):
     decay: float = 0.0  # weight decay of Adam and RMSprop, relative to --embed_decay
 
 
-# One row per exception; the first that matches counts. A parameter without a row keeps what its
-# module drew, and ParamSpec's defaults. The rates of the embeddings are the best of a few for the
-# laptop preset (the speedrun's embedding has 100 times the head's).
+# The first matching row applies. Parameters without one keep their module's initialization and
+# ParamSpec's defaults. The rates of the embeddings are the best of a few for the laptop preset (in
+# the speedrun, the embedding's rate is 100 times the head's).
 PARAM_TABLE = [
     ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0, decay=1.0),
     ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0, decay=1.0),
-    # A step reads few rows of this table. Momentum would go on moving the others
+    # A step reads few rows of this table. Momentum would keep moving the others
     ParamSpec(
         r"ngrams\.weight", init=zeros, optim="rmsprop", lr_mul=17.0, betas=(0.0, 0.9), decay=1.0
     ),
@@ -607,12 +605,12 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            # >> 1 has no other use than that all initial weights depend on it
+            # >> 1 is historical: without it, all initial weights would change
             generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
-    # By type, as a changed block may hold other attention
+    # By type, because your blocks may contain a different attention class
     if len(model.blocks) > 1:
         for module in model.blocks[1].modules():
             if isinstance(module, CausalSelfAttention):
@@ -630,8 +628,8 @@ def optimizer_groups(
     """Parameter groups for Optimizer: parameters with equal settings share one.
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
-    weight_decay: of Muon's matrices (adamw: of everything), which a step multiplies by 1 - lr *
-    weight_decay. embed_decay: of rows with a `decay`, per step at the peak rate.
+    weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
+    embed_decay: the fraction that parameters with a `decay` lose per step, at the peak rate.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -643,7 +641,7 @@ def optimizer_groups(
                 lr=adam_lr,
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
-                fused=True,  # torch's load_state_dict then leaves the number of steps on the device
+                fused=True,  # for torch's load_state_dict: keep the number of steps on the device
             )
         elif spec.optim == "muon":
             settings = dict(
@@ -663,7 +661,7 @@ def optimizer_groups(
                 fused=True,
             )
 
-        # It joins those that are optimized alike
+        # Parameters with equal settings share a group
         key = tuple(settings.values())
         if key not in groups:
             groups[key] = dict(params=[], **settings)
@@ -672,7 +670,7 @@ def optimizer_groups(
 
 
 def get_matrix_rows(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
-    """The rows of each matrix in this parameter, of which Linear may have put several into one."""
+    """The row counts of the matrices that are stacked in this parameter (see Linear)."""
     module = model.get_submodule(name.rpartition(".")[0])
     if isinstance(module, Linear) and name.endswith(".weight"):
         return module.matrix_rows
@@ -760,9 +758,9 @@ class Optimizer(torch.optim.Optimizer):
     - FSDP: a matrix is gathered on one rank first, as no shard can be orthogonalized alone
     - HSDP: both
 
-    groups: of optimizer_groups. ns_dtype: of Newton-Schulz. eps: of Adam and RMSprop. offload: keep
-    momentum and Adam's means in pinned CPU memory. state[p]: tensors with the rows of this rank's
-    shard of p, or numbers.
+    groups: from optimizer_groups. ns_dtype: the dtype of Newton-Schulz. eps: for Adam and RMSprop.
+    offload: keep momentum and Adam's means in pinned CPU memory.
+    state[p]: numbers, and tensors with the rows of this rank's shard of p.
     """
 
     def __init__(
@@ -815,11 +813,12 @@ class Optimizer(torch.optim.Optimizer):
         device = weights[0].device
         lr, beta = group["lr"], group["momentum"]
 
-        # The slice of params that this rank works on: with one process or FSDP all of them, with
-        # DDP or HSDP a share. With FSDP and HSDP, a rank has only its rows of each matrix
+        # The slice of params that this rank works on (see the diagram in ops/parallel.py): with one
+        # process or FSDP all of them, with DDP or HSDP a share. With FSDP and HSDP, a rank has only
+        # its rows of each matrix
         mine = my_share(params)
 
-        # Momentum, on the device and with --offload written back; Nesterov's step
+        # Momentum (with --offload copied to the device and back), then Nesterov's step
         with state_on_device(self.state_tensors("momentum", params), device) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
@@ -829,10 +828,10 @@ class Optimizer(torch.optim.Optimizer):
             x = grads[0].new_empty((0, *grads[0].shape))
 
         # With FSDP and HSDP, ranks exchange rows, so that each has some matrices whole
-        x = gather_whole_matrices(x.to(self.ns_dtype), params[0])
+        x = gather_whole_matrices(x.to(self.ns_dtype), params[0])  # (this rank's, rows, cols)
         parts = x.split(group["matrix_rows"], dim=1)
         x = torch.cat([orthogonalize(part) for part in parts], dim=1)
-        # The way back: with FSDP and HSDP to rows; with DDP and HSDP all get each other's updates
+        # Back to this rank's rows of all: (len(params), its rows, cols)
         updates = exchange_updates(x, params).to(weights[0].dtype)
 
         # Decoupled weight decay, and the update
