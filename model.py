@@ -239,8 +239,8 @@ class CausalSelfAttention(nn.Module):
 
         Equal projections of equal tokens have the largest dot product. So the layer attends to the
         token after an earlier occurrence of the query's token, and can copy it: an induction head
-        (Olsson et al. 2022). From random weights, some runs never learn that. Starting from a known pattern is mimetic initialization (Trockman and Kolter
-        2023).
+        (Olsson et al. 2022). From random weights, some runs never learn that. Starting from a known
+        pattern is mimetic initialization (Trockman and Kolter 2023).
         """
         w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
         w_q = w_q.view(self.n_head, self.head_dim, -1)
@@ -500,8 +500,8 @@ class GPT(nn.Module):
         """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # chunked_loss calls head_loss chunk by chunk, and right there computes the gradients of x and
-        # of those parameters that head_loss uses
+        # chunked_loss calls head_loss chunk by chunk, and right there computes the gradients of x
+        # and of those parameters that head_loss uses
         params = list(self.parameters())
         return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
 
