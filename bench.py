@@ -1,14 +1,11 @@
-"""Measure what each flag is worth on this machine: `python bench.py [SUBCOMMAND] [--quick] [flags]`
+"""Measure what each flag is worth on this machine: `python bench.py [SUBCOMMAND] [flags]`
 
 train      (the default) the ladder: systems flags added one by one
-loss       A against B over several seeds: time and steps to a loss, mean, deviation, p. Each
-           --flags="..." is a side: trainer flags, after the folder of an edited checkout if it
-           begins with one
-experiment whether an edit lowers the loss, and a row of --ledger: keep, discard or crash. Its
-           --flags are as those of loss, --data FOLDER... datasets (docs/experiments.md)
+experiment whether an edit lowers the loss, how much sooner it reaches an equal one, and a row of
+           --ledger: keep, discard or crash. Each --flags="..." is a side: trainer flags, after the
+           folder of an edited checkout if it begins with one (docs/experiments.md)
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
 memory     measured peaks: weights, gradients, optimizer state, activations, by checkpointing mode
-data       loader throughput, and how long a step waits for it
 scaling    weak and strong scaling over 1, 2, 4, ... ranks of this machine, or torchrun's ranks
 profile    where a step's time goes, in six lines, and the trace
 record DIR check a folder of records/ against the rules of its track; --pack HEAD turns its runs'
@@ -17,9 +14,8 @@ record DIR check a folder of records/ against the rules of its track; --pack HEA
 plot DIR   plot the validation losses of runs and records:
            plot DIR... [--x ...] [--y ...] [--target LOSS] [--out FILE]
 
-A step is the trainer's own train_step. Each case runs in its own process, and compared cases are
-interleaved (A B A B); figures are medians (min-max). Trainer flags set what a benchmark does not
-vary itself.
+A step is the trainer's own train_step. Compared cases run in their own processes, interleaved
+(A B A B); figures are medians (min-max). Trainer flags set what a benchmark does not vary itself.
 """
 
 import argparse
@@ -40,11 +36,9 @@ if __name__ == "__main__":
 import torch
 
 from benchmarks.attention import bench_attention
-from benchmarks.data import bench_data
 from benchmarks.experiment import bench_experiment
 from benchmarks.harness import Bench, table
 from benchmarks.ladder import bench_train
-from benchmarks.loss import bench_loss
 from benchmarks.memory import bench_memory
 from benchmarks.plot import X_AXES, Y_AXES, bench_plot
 from benchmarks.profile import bench_profile
@@ -57,7 +51,7 @@ from runtime.flags import parse_flags
 from train_gpt import Config
 
 
-def bench_record(bench: Bench) -> dict:
+def bench_record(bench: Bench) -> list[dict]:
     """Check a record's folder; print its row and the rules that it breaks."""
     if len(bench.options.folders) != 1:
         raise UserError("record takes one folder, as in records/laptop/DATE_NAME")
@@ -73,16 +67,14 @@ def bench_record(bench: Bench) -> dict:
     shown = row | dict(mean=f"{row['mean']:.4f}")  # a loss has more digits than a time
     broken = [f"- {reason}" for reason in row["broken"]]
     print(table("Record", [shown], "\n".join(broken + notes)))
-    return dict(record=[row])
+    return [row]
 
 
 BENCHMARKS = dict(
     train=bench_train,
-    loss=bench_loss,
     experiment=bench_experiment,
     attention=bench_attention,
     memory=bench_memory,
-    data=bench_data,
     scaling=bench_scaling,
     profile=bench_profile,
     record=bench_record,
@@ -99,10 +91,9 @@ def get_args_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--quick", action="store_true", help="smaller sizes, fewer repeats: a first look")
-    add("--repeats", type=int, help="measurements of each case, seeds [5; quick 3]")
+    add("--repeats", type=int, default=5, help="measurements of each case, seeds [5]")
     add("--json", default="", metavar="FILE", help="write all measurements to this file")
-    add("--flags", action="append", default=[], help="loss: a side, as in --flags='--softcap 0'")
+    add("--flags", action="append", default=[], help="experiment: a side, as in '--softcap 0'")
     add("--data", nargs="+", default=[], metavar="DIR", help="dataset; experiment: several")
     add("--ledger", default="", metavar="FILE", help="experiment: append a row to this .tsv")
     add("--describe", default="", metavar="TEXT", help="experiment: what was tried, for the ledger")
@@ -114,7 +105,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     add("--rerun", type=int, metavar="SEED", help="record: execute its source, for this seed")
     add("--reference", default="", metavar="DIR", help="--rerun: a record to time beside it")
-    add("--x", choices=X_AXES, default="train_time", help="plot: horizontal axis [train_time]")
+    add("--x", choices=X_AXES, default="train_time_s", help="plot: horizontal axis [train_time_s]")
     add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
     add("--target", type=float, help="plot: a loss to draw a line at")
     add("--out", default="plot.svg", help="plot: a file that ends in .svg or .png [plot.svg]")
@@ -134,8 +125,6 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
         raise UserError(f"{wrong}; use python instead of torchrun (scaling takes both)")
     options, trainer_flags = get_args_parser().parse_known_args(argv[len(words) :])
     options.folders = folders
-    if options.json and not Path(options.json).resolve().parent.is_dir():
-        raise UserError(f"--json {options.json} is not in a folder that exists; give another name")
     flags = parse_flags(trainer_flags, dataclasses.fields(Config), {}, "")
     if options.data and name != "experiment":
         if len(options.data) > 1:
@@ -148,8 +137,8 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
 def main(argv: list[str]) -> int:
     """Run a benchmark; returns the exit code, 1 if a case failed or rules are broken."""
     name, bench = parse(argv)
-    measured = BENCHMARKS[name](bench)
-    if measured is None:  # a picture, or a rank that does not report
+    rows = BENCHMARKS[name](bench)
+    if rows is None:  # a picture, or a rank that does not report
         return 0
     command_line = shlex.join(["python", "bench.py", *argv])
     machine = dict(
@@ -161,10 +150,12 @@ def main(argv: list[str]) -> int:
     )
     print(", ".join(f"{key} {value}" for key, value in machine.items()) + f". `{command_line}`")
     if bench.options.json:
-        report = dict(benchmark=name, command=command_line, machine=machine) | measured
+        report = {"benchmark": name, "command": command_line, "machine": machine, name: rows}
         text = json.dumps(nan_to_none(report), indent=1) + "\n"
-        Path(bench.options.json).write_text(text, encoding="utf-8")
-    for row in measured[name]:
+        path = Path(bench.options.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for row in rows:
         if row.get("broken") or row.get("note", "").startswith("FAILED"):
             return 1
     return 0

@@ -4,19 +4,11 @@ import math
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import (
-    Bench,
-    measure,
-    measure_memory,
-    progress,
-    table,
-    time_ms,
-)
+from benchmarks.harness import Bench, measure, measure_memory, progress, table, time_ms
 from model import attention, may_attend
 from ops.attention import ATTENTION_BACKENDS, attention_mask
 from runtime.device import DTYPES, faster_dtype, init_device_and_ranks
@@ -35,6 +27,8 @@ BACKENDS = (
     "flex",
     "varlen",
 )
+CPU_LENGTHS = (256, 512, 1024, 2048)
+CUDA_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # Windows, and documents on average, are a quarter of the context
 VARIANTS = dict(
     causal=dict(window="L", doc_mask=False),
@@ -99,29 +93,27 @@ def attention_case(cfg: Config, name: str, tokens: int):
         yield call()
 
 
-def bench_attention(bench: Bench) -> dict:
+def bench_attention(bench: Bench) -> list[dict]:
     """Print the speed and memory of each backend for each context length and mask."""
-    bench.forbid_flags("attn", "compile", "seq_len", "batch_tokens", "window", "doc_mask")
-    lengths, tokens = (256, 512, 1024, 2048), 4096
-    if bench.device.type == "cuda":
-        lengths, tokens = (512, 1024, 2048, 4096, 8192, 16384), 16384
-    if bench.quick:
-        lengths = lengths[:2]
+    bench.forbid_flags(
+        "attn", "compile", "seq_len", "batch_tokens", "window", "doc_mask", "minutes"
+    )
+    lengths = CUDA_LENGTHS if bench.device.type == "cuda" else CPU_LENGTHS
+    tokens = max(4096, lengths[-1])
     rows = []
     for length, (variant, mask_flags) in product(lengths, VARIANTS.items()):
         cfg = replace(bench.cfg, seq_len=length, batch_tokens=length, **mask_flags)
         cases = [partial(attention_case, cfg, name, tokens) for name in BACKENDS]
-        naive_ms = None
+        naive_ms = math.nan
         for name, row in zip(BACKENDS, measure(cases, bench.repeats)):
             row = dict(T=length, mask=variant, backend=name) | row
             rows.append(row)
             if "note" in row:
                 continue
-            call_ms = median(sum(value.values()) for value in row["values"])
+            call_ms = row["forward, ms"] + row["backward, ms"]
             if name == "naive":
                 naive_ms = call_ms
-            if naive_ms:
-                row["speedup vs naive"] = naive_ms / call_ms
+            row["speedup vs naive"] = naive_ms / call_ms
         progress(f"T {length}, {variant}")
 
     measured = [row for row in rows if "note" not in row]
@@ -135,4 +127,4 @@ def bench_attention(bench: Bench) -> dict:
     for name, reason in failed.items():
         note += f"\nNot everywhere: {name} ({reason})."
     print(table("Attention", measured, note))
-    return dict(attention=rows, tokens=tokens)
+    return rows

@@ -5,16 +5,20 @@ docs/experiments.md is the loop around it.
 
 import csv
 import hashlib
+import json
 import math
+import shlex
 import tempfile
 import time
 import tokenize
+from itertools import chain
 from pathlib import Path
-from statistics import mean
+from statistics import geometric_mean, mean
 
-from benchmarks.harness import Bench, progress, table
-from benchmarks.loss import read_sides, train_once
-from common import RunError, TrainerError, UserError, copy_sources, find_sources
+import numpy as np
+
+from benchmarks.harness import Bench, progress, run_python, table
+from common import REPO, RunError, TrainerError, UserError, copy_sources, find_sources, read_rows
 from records.check import t_test
 from records.source import git
 
@@ -39,33 +43,50 @@ COLUMNS = (
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
-def log_ratio(base: dict, run: dict) -> float:
-    """log(loss of a run / loss of its base): bits per byte, or nats where bytes are not known."""
-    key = "val_bpb" if base["val_bpb"] and run["val_bpb"] else "val_loss"
-    return math.log(run[key] / base[key])
+def loss_of(run: dict) -> float:
+    """Return bits per byte, or nats per token where bytes are not known."""
+    return run["val_bpb"] or run["val_loss"]
 
 
-def score_rows(runs: dict[str, list[tuple[dict, dict]]]) -> list[dict]:
-    """A row for each dataset, given its pairs of runs (base, edit), and one for all.
+def time_to(run: dict, loss: float) -> float:
+    """Return the train_time at which a run first reaches a loss; nan if before it is evaluated.
 
-    The score of all is the geometric mean over the datasets. p: of a one-sided t-test on the log
-    ratios of all pairs (null hypothesis: the loss is not lower).
+    Between evaluations, the lowest loss so far falls linearly.
+    """
+    losses = np.minimum.accumulate([row["val_loss"] for row in run["evaluations"]])
+    seconds = [row["train_time_s"] for row in run["evaluations"]]
+    return float(np.interp(loss, losses[::-1], seconds[::-1], right=math.nan))
+
+
+def speedup(base: dict, edit: dict) -> float:
+    """Time of the base / time of the edit, to the higher of their final losses: both reach it."""
+    loss = max(base["val_loss"], edit["val_loss"])
+    return time_to(base, loss) / time_to(edit, loss)
+
+
+def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
+    """A row for each dataset, given its pairs of runs dict(base=..., edit=...), and one for all.
+
+    Scores and speedups are geometric means: over pairs, then over datasets. p: of a one-sided
+    t-test on the log ratios of all pairs' losses (null hypothesis: the loss is not lower).
     """
     rows = []
     logs = []
-    for name, pairs in runs.items():
-        ratios = [log_ratio(base, run) for base, run in pairs]
-        logs += ratios
-        row = dict(dataset=name, score=math.exp(mean(ratios)))
-        for i, side in enumerate(("base", "edit")):
-            summaries = [pair[i] for pair in pairs]
-            row[side] = mean(summary["val_bpb"] or summary["val_loss"] for summary in summaries)
-            row[f"{side}, s"] = mean(summary["train_time_s"] for summary in summaries)
+    for data, pairs in runs.items():
+        ratios = [loss_of(pair["edit"]) / loss_of(pair["base"]) for pair in pairs]
+        logs += map(math.log, ratios)
+        row = dict(dataset=data or "python", score=geometric_mean(ratios), runs=pairs)
+        for side in ("base", "edit"):
+            row[side] = mean(loss_of(pair[side]) for pair in pairs)
+            row[f"{side}, s"] = mean(pair[side]["train_time_s"] for pair in pairs)
+        row["speedup"] = geometric_mean(speedup(**pair) for pair in pairs)
         rows.append(row)
-    score = math.exp(mean(math.log(row["score"]) for row in rows))
+    every = dict(dataset="all")
+    for key in ("score", "speedup"):
+        every[key] = geometric_mean(row[key] for row in rows)
     # Two pairs tell nothing of their deviation
-    rows.append(dict(dataset="all", score=score, p=t_test(logs, 0.0) if len(logs) > 2 else None))
-    return rows
+    every["p"] = t_test(logs, 0.0) if len(logs) > 2 else None
+    return rows + [every]
 
 
 def verdict_of(row: dict) -> str:
@@ -102,19 +123,19 @@ def count_tokens(path: Path) -> int:
     return n
 
 
-def add_to_ledger(path: Path, row: dict, sides: dict, description: str) -> None:
+def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
     """Append a row to the ledger, and write the edit's difference into the folder beside it."""
-    (base, _), (edit, _) = sides.values()
-    name = list(sides)[1]
+    base, _ = sides["base"]
+    edit, flags = sides["edit"]
     difference, code_tokens = compare_sources(base, edit)
-    identity = hashlib.sha256(f"{difference}{name}".encode()).hexdigest()[:10]
+    identity = hashlib.sha256(f"{difference}{flags}".encode()).hexdigest()[:10]
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{identity}.diff").write_text(difference, encoding="utf-8")
 
     row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity, code_tokens=code_tokens)
     row["base"] = git("rev-parse", "--short", "HEAD", folder=base).decode().strip()
-    row["description"] = " ".join((description or name).split())
+    row["description"] = " ".join(row["description"].split())
     cells = {key: f"{cell:.5g}" if isinstance(cell, float) else cell for key, cell in row.items()}
     is_new = not path.exists()
     with open(path, "a", encoding="utf-8", newline="") as file:
@@ -128,53 +149,84 @@ def add_to_ledger(path: Path, row: dict, sides: dict, description: str) -> None:
 # The experiment
 
 
-def train_pair(sides: dict, flags: dict, edit_first: bool) -> tuple[dict, dict]:
-    """Train base and edit once, with these flags. Raises UserError for the base, RunError else."""
-    names = list(sides)
+def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
+    """The checkout and the flags of base and edit, by --flags. Raises UserError."""
+    if len(texts) == 1:
+        texts = ["", *texts]
+    if len(texts) != 2:
+        raise UserError("give --flags=EDIT, or --flags=BASE --flags=EDIT")
+    sides = {}
+    for side, text in zip(("base", "edit"), texts):
+        words = shlex.split(text)
+        checkout = REPO
+        if words and not words[0].startswith("--"):
+            checkout = Path(words.pop(0))
+            if not (checkout / "train_gpt.py").is_file():
+                raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or --FLAG")
+        sides[side] = checkout, words
+    return sides
+
+
+def train_once(checkout: Path, flags: list[str]) -> dict:
+    """Run a checkout's train_gpt.py; return its summary and `evaluations`. Raises TrainerError."""
+    with tempfile.TemporaryDirectory() as folder:  # its checkpoints are deleted with it
+        run_python(checkout / "train_gpt.py", *flags, f"--out_dir={folder}")
+        summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
+        rows = read_rows(Path(folder, "metrics.jsonl").read_text(encoding="utf-8"))
+    if summary["val_loss"] is None:
+        raise RunError("its validation loss is not finite")
+    summary["evaluations"] = [row for row in rows if row.get("val_loss") is not None]
+    summary["peak_mem_mb"] = max(row.get("peak_mem_mb") or 0.0 for row in rows)
+    return summary
+
+
+def train_pair(sides: dict, flags: dict) -> dict[str, dict]:
+    """Train each side once, with these flags. Raises UserError for the base, RunError else."""
     runs = {}
-    for name in reversed(names) if edit_first else names:
-        checkout, words = sides[name]
+    for side, (checkout, words) in sides.items():
         argv = [f"--{key}={value}" for key, value in flags.items()]
         try:
-            runs[name] = train_once(checkout, argv + words)
+            runs[side] = train_once(checkout, argv + words)
         except TrainerError as error:
-            if name == names[0]:
-                raise UserError(f"the base, {name}, fails: {error}") from None
+            if side == "base":
+                raise UserError(f"the base fails: {error}") from None
             raise RunError(str(error)) from None
-        flags.setdefault("dtype", runs[name]["dtype"])  # the first run decides what auto is
-    base, edit = (runs[name] for name in names)
-    progress(f"{flags}: {base['val_loss']:.4f}, {edit['val_loss']:.4f}")
-    return base, edit
+        flags.setdefault("dtype", runs[side]["dtype"])  # the first run decides what auto is
+    progress(f"{flags}: {runs['base']['val_loss']:.4f}, {runs['edit']['val_loss']:.4f}")
+    return runs
 
 
-def bench_experiment(bench: Bench) -> dict:
+def bench_experiment(bench: Bench) -> list[dict]:
     """Train base and edit on each dataset with each seed; print scores, and a row of the ledger."""
-    bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss", minutes=False)
-    sides = read_sides(bench.options.flags)
-    if len(sides) != 2:
-        raise UserError("give --flags=EDIT, or --flags=BASE --flags=EDIT")
-    if bench.options.ledger and Path(bench.options.ledger).suffix != ".tsv":
-        raise UserError(f"--ledger {bench.options.ledger} is no .tsv file; give experiments.tsv")
+    bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
+    options = bench.options
+    if options.ledger and Path(options.ledger).suffix != ".tsv":
+        raise UserError(f"--ledger {options.ledger} is no .tsv file; give experiments.tsv")
+    sides = read_sides(options.flags)
+    other_order = dict(reversed(sides.items()))
     flags = dict(eval_every=0, eval_tokens=0) | bench.flags
-    datasets = bench.options.data or [""]
-    runs = {data or "python": [] for data in datasets}
+    runs = {data: [] for data in options.data or [""]}
     row = dict(verdict="crash")
     try:
         for seed in range(bench.repeats):
-            for data in datasets:
+            for data, pairs in runs.items():
                 flags |= dict(seed=seed, data=data)
-                runs[data or "python"].append(train_pair(sides, flags, edit_first=seed % 2 == 1))
+                pairs.append(train_pair(other_order if seed % 2 else sides, flags))
         rows = score_rows(runs)
         row |= dict(verdict=verdict_of(rows[-1]), score=rows[-1]["score"], p=rows[-1]["p"])
-        edits = [edit for pairs in runs.values() for _, edit in pairs]
+        edits = [pair["edit"] for pair in chain(*runs.values())]
         for key in ("train_time_s", "peak_mem_mb"):
             row[key] = mean(edit[key] for edit in edits)
     except RunError as error:
         last_line = str(error).splitlines()[-1]
         rows = [dict(dataset=data, note=f"the edit fails: {last_line}")]
-    note = f"{row['verdict']} ({RULE}). score: loss of the edit / loss of the base."
+    note = (
+        f"{row['verdict']} ({RULE}). score: loss of the edit / loss of the base. "
+        "speedup: time of the base / time of the edit, to the higher of their final losses."
+    )
     print(table("Experiment", rows, note))
 
-    if bench.options.ledger:
-        add_to_ledger(Path(bench.options.ledger), row, sides, bench.options.describe)
-    return dict(experiment=rows, runs=runs)
+    if options.ledger:
+        row["description"] = options.describe or options.flags[-1]
+        add_to_ledger(Path(options.ledger), row, sides)
+    return rows

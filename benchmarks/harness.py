@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import re
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from statistics import median
 
@@ -20,15 +21,7 @@ from data.stream import TokenStream
 from runtime.dataset import open_stream
 from runtime.device import init_device_and_ranks, select_device
 from runtime.flag_checks import check_device, check_flags
-from train_gpt import (
-    Config,
-    TrainState,
-    build,
-    get_batch,
-    make_config,
-    resolve_auto,
-    train_step,
-)
+from train_gpt import Config, TrainState, build, get_batch, make_config, resolve_auto, train_step
 
 
 class Bench:
@@ -39,15 +32,11 @@ class Bench:
 
     def __init__(self, flags: dict, options: argparse.Namespace):
         self.options = options
-        self.quick = options.quick
-        default_repeats = 3 if options.quick else 5
-        self.repeats = max(1, options.repeats or default_repeats)
+        self.repeats = max(1, options.repeats)
         self.device = select_device(flags.get("device", "auto"))
         self.flags = dict(flags)
-        if self.device.type == "cuda" and "preset" not in flags:
-            self.flags["preset"] = "gpt2-small"
-            if self.quick:
-                self.flags.setdefault("batch_tokens", 65536)
+        if self.device.type == "cuda":
+            self.flags.setdefault("preset", "gpt2-small")
         # The vocabulary of GPT-2's tokenizer, whatever the dataset
         if self.flags.get("preset", "").startswith("gpt2") and not options.data:
             self.flags.setdefault("vocab_size", 50304)
@@ -55,9 +44,9 @@ class Bench:
         values = dict(short_frac=0.0) | self.flags
         self.cfg = make_config(**values)
 
-    def forbid_flags(self, *names: str, minutes: bool = True) -> None:
-        """Raise UserError for flags that the benchmark varies itself, and mostly for --minutes."""
-        for name in (*names, "minutes") if minutes else names:
+    def forbid_flags(self, *names: str) -> None:
+        """Raise UserError for flags that the benchmark varies itself or cannot follow."""
+        for name in names:
             if name in self.flags:
                 wrong = f"--{name} is what this benchmark varies or cannot follow"
                 raise UserError(f"{wrong}; remove it")
@@ -72,12 +61,12 @@ class Bench:
 
 
 def run_case(pipe, case: Callable) -> None:
-    """Run a case in this process: answer each request of the parent by (error, next value)."""
+    """Run a case in this process: answer each request by its next value, or a note if it fails."""
     try:
         values = case()
         with contextlib.redirect_stdout(None):
             while pipe.recv():
-                pipe.send((None, next(values)))
+                pipe.send(next(values))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except Exception as error:
@@ -85,62 +74,58 @@ def run_case(pipe, case: Callable) -> None:
         if not sentence:
             traceback.print_exc()
             sentence = f"FAILED: {type(error).__name__}: {error}"
-        pipe.send((sentence, None))
+        pipe.send(dict(note=sentence))
 
 
-class RunningCase:
-    """A case, the process that runs it, and its row of results."""
-
-    def __init__(self, context, case: Callable):
-        self.row = {}
-        self.pipe, child_pipe = context.Pipe()
-        self.process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)
-        self.process.start()
-        child_pipe.close()
-
-    def next_value(self) -> tuple:
-        """Let the case go on; returns (None, its next value), or (why it failed, None)."""
-        try:
-            self.pipe.send("next")
-            return self.pipe.recv()
-        except (EOFError, OSError):
-            self.process.join()
-            if self.process.exitcode == -9:
-                return "out of memory: killed by the system", None
-            return f"FAILED: died with exit code {self.process.exitcode}", None
+def values_of(context, case: Callable) -> Iterator[dict]:
+    """Run a case in its own process; yield its values one by one, a note if it fails."""
+    pipe, child_pipe = context.Pipe()
+    process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)
+    process.start()
+    child_pipe.close()
+    try:
+        while True:
+            pipe.send("next")
+            yield pipe.recv()
+    except (EOFError, OSError):
+        process.join()
+        note = f"FAILED: died with exit code {process.exitcode}"
+        if process.exitcode == -9:
+            note = "out of memory: killed by the system"
+        yield dict(note=note)
+    finally:
+        process.kill()
+        process.join()
 
 
 def measure(cases: list[Callable], repeats: int) -> list[dict]:
     """Run each case in its own process and return one row per case.
 
     A case returns a generator, which yields a dict of facts, then one measurement at a time, a dict
-    of numbers. Its row holds the facts, the measurements in `values`, and median, minimum and
-    maximum of each number; if the case failed, only a `note` with the reason. Processes keep
-    memory, compiler and crashes of the cases apart. Measurements are interleaved: A B A B.
+    of numbers. Its row holds the facts, the measurements in `values`, and the median of each
+    number; if the case failed, only a `note` with the reason. Processes keep memory, compiler and
+    crashes of the cases apart. Measurements are interleaved (A B A B).
     """
     methods = multiprocessing.get_all_start_methods()
     method = "forkserver" if "forkserver" in methods else "spawn"
     context = multiprocessing.get_context(method)
     # Imported once, for all cases
     multiprocessing.set_forkserver_preload(["benchmarks.harness", "torch._dynamo"])
-    running = [RunningCase(context, case) for case in cases]
-    for number in range(1 + repeats):
-        for case in running:
-            if "note" in case.row:
-                continue
-            error, value = case.next_value()
-            if error:
-                case.row = dict(note=error)
-            elif number == 0:
-                case.row = value | dict(values=[])
-            else:
-                case.row["values"].append(value)
-    for case in running:
-        case.process.kill()
-        case.process.join()
-        if "values" in case.row:
-            case.row |= summarize(case.row["values"])
-    return [case.row for case in running]
+    running = [values_of(context, case) for case in cases]
+    received = [[next(case)] for case in running]
+    for _ in range(repeats):
+        for case, answers in zip(running, received):
+            if "note" not in answers[-1]:
+                answers.append(next(case))
+    rows = []
+    for case, answers in zip(running, received):
+        case.close()
+        row = answers[-1]
+        if "note" not in row:
+            facts, *values = answers
+            row = facts | dict(values=values) | medians(values)
+        rows.append(row)
+    return rows
 
 
 def run_python(*argv, env: dict | None = None) -> None:
@@ -221,16 +206,10 @@ def measure_memory(device: torch.device, function: Callable) -> tuple[int, int, 
     return allocated[-1], max(allocated), result
 
 
-def summarize(values: list[dict]) -> dict:
-    """Return median, minimum and maximum of each number, as name, name_min and name_max."""
-    summary = {}
+def medians(values: list[dict]) -> dict:
+    """Return the median of each number of the measurements."""
     names = values[0] if values else ()
-    for name in names:
-        numbers = [value[name] for value in values]
-        summary[name] = median(numbers)
-        summary[f"{name}_min"] = min(numbers)
-        summary[f"{name}_max"] = max(numbers)
-    return summary
+    return {name: median(value[name] for value in values) for name in names}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,7 +223,7 @@ def progress(text: str) -> None:
 
 def format_value(value) -> str:
     """A number or text of a table; "" for anything else."""
-    if isinstance(value, float):
+    if isinstance(value, float) and not math.isnan(value):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, (int, str)):
         return str(value).replace("|", "\\|")
@@ -252,24 +231,20 @@ def format_value(value) -> str:
 
 
 def format_cell(row: dict, key: str) -> str:
-    """The row's value of a key, with (minimum-maximum) if the row has them."""
-    low = format_value(row.get(f"{key}_min"))
-    high = format_value(row.get(f"{key}_max"))
+    """The row's value of a key, with (minimum-maximum) if the row has measurements of it."""
     cell = format_value(row.get(key))
-    return cell if low == high else f"{cell} ({low}-{high})"
+    numbers = [value[key] for value in row.get("values", []) if key in value]
+    if numbers:
+        cell += f" ({format_value(min(numbers))}-{format_value(max(numbers))})"
+    return cell
 
 
 def table(title: str, rows: list[dict], note: str = "") -> str:
     """A Markdown table with a column for each key that has numbers or texts, and a note below."""
-    keys = []
-    for row in rows:
-        keys += [key for key in row if key not in keys]
-    keys.sort(key=lambda key: key == "note")  # last
     columns = []
-    for key in keys:
-        has_text = any(format_cell(row, key) for row in rows)
-        if has_text and not key.endswith(("_min", "_max")):
-            columns.append(key)
+    for row in rows:
+        columns += [key for key in row if key not in columns and format_value(row[key])]
+    columns.sort(key=lambda key: key == "note")  # last
     lines = [columns, ["---"] * len(columns)]
     for row in rows:
         lines.append([format_cell(row, key) for key in columns])

@@ -8,17 +8,10 @@ from statistics import median
 
 import torch
 
-from benchmarks.harness import (
-    Bench,
-    build_state,
-    measure,
-    progress,
-    table,
-    time_steps,
-)
+from benchmarks.harness import Bench, build_state, measure, progress, table, time_steps
 from runtime.auto import measure_flops
-from runtime.device import DTYPES, faster_dtype, peak_memory_mb, select_device
-from train_gpt import Config, train_step
+from runtime.device import DTYPES, peak_memory_mb, select_device
+from train_gpt import Config
 
 # The first configuration
 BASE = dict(
@@ -47,20 +40,19 @@ LADDER = {
 
 
 def step_case(cfg: Config):
-    """Yield losses, memory and start-up time of a configuration; then the ms of a step."""
+    """Yield memory, sizes and start-up time of a configuration; then the ms of a step."""
     start = time.perf_counter()
     # Two cases share the card while they are compared
     if select_device(cfg.device).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.45)
     state, _, batch = build_state(cfg)
-    losses = [train_step(state, batch, 0.0)[0].item() for _ in range(3)]
+    time_steps(state, batch, 3)  # compiles, warms up
     # As many steps a measurement as take 200 ms
     n_steps = max(1, math.ceil(200 / time_steps(state, batch, 1)))
     yield {
         "micro_batch": state.micro_batch,
         "peak MiB": peak_memory_mb(state.dist_ctx.device),
         "startup, s": time.perf_counter() - start,
-        "losses": losses,
         "sizes": (state.cfg.batch_tokens, state.raw_model.flops_per_token()),
     }
     while True:
@@ -68,41 +60,26 @@ def step_case(cfg: Config):
 
 
 def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
-    """Measure configurations, interleaved, and return a row for each.
-
-    name: of the last one; its `ratios` are the speedups over the first, measurement by measurement.
-    """
+    """Measure configurations, interleaved, and return a row for each. name: of the last one."""
     cases = [partial(step_case, replace(bench.cfg, **flags)) for flags in flag_sets]
     rows = []
-    for measured in measure(cases, bench.repeats):
-        # Keys in the order of the table's columns
-        columns = ("ms/step", "tokens/s", "speedup vs last kept", "cumulative speedup")
-        row = {"Config": name} | dict.fromkeys(columns) | measured
+    for flags, measured in zip(flag_sets, measure(cases, bench.repeats)):
+        row = {"Config": name, "flags": flags} | measured
         rows.append(row)
         if "note" not in row:
             batch_tokens, _ = row["sizes"]
             row["tokens/s"] = 1000 * batch_tokens / row["ms/step"]
-    first, last = rows[0], rows[-1]
-    pairs = zip(first.get("values", []), last.get("values", []))
-    last["ratios"] = [a["ms/step"] / b["ms/step"] for a, b in pairs]
-    progress(f"{name}: {last.get('note') or last['ms/step']}")
+    progress(f"{name}: {row.get('note') or row['ms/step']}")
     return rows
 
 
-def measure_matmul_peak(device: torch.device) -> tuple[float, str]:
-    """FLOP/s of large matmuls in the fastest dtype, and its name."""
-    dtypes = ("fp32", "bf16")
-    if device.type != "cpu":
-        dtypes = (faster_dtype("auto", device, n_embd=0),)  # which does not depend on the width
-    return max((measure_flops(device, DTYPES[dtype]), dtype) for dtype in dtypes)
-
-
-def bench_train(bench: Bench) -> dict:
+def bench_train(bench: Bench) -> list[dict]:
     """Print the ladder. A step that is slower than the last one kept is not kept."""
-    bench.forbid_flags(*BASE)
+    bench.forbid_flags(*BASE, "minutes")
     cfg = bench.cfg
     on_cuda = bench.device.type == "cuda"
-    peak, peak_dtype = measure_matmul_peak(bench.device)
+    speeds = [(measure_flops(bench.device, DTYPES[dtype]), dtype) for dtype in ("fp32", "bf16")]
+    peak, peak_dtype = max(speeds)
     tokens = 8192 if on_cuda else 1024
     micro_batch = bench.micro_batch(cfg.batch_tokens // cfg.seq_len, tokens)
     base = BASE | dict(micro_batch=micro_batch)
@@ -115,16 +92,16 @@ def bench_train(bench: Bench) -> dict:
     stack = base
     total_speedup = 1.0
     for name, change in steps.items():
-        _, row = compare(bench, f"+ {name}", stack, stack | change)
+        kept, row = compare(bench, f"+ {name}", stack, stack | change)
         rows.append(row)
-        speedup = 1.0
-        # No ratios: this one failed, or the last kept one did, which it then replaces
-        if row["ratios"]:
-            speedup = median(row["ratios"])
-            row["speedup vs last kept"] = speedup
-            row["cumulative speedup"] = total_speedup * speedup
         if "note" in row:
             continue
+        speedup = 1.0  # if the last kept one failed, which this one replaces
+        if "note" not in kept:
+            pairs = zip(kept["values"], row["values"])
+            speedup = median(before["ms/step"] / after["ms/step"] for before, after in pairs)
+            row["speedup vs last kept"] = speedup
+            row["cumulative speedup"] = total_speedup * speedup
         if speedup < 1:
             row["note"] = "slower: not kept"
             continue
@@ -132,7 +109,7 @@ def bench_train(bench: Bench) -> dict:
         stack = stack | change | dict(micro_batch=row["micro_batch"])
 
     for row in rows:
-        if row["tokens/s"]:
+        if "tokens/s" in row:
             _, flops_per_token = row["sizes"]
             row["MFU (measured matmul peak)"] = row["tokens/s"] * flops_per_token / peak
     note = (
@@ -141,4 +118,4 @@ def bench_train(bench: Bench) -> dict:
         "the cumulative column multiplies these ratios."
     )
     print(table("The ladder", rows, note))
-    return dict(train=rows, stack=stack, peak_flops=peak)
+    return rows

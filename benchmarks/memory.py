@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.harness import Bench, build_state, measure, measure_memory, table
 from ops.parallel import grad_values
-from runtime.device import peak_memory_mb
 from runtime.flag_checks import AC_MODES
 from train_gpt import Config, train_step
 
@@ -42,13 +41,12 @@ def memory_case(cfg: Config):
         transient=(peak - activations) / MIB,
     )
     row["total at peak"] = sum(row.values())
-    row["process RSS"] = peak_memory_mb(torch.device("cpu"))
     yield row
 
 
-def bench_memory(bench: Bench) -> dict:
+def bench_memory(bench: Bench) -> list[dict]:
     """Print the memory of each checkpointing mode, with the same micro-batch."""
-    bench.forbid_flags("checkpointing", "compile", "offload", "parallel")
+    bench.forbid_flags("checkpointing", "compile", "offload", "parallel", "minutes")
     cfg = bench.cfg
     micro_batch = bench.micro_batch(cfg.batch_tokens // cfg.seq_len)
     rows = []
@@ -62,4 +60,4 @@ def bench_memory(bench: Bench) -> dict:
         "gradients of activations, logits."
     )
     print(table("Memory", rows, note))
-    return dict(memory=rows)
+    return rows

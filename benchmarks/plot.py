@@ -4,18 +4,14 @@ import csv
 import gzip
 import re
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 
 from benchmarks.harness import Bench
 from common import UserError, read_rows
 
-X_AXES = dict(
-    step="step",
-    tokens="training tokens",
-    train_time="training time (s)",
-    wall_time="wall time (s)",
-)
+X_AXES = dict(step="step", tokens="training tokens", train_time_s="training time (s)")
 VERDICTS = dict(keep="oC2", discard="oC7", crash="xC3")  # their markers
 Y_AXES = dict(val_loss="nats per token", val_bpb="bits per byte")
 
@@ -24,28 +20,21 @@ def read_nanogpt(log: str) -> list[dict]:
     """Make rows as in metrics.jsonl of what nanoGPT's train.py prints; none of other logs.
 
     "iter N" is the loss before update N + 1, "step N" an evaluation after N updates. The time of an
-    iteration that evaluates includes that: training is charged the median of the others.
+    iteration that evaluates includes that: every update is charged the mean of the others.
     """
     iterations = re.findall(r"^iter (\d+): loss (\d+\.\d+), time (\d+\.\d+)ms", log, re.M)
-    evaluations = re.findall(r"^step (\d+): train loss \S+, val loss (\d+\.\d+)", log, re.M)
+    evaluations = dict(re.findall(r"^step (\d+): train loss \S+, val loss (\d+\.\d+)", log, re.M))
     batch = re.search(r"^tokens per iteration will be: ([\d,]+)", log, re.M)
-    steps, losses, wall_ms = np.array(iterations, dtype=float).reshape(-1, 3).T
-    steps = steps + 1
-    evaluates = np.isin(steps - 1, [int(step) for step, _ in evaluations])
-    if batch is None or evaluates.all():
+    update_ms = [float(ms) for step, _, ms in iterations if step not in evaluations]
+    if batch is None or not update_ms:
         return []
 
-    # Without the evaluation of step 0: the loss of an untrained model stretches the axes
-    rows = [dict(step=int(step), val_loss=float(loss)) for step, loss in evaluations if int(step)]
-    rows += [dict(step=step, train_loss=loss) for step, loss in zip(steps, losses)]
-
-    # The log has times of some iterations only: those between are interpolated
-    train_ms = np.where(evaluates, np.median(wall_ms[~evaluates]), wall_ms)
-    train_s = np.cumsum(train_ms * np.diff(steps, prepend=0)) / 1000
-    wall_s = train_s + np.cumsum(wall_ms - train_ms) / 1000
+    update_s = mean(update_ms) / 1000
+    evaluations.pop("0", None)  # the loss of an untrained model stretches the axes
+    rows = [dict(step=int(step), val_loss=float(loss)) for step, loss in evaluations.items()]
+    rows += [dict(step=int(step) + 1, train_loss=float(loss)) for step, loss, _ in iterations]
     for row in rows:
-        row["train_time_s"] = float(np.interp(row["step"], [0, *steps], [0, *train_s]))
-        row["wall_time_s"] = float(np.interp(row["step"], [0, *steps], [0, *wall_s]))
+        row["train_time_s"] = row["step"] * update_s
         row["tokens"] = row["step"] * int(batch[1].replace(",", ""))
     return rows
 
@@ -64,10 +53,9 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
         curves[str(folder)] = [read_rows(file.read_text()) for file in files]
         logs = []
         for path in sorted(folder.glob("baseline/*.txt.gz")):
-            with gzip.open(path, "rt") as file:
-                logs.append(read_nanogpt(file.read()))
-        # Two records can have the same logs
-        if any(logs) and logs not in curves.values():
+            log = gzip.decompress(path.read_bytes()).decode()
+            logs.append(read_nanogpt(log))
+        if any(logs):
             curves[f"nanoGPT's recipe beside {folder}"] = logs
     return curves
 
@@ -91,8 +79,6 @@ def draw_ledger(axes, path: Path) -> None:
 
 def points(rows: list[dict], x: str, y: str) -> np.ndarray:
     """x and y of the rows that have both, (2, n)."""
-    if x in ("train_time", "wall_time"):
-        x = f"{x}_s"
     pairs = [(row[x], row[y]) for row in rows if None not in (row.get(x), row.get(y))]
     return np.array(pairs, dtype=float).reshape(-1, 2).T
 

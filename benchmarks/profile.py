@@ -2,15 +2,12 @@
 
 import re
 import tempfile
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.harness import Bench, build_state, measure, table, time_steps
-from common import RunError
-from train_gpt import Config
+from benchmarks.harness import Bench, build_state, table, time_steps
 
 # What an operation or kernel belongs to, by words of its name in lower case; the first that fits
 CATEGORIES = {
@@ -42,53 +39,45 @@ def category_of(name: str, op, is_kernel: bool = False) -> str:
     return UNATTRIBUTED
 
 
-def profile_case(cfg: Config, n_steps: int, trace: str):
-    """Write the trace; yield the ms of a step by category, and with and without the profiler."""
-    state, _, batch = build_state(cfg)
-    device = state.dist_ctx.device
-    time_steps(state, batch, 3)  # warm-up
-    plain_ms = [time_steps(state, batch, 1) for _ in range(n_steps)]
-    with torch.profiler.profile(acc_events=True) as profiler:
-        profiled_ms = time_steps(state, batch, n_steps)
-    profiler.export_chrome_trace(trace)
-
-    spent_us = dict.fromkeys((*CATEGORIES, "optimizer", UNATTRIBUTED), 0.0)
+def spent_ms(profiler: torch.profiler.profile, on_cpu: bool) -> dict[str, float]:
+    """Sum the time of what was profiled by category, in ms."""
+    spent = dict.fromkeys((*CATEGORIES, "optimizer", UNATTRIBUTED), 0.0)
     for op in profiler.events():
         if op.device_type != torch.autograd.DeviceType.CPU:
             continue
         for kernel in op.kernels:
-            spent_us[category_of(kernel.name, op, is_kernel=True)] += kernel.duration
-        if device.type == "cpu":
-            spent_us[category_of(op.name, op)] += op.self_cpu_time_total
-    yield dict(
-        spent={category: us / 1000 / n_steps for category, us in spent_us.items()},
-        plain_ms=median(plain_ms),
-        profiled_ms=profiled_ms,
-    )
+            spent[category_of(kernel.name, op, is_kernel=True)] += kernel.duration / 1000
+        if on_cpu:
+            spent[category_of(op.name, op)] += op.self_cpu_time_total / 1000
+    return spent
 
 
-def bench_profile(bench: Bench) -> dict:
+def bench_profile(bench: Bench) -> list[dict]:
     """Print the time of a step by category."""
-    bench.forbid_flags("profile")
-    n_steps = 3 if bench.quick else 10
+    bench.forbid_flags("profile", "minutes")
+    state, _, batch = build_state(bench.cfg)
+    n_steps = 2 * bench.repeats
+    time_steps(state, batch, 3)  # warm-up
+    plain_ms = median(time_steps(state, batch, 1) for _ in range(n_steps))
+    with torch.profiler.profile(acc_events=True) as profiler:
+        profiled_ms = time_steps(state, batch, n_steps)
     trace = str(Path(tempfile.mkdtemp(), "trace.json"))
-    (facts,) = measure([partial(profile_case, bench.cfg, n_steps, trace)], 0)
-    if "note" in facts:
-        raise RunError(facts["note"])
+    profiler.export_chrome_trace(trace)
+
     # The profiler slows every operation on a CPU, but no kernel on CUDA
-    step_ms = facts["profiled_ms"]
-    if bench.device.type == "cuda":
-        step_ms = facts["plain_ms"]
-    spent = facts["spent"]
-    spent[UNATTRIBUTED] += step_ms - sum(spent.values())
+    on_cpu = bench.device.type == "cpu"
+    step_ms = profiled_ms if on_cpu else plain_ms
+    spent = spent_ms(profiler, on_cpu)
+    total_ms = n_steps * step_ms
+    spent[UNATTRIBUTED] += total_ms - sum(spent.values())
     rows = []
     for category, ms in spent.items():
-        rows.append({"category": category, "ms/step": ms, "% of step": 100 * ms / step_ms})
+        share = 100 * ms / total_ms
+        rows.append({"category": category, "ms/step": ms / n_steps, "% of step": share})
     rows.sort(key=lambda row: -row["ms/step"])
     note = (
-        f"A step takes {facts['profiled_ms']:,.1f} ms under the profiler "
-        f"and {facts['plain_ms']:,.1f} ms without. "
+        f"A step takes {profiled_ms:,.1f} ms under the profiler and {plain_ms:,.1f} ms without. "
         f"Trace for https://ui.perfetto.dev: {trace}"
     )
     print(table("Where a step's time goes", rows, note))
-    return dict(profile=rows, trace=trace, step_ms=step_ms)
+    return rows

@@ -8,15 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import (
-    Bench,
-    build_state,
-    progress,
-    run_python,
-    summarize,
-    table,
-    time_ms,
-)
+from benchmarks.harness import Bench, build_state, medians, progress, run_python, table, time_ms
 from common import REPO, TrainerError, cpu_cores
 from runtime.device import peak_memory_mb
 from train_gpt import Config, train_step
@@ -44,7 +36,8 @@ def measure_ranks(cfg: Config, repeats: int) -> dict:
 
     tokens = state.cfg.batch_tokens
     row = {"ranks": state.dist_ctx.world_size, "tokens/step": tokens}
-    row |= summarize(values[2:])  # without the first two steps, which warm up
+    row["values"] = values[2:]  # without the first two steps, which warm up
+    row |= medians(row["values"])
     row["tokens/s"] = 1000 * tokens / row["ms/step"]
     row["peak MiB per rank"] = peak_memory_mb(device)
     return row
@@ -61,16 +54,16 @@ def run_ranks(ranks: int, flags: dict, repeats: int, env: dict) -> dict:
         return json.loads(Path(folder, "out.json").read_text())["scaling"][0]
 
 
-def bench_scaling(bench: Bench) -> dict | None:
+def bench_scaling(bench: Bench) -> list[dict] | None:
     """Print strong and weak scaling over ranks of this machine.
 
-    Under torchrun, measure its ranks and return one row on rank 0, None on the others.
+    Under torchrun, measure its ranks and return their row on rank 0, None on the others.
     """
     if "WORLD_SIZE" in os.environ:
         # When measure_ranks returns, DDP is freed, which would hang after its group is destroyed
-        row = {"Config": "as given"} | measure_ranks(bench.cfg, bench.repeats)
+        row = measure_ranks(bench.cfg, bench.repeats)
         dist.destroy_process_group()
-        return dict(scaling=[row]) if os.environ["RANK"] == "0" else None
+        return [row] if os.environ["RANK"] == "0" else None
 
     # On a CPU, two cores a rank (one, if there are only two). All configurations have the same
     # number of threads a rank: without OMP_NUM_THREADS, torchrun would choose
@@ -111,4 +104,4 @@ def bench_scaling(bench: Bench) -> dict | None:
         "(DDP; Muon's updates are still exchanged)."
     )
     print(table("Scaling", rows, note))
-    return dict(scaling=rows)
+    return rows

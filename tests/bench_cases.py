@@ -38,7 +38,6 @@ def step_case(cfg):
     if cfg.compile != "off":
         ms *= 1.5
     yield {
-        "losses": [1.0],
         "sizes": (512, 1e6),
         "micro_batch": cfg.micro_batch,
         "peak MiB": 1.0,
@@ -49,14 +48,14 @@ def step_case(cfg):
 
 # A train_gpt.py of another checkout: its loss falls in a line from 5 to 5 - fall, in --max_steps
 # steps and one second, where --softcap is the fall, larger by a tenth with each seed. It notes the
-# order of its runs; --adam_lr 9 fails.
+# order of runs in the folder above; --adam_lr 9 fails.
 FAKE_TRAINER = r"""
 import json, sys
 from pathlib import Path
 
 flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
-with open(Path(__file__).with_name("order.txt"), "a") as file:
-    print(flags["seed"], flags["softcap"], flags.get("dtype", ""), file=file)
+with open(Path(__file__).parents[1] / "order.txt", "a") as file:
+    print(flags["seed"], flags["data"], flags["softcap"], flags.get("dtype", ""), file=file)
 if flags.get("adam_lr") == "9":
     print("a warning\nerror: it diverged", file=sys.stderr)
     sys.exit(1)

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import bench
-from benchmarks import attention, experiment, harness, ladder, loss, plot
+from benchmarks import attention, experiment, harness, ladder, plot
 from conftest import ROOT, measured, run_python, tiny_run
 from model import attention as attention_op
 from model import may_attend
 from ops.attention import attention_mask
 
-SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --quick --repeats 2"
+SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
 
@@ -27,8 +27,6 @@ def numbers_are_finite(rows: list[dict]) -> None:
     for row in rows:
         for key, value in row.items():
             assert not isinstance(value, float) or math.isfinite(value), (key, row)
-            if f"{key}_min" in row:
-                assert row[f"{key}_min"] <= value <= row[f"{key}_max"], (key, row)
 
 
 def test_cases_are_interleaved():
@@ -36,7 +34,7 @@ def test_cases_are_interleaved():
     a, b = harness.measure(cases, 3)
     assert [value["count"] for value in a["values"]] == [1, 2, 3]
     assert [value["count"] for value in b["values"]] == [11, 12, 13]
-    assert (b["count"], b["count_min"], b["count_max"]) == (12, 11, 13)
+    assert b["count"] == 12 and "| 12 (11-13) |" in harness.table("T", [b])
     times = [a["started"], b["started"]]
     for pair in zip(a["values"], b["values"]):
         times += [value["time"] for value in pair]
@@ -55,8 +53,8 @@ def test_what_ends_a_case_is_its_note():
 
 def test_a_table_has_what_its_rows_have():
     rows = [
-        dict(a="x|y", note="last", ms=1234.5, ms_min=1.0, ms_max=2000.0),
-        dict(a="z", ms=0.12345, hidden=[1]),
+        dict(a="x|y", note="last", ms=1234.5, values=[dict(ms=2000.0), dict(ms=1.0)]),
+        dict(a="z", ms=0.12345, hidden=[1], unknown=math.nan),
     ]
     lines = harness.table("Title", rows).splitlines()[2:6]
     assert lines[0] == "| a | ms | note |" and lines[3] == "| z | 0.1235 |  |"
@@ -69,7 +67,9 @@ def test_bench_refuses(capsys):
         "--n_layers 2",
         "train --compile",
         "profile --minutes 5",
-        "loss --json no/x.json",
+        "loss",
+        "data",
+        "train --data a b",
         "plot",
     ):
         assert bench.main(argv.split()) == 2 and capsys.readouterr().err.startswith("error: "), argv
@@ -86,81 +86,48 @@ def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
     assert compiled["note"] == "slower: not kept" and compiled["tokens/s"] == 512 / 0.015
     assert compiled["cumulative speedup"] == pytest.approx(2 / 1.5)
     assert rows["+ fp8"]["note"] == "FAILED: RuntimeError: no such kernel"
-    assert not rows["+ fp8"]["ms/step"]
+    assert not {"ms/step", "values"} & rows["+ fp8"].keys()
     stack = dict(dtype="bf16", attn="blocked", compile="off", fp8=False)
-    assert {name: report["stack"][name] for name in stack} == stack
+    assert {name: report["train"][-1]["flags"][name] for name in stack} == stack
     assert "MFU (measured matmul peak)" in capsys.readouterr().out
 
 
-def run(*losses: float, seconds: float = 1.0) -> dict:
-    """A run that is evaluated every ten steps, each of which takes so many seconds."""
-    rows = []
-    for i, value in enumerate(losses, 1):
-        rows.append(dict(step=10 * i, train_time_s=seconds * i, val_loss=value))
-    return rows[-1] | dict(evaluations=rows)
+def run(*losses: float, seconds: float = 10.0) -> dict:
+    """A run that is evaluated after so many seconds, and again after each time as many."""
+    rows = [dict(val_loss=loss, train_time_s=seconds * i) for i, loss in enumerate(losses, 1)]
+    return rows[-1] | dict(val_bpb=None, evaluations=rows)
 
 
-def test_time_to_a_loss():
-    found = run(4.0, 3.0, 2.0, 2.5)
-    assert loss.time_to(found, 2.25, "train_time_s") == pytest.approx(2.75)
-    assert loss.time_to(found, 2.25, "step") == pytest.approx(27.5)
-    assert loss.time_to(found, 4.5, "step") == pytest.approx(10)
-    assert loss.time_to(found, 1.0, "step") is None
+def test_the_speedup_to_an_equal_loss():
+    base = run(4.0, 3.0, 2.0)
+    # To 2.0, which both reach: the base at its end, the edit between its second and third row
+    lower = run(3.5, 2.5, 1.0)
+    seconds = np.interp(2.0, [1.0, 2.5, 3.5], [30.0, 20.0, 10.0])
+    assert seconds == pytest.approx(20 + 10 / 3)
+    assert experiment.speedup(base, lower) == pytest.approx(30 / seconds)
+    assert experiment.speedup(lower, base) == pytest.approx(seconds / 30)
+    # To 2.5, where the other ends
+    assert experiment.speedup(base, run(4.0, 2.5, seconds=4.0)) == pytest.approx(25 / 8)
+    # The first time that it is as low counts, whatever follows; halfway from 3.0 to 2.0
+    noisy = run(4.0, 3.0, 3.5, 2.0, 2.5)
+    assert experiment.time_to(noisy, 2.5) == 35 and experiment.time_to(noisy, 3.0) == 20
+    assert experiment.time_to(noisy, 2.0) == 40 and experiment.time_to(noisy, 4.0) == 10
+    # Not known: the edit has passed it before it was evaluated
+    assert math.isnan(experiment.speedup(base, run(1.9)))
+
+    quicker = [run(4.0, 3.0, 2.0, seconds=seconds) for seconds in (5.0, 20.0, 2.5)]
+    runs = dict(a=[dict(base=base, edit=edit) for edit in quicker])
+    runs["b"] = [dict(base=base, edit=run(3.5, 2.5, 1.0))]
+    a, b, every = experiment.score_rows(runs)
+    assert a["speedup"] == pytest.approx(2 ** (2 / 3)) and b["speedup"] == pytest.approx(9 / 7)
+    assert every["speedup"] == pytest.approx(math.sqrt(a["speedup"] * 9 / 7))
+    unknown = [dict(base=base, edit=run(1.9))]
+    assert "speedup" not in harness.table("T", experiment.score_rows(dict(a=unknown)))
 
 
-def test_sides_are_compared_seed_by_seed():
-    base = [run(4.0, 3.0, 2.0)] * 3
-    quicker = [run(4.0, 3.0, 2.0, seconds=math.exp(log)) for log in (-1, -2, -3)]
-    lower = [run(3.5, 2.5, 1.0)] * 3
-    higher = [run(4.5, 4.0, 3.5), run(4.0, 3.0, 1.5), run(4.5, 4.0, 3.5)]
-    a, b, c, d = loss.compare_sides(dict(a=base, b=quicker, c=lower, d=higher))
-    assert (a["steps to target"], a["seeds at target"], a["deviation"]) == (30, "3 of 3", 0)
-    assert "p (time)" not in a
-    assert b["speedup (time)"] == pytest.approx(math.exp(2))
-    assert b["time to target"] == pytest.approx(3 * math.exp(-2))
-    # Student's t of 2 degrees, in closed form
-    assert b["p (time)"] == pytest.approx((1 - math.sqrt(12 / 14)) / 2)
-    assert b["speedup (steps)"] == 1 and b["p (steps)"] == 1  # as many steps, only quicker ones
-    assert c["speedup (steps)"] == pytest.approx(30 / (20 + 10 / 3))  # at 2.0, which both reach
-    assert d["seeds at target"] == "1 of 3" and d["speedup (steps)"] < 1 and d["p (steps)"] > 0.5
-
-
-def test_loss_interleaves_sides_of_checkouts(tmp_path, capsys):
-    (tmp_path / "train_gpt.py").write_text(bench_cases.FAKE_TRAINER)
-    sides = [f"{tmp_path} --softcap={fall}" for fall in (1, 2)]
-    argv = ["loss", *SMALL.split(), f"--flags={sides[0]}"]
-    more = [f"--flags={sides[1]}", "--json", str(tmp_path / "out.json"), "--max_steps", "20"]
-    assert bench.main(argv + more) == 0
-    order = (tmp_path / "order.txt").read_text().splitlines()
-    assert order == ["0 1 ", "0 2 fp32", "1 2 fp32", "1 1 fp32"]  # the first run settles auto
-    report = json.loads((tmp_path / "out.json").read_text())
-    base, fast = report["loss"]
-    assert (base["side"], base["final val_loss"], base["deviation"]) == (sides[0], 4, 0)
-    assert fast["final val_loss"] == pytest.approx(2.9)
-    assert fast["deviation"] == pytest.approx(0.2 / math.sqrt(2))
-    assert fast["speedup (time)"] == fast["speedup (steps)"] == pytest.approx(math.sqrt(2 * 2.2))
-    assert fast["p (time)"] is None  # of two seeds
-    assert fast["time to target"] == pytest.approx((1 / 2 + 1 / 2.2) / 2)
-    assert fast["seeds at target"] == "2 of 2"
-    assert len(report["runs"][sides[0]][0]["evaluations"]) == 20
-    capsys.readouterr()
-    assert bench.main([*argv, f"--flags={sides[0]} --adam_lr=9"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: it diverged"
-
-
-def test_loss_of_the_trainer(data, tmp_path):
-    out, rates = tmp_path / "out.json", "--muon_lr 1e-9 --adam_lr 1e-9"
-    flags = f"{SMALL} --repeats 1 --max_steps 20 --eval_tokens 2048 --data {data} --json {out}"
-    assert bench.main(["loss", *flags.split(), f"--flags={rates}"]) == 0
-    ours, still = json.loads(out.read_text())["loss"]
-    assert (ours["side"], still["side"]) == ("defaults", rates)
-    assert still["final val_loss"] == pytest.approx(math.log(320))
-    assert ours["final val_loss"] < math.log(320) - 0.5
-
-
-def pairs(*ratios: float, bpb: float = 2.0) -> list[tuple[dict, dict]]:
-    base = dict(val_bpb=bpb, val_loss=9.0, train_time_s=1.0)
-    return [(base, base | dict(val_bpb=bpb * ratio)) for ratio in ratios]
+def pairs(*ratios: float, bpb: float = 2.0) -> list[dict]:
+    base = run(9.0) | dict(val_bpb=bpb)
+    return [dict(base=base, edit=base | dict(val_bpb=bpb * ratio)) for ratio in ratios]
 
 
 def test_the_score_of_an_experiment():
@@ -184,16 +151,25 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     base, edit = (f"--flags={tmp_path}/{name} --softcap=" for name in ("base", "edit"))
     page = tmp_path / "edit" / "train_gpt.py"
     ledger = tmp_path / "experiments.tsv"
-    flags = f"{SMALL} --max_steps 20 --eval_every 10 --ledger {ledger} --data a b".split()
+    flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data a b".split()
     assert bench.main(["experiment", *flags, "--flags=--a", "--flags=--b", "--flags=--c"]) == 2
     assert bench.main(["experiment", *flags, "--flags=nowhere"]) == 2
     assert bench.main(["experiment", *flags, "--ledger=a", f"{base}1", f"{edit}1"]) == 2
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
     page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
-    describe = ["--describe", "one\tmore"]
-    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}2", *describe]) == 0
+    more = ["--describe", "one\tmore", "--json", str(tmp_path / "new" / "out.json")]
+    (tmp_path / "order.txt").unlink()
+    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
     assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
+    order = (tmp_path / "order.txt").read_text().splitlines()
+    assert order[:3] == ["0 a 1 ", "0 a 2 fp32", "0 b 1 fp32"]  # the first run settles auto
+    assert order[4:] == ["1 a 2 fp32", "1 a 1 fp32", "1 b 2 fp32", "1 b 1 fp32"]
+    a, b, every = json.loads((tmp_path / "new" / "out.json").read_text())["experiment"]
+    # To 4, where the base ends after a second
+    assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
+    assert every["speedup"] == pytest.approx(a["speedup"])
+    assert len(b["runs"]) == 2 and len(b["runs"][1]["edit"]["evaluations"]) == 10
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
     assert "the edit fails: it diverged" in capsys.readouterr().out
     assert bench.main(["experiment", *flags, f"{base}1 --adam_lr=9", f"{edit}1"]) == 2
@@ -212,9 +188,19 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
 
 
+def test_an_experiment_of_the_trainer(data, tmp_path):
+    flags = SMALL + f" --repeats 1 --max_steps 20 --eval_every 5 --eval_tokens 2048 --data {data}"
+    report = measured(tmp_path, "experiment", flags + " --flags=--adam_lr=1e-9 --flags=")
+    row, every = report["experiment"]
+    base, edit = row["runs"][0]["base"], row["runs"][0]["edit"]
+    assert base["val_loss"] == pytest.approx(math.log(320), abs=0.3)
+    assert edit["val_loss"] < base["val_loss"] - 0.3 and every["score"] == row["score"] < 1
+    assert [len(run["evaluations"]) for run in (base, edit)] == [4, 4]
+
+
 def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 2"
-    sizes += " --ngram_rows 512 --vocab_size 1024 --quick"
+    sizes += " --ngram_rows 512 --vocab_size 1024"
     rows = measured(tmp_path, "memory", sizes)["memory"]
     numbers_are_finite(rows)
     adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
@@ -239,23 +225,16 @@ def test_memory_is_that_of_what_is_allocated():
     assert held < 1 << 10 and peak == pytest.approx(2 * 4 << 20, rel=0.01)
 
 
-def test_bench_data(data, tmp_path):
-    (row,) = measured(tmp_path, "data", SMALL + f" --data {data}")["data"]
-    numbers_are_finite([row])
-    assert 0 <= row["data wait, % of step"] < 100
-    assert row["loader alone, tokens/s"] > row["tokens/s"]
-    assert row["tokens/s"] * row["ms/step"] / 1000 == pytest.approx(512)
-
-
-def test_bench_profile(tmp_path, monkeypatch):
+def test_bench_profile(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    report = measured(tmp_path, "profile", SMALL + " --dtype fp32 --attn sdpa")
-    spent = {row["category"]: row["ms/step"] for row in report["profile"]}
+    rows = measured(tmp_path, "profile", SMALL + " --dtype fp32 --attn sdpa")["profile"]
+    spent = {row["category"]: row["ms/step"] for row in rows}
     kinds = ["attention", "elementwise", "matmuls", "optimizer"]
     assert set(spent) == {*kinds, "communication", "unattributed (CPU overhead, idle)"}
-    assert sum(spent.values()) == pytest.approx(report["step_ms"])
+    assert sum(row["% of step"] for row in rows) == pytest.approx(100)
     assert all(spent[kind] > 0 for kind in kinds)
-    assert json.loads(Path(report["trace"]).read_text())["traceEvents"]
+    (trace,) = tmp_path.glob("*/trace.json")
+    assert json.loads(trace.read_text())["traceEvents"] and str(trace) in capsys.readouterr().out
 
 
 def test_bench_scaling_of_torchruns_ranks(tmp_path):
@@ -264,7 +243,7 @@ def test_bench_scaling_of_torchruns_ranks(tmp_path):
     done = run_python(*command.split())
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["scaling"]
-    assert (row["Config"], row["ranks"], row["tokens/step"]) == ("as given", 2, 512)
+    assert (row["ranks"], row["tokens/step"], len(row["values"])) == (2, 512, 2)
     assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout
 
 
@@ -277,7 +256,7 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
         started.append((ranks, tokens, flags["micro_batch"], env["OMP_NUM_THREADS"]))
         if (ranks, tokens) == (2, 1024):
             raise harness.RunError("no room")
-        row = {"Config": "as given", "ranks": ranks, "tokens/s": {1: 1000.0, 2: 1800.0}[ranks]}
+        row = {"ranks": ranks, "tokens/s": {1: 1000.0, 2: 1800.0}[ranks]}
         Path(flags["json"]).write_text(json.dumps(dict(scaling=[row])))
 
     monkeypatch.setattr("benchmarks.scaling.run_python", fake)
@@ -299,6 +278,7 @@ def test_explicit_attention_is_attention():
 
 def test_bench_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(attention, "BACKENDS", ("naive", "sdpa", "varlen"))
+    monkeypatch.setattr(attention, "CPU_LENGTHS", (256, 512))
     causal = attention.VARIANTS["causal"]
     monkeypatch.setattr(
         attention, "VARIANTS", dict(causal=causal, window=causal | dict(window="S"))
@@ -329,7 +309,7 @@ def test_nanogpts_log_has_the_trainers_clock():
     assert len(rows) == 2002 and plot.points(rows, "step", "train_loss").shape == (2, 2001)
     assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
     # What the log's first line says
-    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005) and 82 < row["wall_time_s"] < 86.3
+    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)
     assert plot.read_nanogpt("step:1/10 val_loss:3.2") == []
 
 

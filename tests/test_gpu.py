@@ -291,7 +291,8 @@ def test_bench_on_cuda(name, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_attention, "BACKENDS", ("naive", "sdpa", "flex"))
     causal = bench_attention.VARIANTS["causal"]
     monkeypatch.setattr(bench_attention, "VARIANTS", dict(causal=causal))
-    report = measured(tmp_path, name, "--preset laptop --n_layer 2 --quick --repeats 2")
+    monkeypatch.setattr(bench_attention, "CUDA_LENGTHS", (512, 1024))
+    report = measured(tmp_path, name, "--preset laptop --n_layer 2 --repeats 2")
     assert report["machine"]["device"].startswith("cuda")
 
 
