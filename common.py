@@ -111,7 +111,7 @@ def error_sentence(error: Exception) -> str:
             "one the newest PyTorch, or use --device cpu"
         )
     if isinstance(error, OSError) and error.errno in NO_ROOM:
-        path = error.filename or "a file"
+        path = error.filename2 or error.filename or "a file"  # the second is where it is copied to
         return f"{path} could not be written ({error.strerror}); make room and --resume"
     if isinstance(error, OSError) and error.filename:
         return (
