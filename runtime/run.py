@@ -483,8 +483,11 @@ class Run:
         # A run that was complete before keeps its figures
         path = self.folder / "summary.json"
         if self.is_rank0 and (self.trained_s or not path.exists()):
-            with atomic_write(path) as file:
-                file.write(json.dumps(summary, indent=1).encode() + b"\n")
+            try:
+                with atomic_write(path) as file:
+                    file.write(json.dumps(summary, indent=1).encode() + b"\n")
+            except OSError as error:
+                raise RunError(f"{path} could not be written ({error.strerror})") from None
 
         stall = self.data_wait_s / max(self.trained_s, 1e-9)
         self.info(
