@@ -197,6 +197,35 @@ def figure_is_logged(run) -> bool:
     return np.allclose(rows(run.folder, "head_norm")[:4], norms) and "| head_norm " in run.said
 
 
+def student_is_taught(run) -> bool:
+    """The first half's weights are the teacher, also after a resume; the second begins anew."""
+    cfg, teacher, student = run.state.cfg, run.checkpoint["extra"]["teacher"], run.sampled
+    noise(student, derive_seed(cfg.seed, "student"))
+    weights = {name: p.detach().clone().requires_grad_() for name, p in student.named_parameters()}
+    stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
+    batch = torch.from_numpy(stream.batch(2))
+    x, y = batch[:, :-1], batch[:, 1:].clone()
+    probs = Plain(teacher, student.cfg).logits(x).softmax(-1)
+
+    def plain_loss():
+        ours = Plain(weights, student.cfg)
+        soft = -(probs * ours.logits(x).log_softmax(-1)).sum(-1)
+        return (ours.loss(x, y) + soft[y >= 0].mean()) / 2
+
+    want = plain_loss()
+    grads = torch.autograd.grad(want, list(weights.values()))
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    same = np.allclose(figures(run.folder)[:, 2], [want.item(), norm.item()], rtol=1e-5)
+    y[:, ::5] = y[1] = -1
+    same &= torch.allclose(student(x, y, probs), plain_loss(), rtol=1e-5)
+    rest, path = run.folder.parent / "rest of the student", run.folder / "ckpt_3.pt"
+    trained(run.ours, rest, data=cfg.data, resume=str(path))
+    same &= np.array_equal(figures(rest), figures(run.folder)[:, 3:])
+    same &= rows(run.folder, "lr") == 2 * rows(run.folder, "lr")[:2]
+    same &= run.checkpoint["optimizer"]["head.weight"]["step"].item() == 2
+    return same and all(torch.equal(w, run.after[1][name]) for name, w in teacher.items())
+
+
 CASES = {
     "A flag": Case(flags=dict(min_lr_frac=0.5), holds=rate_stays_above_half),
     "A learning-rate schedule": Case(holds=rate_is_a_cosine),
@@ -210,6 +239,7 @@ CASES = {
     "Loss on answers alone": Case(holds=only_answers_count),
     "An auxiliary head": Case(plain.SecondHead),
     "A contrastive term": Case(plain.Contrastive),
+    "A student of the model": Case(flags=dict(save_every=1), holds=student_is_taught),
     "Mixture of experts": Case(plain.Experts, holds=experts_are_orthogonalized_apart),
     "Tied embeddings": Case(plain.Tied),
     "Grouped queries": Case(plain.Grouped, holds=half_the_keys_are_cached),
@@ -228,7 +258,8 @@ CASES = {
     "A mixture of sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
     "A figure of your own": Case(holds=figure_is_logged),
 }
-MOST_LINES = {"Grouped queries": 19, "A mixture of sources": 40}  # the others: 12
+# The others: 12
+MOST_LINES = {"A student of the model": 22, "Grouped queries": 19, "A mixture of sources": 40}
 RANKS = (
     "Layers left out",
     "A buffer",
