@@ -129,8 +129,8 @@ def error_sentence(error: Exception) -> str:
 def compile_sentence(error: Exception) -> str:
     """The sentence for an error of torch.compile's C++ compiler or cache, in their words."""
     words = str(getattr(error, "inner_exception", error)).split("Output:\n")[-1]
-    return (
-        f"--compile failed in the compiler or its cache ({' '.join(words.split())[:300]}); repair "
+    return (  # compilers end with what failed
+        f"--compile failed in the compiler or its cache ({' '.join(words.split())[-300:]}); repair "
         "that, set TORCHINDUCTOR_CACHE_DIR, or remove --compile"
     )
 

@@ -203,10 +203,13 @@ def test_gcc_deletes_no_stores_before_copies(monkeypatch):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
     commands = []
-    run = cpp_builder.run_compile_cmd
-    monkeypatch.setattr(
-        cpp_builder, "run_compile_cmd", lambda cmd, cwd: commands.append(cmd) or run(cmd, cwd)
-    )
+    plain = cpp_builder.run_compile_cmd
+
+    def run(cmd_line, cwd):
+        commands.append(cmd_line)
+        plain(cmd_line, cwd)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", run)
 
     def function(x):
         g = x.mT

@@ -133,7 +133,7 @@ def test_what_is_not_there_is_told(data, tmp_path, capsys):
 
 def test_a_compiler_that_fails_in_a_run_is_told():
     for error, sentence in (
-        (CppCompileError(["g++"], "disk\nfull"), "its cache (disk full); repair"),
+        (CppCompileError(["g++"], "x" * 300 + "\ndisk full"), "x disk full); repair"),
         (OSError(28, "disk full"), "its cache ([Errno 28] disk full); repair"),
     ):
         assert sentence in error_sentence(InductorError(error, inspect.currentframe()))
