@@ -70,7 +70,7 @@ class TokenShards:
             with open(path, "rb") as file:
                 file.seek(HEADER_BYTES + begin * itemsize)
                 raw = file.read(n_bytes)
-            found = "was truncated"
+            found = "was truncated while in use"
         except OSError as error:
             raw = b""
             found = f"cannot be read any more ({error.strerror})"
