@@ -174,7 +174,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, windo
 class AttnContext(NamedTuple):
     """The inputs of a block besides x."""
 
-    position: Tensor  # int64: (T,), or (B, T) in generation; unused here, for your edits
     cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
     doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
@@ -222,9 +221,8 @@ def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with QK norm (Henry et al. 2020) and value embeddings (speedrun)."""
 
-    def __init__(self, cfg: GPTConfig, layer: int):
+    def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.layer = layer  # 0, 1, ...: unused here, for your edits
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.rotary_dim = cfg.rotary_dim
@@ -290,11 +288,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer; `layer` is its number, from 0."""
+    """One transformer layer."""
 
-    def __init__(self, cfg: GPTConfig, layer: int):
+    def __init__(self, cfg: GPTConfig):
         super().__init__()
-        self.attn = CausalSelfAttention(cfg, layer)
+        self.attn = CausalSelfAttention(cfg)
         self.mlp = MLP(cfg)
 
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
@@ -345,7 +343,7 @@ class GPT(nn.Module):
         self.ngrams = None
         if cfg.ngram > 1:
             self.ngrams = NgramEmbedding(cfg.ngram_rows, cfg.n_embd)
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.head = Linear(cfg.n_embd, cfg.vocab_size)
 
     @property
@@ -427,7 +425,6 @@ class GPT(nn.Module):
         x = norm(x)
         for layer, block in enumerate(self.blocks):
             ctx = AttnContext(
-                position=position,
                 cos=cos,
                 sin=sin,
                 doc_starts=doc_starts,

@@ -75,6 +75,8 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
     saved = saved_flags(source) if source else {}
     if not saved:
         return {}
+    # A flag that is newer than the run has its default, not the preset's value
+    saved = {name: field.default for name, field in known.items()} | saved
     if given.get("params") == -1:
         del given["params"]  # the run has its size
     for name in ("preset", "params", "optimizer"):
@@ -82,9 +84,7 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
             raise UserError(
                 f"--{name} {given[name]} is for new runs; {source} has {saved[name]}: remove it"
             )
-    # A flag that is newer than the run has its default, not the preset's value
-    defaults = {name: field.default for name, field in known.items()}
-    return flags_to_keep(defaults | saved, given, known)
+    return flags_to_keep(saved, given, known)
 
 
 def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:

@@ -342,7 +342,10 @@ class Run:
                 with contextlib.suppress(OSError):  # a full disk has been reported
                     file.close()
         if self.wandb:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:  # the run itself has ended well
+                print_line(f"WARNING: --wandb could not finish ({error})")
 
     # ----------------------------------------------------------------------------------------------
     # Lines and rows
