@@ -113,7 +113,8 @@ def error_sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         path = error.filename2 or error.filename or "a file"  # the second is where it is copied to
         return f"{path} could not be written ({error.strerror}); make room and --resume"
-    if isinstance(error, OSError) and error.filename:
+    is_away = isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE)
+    if is_bad_path(error) or (is_away and error.filename):
         return (
             f"{error.filename} cannot be read or written ({error.strerror}); give a different "
             "path, or repair this one"
@@ -218,18 +219,20 @@ def catch_signals():
     """Yield a list that collects the names of signals.
 
     A second one does what it did before, at once: it ends the process, or raises KeyboardInterrupt.
+    (Not SIGXCPU, which the system repeats for each second of CPU time.)
     """
     caught = []
     first_at = 0.0
 
     def handle(number, _frame):
         nonlocal first_at
+        name = signal.Signals(number).name
         if not caught:
             first_at = time.monotonic()
-        elif time.monotonic() > first_at + SAME_SIGNAL_S:
+        elif name != "SIGXCPU" and time.monotonic() > first_at + SAME_SIGNAL_S:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)
-        caught.append(signal.Signals(number).name)
+        caught.append(name)
 
     handlers = {}  # as they were
     if threading.current_thread() is threading.main_thread():

@@ -95,10 +95,10 @@ PRESETS = {
         eval_tokens=262144,
     ),
     # GPT-2's depths and widths, mostly with fewer, wider heads
-    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, save_every=1000),
-    "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000, save_every=1000),
-    "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000, save_every=1000),
-    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000, save_every=1000),
+    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768),
+    "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
+    "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000),
 }
 
 
@@ -494,7 +494,6 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
-    state.tokens += targets.numel() * dist_ctx.world_size
 
     # Gradient norm, for the log; clipping
     state.scaler.unscale_(optimizer)
@@ -516,6 +515,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
         state.scaler.step(optimizer)
     state.scaler.update()
     optimizer.zero_grad(set_to_none=not cfg.uses_cudagraphs)  # CUDA graphs need fixed addresses
+    state.tokens += targets.numel() * dist_ctx.world_size
     state.step += 1
     return loss, grad_norm
 

@@ -43,9 +43,10 @@ COLUMNS = (
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
-def loss_of(run: dict) -> float:
-    """Return bits per byte, or nats per token where bytes are not known."""
-    return run["val_bpb"] or run["val_loss"]
+def losses_of(pair: dict[str, dict]) -> dict[str, float]:
+    """Return both losses of a pair in bits per byte, or in nats per token if one has no bytes."""
+    key = "val_bpb" if all(run["val_bpb"] for run in pair.values()) else "val_loss"
+    return {side: run[key] for side, run in pair.items()}
 
 
 def time_to(run: dict, loss: float) -> float:
@@ -73,11 +74,12 @@ def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
     rows = []
     logs = []
     for data, pairs in runs.items():
-        ratios = [loss_of(pair["edit"]) / loss_of(pair["base"]) for pair in pairs]
+        losses = [losses_of(pair) for pair in pairs]
+        ratios = [pair["edit"] / pair["base"] for pair in losses]
         logs += map(math.log, ratios)
         row = dict(dataset=data or "python", score=geometric_mean(ratios), runs=pairs)
         for side in ("base", "edit"):
-            row[side] = mean(loss_of(pair[side]) for pair in pairs)
+            row[side] = mean(pair[side] for pair in losses)
             row[f"{side}, s"] = mean(pair[side]["train_time_s"] for pair in pairs)
         row["speedup"] = geometric_mean(speedup(**pair) for pair in pairs)
         rows.append(row)

@@ -24,6 +24,10 @@ def rerun(folder: str, seed: int, data: str, reference: str) -> None:
     """
     slowdown = None
     if reference:
+        first = read_run(Path(reference, "seed_0"))["summary"]["machine"]
+        machine = read_run(Path(folder, f"seed_{seed}"))["summary"]["machine"]
+        if first != machine:
+            raise UserError(f"{reference} is from {first}, not {machine}; give a record from there")
         with tempfile.TemporaryDirectory() as work:
             slowdown = run_again(Path(reference), 0, Path(work, "seed_0"), data)
     out_dir = Path(folder).resolve() / f"rerun_{seed}"

@@ -69,14 +69,20 @@ def checkpoint_step(path: Path) -> int:
 
 
 def best_val_loss(run, state, stream) -> float:
-    """The validation loss of the folder's ckpt_best.pt; infinity if it has none of this model, on
-    these tokens of this dataset."""
+    """The validation loss of the folder's ckpt_best.pt; infinity if it has none of this model and
+    dataset. One that was evaluated on other tokens is renamed: losses on those do not compare."""
     path = run.folder / BEST
     with contextlib.suppress(UserError):  # missing, or damaged
         best = read_checkpoint(path, verify=False)
-        ours = (dataclasses.asdict(state.raw_model.cfg), stream.fingerprint(), run.val_tokens)
-        if (best["model_config"], best["data"], best.get("val_tokens")) == ours:
+        model_config = dataclasses.asdict(state.raw_model.cfg)
+        if (best["model_config"], best["data"]) != (model_config, stream.fingerprint()):
+            return math.inf
+        n_seqs = stream.num_eval_seqs(best["config"]["eval_tokens"])
+        if n_seqs == stream.num_eval_seqs(state.cfg.eval_tokens):
             return best["val_loss"]
+        kept = path.with_name(f"ckpt_best_{best['step']}.pt")
+        path.rename(kept)
+        run.info(f"{path} is now {kept.name}, because it was evaluated on other tokens")
     return math.inf
 
 
@@ -93,13 +99,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path, verify: bool = True) -> dict:
     """Load a checkpoint, mapped from its file. Without `verify`, checksums are not compared.
 
-    Raises UserError if it is missing, CorruptCheckpointError if it is damaged, RunError if it
-    cannot be read now, for want of memory or of permission, say.
+    Raises UserError if it is missing or of a different version, CorruptCheckpointError if it is
+    damaged, RunError if it cannot be read now, for want of memory or of permission, say.
     """
+    is_whole = False
     try:
         with zipfile.ZipFile(path) as archive:
             if verify and archive.testzip():
                 raise ValueError("a checksum differs")
+        is_whole = verify
         checkpoint = load_mapped(path)
         has_types = [type(checkpoint[key]) is kind for key, kind in CHECKPOINT_SCHEMA.items()]
         if not all(has_types):
@@ -115,7 +123,13 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
         if has_failed or is_out_of_memory(reason):
             raise RunError(
                 f"{path} cannot be read now ({reason}), and is kept; try again when that is "
-                "mended or, if memory ran out, with more of it"
+                "mended or, if memory ran out, with more of it; or --resume an older one with a "
+                "different --out_dir"
+            ) from None
+        if is_whole:
+            raise UserError(
+                f"{path} is whole, but not a checkpoint of this version of the trainer "
+                f"({type(error).__name__}); use the source that made it"
             ) from None
         raise CorruptCheckpointError(
             f"{path} is damaged, or not a checkpoint of this version of the trainer "
@@ -233,7 +247,7 @@ def load_optimizer(
         state = dict(saved)
         for key, value in saved.items():
             if isinstance(value, Tensor) and value.dim():
-                state[key] = shard_like(value, p)
+                state[key] = shard_like(value.clone(), p)  # not mapped from the file any more
                 if value.shape != p.shape:  # a number a row, say: plain, as an optimizer makes it
                     state[key] = to_local(state[key])
         states[numbers[p]] = state
@@ -282,17 +296,23 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
         del group["params"]
         checkpoint["optimizer_groups"].append(whole_tensors(group, "param_groups", run))
 
-    def write() -> None:
+    def write() -> bool:
         failed = write_file(path, checkpoint, run)
-        if failed and required:
-            insist(path, checkpoint, run, failed)
-        elif failed:
+        if failed and not required:
             run.info(f"WARNING: {failed}")
+            return False
+        if failed:
+            insist(path, checkpoint, run, failed)
         elif state.cfg.keep:
             for old in list_checkpoints(run.folder)[state.cfg.keep :]:
-                old.unlink(missing_ok=True)
+                try:
+                    old.unlink(missing_ok=True)
+                except OSError as error:
+                    run.info(f"WARNING: {old} cannot be deleted ({error.strerror})")
+        return True
 
-    run_on_rank0(run.dist_ctx, write)
+    if not run_on_rank0(run.dist_ctx, write):
+        run.saved_step = -1  # if the run ends at this step, it is still to be saved
 
 
 @contextlib.contextmanager
@@ -314,7 +334,7 @@ def saving_on_error(state, stream, run):
 def save_best_weights(state, stream, run) -> None:
     """Save the weights that were just evaluated as ckpt_best.pt. Every rank must call it."""
     checkpoint = collect_values(state, stream, run)
-    checkpoint |= dict(val_loss=run.saved_val_loss, val_tokens=run.val_tokens)
+    checkpoint["val_loss"] = run.saved_val_loss
     with state.evaluating():
         weights = state.raw_model.state_dict(keep_vars=True)
         checkpoint["model"] = whole_tensors(weights, "model", run)
@@ -373,7 +393,7 @@ def insist(path: Path, checkpoint: dict, run, failed: str) -> None:
     """
     deadline = time.monotonic() + PATIENCE_S
     run.info(f"WARNING: {failed}; it is tried again, then in a different folder")
-    while failed and not run.signals and time.monotonic() < deadline:
+    while failed and not run.asked_to_stop() and time.monotonic() < deadline:
         time.sleep(1)
         failed = write_file(path, checkpoint, run)
     if failed:

@@ -123,6 +123,9 @@ def test_the_speedup_to_an_equal_loss():
     assert every["speedup"] == pytest.approx(math.sqrt(a["speedup"] * 9 / 7))
     unknown = [dict(base=base, edit=run(1.9))]
     assert "speedup" not in harness.table("T", experiment.score_rows(dict(a=unknown)))
+    # An edit that masks targets has no bytes: both are compared in nats
+    masked = [dict(base=run(1.5) | dict(val_bpb=2.2), edit=run(1.5) | dict(val_bpb=None))]
+    assert experiment.score_rows(dict(a=masked))[0]["score"] == 1
 
 
 def pairs(*ratios: float, bpb: float = 2.0) -> list[dict]:

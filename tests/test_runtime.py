@@ -54,6 +54,7 @@ from runtime import checkpoint as checkpoint_module
 from runtime import run as run_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.ranks import DistContext
+from runtime.resume import newest_valid
 from runtime.run import SECTION, Run
 from train_gpt import (
     MAX_BAD_STEPS,
@@ -410,11 +411,13 @@ def test_foreign_checkpoints_are_refused_and_not_executed(tmp_path):
             return (os.mkdir, (str(tmp_path / "executed"),))
 
     nanogpt = dict(model={}, optimizer={}, iter_num=5)
-    refused = "is damaged, or not a checkpoint of this version of the trainer"
+    refused = "is whole, but not a checkpoint of this version of the trainer"
     for content in (dict(step=1, model=Evil()), nanogpt, torch.zeros(3)):
         torch.save(content, tmp_path / "ckpt_1.pt")
         with pytest.raises(UserError, match=refused):
             read_checkpoint(tmp_path / "ckpt_1.pt")
+        with pytest.raises(UserError, match=refused):  # nor renamed, nor passed over
+            newest_valid(tmp_path, SimpleNamespace(folder=tmp_path))
     with pytest.raises(UserError, match="there is no checkpoint"):
         read_checkpoint(tmp_path / "ckpt_2.pt")
     assert not (tmp_path / "executed").exists()
@@ -588,6 +591,7 @@ def test_evaluations_on_other_tokens_are_not_compared(data, tmp_path, monkeypatc
     assert (summary["best_val_loss"], summary["val_loss"]) == (2.0, 2.3)
     best = read_checkpoint(tmp_path / "run" / "ckpt_best.pt")
     assert (best["step"], best["val_loss"]) == (6, 2.0)
+    assert read_checkpoint(tmp_path / "run" / "ckpt_best_2.pt")["val_loss"] == 1.0  # is kept
     assert "has risen since step 6, where it was 2.0" in read_log(tmp_path / "run")
 
 
@@ -800,13 +804,16 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, mon
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
 
 
-@pytest.mark.parametrize("case", ["moved", "full for a second", "full"])
+@pytest.mark.parametrize("case", ["moved", "full for a second", "full", "full before the end"])
 def test_the_last_checkpoint_is_worth_patience_and_a_second_place(
     case, data, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     flags = TINY | dict(data=str(data), max_steps=6)
     write, failing = checkpoint_module.atomic_write, iter([True, True, False])
+    if case == "full before the end":  # a save that is no more than a warning, at the last step
+        flags |= dict(save_every=6, eval_every=6, max_steps=7, target_val_loss=100.0)
+        failing = iter([True])
 
     @contextlib.contextmanager
     def while_full(path):
@@ -827,9 +834,11 @@ def test_the_last_checkpoint_is_worth_patience_and_a_second_place(
         train(make_config(**flags, out_dir="run"), on_step=move)
     path = Path("run-saved" if case == "full" else "run", "ckpt_6.pt")
     assert path.exists() and ("WARNING" in capsys.readouterr().out) == (case != "moved")
-    train(make_config(**flags | dict(max_steps=8), out_dir="again", resume=str(path)))
-    tiny_run("whole", data=data, max_steps=6)
-    assert equal_weights(read_checkpoint(path)["model"], final("whole")["model"])
+    flags |= dict(max_steps=8, target_val_loss=0.0)
+    train(make_config(**flags, out_dir="again", resume=str(path)))
+    tiny_run("whole", data=data, max_steps=7 if "before" in case else 6, save_every=6, keep=0)
+    whole = read_checkpoint(Path("whole", "ckpt_6.pt"))
+    assert equal_weights(read_checkpoint(path)["model"], whole["model"])
 
 
 def test_a_checkpoint_waits_for_the_rows_before_it(tmp_path, capsys):
@@ -933,6 +942,9 @@ def test_signals_that_announce_an_end_are_caught():
         for name in names:
             if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN:
                 os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGXCPU)  # the system repeats it
+    assert caught.count("SIGXCPU") == 2
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     assert own == ["SIGALRM"] and {"SIGUSR2", "SIGXCPU"} <= set(caught)
 
