@@ -674,6 +674,8 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
             file.write(b"\xff" * 64)
 
     monkeypatch.setattr(torch, "save", torn)
+    monkeypatch.setattr(checkpoint_module, "PATIENCE_S", 0)
+    monkeypatch.chdir(tmp_path)  # the second place
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1, max_steps=10)
     code, err = run_main(flags_of(flags), capsys)
     assert code == 1 and "is damaged" in err and "ckpt_10.pt could not be saved" in err
