@@ -101,7 +101,6 @@ class Run:
         # Clock
         self.created = time.perf_counter()
         self.earlier_wall_time = 0.0  # of the starts before a resume
-        self.saved_step = 0
         self.eval_begin = 0  # from this step on, evaluations are on the same tokens
         self.train_time = 0.0
         self.data_wait_s = 0.0
@@ -344,7 +343,7 @@ class Run:
         if self.wandb:
             try:
                 self.wandb.finish()
-            except Exception as error:  # the run itself has ended well
+            except Exception as error:  # whatever the service raises
                 print_line(f"WARNING: --wandb could not finish ({error})")
 
     # ----------------------------------------------------------------------------------------------
