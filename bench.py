@@ -43,7 +43,8 @@ from benchmarks.memory import bench_memory
 from benchmarks.plot import X_AXES, Y_AXES, bench_plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
-from common import UserError, command, cpu_cores, exit_process, nan_to_none
+from common.errors import UserError, command, exit_process
+from common.values import cpu_cores, nan_to_none
 from records.check import check_record, pack
 from records.rerun import rerun
 from runtime.device import device_name

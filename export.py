@@ -21,7 +21,8 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from common import UserError, atomic_write, command
+from common.errors import UserError, command
+from common.files import atomic_write
 from data.tokenizers import VOCABULARY_FILE, Tokenizer, get_tokenizer
 from inference.generation import freeze, random_tokens
 from inference.int8 import quantize

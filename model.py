@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from common import derive_seed
+from common.values import derive_seed
 from ops.attention import (
     ATTENTION_KERNELS,
     attention_mask,

@@ -15,7 +15,8 @@ if __name__ == "__main__":
 
 import torch
 
-from common import UserError, command, discard_output, printable
+from common.errors import UserError, command, discard_output
+from common.values import printable
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.evaluation import print_choices, print_perplexity
 from inference.generation import (

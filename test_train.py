@@ -24,7 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 import model as model_page
 import train_gpt
-from common import UserError, exit_process
+from common.errors import UserError, exit_process
 from conftest import (
     TINY,
     add_noise,

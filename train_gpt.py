@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Errors and seeds, data, model
-from common import command, derive_seed, exit_process
+from common.errors import command, exit_process
+from common.values import derive_seed
 from data.stream import TokenStream, prefetch
 from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups

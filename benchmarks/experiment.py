@@ -18,7 +18,8 @@ from statistics import geometric_mean, mean
 import numpy as np
 
 from benchmarks.harness import Bench, progress, run_python, table
-from common import REPO, RunError, TrainerError, UserError, copy_sources, find_sources, read_rows
+from common.errors import RunError, TrainerError, UserError
+from common.files import REPO, copy_sources, find_sources, read_rows
 from records.check import t_test
 from records.source import git
 

@@ -16,7 +16,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from common import RunError, UserError, error_sentence, largest_divisor
+from common.errors import RunError, UserError, error_sentence
+from common.values import largest_divisor
 from data.stream import TokenStream
 from runtime.dataset import open_stream
 from runtime.device import init_device_and_ranks, select_device

@@ -9,7 +9,8 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.harness import Bench
-from common import UserError, read_rows
+from common.errors import UserError
+from common.files import read_rows
 
 X_AXES = dict(step="step", tokens="training tokens", train_time_s="training time (s)")
 VERDICTS = dict(keep="oC2", discard="oC7", crash="xC3")  # their markers

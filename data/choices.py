@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from common import UserError
+from common.errors import UserError
 
 EXPECTED = (
     'expected lines of {"context": TEXT, "endings": [TEXT, ...], '

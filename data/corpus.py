@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError, print_line, sha256_of_file
+from common.errors import UserError, print_line
+from common.files import sha256_of_file
 from data.tokenizers import END_OF_TEXT
 
 # The order of several files: it makes the first tokens of a split a fair sample of the split

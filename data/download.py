@@ -6,7 +6,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from common import UserError, print_line, sha256_of_file
+from common.errors import UserError, print_line
+from common.files import sha256_of_file
 from data.shards import DATA_DIR, TOKENIZER_SIZES, check_shard, load_meta, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"

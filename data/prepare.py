@@ -27,15 +27,8 @@ if __name__ == "__main__":
     # A script's first import path is its own folder, where it must be the repository's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common import (
-    NO_ROOM,
-    RunError,
-    UserError,
-    command,
-    is_bad_path,
-    print_line,
-    sha256_of_file,
-)
+from common.errors import NO_ROOM, RunError, UserError, command, is_bad_path, print_line
+from common.files import sha256_of_file
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_meta, write_shard

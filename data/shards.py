@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError, atomic_write, sha256_of_file
+from common.errors import UserError
+from common.files import atomic_write, sha256_of_file
 
 DATA_DIR = Path(__file__).resolve().parent
 # Trained on Python 3.11.7's library, with --tokenizer bpe --vocab_size 1024

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError, derive_seed, sha256_of_file
+from common.errors import UserError
+from common.files import sha256_of_file
+from common.values import derive_seed
 from data.shards import HEADER_BYTES, check_shard, find_shards, load_meta, recorded_hashes
 from data.tokenizers import read_vocabulary
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common import UserError, sha256_of_file
+from common.errors import UserError
+from common.files import sha256_of_file
 from data.shards import TOKENIZER_SIZES
 
 VOCABULARY_FILE = "tokenizer.json"

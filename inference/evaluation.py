@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from common import UserError
+from common.errors import UserError
 from data.choices import Question, read_questions
 from data.prepare import encode_file
 from model import GPT

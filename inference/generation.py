@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from common import UserError, printable
+from common.errors import UserError
+from common.values import printable
 from model import GPT, Linear, gather_positions, may_attend
 from ops.attention import add_bias
 from ops.compile import keep_gcc_from_copying

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common import UserError
+from common.errors import UserError
 
 # --------------------------------------------------------------------------------------------------
 # Masks

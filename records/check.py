@@ -13,7 +13,7 @@ from statistics import mean, median, stdev
 
 import torch
 
-from common import UserError
+from common.errors import UserError
 from records import source
 from runtime.run import SECTION
 

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import UserError
+from common.errors import UserError
 from records import source
 from records.check import command_words, read_run
 

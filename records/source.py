@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from common import UserError, sha256_of_file
+from common.errors import UserError
+from common.files import sha256_of_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

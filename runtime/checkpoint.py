@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common import RunError, UserError, atomic_write, is_out_of_memory
+from common.errors import RunError, UserError, is_out_of_memory
+from common.files import atomic_write
 from data.tokenizers import get_tokenizer
 from ops.parallel import shard_like, state_to_full, to_full, to_local
 from runtime.ranks import run_on_rank0

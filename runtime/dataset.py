@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common import UserError
+from common.errors import UserError
 from data.prepare import prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import REPO, UserError, cpu_cores, env_int
+from common.errors import UserError
+from common.files import REPO
+from common.values import cpu_cores, env_int
 from runtime.ranks import DistContext, check_ranks, rendezvous
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -5,7 +5,8 @@ import re
 
 import torch
 
-from common import UserError, compile_sentence, env_int, largest_divisor
+from common.errors import UserError, compile_sentence
+from common.values import env_int, largest_divisor
 from ops.compile import keep_gcc_from_copying
 from runtime.device import faster_dtype
 from runtime.flags import check_ranges

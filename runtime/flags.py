@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from common import UserError, boolean, integer
+from common.errors import UserError
+from common.values import boolean, integer
 
 # Names in nanoGPT and elsewhere, and what there is here
 OTHER_NAMES = {

@@ -11,7 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common import SOURCE_FILES, TrainerError, UserError, sha256_of_file
+from common.errors import TrainerError, UserError
+from common.files import SOURCE_FILES, sha256_of_file
 from ops.parallel import to_full
 
 RENDEZVOUS_TIMEOUT_S = 600.0  # as torchrun's for nodes

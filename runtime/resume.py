@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, env_int
+from common.errors import UserError
+from common.values import env_int
 from runtime.checkpoint import (
     BEST,
     CorruptCheckpointError,

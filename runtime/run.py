@@ -15,23 +15,24 @@ from pathlib import Path
 
 import torch
 
-from common import (
+from common.errors import (
     RunError,
     SavedInterrupt,
     UserError,
-    atomic_write,
     catch_signals,
-    copy_sources,
-    env_int,
     error_sentence,
-    fsync,
-    nan_to_none,
-    new_run_folder,
     print_line,
+)
+from common.files import (
+    atomic_write,
+    copy_sources,
+    fsync,
+    new_run_folder,
     read_rows,
     run_sources,
     source_hashes,
 )
+from common.values import env_int, nan_to_none
 from data.shards import recorded_hashes
 from data.stream import TokenStream
 from data.tokenizers import VOCABULARY_FILE

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from common import UserError, is_out_of_memory, largest_divisor
+from common.errors import UserError, is_out_of_memory
+from common.values import largest_divisor
 from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
 from ops.linear import apply_fp8

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common import derive_seed
+from common.values import derive_seed
 
 OURS = ("common", "train_gpt", "model", "ops", "inference", "sample", "export", "data", "runtime")
 

@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common import RunError, UserError, atomic_write
+from common.errors import RunError, UserError
+from common.files import atomic_write
 from conftest import ROOT, make_data, run_python
 from data import corpus, download, prepare
 from data.shards import find_shards, load_meta, read_shard, write_shard

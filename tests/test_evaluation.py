@@ -8,7 +8,7 @@ import torch
 
 import data.choices
 import sample
-from common import UserError
+from common.errors import UserError
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
 from inference.evaluation import encode_question, print_choices, score_endings

@@ -11,7 +11,8 @@ import torch
 from torch._inductor.exc import CppCompileError, InductorError
 
 import train_gpt
-from common import UserError, error_sentence, largest_divisor
+from common.errors import UserError, error_sentence
+from common.values import largest_divisor
 from conftest import (
     TINY,
     final,

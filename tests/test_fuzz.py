@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import UserError
+from common.errors import UserError
 from conftest import built, final
 from data import prepare
 from data.stream import TokenStream

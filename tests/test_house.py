@@ -13,7 +13,7 @@ import bench
 import export
 import sample
 import train_gpt
-from common import SOURCE_FILES
+from common.files import SOURCE_FILES
 from conftest import ROOT, run_python
 from data import prepare
 from runtime.flags import parse_flags
@@ -22,7 +22,7 @@ from train_gpt import PRESETS, Config, make_config
 BELOW_THE_PAGE = ("inference", "runtime", "data", "model", "ops", "common")
 COMMANDS = ("sample", "export", "bench", "benchmarks", "records")
 ARROWS = {  # package -> the packages of ours that it may import, and those of others (None: any)
-    "common": ((), set()),
+    "common": (("common",), set()),
     "data": (("data", "common"), {"numpy", "tiktoken", "regex", "pyarrow"}),
     "ops": (("ops", "common"), {"torch", "numpy"}),
     "model": (("ops", "common"), {"torch"}),

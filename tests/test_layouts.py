@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import model
 import sample
-from common import cpu_cores, exit_process
+from common.errors import exit_process
+from common.values import cpu_cores
 from conftest import (
     TINY,
     assert_same_run,

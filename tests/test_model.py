@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model
 import sample
 import train_gpt
-from common import UserError
+from common.errors import UserError
 from conftest import built, compile_with, final, random_gpt, rows, tiny_run
 from inference import generation, int8
 from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token

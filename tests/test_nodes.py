@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from common import UserError, exit_process
+from common.errors import UserError, exit_process
 from conftest import (
     ROOT,
     TINY,

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import common
-from common import SOURCE_FILES, UserError
+from common import files
+from common.errors import UserError
+from common.files import SOURCE_FILES
 from conftest import ROOT, TINY, assert_same_run, flags_of, run_main, run_python
 from data import prepare
 from records import check, source
@@ -77,7 +78,7 @@ def edit_copy(run: Path, name: str, text: str) -> None:
     """Append text to a run's copy of a source, or to a new one, and correct its hash in log.txt."""
     with open(run / "source" / name, "ab") as file:
         file.write(text.encode())
-    hashed = f"{name} sha256 {common.sha256_of_file(run / 'source' / name)}, "
+    hashed = f"{name} sha256 {files.sha256_of_file(run / 'source' / name)}, "
     edit(run / "log.txt", rf"{name} sha256 \w+, |(?<=\nsources: )", hashed)
 
 
@@ -204,7 +205,7 @@ def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, mo
     assert check.read_run(shakespeare_like / NAME / "seed_0")["sources"].keys() == set(SOURCE_FILES)
     (tmp_path / "fcntl.py").write_text("flock = print")
     monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
-    assert f"outside{tmp_path}/fcntl.py" in common.run_sources()
+    assert f"outside{tmp_path}/fcntl.py" in files.run_sources()
     # Compiled modules as well, except for those of Inductor
     compiled = tmp_path / "cache" / "fast.so"
     compiled.parent.mkdir()
@@ -212,17 +213,15 @@ def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, mo
     monkeypatch.setitem(sys.modules, "fast", SimpleNamespace(__file__=str(compiled)))
     for cache, is_kept in ((tmp_path / "other", True), (compiled.parent, False)):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        assert (f"outside{compiled}" in common.run_sources()) == is_kept
+        assert (f"outside{compiled}" in files.run_sources()) == is_kept
     # Packages beside PyTorch, wherever that is
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__=f"{tmp_path}/torch/x.py"))
-    assert not any(name.startswith("outside") for name in common.run_sources())
+    assert not any(name.startswith("outside") for name in files.run_sources())
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
-    monkeypatch.setattr(common, "REPO", tmp_path)
-    assert (
-        f"fcntl.py sha256 {common.sha256_of_file(tmp_path / 'fcntl.py')}" in common.source_hashes()
-    )
-    common.copy_sources(common.run_sources(), tmp_path / "source")
+    monkeypatch.setattr(files, "REPO", tmp_path)
+    assert f"fcntl.py sha256 {files.sha256_of_file(tmp_path / 'fcntl.py')}" in files.source_hashes()
+    files.copy_sources(files.run_sources(), tmp_path / "source")
     assert (tmp_path / "source" / "fcntl.py").is_file()
 
 

@@ -22,15 +22,15 @@ import pytest
 import torch
 
 import train_gpt
-from common import (
+from common.errors import (
     SIGNALS,
-    SOURCE_FILES,
     UserError,
     catch_signals,
     error_sentence,
     exit_process,
     is_out_of_memory,
 )
+from common.files import SOURCE_FILES
 from conftest import (
     ROOT,
     TINY,
@@ -149,7 +149,7 @@ def opened_run(folder: Path, step: int = 0) -> Run:
 
 def test_a_resumed_run_keeps_its_sources_too(tmp_path, monkeypatch):
     source, folder = tmp_path / "train_gpt.py", tmp_path / "run"
-    monkeypatch.setattr("common.SOURCE_FILES", {"train_gpt.py": source})
+    monkeypatch.setattr("common.files.SOURCE_FILES", {"train_gpt.py": source})
     for step, text in ((0, "first"), (9, "second")):
         source.write_text(text)
         opened_run(folder, step).close()
@@ -955,7 +955,7 @@ def test_signals_that_announce_an_end_are_caught():
 def test_a_second_signal_does_at_once_what_it_did_before(name, printed):
     code = """if True:
         import os, signal, sys, time
-        from common import catch_signals
+        from common.errors import catch_signals
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
         number = getattr(signal, sys.argv[1])
         try:

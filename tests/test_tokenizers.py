@@ -12,7 +12,7 @@ import torch
 
 import export
 import sample
-from common import UserError
+from common.errors import UserError
 from conftest import ROOT, TINY, final, flags_of, rows, run_main
 from data import corpus, prepare, tokenizers
 from data.shards import PYTHON_VOCABULARY, load_meta

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from common import derive_seed
+from common.values import derive_seed
 from conftest import ROOT, TINY, make_data, rows, run_ranks
 from data.shards import write_shard
 from tests import edit_cases as plain
 from tests.edit_cases import Case, Plain, pages
 
-COPIED = "common.py train_gpt.py model.py ops inference sample.py export.py data runtime".split()
+COPIED = "common train_gpt.py model.py ops inference sample.py export.py data runtime".split()
 FLAGS = TINY | dict(
     micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep=0
 )

@@ -1,30 +1,16 @@
-"""What every package uses: errors, exit codes, signals, seeds, and files that are written whole.
-
-Imports nothing of this project, and no torch.
-"""
+"""Errors in one sentence, exit codes, the console, and signals. Imports nothing of this project."""
 
 import contextlib
 import errno
 import functools
-import hashlib
-import json
 import os
 import re
-import shutil
 import signal
-import site
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from decimal import Decimal
-from pathlib import Path
-from typing import BinaryIO
-
-# --------------------------------------------------------------------------------------------------
-# Errors
+from collections.abc import Callable
 
 
 class TrainerError(Exception):
@@ -87,7 +73,7 @@ def is_bad_path(error: Exception) -> bool:
 
 def is_lost_connection(error: Exception) -> bool:
     """Whether another rank has ended."""
-    several_ranks = env_int("WORLD_SIZE", 1) > 1
+    several_ranks = os.environ.get("WORLD_SIZE", "1") != "1"
     lost = isinstance(error, RuntimeError) and NO_CONNECTION.search(str(error))
     return several_ranks and bool(lost)
 
@@ -246,186 +232,3 @@ def catch_signals():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-# --------------------------------------------------------------------------------------------------
-# Numbers, texts and files
-
-
-def derive_seed(*names) -> int:
-    """A 64-bit pseudo-random seed, a function of the names."""
-    digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
-    return int.from_bytes(digest[:8], "little")
-
-
-def env_int(name: str, default: int) -> int:
-    """An integer of the environment, as torchrun sets them; the default if it is unset or empty.
-
-    Raises UserError for another text.
-    """
-    text = os.environ.get(name)
-    try:
-        return int(text or default)
-    except ValueError:
-        raise UserError(f"{name} is {text!r}; expected an integer, as torchrun sets it") from None
-
-
-def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`; at least 1."""
-    for divisor in range(min(n, max(1, most)), 0, -1):
-        if n % divisor == 0:
-            return divisor
-
-
-UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
-
-
-def integer(text: str) -> int:
-    """Read an integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
-    unit = UNITS.get(text[-1:].lower(), 1)
-    number = text if unit == 1 else text[:-1]
-    try:
-        value = Decimal(number) * unit
-        if value == value.to_integral_value() and abs(value) < 2**63:
-            return int(value)
-    except ArithmeticError:  # not a number, or not a finite one
-        pass
-    raise ValueError
-
-
-def boolean(text: str) -> bool:
-    """Read true, 1, false or 0. Raises ValueError."""
-    if text.lower() not in ("true", "1", "false", "0"):
-        raise ValueError
-    return text.lower() in ("true", "1")
-
-
-def nan_to_none(value):
-    """Replace numbers that are not finite, which JSON does not have, by None in a dict or list."""
-    return json.loads(json.dumps(value), parse_constant=lambda _: None)
-
-
-def printable(text: str) -> str:
-    """Replace control characters, which can change a terminal's state."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
-def sha256_of_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_rows(metrics: str) -> list[dict]:
-    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
-    rows = []
-    for line in metrics.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
-
-
-def new_run_folder(name: str) -> Path:
-    """Make runs/<time>-<name>; a second later if another run has just made it."""
-    while True:
-        path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(parents=True)
-            return path
-        time.sleep(0.1)
-
-
-def cpu_cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-def fsync(descriptor: int) -> None:
-    """Flush a file or folder to the disk, unless its file system cannot."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that appears at `path` only once it is complete and on the disk.
-
-    Until then its name begins with .tmp; if anything fails, it is removed and `path` stays.
-    """
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    with contextlib.suppress(OSError):  # some systems cannot open a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        fsync(folder)
-        os.close(folder)
-
-
-# --------------------------------------------------------------------------------------------------
-# The source files of a run
-
-REPO = Path(__file__).resolve().parent
-
-
-def find_sources(repo: Path) -> dict[str, Path]:
-    """What a run executes, and the vocabulary of its default dataset, by path in the repository."""
-    paths = [repo / "train_gpt.py", repo / "model.py", repo / "common.py"]
-    paths.append(repo / "data" / "python_tokenizer.json")
-    for package in ("data", "inference", "ops", "runtime"):
-        paths += sorted((repo / package).glob("*.py"))
-    return {path.relative_to(repo).as_posix(): path for path in paths if path.is_file()}
-
-
-SOURCE_FILES = find_sources(REPO)
-
-
-def run_sources() -> dict[str, Path]:
-    """Find SOURCE_FILES, and every loaded module that is neither Python's nor a package's.
-
-    Those outside of the repository are named outside/PATH. What Inductor compiles, anew on each
-    machine, is left out.
-    """
-    # PYTHONPATH may name a different folder of packages, in which PyTorch is
-    packages = [str(Path(sys.modules["torch"].__file__).parents[1]), *site.getsitepackages()]
-    libraries = (sysconfig.get_path("stdlib"), site.getusersitepackages(), *packages)
-    compiled = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", REPO)).resolve()  # Inductor sets it
-    sources = dict(SOURCE_FILES)
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        # The package decides: PyTorch also loads modules that it has written to other folders
-        package = sys.modules.get(name.partition(".")[0], module)
-        home = getattr(package, "__file__", None) or path
-        if not path or home.startswith(libraries):
-            continue
-        file = Path(path).resolve()
-        if not file.is_file():
-            continue
-        if file.is_relative_to(REPO):
-            sources.setdefault(file.relative_to(REPO).as_posix(), file)
-        elif file.suffix == ".py" or not file.is_relative_to(compiled):
-            sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
-    return sources
-
-
-def source_hashes() -> list[str]:
-    """A text with the name and SHA-256 of each source."""
-    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
-
-
-def copy_sources(sources: dict[str, Path], folder: Path) -> None:
-    """Copy files, by their paths in the repository, to these paths in a folder."""
-    for name, path in sources.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
