@@ -37,8 +37,9 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.device import DTYPES, peak_memory_mb, sampling_dtype, select_device
+from runtime.device import peak_memory_mb, select_device
 from runtime.flag_checks import check_compiler
+from runtime.speed import DTYPES, sampling_dtype
 
 # For each mode, the flags that do nothing in it
 SAMPLING = (

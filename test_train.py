@@ -45,8 +45,8 @@ from ops.attention import add_bias
 from ops.parallel import to_full
 from runtime import wrap_model
 from runtime.checkpoint import load_weights
-from runtime.device import faster_dtype
 from runtime.ranks import DistContext
+from runtime.speed import faster_dtype
 from train_gpt import get_batch, make_config, train
 
 FLAGS = TINY | dict(

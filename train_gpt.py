@@ -15,9 +15,7 @@ import contextlib
 import dataclasses
 import math
 import random
-import statistics
 import sys
-import time
 from dataclasses import dataclass
 
 from runtime import set_environment
@@ -42,21 +40,17 @@ from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import grad_values, maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
 # Flags, device, ranks, checkpoints, log
-from runtime.auto import choose_auto_values, flags_for_size, max_epochs
-from runtime.checkpoint import save_best_weights, save_checkpoint, saving_on_error
+from runtime.auto import choose_auto_values, flags_for_size
+from runtime.checkpoint import save_checkpoint
 from runtime.dataset import open_stream
-from runtime.device import DTYPES, init_device_and_ranks, restore_process_state
-from runtime.flag_checks import check_device, check_flags
-from runtime.flags import check_types, flag, parse_flags
-from runtime.ranks import (
-    DistContext,
-    any_rank,
-    max_over_ranks,
-    raise_on_all_ranks,
-    read_on_all_ranks,
-)
+from runtime.flag_checks import check_flags
+from runtime.flags import flag, parse_flags
+from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import flags_of_run, flags_to_keep, load_init_checkpoint
-from runtime.run import Run, open_run
+from runtime.run import Run
+from runtime.speed import DTYPES
+from runtime.stop import ask_ranks, why_stop
+from runtime.trials import run_trials
 from runtime.wrap_model import wrap_model
 
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
@@ -392,35 +386,6 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
 # 3. One training step, and evaluation
 
 
-# Seconds of --minutes for imports, the last sample and the last checkpoint
-RESERVED_S = 4.0
-# How many times as long a step with whole sequences takes as one with short ones (laptop, CPUs). On
-# other machines schedules are off by up to 10 %
-LONG_STEP = 1.7
-
-
-def get_progress(
-    cfg: Config, step: int, epoch_progress: float, wall_time: float, time_to_finish: float
-) -> float:
-    """The fraction of the run that is done, which schedules follow; 1 or more ends it.
-
-    With --minutes: the larger of elapsed time and epoch_progress. The number of epochs is capped,
-    because more would overfit a small dataset.
-    time_to_finish: seconds of one more step and the last evaluation.
-    """
-    if not cfg.minutes:
-        return step / cfg.max_steps
-    training_time = 60 * cfg.minutes - RESERVED_S - time_to_finish
-    time_progress = wall_time / max(1e-9, training_time)
-
-    # Schedules are in steps, of which the first, with short sequences, are faster
-    short = cfg.short_frac if get_seq_len(0.0, cfg) < cfg.seq_len else 0.0
-    step_progress = time_progress * (short + (1 - short) * LONG_STEP)
-    if step_progress > short:
-        step_progress = short + (step_progress - short) / LONG_STEP
-    return max(step_progress, epoch_progress)
-
-
 def get_lr_multiplier(progress: float, cfg: Config) -> float:
     """Learning rate relative to its peak: linear warm-up, flat, linear decay to 5 % (nanochat)."""
     if progress < cfg.warmup_frac:
@@ -522,10 +487,10 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None:
+def evaluate(state: TrainState, stream: TokenStream, should_stop=None) -> float | None:
     """Mean loss over --eval_tokens validation tokens, in nats, in any layout of ranks.
 
-    None if a rank receives one of `signals` meanwhile: there may be little time left.
+    None once should_stop(), asked for each batch, is true: after a signal, little time may be left.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
@@ -536,7 +501,7 @@ def evaluate(state: TrainState, stream: TokenStream, signals=()) -> float | None
     loss_sum, n_targets = 0.0, 0
     with state.evaluating() as model:
         for x, y in read_on_all_ranks(dist_ctx, batches):
-            if any_rank(dist_ctx, bool(signals)):
+            if should_stop and should_stop():
                 return None
             x = torch.from_numpy(x).to(dist_ctx.device)
             y = torch.from_numpy(y).to(dist_ctx.device)
@@ -561,11 +526,7 @@ def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> 
 # --------------------------------------------------------------------------------------------------
 # 4. The training loop
 
-MAX_BAD_STEPS = 10  # end the run after this many steps in a row without a usable gradient
-SAVE_EVERY_S = 600  # with --save_every 0
 
-
-@restore_process_state()
 def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
     """Run everything, from loading data to the final checkpoint; returns the dict in summary.json.
 
@@ -573,14 +534,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     step on each rank, with the loss of train_step. Raises UserError, RunError, or KeyboardInterrupt
     after Ctrl-C, once a checkpoint has been saved.
     """
-    cfg = check_types(cfg)
-
-    # Device and ranks; then the run's folder, its log and its clock
-    dist_ctx = init_device_and_ranks(cfg)
-    with open_run(cfg, dist_ctx) as run:
-        with raise_on_all_ranks(dist_ctx):
-            check_flags(cfg)
-            warnings = check_device(cfg, dist_ctx)
+    # Device and ranks; the flags, checked; the run's folder, its clock and its log
+    with Run.open(cfg) as run:
+        cfg, dist_ctx = run.cfg, run.dist_ctx
 
         # Data, and the checkpoint of --resume or --init_from, if there is one
         stream = open_stream(cfg, dist_ctx)
@@ -602,10 +558,9 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         del init  # its tensors
 
         # Open the log and say what is in effect; train; write the summary
-        run.begin(state, stream, warnings)
-        with saving_on_error(state, stream, run):
-            stopped_by = loop(state, stream, run, on_step)
-        summary = run.finish(state, stopped_by)
+        run.begin(state, stream)
+        stopped_by = loop(state, stream, run, on_step)
+        summary = run.finish(stopped_by)
     if return_model:
         return summary, state.raw_model.eval()
     return summary
@@ -617,65 +572,40 @@ def is_due(every: int, step: int) -> bool:
 
 
 def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
-    """Train until something ends the run, and return what: max_steps, minutes, epochs, max_minutes,
-    target_val_loss, patience, diverged, or a signal's name ("signal" on ranks that got none)."""
+    """Train until there is a reason to stop; returns it, for example "max_steps"."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    first_step = state.step
-    saved_at_s = 0.0
-    loss, grad_norm = None, None  # of the last step
-    bad_steps = 0  # in a row
+    starts_short = get_seq_len(0.0, cfg) < cfg.seq_len
+    loss, grad_norm = None, None  # of the previous step
     batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
     batches = read_on_all_ranks(dist_ctx, batches)
-    with contextlib.closing(batches), run.profiling(cfg.max_steps - state.step) as profiler_step:
+    with contextlib.closing(batches):
         while True:
-            # Between steps, and where a resumed run begins. step: the number of updates so far
+            # Between two steps. step: the number of updates so far
             step = state.step
-            progress, process_s, signaled = ask_ranks(state, stream, run)
-            has_trained = step > first_step
+            now = ask_ranks(state, stream, run, starts_short)
+            stop = why_stop(now, state, stream, run)
 
-            # Does the run end here? Later reasons override earlier ones. has_trained: make a step
-            # before anything else ends it, so that a job that is restarted often still progresses
-            stop = ""
-            if progress >= 1:
-                stop = "minutes" if cfg.minutes else "max_steps"
-            if cfg.minutes and fraction_of_epochs(state, stream) >= 1:
-                stop = "epochs"
-            if has_trained and cfg.max_minutes and process_s >= 60 * cfg.max_minutes:
-                stop = "max_minutes"
-            if bad_steps == MAX_BAD_STEPS:
-                stop = "diverged"
-            if has_trained and signaled:
-                stop = "signal"
-
-            # Once in a while: log (the line is made in runtime/run.py)
-            if has_trained and (stop or is_due(cfg.log_every, step) or step == 1):
-                run.log_step(state, loss, grad_norm)
+            # Once in a while: log
+            if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
+                run.log.step(state, loss, grad_norm)
 
             # Once in a while: save a checkpoint
-            save_due = is_due(cfg.save_every, step)
-            if not cfg.save_every:
-                save_due = process_s - saved_at_s >= SAVE_EVERY_S
-            if (stop or save_due) and step != run.saved_step:
+            if stop or is_due(cfg.save_every, step) or now.is_save_due:
                 save_checkpoint(state, stream, run, required=bool(stop))
-                saved_at_s = process_s
 
             # After a signal there may be little time left; diverged weights need no evaluation
             if stop in ("signal", "diverged"):
                 break
 
-            # Once in a while: evaluate
-            if (stop or is_due(cfg.eval_every, step)) and step != run.last_eval_step:
-                with run.timing_evaluation():
-                    val_loss = evaluate(state, stream, run.signals)
+            # Once in a while: evaluate. The loss may have reached its target, or stopped improving
+            if (stop or is_due(cfg.eval_every, step)) and step != run.log.last_eval_step:
+                with run.clock.timing_evaluation():
+                    val_loss = evaluate(state, stream, run.any_rank_is_asked_to_stop)
                 if val_loss is None:
                     stop = "signal"
                     break
-                is_best = run.log_eval(state, val_loss)
-                if is_best:
-                    save_best_weights(state, stream, run)
-
-            # Has the validation loss reached its target, or stopped improving?
-            stop = stop or run.stop_by_val_loss()
+                run.add_evaluation(state, val_loss)  # saves the weights if they are the best so far
+                stop = why_stop(now, state, stream, run)
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
@@ -685,50 +615,16 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 break
 
             # A single training step
-            with run.timing_step():
-                batch = run.next_batch(batches)  # counts the time that it waits
-                loss, grad_norm = train_step(state, batch, progress)
-            if 0 < grad_norm < math.inf:
-                bad_steps = 0
-            else:
-                bad_steps += 1
-                run.info(
-                    f"step {state.step} skipped: its gradient norm is {grad_norm} "
-                    f"({bad_steps} in a row)"
-                )
+            with run.clock.timing_step():
+                batch = run.clock.next_batch(batches)
+                loss, grad_norm = train_step(state, batch, now.progress)
+            run.after_step(state.step, grad_norm)  # counts steps without a usable gradient
             if on_step:
                 on_step(state, loss)
-            profiler_step()
 
-    # The run ended at this step's evaluation, after the save above was skipped
-    if run.saved_step != state.step:
-        save_checkpoint(state, stream, run, required=True)
-    return run.signal_name() if stop == "signal" else stop
-
-
-def fraction_of_epochs(state: TrainState, stream: TokenStream) -> float:
-    """Epochs so far, divided by those at which --minutes stops."""
-    epochs = state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    return epochs / max_epochs(state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
-
-
-def ask_ranks(state: TrainState, stream: TokenStream, run: Run) -> tuple[float, float, bool]:
-    """The fraction of the run that is done, the seconds of this process, and whether a rank has
-    received a signal: the largest of all ranks' values, the same on all of them."""
-    # Size of an evaluation in training batches, to estimate its time before one is measured
-    eval_size = stream.num_eval_seqs(state.cfg.eval_tokens) / stream.seqs_per_batch
-    progress = get_progress(
-        state.cfg,
-        state.step,
-        epoch_progress=fraction_of_epochs(state, stream),
-        wall_time=run.wall_time,
-        time_to_finish=run.time_to_finish(eval_size),
-    )
-    signaled = run.asked_to_stop()
-    progress, process_s, signaled = max_over_ranks(
-        state.dist_ctx, [progress, run.process_time, signaled]
-    )
-    return progress, process_s, bool(signaled)
+    # If the evaluation ended the run, this step has not been saved yet
+    save_checkpoint(state, stream, run, required=True)
+    return stop
 
 
 # --------------------------------------------------------------------------------------------------
@@ -744,35 +640,9 @@ def main(argv: list[str]) -> None:
     if cfg.trials == 1:
         train(cfg)
     else:
-        run_trials(cfg)
+        run_trials(cfg, train)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def run_trials(cfg: Config) -> None:
-    """Train with seeds seed, seed+1, ... in subfolders of out_dir, and print the mean loss."""
-    folder = cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"
-    losses, seconds = [], []
-    for seed in range(cfg.seed, cfg.seed + cfg.trials):
-        trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
-        summary = train(trial)
-        if summary["stopped_by"] not in ("max_steps", "minutes", "epochs", "patience"):
-            break
-        losses.append(summary["val_loss"])
-        seconds.append(summary["train_time_s"])
-
-    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    if is_rank0 and len(losses) < cfg.trials:
-        print(
-            f"{len(losses)} of {cfg.trials} trials are complete; to continue: the same flags, "
-            f"--out_dir {folder} --resume auto"
-        )
-    elif is_rank0 and None not in losses:  # None: not finite
-        mean, deviation = statistics.mean(losses), statistics.stdev(losses)
-        print(
-            f"{cfg.trials} trials in {folder}: val_loss {mean:.4f} +- {deviation:.4f}, "
-            f"train_time {statistics.mean(seconds):.1f} s each"
-        )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from torch import Tensor
 from benchmarks.harness import Bench, measure, measure_memory, progress, table, time_ms
 from model import attention, may_attend
 from ops.attention import ATTENTION_BACKENDS, attention_mask
-from runtime.device import DTYPES, faster_dtype, init_device_and_ranks
+from runtime.device import init_device_and_ranks
 from runtime.flag_checks import check_device
+from runtime.speed import DTYPES, faster_dtype
 from train_gpt import Config, gpt_config
 
 BACKENDS = (

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.harness import Bench, build_state, measure, progress, table, time_steps
 from runtime.auto import measure_flops
-from runtime.device import DTYPES, peak_memory_mb, select_device
+from runtime.device import peak_memory_mb, select_device
+from runtime.speed import DTYPES
 from train_gpt import Config
 
 # The first configuration

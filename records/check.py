@@ -15,7 +15,7 @@ import torch
 
 from common.errors import UserError
 from records import source
-from runtime.run import SECTION
+from runtime.log import SECTION
 
 SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
     "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",

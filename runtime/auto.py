@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from data.stream import TokenStream
-from runtime.device import DTYPES, faster_dtype, matmul_flops
 from runtime.flag_checks import has_window
 from runtime.ranks import DistContext, run_on_rank0
+from runtime.speed import DTYPES, faster_dtype, matmul_flops
 
 # Measured on CPUs, for half a minute to 40 (docs/rates.md). Parameters are those of the blocks, and
 # tokens those of the training split

@@ -278,12 +278,15 @@ def load_extra(model: nn.Module, saved: dict) -> dict:
 
 
 def save_checkpoint(state, stream, run, required: bool = False) -> None:
-    """Save a checkpoint to resume from, and delete old ones but for the newest `keep`.
+    """Save a checkpoint, unless this step has one; delete old ones except the newest `keep`.
 
     Every rank must call it. A file that cannot be written is a warning, because there may be room
     next time; if it is required, see `insist`.
     """
+    if run.saved_step == state.step:
+        return
     run.saved_step = state.step
+    run.saved_at_s = run.clock.process_time
     path = run.folder / f"ckpt_{state.step}.pt"
     checkpoint = collect_values(state, stream, run)
     checkpoint["model"] = whole_tensors(state.raw_model.state_dict(keep_vars=True), "model", run)
@@ -316,20 +319,12 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
         run.saved_step = -1  # if the run ends at this step, it is still to be saved
 
 
-@contextlib.contextmanager
-def saving_on_error(state, stream, run):
-    """Save a checkpoint if an error ends this block: on all ranks, and not amid an update."""
-    updating = []
-    state.optimizer.register_step_pre_hook(lambda *_: updating.append(True))
-    state.optimizer.register_step_post_hook(lambda *_: updating.clear())
-    try:
-        yield
-    except Exception as error:
-        is_on_all_ranks = run.dist_ctx.world_size == 1 or hasattr(error, "is_on_all_ranks")
-        if is_on_all_ranks and not updating and state.step != run.saved_step:
-            with contextlib.suppress(Exception):  # what ended the run is raised
-                save_checkpoint(state, stream, run, required=True)
-        raise
+def save_after_error(run, error: Exception) -> None:
+    """Save a checkpoint after an error of all ranks, unless it came amid an update of weights."""
+    is_on_all_ranks = run.dist_ctx.world_size == 1 or hasattr(error, "is_on_all_ranks")
+    if run.state and is_on_all_ranks and not run.updating:
+        with contextlib.suppress(Exception):  # the error that ended the run is raised
+            save_checkpoint(run.state, run.stream, run, required=True)
 
 
 def save_best_weights(state, stream, run) -> None:
@@ -350,10 +345,10 @@ def collect_values(state, stream, run) -> dict:
         step=state.step,
         tokens=state.tokens,
         clock=dict(
-            train_time=run.train_time,
-            wall_time=run.wall_time,
-            typical_step_s=run.typical_step_s,
-            last_eval_s=run.last_eval_s,
+            train_time=run.clock.train_time,
+            wall_time=run.clock.wall_time,
+            typical_step_s=run.clock.typical_step_s,
+            last_eval_s=run.clock.last_eval_s,
             eval_begin=run.eval_begin,
         ),
         config=dataclasses.asdict(state.cfg),
@@ -376,7 +371,7 @@ def write_file(path: Path, checkpoint: dict, run) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved it
         if path.parent == run.folder:
-            run.sync_metrics()
+            run.log.sync()
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
             file.flush()
@@ -394,7 +389,7 @@ def insist(path: Path, checkpoint: dict, run, failed: str) -> None:
     """
     deadline = time.monotonic() + PATIENCE_S
     run.info(f"WARNING: {failed}; it is tried again, then in a different folder")
-    while failed and not run.asked_to_stop() and time.monotonic() < deadline:
+    while failed and not run.is_asked_to_stop() and time.monotonic() < deadline:
         time.sleep(1)
         failed = write_file(path, checkpoint, run)
     if failed:

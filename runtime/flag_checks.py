@@ -8,9 +8,9 @@ import torch
 from common.errors import UserError, compile_sentence
 from common.values import env_int, largest_divisor
 from ops.compile import keep_gcc_from_copying
-from runtime.device import faster_dtype
 from runtime.flags import check_ranges
 from runtime.ranks import DistContext
+from runtime.speed import faster_dtype
 
 AC_MODES = ("none", "selective", "full")
 

@@ -1,10 +1,14 @@
 """The first lines of a run's log: what is in effect, and what was derived from its flags."""
 
-import torch
-from torch.nn.attention import SDPBackend
+import platform
+import shutil
+import subprocess
 
+import torch
+
+from common.files import REPO
 from data.stream import TokenStream
-from runtime.device import device_summary, software_versions
+from runtime.device import device_summary
 
 
 def describe_run(state, stream: TokenStream) -> list[str]:
@@ -22,7 +26,7 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     ac_mode = getattr(model.blocks[0], "ac_mode", "none")
     lines.append(
         f"device: {device_summary(state.dist_ctx)}, {cfg.dtype}, compile {cfg.compile}, "
-        f"{parallel}, attention {attention_kernel(cfg, model)}, loss_chunk {cfg.loss_chunk}, "
+        f"{parallel}, attention {cfg.attn}, loss_chunk {cfg.loss_chunk}, "
         f"checkpointing {ac_mode}, matmul precision {torch.get_float32_matmul_precision()}"
     )
 
@@ -43,15 +47,13 @@ def describe_run(state, stream: TokenStream) -> list[str]:
 
     # Model and learning rates
     n_params = sum(p.numel() for p in model.parameters())
-    n_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    frozen = f" ({n_frozen:,} frozen)" if n_frozen else ""
     muon_lr = f"muon_lr {cfg.muon_lr:.4g}, " if cfg.optimizer == "muon" else ""
     ngrams = ""
     if cfg.ngram > 1:
         ngrams = f", n-grams to {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}"
     lines.append(
         f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, "
-        f"{n_params:,} parameters{frozen}, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; "
+        f"{n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; "
         f"{muon_lr}adam_lr {cfg.adam_lr:.4g}, weight_decay {cfg.weight_decay:g}, "
         f"embed_decay {cfg.embed_decay:.2g}{ngrams}"
     )
@@ -74,15 +76,14 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     return lines
 
 
-def attention_kernel(cfg, model) -> str:
-    """The value of --attn; on a GPU, also the kernel that PyTorch chooses for auto."""
-    if cfg.attn not in ("auto", "sdpa") or model.device.type != "cuda":
-        return cfg.attn
-    shape = (1, cfg.n_head, cfg.seq_len, cfg.n_embd // cfg.n_head)
-    q = torch.empty(shape, dtype=model.compute_dtype, device=model.device, requires_grad=True)
-    idx = torch.zeros((1, cfg.seq_len), dtype=torch.int64, device=model.device)
-    kernels = set()
-    for mask in model.attention_masks(cfg.attn, idx).values():
-        chosen = torch._fused_sdp_choice(q, q, q, attn_mask=mask, is_causal=mask is None)
-        kernels.add(SDPBackend(chosen).name.removesuffix("_ATTENTION").lower())
-    return f"{cfg.attn} ({', '.join(sorted(kernels))})"
+def software_versions(device: torch.device) -> str:
+    """Versions of PyTorch, Python, the system, CUDA and the repository, for log.txt."""
+    parts = [f"torch {torch.__version__}", f"python {platform.python_version()}"]
+    parts.append(platform.platform())
+    if shutil.which("git"):
+        command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=40"]
+        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        parts.append(f"git {described or 'unknown'}")
+    if device.type == "cuda":
+        parts.append(f"cuda {torch.version.cuda or torch.version.hip}")
+    return ", ".join(parts)

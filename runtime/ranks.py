@@ -51,6 +51,26 @@ class DistContext:
         return ""
 
 
+def connect_ranks(dist_ctx: DistContext) -> None:
+    """Set up the process group, once for all runs of a process. Raises UserError."""
+    on_cuda = dist_ctx.device.type == "cuda"
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        if dist_ctx.world_size > 1:
+            store = rendezvous(dist_ctx.rank, dist_ctx.world_size, dist_ctx.device.type)
+        dist.init_process_group(
+            backend="nccl" if on_cuda else "gloo",
+            store=store,
+            rank=dist_ctx.rank,
+            world_size=dist_ctx.world_size,
+            device_id=dist_ctx.device if on_cuda else None,
+        )
+    dist_ctx.cpu_group = dist.group.WORLD
+    if on_cuda:
+        dist_ctx.cpu_group = dist.new_group(backend="gloo")
+    dist_ctx.store = dist.distributed_c10d._get_default_store()
+
+
 def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
     """Meet the other ranks; returns a store for this start of them only. Raises UserError.
 

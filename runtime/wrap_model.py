@@ -12,9 +12,9 @@ from ops.checkpointing import apply_ac, apply_offload
 from ops.compile import apply_compile
 from ops.linear import apply_fp8
 from ops.parallel import apply_ddp, apply_fsdp, reshard
-from runtime.device import DTYPES
 from runtime.flag_checks import AC_MODES, activation_budget, ranks_per_copy, seqs_per_rank
 from runtime.ranks import DistContext, any_rank
+from runtime.speed import DTYPES
 
 # Tokens of a micro-batch: fewer leave a GPU idle, and more are no faster
 ENOUGH_TOKENS = 4096

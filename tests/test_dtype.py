@@ -12,7 +12,7 @@ import sample
 from conftest import TINY, add_noise, built, compiler_works, final, run_main, stream_of
 from inference.generation import compile_decode_step, generate
 from ops.compile import keep_gcc_from_copying
-from runtime import auto, device
+from runtime import auto, speed
 from runtime.ranks import DistContext
 from train_gpt import make_config, train
 
@@ -31,20 +31,20 @@ def pretend(monkeypatch):
             asked.append(width)
             return known[dtype]
 
-        monkeypatch.setattr(device, "matmul_flops", matmul_flops)
-        device.bf16_gain.cache_clear()
+        monkeypatch.setattr(speed, "matmul_flops", matmul_flops)
+        speed.bf16_gain.cache_clear()
         return asked
 
     yield speeds
-    device.bf16_gain.cache_clear()
+    speed.bf16_gain.cache_clear()
 
 
 def test_bf16_must_be_faster_on_a_cpu(pretend):
     cases = ((0.184, 0.912, "bf16"), (1, 1.2, "bf16"), (1, 1.19, "fp32"), (0.03, 0.009, "fp32"))
     for fp32, bf16, name in cases:
         pretend(fp32, bf16)
-        assert device.faster_dtype("auto", torch.device("cpu"), 128) == name
-    assert device.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
+        assert speed.faster_dtype("auto", torch.device("cpu"), 128) == name
+    assert speed.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
 
 
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
@@ -52,13 +52,13 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
     cases = (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32"))
     for kind, has_bf16, name in cases:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
-        assert device.faster_dtype("auto", torch.device(kind), 128) == name
+        assert speed.faster_dtype("auto", torch.device(kind), 128) == name
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     cases = (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"))
     for saved, kind, name in cases:
-        assert device.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
+        assert speed.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
     # As asked for
-    assert device.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16"
+    assert speed.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16"
     assert not asked
 
 
@@ -114,7 +114,7 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
     for bf16, given, dtype in ((2, "auto", "bf16"), (2, "fp32", "fp32"), (0.5, "auto", "fp32")):
         pretend(1, bf16)
         model, _ = sample.load(sample.find_file(str(folder)), "cpu", given)
-        assert model.compute_dtype == device.DTYPES[dtype]
+        assert model.compute_dtype == speed.DTYPES[dtype]
     asked.clear()
     pretend(0.5, 0.1)
     argv = ["--resume", str(folder), "--max_steps"]

@@ -24,7 +24,7 @@ from conftest import (
     tiny_run,
 )
 from data.stream import TokenStream
-from runtime import auto, device, flag_checks, wrap_model
+from runtime import auto, flag_checks, speed, wrap_model
 from runtime.auto import (
     choose_finetuning,
     choose_size,
@@ -686,7 +686,7 @@ def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
     for name, peak in peaks.items():
         full_name = f"NVIDIA {name}"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=full_name: name)
-        assert device.peak_flops(torch.device("cuda"), "bf16") == peak, name
+        assert speed.peak_flops(torch.device("cuda"), "bf16") == peak, name
 
 
 # --------------------------------------------------------------------------------------------------

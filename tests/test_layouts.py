@@ -32,7 +32,7 @@ from conftest import (
 from data.stream import TokenStream
 from model import GPT, GPTConfig, Optimizer, optimizer_groups
 from ops.parallel import to_full
-from runtime import device
+from runtime import auto
 from runtime.checkpoint import read_checkpoint
 from train_gpt import make_config, train
 
@@ -168,7 +168,7 @@ def worker(folder: Path) -> None:
     refuse_what_nccl_refuses()
     compile_with(pytest.MonkeyPatch(), "aot_eager")  # Inductor's kernels are the same on all ranks
     if os.environ["RANK"] == "1":
-        device.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
+        auto.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
     model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
     cases = AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES
     for case, flags in cases.items():

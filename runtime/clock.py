@@ -1,0 +1,65 @@
+"""The clock of a run: seconds of training, of evaluations, and in all."""
+
+import contextlib
+import time
+
+import torch
+
+
+class Clock:
+    """Times in seconds: of this process, and of the starts before a resume."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.began = time.perf_counter()
+        self.trained_s = 0.0  # training steps
+        self.data_wait_s = 0.0  # of these, waiting for data
+        self.last_step_s = 0.0
+        self.typical_step_s = 0.0
+        self.last_eval_s = 0.0
+
+        # Of the starts before a resume
+        self.earlier_wall_time = 0.0
+        self.earlier_train_time = 0.0
+
+    @property
+    def process_time(self) -> float:
+        """Seconds since this process began the run, without imports."""
+        return time.perf_counter() - self.began
+
+    @property
+    def wall_time(self) -> float:
+        """Seconds of all starts of the run."""
+        return self.earlier_wall_time + self.process_time
+
+    @property
+    def train_time(self) -> float:
+        """Seconds of training in all starts of the run."""
+        return self.earlier_train_time + self.trained_s
+
+    @contextlib.contextmanager
+    def timing_step(self):
+        """Context of a training step, until the device has finished it."""
+        began = time.perf_counter()
+        yield
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        took = time.perf_counter() - began
+        self.trained_s += took
+        # A step that compiles or stalls does not tell how long the next one takes
+        self.typical_step_s = min(self.last_step_s or took, took)
+        self.last_step_s = took
+
+    @contextlib.contextmanager
+    def timing_evaluation(self):
+        """Context of an evaluation."""
+        began = time.perf_counter()
+        yield
+        self.last_eval_s = time.perf_counter() - began
+
+    def next_batch(self, batches):
+        """Take the next batch, and add up the time that training waits for it."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.data_wait_s += time.perf_counter() - asked
+        return batch

@@ -1,0 +1,250 @@
+"""What the user sees of a run: log.txt, metrics.jsonl, Weights & Biases, and the console."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shlex
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError, print_line
+from common.files import (
+    atomic_write,
+    copy_sources,
+    fsync,
+    read_rows,
+    run_sources,
+    source_hashes,
+)
+from common.values import nan_to_none
+from data.stream import TokenStream
+from runtime.clock import Clock
+from runtime.device import peak_memory_mb
+from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
+from runtime.speed import peak_flops
+
+SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
+
+
+class Log:
+    """The lines and rows of a run. Only rank 0 writes and prints."""
+
+    def __init__(self, folder: Path, dist_ctx: DistContext, clock: Clock):
+        self.folder = folder
+        self.dist_ctx = dist_ctx
+        self.clock = clock
+        self.is_rank0 = dist_ctx.rank == 0
+        self.evaluations: list[dict] = []  # their rows, on the same tokens
+
+        # From begin() on
+        self.text = None
+        self.metrics = None
+        self.wandb = None
+        self.early_lines: list[str] = []  # for log.txt, from before it is open
+
+    # ----------------------------------------------------------------------------------------------
+    # Files
+
+    def begin(self, state, stream: TokenStream, eval_begin: int) -> None:
+        """Open the files. A resumed run continues them after its step. Raises UserError.
+
+        eval_begin: from this step on, evaluations are on the same tokens.
+        """
+        self.cfg = cfg = state.cfg
+        self.logged_tokens = state.tokens
+        self.logged_train_time = self.clock.train_time
+        self.flops_per_token = state.raw_model.flops_per_token()
+        peak = peak_flops(self.dist_ctx.device, cfg.dtype) or math.nan
+        self.peak_flops = peak * self.dist_ctx.world_size
+        self.val_tokens = stream.num_eval_seqs(cfg.eval_tokens) * stream.seq_len
+        self.bits_per_nat = math.nan
+        counts = stream.meta["splits"].get("val") or {}
+        if counts.get("bytes"):
+            self.bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2)
+
+        # What was logged before the step that is resumed, the same on all ranks
+        for row in run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step)):
+            if row.get("val_loss") is not None and row["step"] >= eval_begin:
+                self.evaluations.append(row)
+            earlier = row.get("wall_time_s") or 0.0
+            self.clock.earlier_wall_time = max(self.clock.earlier_wall_time, earlier)
+
+    def open_files(self, cfg, step: int) -> list[dict]:
+        """Open the files on rank 0; returns the rows of metrics.jsonl up to this step.
+
+        log.txt gets the flags, the command and the SHA-256 of the sources, which are copied to
+        source/, or source_<step>/ at a resume.
+        """
+        # metrics.jsonl
+        path = self.folder / "metrics.jsonl"
+        history = []
+        if step and path.exists():
+            for row in read_rows(path.read_text(encoding="utf-8", errors="replace")):
+                if isinstance(row.get("step"), int) and row["step"] <= step:
+                    history.append(row)
+        with atomic_write(path) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in history)
+        self.metrics = open(path, "a", encoding="utf-8")
+
+        # log.txt and source/
+        path = self.folder / "log.txt"
+        self.text = open(path, "a" if step else "w", encoding="utf-8", errors="replace")
+        flags = dataclasses.asdict(cfg)
+        for line in (
+            f"{SECTION} run",
+            json.dumps(flags),
+            f"command: {shlex.join(sys.argv)}",
+            f"sources: {', '.join(source_hashes())}",
+            *self.early_lines,
+        ):
+            self.write(self.text, line)
+        copy_sources(run_sources(), self.folder / (f"source_{step}" if step else "source"))
+
+        if cfg.wandb:
+            self.start_wandb(flags, step)
+        return history
+
+    def start_wandb(self, flags: dict, step: int) -> None:
+        try:
+            import wandb
+
+            # A resumed run continues its own
+            id_file = self.folder / "wandb_id"
+            if not step or not id_file.exists():
+                id_file.write_text(os.urandom(4).hex())
+            self.wandb = wandb.init(
+                project=os.environ.get("WANDB_PROJECT") or "train_gpt",
+                name=os.environ.get("WANDB_NAME") or self.folder.name,
+                id=id_file.read_text(),
+                resume="allow",
+                dir=self.folder,
+                config=flags,
+            )
+        except Exception as error:  # no package, no login, no network
+            raise UserError(
+                f"--wandb could not start ({error}); use `wandb login` or WANDB_MODE=offline"
+            ) from None
+
+    def sync(self) -> None:
+        """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
+        self.metrics.flush()  # what a full disk held back
+        fsync(self.metrics.fileno())
+
+    def close(self) -> None:
+        for file in (self.text, self.metrics):
+            if file:
+                with contextlib.suppress(OSError):  # a full disk has been reported
+                    file.close()
+        if self.wandb:
+            with contextlib.suppress(Exception):  # whatever the service raises
+                self.wandb.finish()
+
+    # ----------------------------------------------------------------------------------------------
+    # Lines and rows
+
+    def write(self, file, line: str) -> None:
+        """Append a line to a file; a full disk does not end the run."""
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            print_line(f"WARNING: {file.name} cannot be written ({error.strerror})")
+
+    def info(self, text: str) -> None:
+        """Print a line, and keep it in log.txt."""
+        if not self.is_rank0:
+            return
+        print_line(text)
+        if self.text:
+            self.write(self.text, text)
+        else:
+            self.early_lines.append(text)
+
+    def step(self, state, loss: torch.Tensor, grad_norm: float) -> None:
+        """Log a training step, with the mean over ranks of its loss and of state.metrics."""
+        metrics = mean_over_ranks(self.dist_ctx, {**state.metrics, "train_loss": loss})
+        loss = metrics.pop("train_loss")
+
+        # The learning rate of Muon's group, or of the first
+        groups = state.optimizer.param_groups
+        muon_groups = [group for group in groups if group.get("kind") == "muon"]
+        lr = (muon_groups or groups)[0]["lr"]
+
+        # Speed since the previous logged step
+        train_time = self.clock.train_time
+        seconds = max(train_time - self.logged_train_time, 1e-9)
+        speed = (state.tokens - self.logged_tokens) / seconds
+        self.logged_tokens = state.tokens
+        self.logged_train_time = train_time
+        mfu = speed * self.flops_per_token / self.peak_flops
+        memory = peak_memory_mb(self.dist_ctx.device)
+
+        left_s = self.clock.typical_step_s * (self.cfg.max_steps - state.step)
+        if self.cfg.minutes:
+            left_s = 60 * self.cfg.minutes - self.clock.wall_time
+        line = [f"loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f}"]
+        line += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        line.append(f"{speed:,.0f} tok/s")
+        if math.isfinite(mfu):
+            line.append(f"mfu {mfu:.1%}")
+        line.append(f"{memory:,.0f} MiB")
+        line.append(f"{as_time(self.clock.wall_time)} < {as_time(left_s)}")
+        row = dict(
+            step=state.step,
+            train_loss=loss,
+            grad_norm=grad_norm,
+            tokens=state.tokens,
+            lr=lr,
+            tokens_per_s=speed,
+            mfu=mfu,
+            peak_mem_mb=memory,
+        )
+        self.row(row | metrics, line)
+
+    def evaluation(self, state, val_loss: float) -> None:
+        """Log a validation loss, in nats per token, and state.metrics."""
+        metrics = mean_over_ranks(self.dist_ctx, state.metrics)
+        # Where some targets are masked, nobody knows the others' bytes
+        val_bpb = math.nan
+        if state.n_val_targets == self.val_tokens:
+            val_bpb = val_loss * self.bits_per_nat
+        line = [f"val_loss {val_loss:.4f}"]
+        if math.isfinite(val_bpb):
+            line.append(f"val_bpb {val_bpb:.4f}")
+        line += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        line.append(f"train_time {self.clock.train_time:.1f} s")
+        row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
+        self.row(row | metrics, line)
+        self.evaluations.append(row | self.times())
+
+    def times(self) -> dict:
+        return dict(train_time_s=self.clock.train_time, wall_time_s=self.clock.wall_time)
+
+    def row(self, row: dict, line: list[str]) -> None:
+        """Record a row, with the clock, and print a line."""
+        max_steps = str(self.cfg.max_steps)
+        self.info(" | ".join([f"step {row['step']:>{len(max_steps)}}/{max_steps}", *line]))
+        if not self.is_rank0:
+            return
+        values = nan_to_none(row | self.times())
+        self.write(self.metrics, json.dumps(values))
+        if self.wandb:
+            step = values.pop("step")
+            try:
+                self.wandb.log(values, step=step)
+            except Exception as error:  # whatever the service raises
+                self.wandb = None
+                self.info(f"WARNING: --wandb has failed ({error}); the run continues without it")
+
+    @property
+    def last_eval_step(self) -> int | None:
+        return self.evaluations[-1]["step"] if self.evaluations else None
+
+
+def as_time(seconds: float) -> str:
+    return str(timedelta(seconds=int(max(0, seconds))))

@@ -1,0 +1,90 @@
+"""How fast a device is: its peak, measured matmuls, and the dtype that is faster."""
+
+import functools
+import re
+import time
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# How many times faster bf16 matmuls must be: casts and norms in bf16 cost a part of the gain
+BF16_GAIN = 1.2
+
+# Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets, of the first name
+# that fits. There is no MFU on other devices
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "A10": 125,
+    "A6000": 155,
+    "RTX 5090": 210,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Look up FLOP/s of one device's 16-bit matmuls; None for fp32 and where it is not known."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    # A part of a device, or another device of nearly the same name
+    if re.search(r"Laptop|Max-Q|MIG|GRID|-\d+[CQ]$| (D|Ti)\b", name):
+        return None
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):
+            return 1e12 * tflops
+    return None
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: float = 3e8) -> float:
+    """Measure FLOP/s of matmuls as in a block of this width, of about `flop` each, for 0.1 s."""
+    rows = max(64, round(flop / (8 * width**2)))
+    x = torch.ones(rows, width, dtype=dtype, device=device)
+    w = torch.ones(width, 4 * width, dtype=dtype, device=device)
+    seconds = []
+    deadline = time.perf_counter() + 0.1
+    while not seconds or time.perf_counter() < deadline:
+        began = time.perf_counter()
+        (x @ w)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return 8 * rows * width**2 / min(seconds)
+
+
+def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
+    """Resolve "auto" to bf16 on GPUs that have it and CPUs whose matmuls are faster in it."""
+    if dtype != "auto":
+        return dtype
+    is_faster = False
+    if device.type == "cuda":
+        is_faster = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        is_faster = bf16_gain(min(n_embd, 512)) >= BF16_GAIN
+    return "bf16" if is_faster else "fp32"
+
+
+@functools.cache  # so that all runs of a process train in the same dtype
+def bf16_gain(width: int) -> float:
+    """Measure how many times faster than in fp32 matmuls are in bf16, on the CPU."""
+    device = torch.device("cpu")
+    fp32_flops = matmul_flops(device, torch.float32, width)
+    return matmul_flops(device, torch.bfloat16, width) / fp32_flops
+
+
+def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.device) -> str:
+    """Resolve "auto" to the dtype that a model was trained in, if the device is fast in that."""
+    if dtype != "auto":
+        return dtype
+    if trained_in == "fp32" or (trained_in == "fp16" and device.type == "cuda"):
+        return trained_in
+    return faster_dtype("auto", device, n_embd)

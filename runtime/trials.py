@@ -1,0 +1,35 @@
+"""--trials: the same run with several seeds."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+def run_trials(cfg, train: Callable) -> None:
+    """Train with seeds seed, seed+1, ... in subfolders of out_dir, and print the mean loss."""
+    folder = cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"
+    losses, seconds = [], []
+    for seed in range(cfg.seed, cfg.seed + cfg.trials):
+        trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
+        summary = train(trial)
+        # A signal, --max_minutes
+        if summary["stopped_by"] not in ("max_steps", "minutes", "epochs", "patience"):
+            break
+        losses.append(summary["val_loss"])
+        seconds.append(summary["train_time_s"])
+
+    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    if is_rank0 and len(losses) < cfg.trials:
+        print(
+            f"{len(losses)} of {cfg.trials} trials are complete; to continue: the same flags, "
+            f"--out_dir {folder} --resume auto"
+        )
+    elif is_rank0 and None not in losses:  # None: not finite
+        mean, deviation = statistics.mean(losses), statistics.stdev(losses)
+        print(
+            f"{cfg.trials} trials in {folder}: val_loss {mean:.4f} +- {deviation:.4f}, "
+            f"train_time {statistics.mean(seconds):.1f} s each"
+        )
