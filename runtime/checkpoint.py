@@ -216,15 +216,10 @@ def load_optimizer(
     """Copy a checkpoint's optimizer state into ours. Raises UserError for another optimizer's."""
     groups = optimizer.state_dict()["param_groups"]
     saved_groups = checkpoint["optimizer_groups"]
-
-    def with_kinds(name: str, its_groups: list[dict]) -> str:
-        kinds = {group["kind"] for group in its_groups if "kind" in group}
-        return " ".join([name, *sorted(kinds)])
-
-    saved_name = with_kinds(checkpoint["optimizer_type"], saved_groups)
-    if saved_name != with_kinds(type(optimizer).__name__, groups):
+    if checkpoint["optimizer_type"] != type(optimizer).__name__:
         raise UserError(
-            f"{path} was made with {saved_name}; resume it with that, or --init_from it"
+            f"{path} was made with {checkpoint['optimizer_type']}; resume it with that, or "
+            "--init_from it"
         )
 
     # Settings: what the flags decide is ours, the rest is the checkpoint's
@@ -408,9 +403,7 @@ def whole_tensors(value, name: str, run, param: Tensor | None = None):
     copies: dict[Tensor, Tensor] = {}  # a tied parameter is copied once
 
     def copy(value, name: str):
-        if isinstance(value, np.ndarray) and value.ndim:
-            value = torch.as_tensor(value)
-        elif isinstance(value, (np.ndarray, np.generic)):
+        if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, Tensor):
             if value not in copies:

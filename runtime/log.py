@@ -204,7 +204,7 @@ class Log:
             mfu=mfu,
             peak_mem_mb=memory,
         )
-        self.row(row | metrics, line)
+        self.row(row, metrics, line)
 
     def evaluation(self, state, val_loss: float) -> None:
         """Log a validation loss, in nats per token, and state.metrics."""
@@ -219,19 +219,18 @@ class Log:
         line += [f"{name} {value:.4g}" for name, value in metrics.items()]
         line.append(f"train_time {self.clock.train_time:.1f} s")
         row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
-        self.row(row | metrics, line)
-        self.evaluations.append(row | self.times())
+        self.evaluations.append(row)
+        self.row(row, metrics, line)
 
-    def times(self) -> dict:
-        return dict(train_time_s=self.clock.train_time, wall_time_s=self.clock.wall_time)
-
-    def row(self, row: dict, line: list[str]) -> None:
-        """Record a row, with the clock, and print a line."""
+    def row(self, row: dict, metrics: dict, line: list[str]) -> None:
+        """Record a row, to which the times are added, and metrics; print a line."""
+        row["train_time_s"] = self.clock.train_time
+        row["wall_time_s"] = self.clock.wall_time
         max_steps = str(self.cfg.max_steps)
         self.info(" | ".join([f"step {row['step']:>{len(max_steps)}}/{max_steps}", *line]))
         if not self.is_rank0:
             return
-        values = nan_to_none(row | self.times())
+        values = nan_to_none(row | metrics)
         self.write(self.metrics, json.dumps(values))
         if self.wandb:
             step = values.pop("step")

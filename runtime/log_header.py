@@ -1,12 +1,9 @@
 """The first lines of a run's log: what is in effect, and what was derived from its flags."""
 
 import platform
-import shutil
-import subprocess
 
 import torch
 
-from common.files import REPO
 from data.stream import TokenStream
 from runtime.device import device_summary
 
@@ -17,7 +14,11 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     model = state.raw_model
     meta = stream.meta
     n_ranks = state.dist_ctx.world_size
-    lines = [software_versions(state.dist_ctx.device)]
+    cuda = torch.version.cuda or torch.version.hip
+    lines = [
+        f"torch {torch.__version__}, cuda {cuda}, python {platform.python_version()}, "
+        f"{platform.platform()}"
+    ]
 
     # How it is computed
     parallel = "ddp" if cfg.parallel == "auto" else cfg.parallel
@@ -33,16 +34,11 @@ def describe_run(state, stream: TokenStream) -> list[str]:
     # Data
     assumed = " (assumed: there is no meta.json)" if meta.get("assumed") else ""
     n_eval = stream.num_eval_seqs(cfg.eval_tokens)
-    subset = ""
-    if n_eval < stream.num_eval_seqs(0):
-        subset = " spread over the validation split"
-        if stream.eval_subset == "first":
-            subset = " (the first)"
     lines.append(
         f"data: {stream.folder} ({meta['source']}), "
         f"{stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
         f"tokenizer {meta['tokenizer']}{assumed}, "
-        f"evaluation on {n_eval * cfg.seq_len:,} tokens{subset}"
+        f"evaluation on {n_eval * cfg.seq_len:,} tokens"
     )
 
     # Model and learning rates
@@ -68,22 +64,6 @@ def describe_run(state, stream: TokenStream) -> list[str]:
         f"{cfg.seq_len} seq_len; {cfg.max_steps:,} steps{about}, {epochs:.2f} epochs"
     )
 
-    if cfg.alloc_conf and state.dist_ctx.device.type == "cuda":
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        lines.append(f"allocator: {settings}")
     if stream.tokenizer is None:
         lines.append("no samples will be printed, as a rank has no tokenizer for this data")
     return lines
-
-
-def software_versions(device: torch.device) -> str:
-    """Versions of PyTorch, Python, the system, CUDA and the repository, for log.txt."""
-    parts = [f"torch {torch.__version__}", f"python {platform.python_version()}"]
-    parts.append(platform.platform())
-    if shutil.which("git"):
-        command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=40"]
-        described = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        parts.append(f"git {described or 'unknown'}")
-    if device.type == "cuda":
-        parts.append(f"cuda {torch.version.cuda or torch.version.hip}")
-    return ", ".join(parts)

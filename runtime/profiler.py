@@ -14,13 +14,7 @@ def profile_steps(n_steps: int, steps_left: int, run):
     The trace goes to the folder of the Run, the table to its log. For 0 steps, or more than are
     left, it does nothing.
     """
-    if n_steps and steps_left < n_steps + SKIPPED_STEPS:
-        run.info(
-            f"--profile {n_steps} has no effect: it starts after {SKIPPED_STEPS} steps, and "
-            f"{steps_left} are left"
-        )
-        n_steps = 0
-    if not n_steps:
+    if not n_steps or steps_left < n_steps + SKIPPED_STEPS:
         yield lambda: None
         return
 

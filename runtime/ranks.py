@@ -1,4 +1,4 @@
-"""Ranks: how they meet, agree on errors and decisions, and tell each other why one has ended."""
+"""Ranks: how they meet, and agree on errors and decisions."""
 
 import contextlib
 import os
@@ -24,7 +24,6 @@ class DistContext:
     """Where this process runs: its device and its rank.
 
     cpu_group: for decisions, so that asking the other ranks never waits for a GPU.
-    store: of the process group; ranks leave in it why they have ended.
     """
 
     device: torch.device
@@ -33,22 +32,6 @@ class DistContext:
     local_rank: int = 0
     local_world_size: int = 1
     cpu_group: dist.ProcessGroup | None = None
-    store: dist.Store | None = None
-
-    def error_of_others(self, cause: str) -> str:
-        """Say which rank has ended first and why, or "" if it is this one or no rank has said.
-
-        cause: of the error on this rank, which is stored for the others.
-        """
-        if self.store is None:
-            return ""
-        with contextlib.suppress(RuntimeError):  # the store has gone with the node that had it
-            if not cause.startswith("another rank has ended"):
-                self.store.set("error", f"rank {self.rank} has ended with an error: {cause}")
-                return ""
-            self.store.wait(["error"], timedelta(seconds=3))
-            return self.store.get("error").decode()
-        return ""
 
 
 def connect_ranks(dist_ctx: DistContext) -> None:
@@ -68,7 +51,6 @@ def connect_ranks(dist_ctx: DistContext) -> None:
     dist_ctx.cpu_group = dist.group.WORLD
     if on_cuda:
         dist_ctx.cpu_group = dist.new_group(backend="gloo")
-    dist_ctx.store = dist.distributed_c10d._get_default_store()
 
 
 def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:

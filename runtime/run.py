@@ -70,10 +70,8 @@ class Run:
                 yield run
             except Exception as error:
                 save_after_error(run, error)
-                cause = run.log_error(error)
-                if cause is error:
-                    raise
-                raise cause from None
+                run.log_error(error)
+                raise
 
     def begin(self, state, stream: TokenStream) -> None:
         """Open the log and say what is in effect. Raises UserError."""
@@ -128,22 +126,13 @@ class Run:
             self.saved_val_loss = val_loss
             save_best_weights(state, self.stream, self)
 
-    def log_error(self, error: Exception) -> Exception:
-        """Write the error that ends the run on this rank to log.txt, and tell the other ranks.
-
-        Returns what to raise: if another rank has ended first, an error that says why.
-        """
-        cause = error_sentence(error) or traceback.format_exc().strip()
-        others = self.dist_ctx.error_of_others(cause.splitlines()[-1])
-        if others:
-            error = RunError(others)
-            cause = others
-        is_told = getattr(error, "printed", False)  # by the rank that it is from
-        if self.state and not is_told:
+    def log_error(self, error: Exception) -> None:
+        """Write the error that ends the run to log.txt, from the rank that it is on."""
+        if self.state and not getattr(error, "printed", False):
+            cause = error_sentence(error) or traceback.format_exc().strip()
             with contextlib.suppress(OSError):
                 with open(self.folder / "log.txt", "a", encoding="utf-8") as file:
                     file.write(f"ended: {cause}\n")
-        return error
 
     def finish(self, stopped_by: str) -> dict:
         """Write summary.json, say how the run ended and what to try next; returns the summary.
@@ -163,7 +152,7 @@ class Run:
                     file.write(json.dumps(summary, indent=1).encode() + b"\n")
             except OSError as error:
                 raise RunError(f"{path} could not be written ({error.strerror})") from None
-        for line in closing_lines(self, self.state, stopped_by):
+        for line in closing_lines(self, self.state.cfg, summary):
             self.info(line)
 
         if stopped_by == "SIGINT":

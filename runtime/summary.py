@@ -47,14 +47,16 @@ def summarize(run, state, stream: TokenStream, stopped_by: str) -> dict:
     )
 
 
-def closing_lines(run, state, stopped_by: str) -> list[str]:
-    """How the run ended, and what to try next."""
-    cfg, clock = state.cfg, run.clock
+def closing_lines(run, cfg, summary: dict) -> list[str]:
+    """Say how the run ended, and what to try next."""
+    stopped_by = summary["stopped_by"]
     folder = shlex.quote(str(run.folder))
-    stall = clock.data_wait_s / max(clock.trained_s, 1e-9)
+    trained_s = run.clock.trained_s
+    stall = summary["data_wait_s"] / max(trained_s, 1e-9)
     lines = [
-        f"stopped by {stopped_by} at step {state.step}: train_time {clock.train_time:.1f} s "
-        f"(data stall {stall:.2%}), wall time {clock.wall_time:.1f} s; everything is in {folder}"
+        f"stopped by {stopped_by} at step {summary['step']}: train_time "
+        f"{summary['train_time_s']:.1f} s (data stall {stall:.2%}), wall time "
+        f"{summary['wall_time_s']:.1f} s; everything is in {folder}"
     ]
     resume = f"python train_gpt.py --out_dir {folder} --resume"
     if stopped_by not in COMPLETE:
@@ -65,7 +67,7 @@ def closing_lines(run, state, stopped_by: str) -> list[str]:
             f"it ended before its {cfg.minutes:g} minutes: on small datasets more epochs did not "
             "lower the loss; --max_steps instead of --minutes trains on"
         )
-    elif stopped_by in ("max_steps", "minutes") and not clock.trained_s:
+    elif stopped_by in ("max_steps", "minutes") and not trained_s:
         lines.append(
             "nothing was left to train: give more --max_steps, or more --minutes, the total of all "
             "starts"
@@ -85,5 +87,5 @@ def closing_lines(run, state, stopped_by: str) -> list[str]:
         target_val_loss="--target_val_loss 0",
         patience="--patience 0",
     )
-    longer = flags.get(stopped_by, f"--max_steps {2 * state.step}")
+    longer = flags.get(stopped_by, f"--max_steps {2 * summary['step']}")
     return [*lines, f"next: python sample.py --run {folder} | longer: {resume} {longer}"]
