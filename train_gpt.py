@@ -31,7 +31,7 @@ from torch import Tensor, nn
 # Errors and seeds, data, model
 from common.errors import command, exit_process
 from common.values import derive_seed
-from data.stream import TokenStream, prefetch
+from data.stream import TokenStream
 from inference.generation import check_causal, sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
@@ -576,11 +576,9 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     cfg, dist_ctx = state.cfg, state.dist_ctx
     starts_short = get_seq_len(0.0, cfg) < cfg.seq_len
     loss, grad_norm = None, None  # of the previous step
-    batches = prefetch(lambda step: get_batch(stream, dist_ctx, step), state.step, depth=2)
-    batches = read_on_all_ranks(dist_ctx, batches)
-    with contextlib.closing(batches):
+    with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
-            # Between two steps. step: the number of updates so far
+            # All ranks agree on what is done and why to stop. step: the number of updates so far
             step = state.step
             now = ask_ranks(state, stream, run, starts_short)
             stop = why_stop(now, state, stream, run)
@@ -589,7 +587,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
                 run.log.step(state, loss, grad_norm)
 
-            # Once in a while: save a checkpoint
+            # Once in a while: save a checkpoint. At the end of the run it must succeed
             if stop or is_due(cfg.save_every, step) or now.is_save_due:
                 save_checkpoint(state, stream, run, required=bool(stop))
 
@@ -616,9 +614,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 
             # A single training step
             with run.clock.timing_step():
-                batch = run.clock.next_batch(batches)
-                loss, grad_norm = train_step(state, batch, now.progress)
-            run.after_step(state.step, grad_norm)  # counts steps without a usable gradient
+                loss, grad_norm = train_step(state, next_batch(), now.progress)
+            run.after_step(state.step, grad_norm)  # too many bad gradients in a row end the run
             if on_step:
                 on_step(state, loss)
 

@@ -52,29 +52,20 @@ def configure_process(cfg, dist_ctx: DistContext) -> None:
 
 
 @contextlib.contextmanager
-def restore_process_state():
-    """Context, or decorator, that leaves random generators and settings as they were.
+def restore_random_state():
+    """Context that leaves random generators as they were.
 
-    A random search over runs would else draw the same values after each.
+    Otherwise, a random search over runs would draw the same values after each run.
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    used_cuda = torch.cuda.is_initialized()
-    devices = range(torch.cuda.device_count()) if used_cuda else ()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        if torch.cuda.is_initialized() and not used_cuda:
-            torch.cuda.manual_seed_all(torch.initial_seed())  # which they begin with
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        torch.set_float32_matmul_precision(precision)
-        if deterministic != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
 def tune_glibc_malloc() -> None:

@@ -5,12 +5,13 @@ import json
 import math
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import RunError, SavedInterrupt, catch_signals, error_sentence
 from common.files import atomic_write, new_run_folder
 from common.values import env_int
-from data.stream import TokenStream
+from data.stream import TokenStream, prefetch
 from data.tokenizers import VOCABULARY_FILE
 from runtime.checkpoint import best_val_loss, save_after_error, save_best_weights
 from runtime.clock import Clock
@@ -19,9 +20,9 @@ from runtime.flag_checks import check_device, check_flags
 from runtime.flags import check_types
 from runtime.log import Log
 from runtime.log_header import describe_run
-from runtime.process import restore_process_state
+from runtime.process import restore_random_state
 from runtime.profiler import profile_steps
-from runtime.ranks import DistContext, any_rank, raise_on_all_ranks, run_on_rank0
+from runtime.ranks import DistContext, any_rank, raise_on_all_ranks, read_on_all_ranks, run_on_rank0
 from runtime.run_folder import locked_folder
 from runtime.summary import closing_lines, summarize
 
@@ -54,7 +55,7 @@ class Run:
         Yields the Run. An error that ends it is written to log.txt, whichever rank it is on, after
         a checkpoint has been saved. Raises UserError.
         """
-        with restore_process_state(), contextlib.ExitStack() as stack:
+        with restore_random_state(), contextlib.ExitStack() as stack:
             cfg = check_types(cfg)
             dist_ctx = init_device_and_ranks(cfg)
             folder = cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset))
@@ -83,9 +84,10 @@ class Run:
         self.saved_val_loss = run_on_rank0(
             self.dist_ctx, lambda: best_val_loss(self, state, stream)
         )
-        if self.dist_ctx.rank == 0 and stream.vocabulary:
-            with atomic_write(self.folder / VOCABULARY_FILE) as file:
-                file.write(stream.vocabulary.encode())
+        with raise_on_all_ranks(self.dist_ctx):
+            if self.dist_ctx.rank == 0 and stream.vocabulary:
+                with atomic_write(self.folder / VOCABULARY_FILE) as file:
+                    file.write(stream.vocabulary.encode())
         for line in describe_run(state, stream) + self.warnings:
             self.info(line)
 
@@ -107,6 +109,14 @@ class Run:
 
     def any_rank_is_asked_to_stop(self) -> bool:
         return any_rank(self.dist_ctx, self.is_asked_to_stop())
+
+    @contextlib.contextmanager
+    def prefetching(self, get_batch: Callable):
+        """Context: a function that returns the next batch, of get_batch(step), read in advance."""
+        batches = prefetch(get_batch, self.first_step, depth=2)
+        batches = read_on_all_ranks(self.dist_ctx, batches)
+        with contextlib.closing(batches):
+            yield lambda: self.clock.next_batch(batches)
 
     def after_step(self, step: int, grad_norm: float) -> None:
         """Count the steps in a row that were skipped because of their gradient; profile."""

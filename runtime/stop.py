@@ -22,10 +22,9 @@ class Now:
     """Where a run is between two steps, the same on all ranks."""
 
     progress: float  # the fraction of the run that is done, which schedules follow
-    # 0 or 1
-    is_signaled: float  # a rank was asked to stop
-    is_time_up: float  # --max_minutes are over
-    is_save_due: float  # by the clock, with --save_every 0
+    is_signaled: bool  # a rank was asked to stop
+    is_time_up: bool  # --max_minutes are over
+    is_save_due: bool  # by the clock, with --save_every 0
 
 
 def ask_ranks(state, stream: TokenStream, run, starts_short: bool) -> Now:
@@ -43,7 +42,8 @@ def ask_ranks(state, stream: TokenStream, run, starts_short: bool) -> Now:
     is_time_up = cfg.max_minutes > 0 and seconds >= 60 * cfg.max_minutes
     is_save_due = not cfg.save_every and seconds - run.saved_at_s >= SAVE_EVERY_S
     own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
-    return Now(*max_over_ranks(state.dist_ctx, own))
+    progress, is_signaled, is_time_up, is_save_due = max_over_ranks(state.dist_ctx, own)
+    return Now(progress, bool(is_signaled), bool(is_time_up), bool(is_save_due))
 
 
 def why_stop(now: Now, state, stream: TokenStream, run) -> str:

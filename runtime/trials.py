@@ -23,10 +23,7 @@ def run_trials(cfg, train: Callable) -> None:
 
     is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if is_rank0 and len(losses) < cfg.trials:
-        print(
-            f"{len(losses)} of {cfg.trials} trials are complete; to continue: the same flags, "
-            f"--out_dir {folder} --resume auto"
-        )
+        print(f"{len(losses)} of {cfg.trials} trials are complete; --resume auto continues")
     elif is_rank0 and None not in losses:  # None: not finite
         mean, deviation = statistics.mean(losses), statistics.stdev(losses)
         print(
