@@ -304,10 +304,8 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
             insist(path, checkpoint, run, failed)
         elif state.cfg.keep:
             for old in list_checkpoints(run.folder)[state.cfg.keep :]:
-                try:
-                    old.unlink(missing_ok=True)
-                except OSError as error:
-                    run.info(f"WARNING: {old} cannot be deleted ({error.strerror})")
+                with contextlib.suppress(OSError):
+                    old.unlink()
         return True
 
     if not run_on_rank0(run.dist_ctx, write):

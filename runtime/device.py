@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
 from common.values import env_int
@@ -42,8 +43,8 @@ def init_device_and_ranks(cfg) -> DistContext:
             )
         dist_ctx.device = torch.device("cuda", dist_ctx.local_rank)
     configure_process(cfg, dist_ctx)
-    # FSDP needs a process group even of a single rank
-    if dist_ctx.world_size > 1 or cfg.is_sharded:
+    # FSDP needs a process group even of a single rank; later runs of the process then use it, too
+    if dist_ctx.world_size > 1 or cfg.is_sharded or dist.is_initialized():
         connect_ranks(dist_ctx)
     check_ranks(cfg, dist_ctx)
     return dist_ctx

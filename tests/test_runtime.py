@@ -383,7 +383,6 @@ NO_MAP = RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")
     "module, name, error",
     [
         (torch, "load", NO_MAP),
-        (torch, "load", OSError(errno.ESTALE, "Stale file handle")),
         (zipfile, "_EndRecData", OSError(errno.EIO, "Input/output error")),  # hidden by zipfile
         (zipfile.ZipFile, "__init__", MemoryError("no more")),
         (zipfile.ZipFile, "__init__", PermissionError(errno.EACCES, "Permission denied", "ckpt")),
@@ -890,15 +889,10 @@ def test_out_of_memory_is_one_sentence(data, tmp_path, capsys):
 def test_what_is_a_lack_of_memory():
     for error in (
         RuntimeError("CUDA error: out of memory"),
-        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("could not create a primitive"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
-        ),
         MemoryError(),
         OSError(12, "Cannot allocate memory"),
-        torch.OutOfMemoryError("CUDA out of memory."),
         torch.AcceleratorError("out of memory"),
     ):
         assert is_out_of_memory(error) and error_sentence(error).startswith("memory ran out"), error
