@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -57,7 +58,7 @@ class Clock:
         yield
         self.last_eval_s = time.perf_counter() - began
 
-    def next_batch(self, batches):
+    def wait_for(self, batches: Iterator):
         """Take the next batch, and add up the time that training waits for it."""
         asked = time.perf_counter()
         batch = next(batches)

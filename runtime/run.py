@@ -116,7 +116,7 @@ class Run:
         batches = prefetch(get_batch, self.first_step, depth=2)
         batches = read_on_all_ranks(self.dist_ctx, batches)
         with contextlib.closing(batches):
-            yield lambda: self.clock.next_batch(batches)
+            yield lambda: self.clock.wait_for(batches)
 
     def after_step(self, step: int, grad_norm: float) -> None:
         """Count the steps in a row that were skipped because of their gradient; profile."""
