@@ -228,7 +228,6 @@ def load_optimizer(
             for name, value in saved.items():
                 if name not in SET_BY_FLAGS or name not in group:
                     group[name] = value
-            group.setdefault("initial_lr", group["lr"])
 
     # State: PyTorch numbers parameters in the order of the groups, the checkpoint has names
     numbers = {}
@@ -286,7 +285,6 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
     checkpoint = collect_values(state, stream, run)
     checkpoint["model"] = whole_tensors(state.raw_model.state_dict(keep_vars=True), "model", run)
     checkpoint["extra"] = whole_tensors(state.extra, "state.extra", run)
-    checkpoint["optimizer"] = {}
     for name, p in state.raw_model.named_parameters():
         if p in state.optimizer.state:
             tensors = state.optimizer.state[p]

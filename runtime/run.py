@@ -157,11 +157,8 @@ class Run:
         # A run that was complete before keeps its figures
         path = self.folder / "summary.json"
         if self.dist_ctx.rank == 0 and (self.clock.trained_s or not path.exists()):
-            try:
-                with atomic_write(path) as file:
-                    file.write(json.dumps(summary, indent=1).encode() + b"\n")
-            except OSError as error:
-                raise RunError(f"{path} could not be written ({error.strerror})") from None
+            with atomic_write(path) as file:
+                file.write(json.dumps(summary, indent=1).encode() + b"\n")
         for line in closing_lines(self, self.state.cfg, summary):
             self.info(line)
 
