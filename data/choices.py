@@ -1,4 +1,4 @@
-"""Multiple-choice questions: HellaSwag's, or your own in the format that docs/data.md describes."""
+"""Read multiple-choice questions, HellaSwag's or your own (docs/data.md describes the format)."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ class Question(NamedTuple):
     context: str
     endings: list[str]
     label: int
-    starts_document: bool  # after an end-of-text token; not so HellaSwag's, as in llm.c
+    starts_document: bool  # an end-of-text token precedes it; not for HellaSwag, as in llm.c
 
 
 def read_questions(path):
-    """Return the questions of a .jsonl file, a list of Question.
+    """Return the questions of a .jsonl file as a list of Question.
 
-    Raises UserError, which names the line.
+    Raises UserError, with the number of the line.
     """
     questions = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -38,12 +38,12 @@ def read_questions(path):
 
 
 def _parse_question(line):
-    """Return the Question that a line of JSON holds, or None if it does not hold one."""
+    """Return the Question in a line of JSON, or None if there is none."""
     try:
         row = json.loads(line)
         if "ctx" in row:
-            # HellaSwag's rows have no space before the endings: it is added, as llm.c does. One at
-            # the end of a context goes to the endings, as in lm-evaluation-harness
+            # HellaSwag's endings lack the space before them: add it, as llm.c does. A space at the
+            # end of the context moves to the endings, as in lm-evaluation-harness
             context = row["ctx"].rstrip()
             space = row["ctx"][len(context) :] + " "
             endings = [space + ending for ending in row["endings"]]
