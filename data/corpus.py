@@ -87,9 +87,7 @@ def python_files():
     root = Path(sysconfig.get_path("stdlib"))
     paths = _files_under(root, NOT_PYTHON.__contains__)
     return sort_by_hash(
-        (path.relative_to(root).as_posix(), path)
-        for path in paths
-        if path.suffix == ".py" and path.is_file()
+        (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
     )
 
 
@@ -236,8 +234,7 @@ def open_file(path):
     """Open a file as a binary stream, unpack .gz, and skip a byte order mark. Raises Unreadable."""
     # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
-        found = "is a pipe or a device" if path.exists() else "is a broken link"
-        raise Unreadable(path, found, "give a file, which can be read twice")
+        raise Unreadable(path, "is a broken link, a pipe or a device", "give a file")
     try:
         stream = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
     except OSError as error:
@@ -255,13 +252,11 @@ def open_file(path):
 def read_document(split, stream, path, size=sys.maxsize):
     """Yield the next `size` bytes of a binary stream as the pieces of one document.
 
-    The pieces have the same GPT-2 tokens as the whole. Raises Unreadable, with the position in the
-    file `path`, if the bytes are not UTF-8 or contain a zero.
+    The pieces have the same GPT-2 tokens as the whole. Raises Unreadable, with the path, if the
+    bytes are not UTF-8 or contain a zero.
     """
-    first = stream.tell()
-    # The bytes that were read but not yielded yet, and their position in the file
-    rest = b""
-    begin = first
+    starts_document = True
+    rest = b""  # read but not yielded yet
     at_end = False
     while not at_end:
         block = stream.read(min(size, PIECE))
@@ -269,23 +264,17 @@ def read_document(split, stream, path, size=sys.maxsize):
         size -= len(block)
         rest += block
         cut = len(rest) if at_end else _find_cut(rest)
-        _check_text(rest[:cut], begin, path)
-        if cut:
-            yield split, begin == first, rest[:cut]
+        piece = rest[:cut]
         rest = rest[cut:]
-        begin += cut
-
-
-def _check_text(raw, begin, path):
-    """Raise Unreadable if bytes, which begin at `begin` in the file `path`, are not UTF-8 text."""
-    try:
-        raw.decode()
-        wrong = raw.find(b"\0")
-    except UnicodeDecodeError as error:
-        wrong = error.start
-    if wrong >= 0:
-        found = f"is not UTF-8 text at byte {begin + wrong:,}"
-        raise Unreadable(path, found, "convert or remove it")
+        if piece:
+            try:
+                is_text = "\0" not in piece.decode()
+            except UnicodeDecodeError:
+                is_text = False
+            if not is_text:
+                raise Unreadable(path, "is not UTF-8 text", "convert or remove it")
+            yield split, starts_document, piece
+            starts_document = False
 
 
 def _find_cut(raw):
@@ -330,7 +319,7 @@ def _read_documents(files, keys):
                 if _has_rows(stream, path, keys):
                     texts = _read_rows(stream, path, keys)
                 elif _has_separator(stream):
-                    texts = _split_text(stream, path)
+                    texts = _split_text(stream)
                 elif stream.peek(1):
                     yield name_hash(name), text_size(path), path, stream
                 for text in texts:
@@ -344,24 +333,15 @@ def _read_documents(files, keys):
 def _has_separator(stream):
     """Return True if a text file contains <|endoftext|>."""
     begin = stream.tell()
-    end = b""
-    is_found = False
-    block = stream.read(PIECE)
-    while block and not is_found and b"\0" not in block:  # text contains no zero
-        is_found = END_OF_TEXT in end + block
-        end = block[-len(END_OF_TEXT) :]
-        block = stream.read(PIECE)
+    is_found = any(END_OF_TEXT in line for line in stream)
     stream.seek(begin)
     return is_found
 
 
-def _split_text(stream, path):
+def _split_text(stream):
     """Yield the documents of a text as bytes, without the line breaks around <|endoftext|>."""
-    position = stream.tell()
     parts = []
     for line in stream:
-        _check_text(line, position, path)
-        position += len(line)
         *ends, rest = line.split(END_OF_TEXT)
         for end in ends:
             yield b"".join([*parts, end]).strip(b"\r\n")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from common.errors import UserError, print_line
 from common.files import sha256_of_file
-from data.shards import DATA_DIR, TOKENIZER_SIZES, check_shard, load_meta, write_meta
+from data.shards import DATA_DIR, check_shard, load_meta, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
-HELLASWAG_COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
 # The URL and the SHA-256 of each source
 DOWNLOADS = {
@@ -29,7 +28,8 @@ DOWNLOADS = {
         "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
     ),
     "hellaswag": (
-        f"{GITHUB}/rowanz/hellaswag/{HELLASWAG_COMMIT}/data/hellaswag_val.jsonl",
+        f"{GITHUB}/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/"
+        "hellaswag_val.jsonl",
         "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
     ),
 }
@@ -102,10 +102,10 @@ def _fetch_with_retries(url, path, partial):
             if getattr(error, "code", None) == 416:
                 partial.unlink()
             if wait_s is None:
-                mirror = "set HF_ENDPOINT to a mirror, " if url.startswith(HUB) else ""
                 raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to resume, {mirror}"
-                    f"put the file at {path} by hand, or use `python data/prepare.py python`"
+                    f"{url} could not be downloaded ({error}): run this again to resume, set "
+                    f"HF_ENDPOINT to a mirror of Hugging Face, put the file at {path} by hand, or "
+                    "use `python data/prepare.py python`"
                 ) from error
             print_line(f"{error}; trying again in {wait_s} s")
             time.sleep(wait_s)
@@ -147,20 +147,16 @@ def prepare_hellaswag(out):
 def prepare_fineweb(out, shards, command):
     """Download the FineWeb shards that are not in the folder `out` yet, and write meta.json.
 
-    shards: the number of training shards; None: all. Raises UserError.
+    shards: the number of training shards. Raises UserError.
     """
     folder = Path(out or DATA_DIR / "fineweb10B")
-    shards = shards or 103
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
         if meta["source"] != FINEWEB:
             raise UserError(f"{folder} holds other data: choose a different --out")
-        if len(meta["files"]) > shards:
-            print_line(f"already there: {folder}")
-            return
+        shards = max(shards, len(meta["files"]) - 1)
     print_line(
-        f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB "
-        f"in all, to {folder}"
+        f"{folder}: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB"
     )
 
     files = {}
@@ -173,7 +169,6 @@ def prepare_fineweb(out, shards, command):
         files[name] = {"tokens": length, "sha256": sha256}
         n_tokens[split] += length
 
-    vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-    meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "source": FINEWEB}
+    meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": FINEWEB}
     splits = {split: {"tokens": count} for split, count in n_tokens.items()}
     write_meta(folder, meta | {"splits": splits, "files": files, "command": command})

@@ -3,7 +3,7 @@
 SOURCE: python, shakespeare, wikitext2, wikitext103, fineweb10B, or files PATH...
 
 data/corpus.py turns files into documents, and data/shards.py describes the folder that is made. A
-complete folder is left unchanged; it is refused if it was made with other arguments or from other
+complete folder is left unchanged; it is refused if it was made with other options or from other
 texts. If a run was stopped, the same command resumes its downloads.
 """
 
@@ -51,6 +51,7 @@ LARGE_VOCAB_BYTES = 3 * 10**6
 LARGE_VOCAB_SIZE = 1024
 BPE_SAMPLE_BYTES = 16 << 20  # a vocabulary is trained on at most this much text
 SHARD_TOKENS = 10**8
+DOWNLOAD_DIR = DATA_DIR / "downloads"
 BATCH_PIECES = 16  # pieces of documents that a thread encodes at once
 
 
@@ -81,10 +82,10 @@ def prepare(args):
     if _is_prepared(folder, made_from):
         return folder
 
-    with _temporary_folder(folder, keep=args.source in DOWNLOADS) as temporary:
+    with _temporary_folder(folder) as temporary:
         origin = args.command
         if args.source != "files":
-            origin, texts = _source_texts(args.source, temporary)
+            origin, texts = _source_texts(args.source)
         documents = _document_reader(args, texts, val_texts)
 
         # Train a vocabulary, in a first pass over the documents
@@ -92,7 +93,7 @@ def prepare(args):
         if tokenizer == "bpe":
             vocabulary = _train_vocabulary(documents(), args.vocab_size, n_bytes)
         name = "bpe" if vocabulary else tokenizer
-        encoder = get_tokenizer(name, vocabulary, where=tokenizer)
+        encoder = get_tokenizer(name, vocabulary)
 
         # Write the shards in a second pass, then the vocabulary and meta.json
         n_bytes += corpus.total_size(val_texts)
@@ -124,11 +125,8 @@ def _is_prepared(folder, made_from):
     """
     if not (folder / "meta.json").exists():
         # A preparation that was killed, or one in another process, leaves a hidden folder
-        names = os.listdir(folder) if folder.exists() else []
-        if not all(name.startswith(".tmp-") for name in names):
-            raise UserError(
-                f"{folder} holds files other than prepared data: choose a different --out"
-            )
+        if folder.is_file() or any(folder.glob("[!.]*")):
+            raise UserError(f"{folder} is not a folder of prepared data: choose a different --out")
         return False
 
     # Folders of other programs do not record these
@@ -144,12 +142,12 @@ def _is_prepared(folder, made_from):
     return True
 
 
-def _source_texts(source, folder):
-    """Return the origin of a source, and its files, (name, path). Downloads go to the folder."""
+def _source_texts(source):
+    """Return the origin of a source, and its files, (name, path), after downloading them."""
     if source == "python":
         return f"standard library of Python {platform.python_version()}", corpus.python_files()
     url, sha256 = DOWNLOADS[source]
-    path = folder / url.rpartition("/")[2]
+    path = DOWNLOAD_DIR / url.rpartition("/")[2]
     download(url, path, sha256)
     return url, [(source, path)]
 
@@ -197,7 +195,7 @@ def _choose_tokenizer(args, texts):
         n_bytes = corpus.total_size(texts)
         name = "bpe" if n_bytes >= BPE_BYTES else "bytes"
         print_line(
-            f"tokenizer {name}, for {n_bytes / 1e6:.1f} MB of text (for GPT-2's presets: "
+            f"tokenizer {name}, for {n_bytes / 1e6:.1f} MB of text (GPT-2's presets need "
             "--tokenizer gpt2)"
         )
     if args.vocab_size is not None and name != "bpe":
@@ -264,9 +262,6 @@ def _write_shards(documents, tokenizer, folder, progress):
     Returns the entries of meta.json about the tokenizer and the shards. Raises UserError if a split
     is empty.
     """
-    # A preparation that was killed may have left shards
-    for path in folder.glob("*.bin"):
-        path.unlink()
     writers = {split: SplitWriter(folder, split) for split in ("train", "val")}
     # Threads suffice: tiktoken and numpy release the GIL
     threads = min(os.cpu_count() or 1, 16)
@@ -322,12 +317,11 @@ def encode_file(path, tokenizer):
     Raises UserError if it is not UTF-8.
     """
     pieces = corpus.read_files([(path.name, path)], ["text"], corpus.ALL_TRAIN)
-    parts = [np.empty(0, dtype=np.uint16)]
-    total = 0
-    for _, tokens, n_bytes, _ in _encode(tokenizer, pieces):
-        parts.append(tokens)
-        total += n_bytes
-    return np.concatenate(parts)[1:], total  # without the end-of-text token before it
+    encoded = _encode(tokenizer, pieces)
+    tokens = [np.empty(0, dtype=np.uint16)]
+    tokens += [tokens for _, tokens, _, _ in encoded]
+    n_bytes = sum(n_bytes for _, _, n_bytes, _ in encoded)
+    return np.concatenate(tokens)[1:], n_bytes  # without the end-of-text token before it
 
 
 # -----------------------------------------------------------------------------
@@ -335,31 +329,21 @@ def encode_file(path, tokenizer):
 
 
 @contextlib.contextmanager
-def _temporary_folder(folder, keep):
+def _temporary_folder(folder):
     """Make a folder in or beside `folder`, yield its path, then give it the name of `folder`.
 
-    keep: leave it if preparation fails, so that its downloads resume; otherwise its name is unique,
-        and it is removed.
-    Raises UserError if it cannot be made, RunError if it cannot be renamed.
+    If preparation fails, it is removed. Raises OSError if it cannot be made, RunError if it cannot
+    be renamed.
     """
     folder = Path(os.path.realpath(folder))
-    name = f".tmp-{folder.name}"
-    if not keep:
-        name += f"-{secrets.token_hex(4)}"
+    name = f".tmp-{folder.name}-{secrets.token_hex(4)}"
     # An existing folder may be a disk of its own
     temporary = folder / name if folder.is_dir() else folder.with_name(name)
-    try:
-        temporary.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be made ({error.strerror}): choose a different folder with --out, "
-            "and give it to train_gpt.py as --data"
-        ) from None
+    temporary.mkdir(parents=True)
     try:
         yield temporary
     except BaseException:
-        if not keep:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     try:
         _publish(temporary, folder)
@@ -401,11 +385,7 @@ def make_parser():
     parser = argparse.ArgumentParser(description="Prepare token shards.", allow_abbrev=False)
     add = parser.add_argument
     several = dict(nargs="+", action="extend")
-    add(
-        "source",
-        metavar="SOURCE",
-        help=f"{', '.join(ALL_SOURCES)} (questions for sample.py --choices)",
-    )
+    add("source", choices=ALL_SOURCES, help="files: your own texts; hellaswag: questions")
     add(
         "paths",
         nargs="*",
@@ -423,8 +403,9 @@ def make_parser():
         type=int,
         help=f"tokens of bpe (default: {SMALL_VOCAB_SIZE}, for much text {LARGE_VOCAB_SIZE})",
     )
-    add("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
-    add("--val", **several, help="files: validation texts, instead of a fraction")
+    split = parser.add_mutually_exclusive_group().add_argument
+    split("--val_fraction", type=float, default=0.1, help="fraction for validation (0.1)")
+    split("--val", **several, help="files: validation texts, instead of a fraction")
     add(
         "--text_key",
         **several,
@@ -438,6 +419,7 @@ def make_parser():
     add(
         "--shards",
         type=int,
+        default=103,
         help="fineweb10B: training shards, 200 MB each (default: all 103)",
     )
     return parser
@@ -450,19 +432,10 @@ def parse_args(argv):
     """
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)
-    if args.source not in ALL_SOURCES:
-        parser.error(
-            f"there is no source {args.source}; expected {', '.join(ALL_SOURCES)}, or for your own "
-            f"text: files {args.source}"
-        )
     taken = {"source", "out"} | OPTIONS_OF.get(args.source, OPTIONS)
     for name, value in vars(args).items():
         if name not in taken and value != parser.get_default(name):
             raise UserError(f"{args.source} does not take {name}: remove it")
-    if args.val and args.val_fraction is not None:
-        raise UserError("--val and --val_fraction contradict each other: give one of them")
-    if args.val_fraction is None:
-        args.val_fraction = 0.1
     if not 0 < args.val_fraction < 1:
         raise UserError(f"--val_fraction is {args.val_fraction}: expected between 0 and 1")
     args.text_key = args.text_key or ["text"]
@@ -481,19 +454,19 @@ def main(argv):
             prepare_fineweb(args.out, args.shards, args.command)
         else:
             prepare(args)
-    except KeyboardInterrupt:
-        raise RunError("stopped by Ctrl-C: run the same command again to resume") from None
     except OSError as error:
         if is_bad_path(error):
             raise
-        path = error.filename or "a file"
-        raise RunError(
-            f"{path} could not be read or written ({error.strerror}): run the same command again "
-            "to resume"
-        ) from None
+        raise RunError(f"{error}: run the same command again to resume") from None
+
+
+def stop(number, _frame):
+    """Exit after removing the temporary folder."""
+    print("stopped: run the same command again to resume", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
-    # SIGTERM, too, removes the temporary folder
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main(sys.argv[1:]))

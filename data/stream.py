@@ -174,12 +174,12 @@ class TokenStream:
 
     def __init__(
         self,
-        folder: str | Path,
-        seq_len: int,
-        batch_tokens: int,
-        seed: int = 0,
-        vocab_size: int = 0,
-        doc_align: bool = False,
+        folder,
+        seq_len,
+        batch_tokens,
+        seed=0,
+        vocab_size=0,
+        doc_align=False,
     ):
         """Open a prepared folder.
 
@@ -235,7 +235,7 @@ class TokenStream:
         is_fineweb = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
         self.eval_subset = "first" if is_fineweb or "assumed" in self.meta else "spread"
 
-    def sequence_starts(self, index: np.ndarray):
+    def sequence_starts(self, index):
         """Return the starts of the training sequences with these numbers, int64 (len(index),).
 
         Each epoch cuts the stream into sequences of seq_len tokens from its own offset, or uses
@@ -257,7 +257,7 @@ class TokenStream:
                 starts[here] = offset + self.seq_len * order
         return starts
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1):
+    def batch(self, step, rank=0, world_size=1):
         """Return this rank's part of the global batch of `step`: int64 (sequences, seq_len + 1).
 
         A sequence holds the inputs and one more target.
@@ -268,14 +268,14 @@ class TokenStream:
         starts = self.sequence_starts(first + np.arange(per_rank, dtype=np.int64))
         return self.train.read_sequences(starts, self.seq_len + 1)
 
-    def num_eval_seqs(self, eval_tokens: int):
+    def num_eval_seqs(self, eval_tokens):
         """Return the number of sequences in an evaluation, at least 1. 0 eval_tokens means all."""
         available = (self.val.n_tokens - 1) // self.seq_len
         if eval_tokens == 0:
             return available
         return min(available, max(1, eval_tokens // self.seq_len))
 
-    def eval_starts(self, eval_tokens: int):
+    def eval_starts(self, eval_tokens):
         """Return the starts of the sequences in an evaluation, int64 (n,), ascending.
 
         They are spread evenly over the validation split, or its first ones if eval_subset is
@@ -287,7 +287,7 @@ class TokenStream:
             index = index * self.num_eval_seqs(0) // n_seqs
         return index * self.seq_len
 
-    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1):
+    def eval_batches(self, eval_tokens, micro_batch, rank=0, world_size=1):
         """Yield this rank's part of an evaluation: inputs, targets, int64 (micro_batch, seq_len).
 
         Every rank gets the same number of batches. Incomplete ones are padded with targets of -1,
@@ -305,12 +305,12 @@ class TokenStream:
             targets[len(part) :] = -1
             yield sequences[:, :-1], targets
 
-    def eval_end(self, eval_tokens: int, length: int):
+    def eval_end(self, eval_tokens, length):
         """Return the final tokens of an evaluation, int64 (1, at most length and seq_len)."""
         final = self.eval_starts(eval_tokens)[-1:]
         return self.val.read_sequences(final, self.seq_len)[:, -length:]
 
-    def stream_state(self, step: int):
+    def stream_state(self, step):
         """Identify the stream, and the position of `step` in it, for checkpoints.
 
         Their keys call a sequence a window.

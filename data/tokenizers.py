@@ -14,7 +14,6 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import sha256_of_file
-from data.shards import TOKENIZER_SIZES
 
 VOCABULARY_FILE = "tokenizer.json"
 PATTERNS = {
@@ -64,7 +63,8 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self):
         self.name = "bytes"
-        self.vocab_size, self.eot = TOKENIZER_SIZES["bytes"]
+        self.vocab_size = 257
+        self.eot = 256
 
     def encode_raw(self, raw):
         return np.frombuffer(raw, dtype=np.uint8)
@@ -104,11 +104,10 @@ class IntegerTokenizer(Tokenizer):
         return b"".join(b" " + part for part in parts)
 
 
-def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
+def get_tokenizer(name, vocabulary=None):
     """Return the Tokenizer called "gpt2", "bytes", "integers:N" or "bpe".
 
     vocabulary: the content of its file, for "bpe".
-    where: the path of that file, for error messages.
     Raises UserError for other names, and for a vocabulary that is damaged or cannot be loaded.
     """
     if name == "bytes":
@@ -117,7 +116,7 @@ def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
     if integers:
         return IntegerTokenizer(int(integers[1]))
     if name == "bpe" and vocabulary:
-        pattern, ranks = parse_vocabulary(vocabulary, where)
+        pattern, ranks = parse_vocabulary(vocabulary)
     elif name != "gpt2":
         raise UserError(
             f"unknown tokenizer {name!r}: expected gpt2, bytes, integers:N, or bpe with its "
@@ -150,7 +149,7 @@ def train_vocabulary(texts, vocab_size):
 
     texts: an iterable of UTF-8 bytes. Invalid bytes become U+FFFD.
     vocab_size: the number of tokens, including end-of-text, the last; a short text may give fewer.
-    The result is deterministic. Raises UserError if the texts contain no pair of bytes.
+    The result is deterministic. Raises UserError for a vocab_size out of range.
     """
     import regex  # which tiktoken requires
 
@@ -168,10 +167,6 @@ def train_vocabulary(texts, vocab_size):
             cut_words[word[first : first + LONGEST_WORD].encode()] += count
 
     tokens = merge_pairs(cut_words, vocab_size - 257)
-    if not tokens:
-        raise UserError(
-            "the text has no pair of bytes to merge: give more text, or --tokenizer bytes"
-        )
     content = dict(format="byte pairs", pattern=PATTERN, tokens=[token.hex() for token in tokens])
     return json.dumps(content, indent=0) + "\n"
 
@@ -225,10 +220,10 @@ def merge_pairs(words, n_tokens):
     return list(made)
 
 
-def parse_vocabulary(text, where):
+def parse_vocabulary(text):
     """Return the pattern that splits text, and a dict from each token's bytes to its rank.
 
-    where: the path of the vocabulary, for error messages. Raises UserError if it is damaged.
+    Raises UserError if the vocabulary is damaged.
     """
     # The first 256 tokens are the bytes, then come the merges in their order
     ranks = {bytes([byte]): byte for byte in range(256)}
@@ -240,10 +235,10 @@ def parse_vocabulary(text, where):
         is_intact = len(ranks) == 256 + len(content["tokens"]) and b"" not in ranks
     except (ValueError, KeyError, TypeError, RecursionError):
         is_intact = False
-    if not is_intact or not MIN_SIZE <= len(ranks) + 1 <= MAX_SIZE:
+    if not is_intact:
         raise UserError(
-            f"{where} is not a vocabulary from `data/prepare.py --tokenizer bpe`, or is damaged: "
-            "make it again"
+            "the vocabulary is damaged, or not made by `data/prepare.py --tokenizer bpe`: give a "
+            "different one"
         )
     return pattern, ranks
 
@@ -259,10 +254,10 @@ def read_vocabulary(path, sha256=None):
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        advice = "put it back, or prepare the data again"
-        if not sha256:
-            advice = "give gpt2, bytes, bpe, or a folder with a vocabulary of your own"
-        raise UserError(f"there is no vocabulary {path} ({error}): {advice}") from None
+        raise UserError(
+            f"there is no vocabulary {path} ({error}): put it back and prepare the data again, or "
+            "give --tokenizer gpt2 or bytes"
+        ) from None
     digest = sha256_of_file(path)
     if sha256 and digest != sha256:
         raise UserError(
