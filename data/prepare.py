@@ -77,9 +77,9 @@ def prepare(args):
     # The tokenizer and the folder; a complete folder is not made again
     tokenizer, vocabulary = _choose_tokenizer(args, texts)
     folder = Path(args.out or _default_folder(args))
-    made_from = vars(args) | {"paths": corpus.describe_texts(texts)}
-    made_from |= {"val": corpus.describe_texts(val_texts), "out": None, "command": None}
-    if _is_prepared(folder, made_from):
+    options = vars(args) | {"paths": corpus.describe_texts(texts)}
+    options |= {"val": corpus.describe_texts(val_texts), "out": None, "command": None}
+    if _is_prepared(folder, options):
         return folder
 
     with _temporary_folder(folder) as temporary:
@@ -99,7 +99,7 @@ def prepare(args):
         n_bytes += corpus.total_size(val_texts)
         progress = Progress(f"preparing {args.source}", n_bytes)
         meta = _write_shards(documents(), encoder, temporary, progress)
-        meta |= {"source": origin, "command": args.command, "made_from": made_from}
+        meta |= {"source": origin, "command": args.command, "options": options}
         if vocabulary:
             path = temporary / VOCABULARY_FILE
             path.write_bytes(vocabulary.encode())
@@ -114,14 +114,14 @@ def _default_folder(args):
     """Return data/<source>, with the tokenizer's name if it is not the source's default."""
     name = args.source
     if args.tokenizer not in (None, SOURCES[args.source]):
-        name += f"_{Path(args.tokenizer).name}"
+        name += f"_{Path(args.tokenizer).name.replace(':', '')}"
     return DATA_DIR / name
 
 
-def _is_prepared(folder, made_from):
+def _is_prepared(folder, options):
     """Return True if a folder is complete.
 
-    Raises UserError if it was made from something else, or holds something else.
+    Raises UserError if it was made with other options, or is something else.
     """
     if not (folder / "meta.json").exists():
         # A preparation that was killed, or one in another process, leaves a hidden folder
@@ -129,9 +129,9 @@ def _is_prepared(folder, made_from):
             raise UserError(f"{folder} is not a folder of prepared data: choose a different --out")
         return False
 
-    # Folders of other programs do not record these
-    recorded = load_meta(folder).get("made_from", {})
-    for name, now in made_from.items():
+    # Folders made by other programs do not record their options
+    recorded = load_meta(folder).get("options", {})
+    for name, now in options.items():
         before = recorded.get(name, now)
         if before != now:
             raise UserError(

@@ -77,7 +77,7 @@ def load_meta(folder):
 
     Keys: tokenizer, vocab_size, eot, source, splits ({"train" and "val": {tokens, perhaps bytes and
     documents}}), files ({shard: {tokens, sha256}}); vocabulary ({sha256}) for the tokenizer "bpe";
-    perhaps command and made_from.
+    perhaps command and options.
 
     Raises UserError if one is missing or has a wrong value.
     """
