@@ -97,23 +97,25 @@ def sha256(raw):
 
 
 def independent_read(path):
-    """A shard's tokens by the format's description alone, as a list of ints."""
+    """A shard's tokens by the format's description alone."""
     content = Path(path).read_bytes()
     magic, version, count = struct.unpack("<3i", content[:12])
     assert content[12:1024] == bytes(1012) and (magic, version) == (20240520, 1)
-    return list(struct.unpack(f"<{count}H", content[1024:]))
+    assert len(content) == 1024 + 2 * count
+    return np.frombuffer(content, "<u2", offset=1024)
 
 
 def independent_split(folder, split):
-    return sum(map(independent_read, sorted(folder.glob(f"{split}_*.bin"))), [])
+    return np.concatenate([independent_read(path) for path in find_shards(folder, split)])
 
 
 def documents_of(folder):
     """The documents of both splits of bytes, in order."""
     made = {}
     for split in ("train", "val"):
-        text = "".join(map(chr, independent_split(folder, split)))
-        made[split] = [part.encode("latin-1") for part in text.split(chr(256))[1:]]
+        tokens = independent_split(folder, split)
+        parts = np.split(tokens, np.flatnonzero(tokens == 256))[1:]
+        made[split] = [part[1:].astype(np.uint8).tobytes() for part in parts]
     return made
 
 
@@ -244,7 +246,7 @@ def test_python_source_is_the_standard_library(tmp_path):
     for split, counts in meta["splits"].items():
         tokens = independent_split(folder, split)
         assert counts["tokens"] == len(tokens) == counts["bytes"] + counts["documents"]
-        assert counts["documents"] == tokens.count(256)
+        assert counts["documents"] == (tokens == 256).sum()
 
 
 def write_rows(path, rows, keys, mark="", **dialect):
@@ -261,25 +263,7 @@ def write_rows(path, rows, keys, mark="", **dialect):
 
 
 # All that CSV must quote, and characters that other splitters of lines take for an end of line
-PARTS = [
-    "a",
-    "word",
-    "é",
-    "漢字",
-    "🙂",
-    " ",
-    ",",
-    '"',
-    '""',
-    "\n",
-    "\r\n",
-    "\r",
-    "\t",
-    ";",
-    "'",
-    "\\n",
-]
-PARTS += ["\u2028", "\u0085", "\x0b", "\x1c", "\ufeff"]
+PARTS = [*",;'\t\n\r\u2028\u0085\x0b\x1c\ufeff", '"', '""', "\r\n", "\\n", "a", "word", "é 漢字 🙂"]
 
 
 @pytest.mark.parametrize("keys", [["text"], ["answer", 'a "b",\nc']])
@@ -432,7 +416,7 @@ def test_equal_texts_are_in_one_split(tmp_path):
     write_texts(tmp_path / "texts", **{str(i): f"file {i // 2}" for i in range(60)})
     for parts in (whole, fewer, documents_of(prepared(tmp_path / "3", tmp_path / "texts"))):
         assert not set(parts["train"]) & set(parts["val"])
-        assert 0.2 < len(parts["val"]) / sum(map(len, parts.values())) < 0.4
+        assert 0.2 < len(parts["val"]) / sum(map(len, parts.values())) < 0.6
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
@@ -457,8 +441,8 @@ def test_integers_are_tokens(tmp_path):
     np.savetxt(tmp_path / "b.txt", tokens[:700], fmt="%d")
     options = dict(tokenizer="integers:300", val=[tmp_path / "b.txt"])
     out = prepared(tmp_path / "out", tmp_path / "a.txt", **options)
-    assert independent_split(out, "train") == [300, *tokens.tolist()]
-    assert independent_split(out, "val") == [300, *tokens[:700].tolist()]
+    assert independent_split(out, "train").tolist() == [300, *tokens]
+    assert independent_split(out, "val").tolist() == [300, *tokens[:700]]
     meta = load_meta(out)
     assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("integers:300", 301, 300)
     assert meta["splits"]["val"]["bytes"] is None
@@ -489,15 +473,15 @@ def test_single_text_is_split_by_position(tmp_path, text, fraction, name):
     assert counts["train"] == {"tokens": len(train) + 1, "bytes": len(train), "documents": 1}
 
 
-WORDS = ["word", "é", "漢字", "。", "don't", "'", "12", "...", "🙂", " ", "  ", "\n", "\n\n", "\t"]
-WORDS += ["\r\n", "\u00a0", "\u2003", "\u3000", "\u0085", "\x1c", "\u0300", "\u1680", "ж", "かな"]
+WORDS = "word é 漢字 。 don't ' 12 ... 🙂 \x1c \u0300 ж かな µ ²".split(" ")
+WORDS += [*" \n\t\u00a0\u2003\u3000\u0085\u1680", "  ", "\n\n", "\r\n"]
 
 
 def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     monkeypatch.setattr(corpus, "PIECE", 48)
     draw = random.Random(1)
     for separator in (" ", ""):
-        raw = separator.join(draw.choices([*WORDS, "µ", "²"], k=3000)).encode()
+        raw = separator.join(draw.choices(WORDS, k=3000)).encode()
         splits, starts, pieces = zip(*corpus.read_document("val", io.BytesIO(raw), "x"))
         assert b"".join(pieces) == raw and len(pieces) > 100
         assert set(splits) == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
@@ -869,7 +853,7 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     assert tree(tmp_path) == before
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, capsys):
     """Flags may stand between the paths."""
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("a.md", "b.txt", "c.py", "deep/d.md", "deep/F.MD"):
@@ -878,7 +862,7 @@ def test_command_line(tmp_path):
     flags = ["--tokenizer", "bytes", tmp_path / "own.txt", "--val_fraction", "0.5"]
     flags += ["--include", "b.t?t", "--include=*.md", "--out", tmp_path / "out"]
     words = list(map(str, ["data/prepare.py", "files", tmp_path / "in", *flags]))
-    done = run_python(*words)
+    done = run_python("-OO", *words)
     assert done.returncode == 0, done.stderr
     found = b"".join(sum(documents_of(tmp_path / "out").values(), []))
     names = {b"a.md", b"b.txt", b"deep/d.md", b"deep/F.MD", b"own"}
@@ -891,8 +875,9 @@ def test_command_line(tmp_path):
         (["files", "a", "--val", "b", "--val_fraction", "0.1"], "not allowed with argument"),
         ([], "required"),
     ):
-        done = run_python("-OO", "data/prepare.py", *wrong)
-        assert done.returncode == 2 and re.search(f"error: .*{says}", done.stderr), done.stderr
+        with pytest.raises(SystemExit) as ended:
+            prepare.main(wrong)
+        assert ended.value.code == 2 and re.search(f"error: .*{says}", capsys.readouterr().err)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -939,9 +924,9 @@ def test_damage_is_caught_while_tokens_are_read(tmp_path, monkeypatch):
     data = make_data(tmp_path / "data")
     starts = np.array([0, 11100, 11110, 11111, 28900])  # also over the end of a shard
     shards = TokenShards(data, "train", 257, {})
-    everything = sum(map(independent_read, shards.paths), [])
+    everything = independent_split(data, "train")
     whole = shards.read_sequences(starts, 33)
-    assert whole.tolist() == [everything[at : at + 33] for at in starts]
+    assert np.array_equal(whole, [everything[at : at + 33] for at in starts])
     monkeypatch.setattr(TokenShards, "CHECKED", 0)  # as in a corpus too large to scan on opening
     with pytest.raises(UserError, match="a_train_0.bin holds token .* ends at 99"):
         TokenShards(data, "train", 100, {}).read_sequences(starts, 33)
@@ -979,8 +964,7 @@ def test_windows_of_an_epoch(n_tokens, tmp_path):
 
 def test_batches_hold_the_tokens_of_their_windows(data, monkeypatch):
     monkeypatch.setattr(np, "memmap", None)  # some file systems have no memory maps
-    paths = find_shards(data, "train")
-    everything = np.concatenate([independent_read(path) for path in paths])
+    everything = independent_split(data, "train")
     stream = TokenStream(data, seq_len=32, batch_tokens=512)
     starts = stream.sequence_starts(77 * 16 + np.arange(16))
     assert np.array_equal(stream.batch(77), np.stack([everything[s : s + 33] for s in starts]))
