@@ -31,8 +31,8 @@ import pytest
 from common.errors import RunError, UserError
 from common.files import atomic_write
 from conftest import ROOT, make_data, run_python
-from data import corpus, download, prepare
-from data.shards import find_shards, load_meta, write_shard
+from data import corpus, download, prepare, tokenizers
+from data.shards import PYTHON_VOCABULARY, find_shards, load_meta, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from data.tokenizers import get_tokenizer
 
@@ -231,22 +231,28 @@ def test_find_shards_and_meta_json(tmp_path):
 # Files to documents
 
 
-def test_python_source_is_the_standard_library(tmp_path):
-    folder = prepared(tmp_path / "python", source="python", fraction=0.1)
+def test_python_source_is_the_standard_library(tmp_path, monkeypatch):
+    """In a vocabulary that is shipped, so that any Python gives the same tokens."""
+    monkeypatch.setattr(tokenizers, "merge_pairs", None)  # nothing is trained
+    folder = prepared(tmp_path / "python", source="python", tokenizer=None, fraction=0.1)
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     dropped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     names = [name for name in names if not dropped & set(name.split("/"))]
     assert {"argparse.py", "this.py", "json/decoder.py"} <= set(names)
     texts = {name: (root / name).read_bytes().decode() for name in names}
-    assert documents_of(folder) == expected_documents(texts, 0.1)
-    meta = load_meta(folder)
-    assert meta["tokenizer"] == "bytes" and meta["command"] == "python data/prepare.py python"
+    expected = expected_documents(texts, 0.1)
+    meta, vocabulary = load_meta(folder), PYTHON_VOCABULARY.read_text()
+    assert (folder / "tokenizer.json").read_text() == vocabulary
+    assert meta["vocab_size"] == 1024 and meta["command"] == "python data/prepare.py python"
     assert meta["source"].startswith("standard library of Python 3.")
+    tokenizer = get_tokenizer("bpe", vocabulary)
     for split, counts in meta["splits"].items():
         tokens = independent_split(folder, split)
-        assert counts["tokens"] == len(tokens) == counts["bytes"] + counts["documents"]
-        assert counts["documents"] == (tokens == 256).sum()
+        documents = tokenizer.decode_bytes(tokens).split(b"<|endoftext|>")[1:]
+        assert documents == expected[split] and counts["documents"] == len(documents)
+        assert counts["tokens"] == len(tokens) and counts["bytes"] / len(tokens) > 2.4
+        assert counts["bytes"] == sum(map(len, documents))
 
 
 def write_rows(path, rows, keys, mark="", **dialect):
@@ -799,7 +805,6 @@ FILES = {
     "arguments, says",
     [
         ("fineweb10B --tokenizer bytes", "fineweb10B does not take tokenizer: remove it"),
-        ("python --shards 2", "python does not take shards"),
         ("python a.txt", "python does not take paths"),
         ("python --tokenizer gpt5", "there is no vocabulary gpt5"),
         ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400 needs --tokenizer bpe"),
