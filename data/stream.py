@@ -79,8 +79,7 @@ class TokenShards:
             raw = b""
         if len(raw) < n_bytes:
             raise UserError(
-                f"{path} was removed or truncated while in use: put the whole shard back and "
-                "--resume"
+                f"{path} can no longer be read whole: put the whole shard back and --resume"
             )
         tokens = np.frombuffer(raw, self.dtypes[i])
         largest = int(tokens.max())

@@ -937,7 +937,7 @@ def test_damage_is_caught_while_tokens_are_read(tmp_path, monkeypatch):
         TokenShards(data, "train", 100, {}).read_sequences(starts, 33)
     os.truncate(data / "a_train_1.bin", 20_000)
     for _ in range(2):
-        with pytest.raises(UserError, match="a_train_1.bin was removed or truncated while in use"):
+        with pytest.raises(UserError, match="a_train_1.bin can no longer be read whole"):
             shards.read_sequences(starts, 33)
         (data / "a_train_1.bin").unlink(missing_ok=True)
 
