@@ -1,4 +1,4 @@
-"""Multiple-choice questions: HellaSwag's, or your own in the format that docs/data.md describes."""
+"""Read multiple-choice questions, HellaSwag's or your own (docs/data.md describes the format)."""
 
 import json
 from pathlib import Path
@@ -16,46 +16,43 @@ class Question(NamedTuple):
     context: str
     endings: list[str]
     label: int
-    starts_document: bool  # after an end-of-text token; not so HellaSwag's, as in llm.c
+    starts_document: bool  # an end-of-text token precedes it; not for HellaSwag, as in llm.c
 
 
 def read_questions(path):
-    """Return the questions of a .jsonl file, a list of Question.
+    """Return the questions of a .jsonl file as a list of Question.
 
-    Raises UserError, which names the line.
+    Raises UserError, with the number of the line.
     """
     questions = []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
-        if not line.strip():
-            continue
-        question = _parse_question(line)
-        if question is None:
-            raise UserError(f"{path}, line {number} is not a question; {EXPECTED}")
-        questions.append(question)
+        try:
+            if line.strip():
+                questions.append(_parse_question(json.loads(line)))
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            raise UserError(f"{path}, line {number} is not a question; {EXPECTED}") from None
     if not questions:
-        raise UserError(f"{path} holds no questions; {EXPECTED}")
+        raise UserError(f"{path} has no questions; {EXPECTED}")
     return questions
 
 
-def _parse_question(line):
-    """Return the Question that a line of JSON holds, or None if it does not hold one."""
-    try:
-        row = json.loads(line)
-        if "ctx" in row:
-            # HellaSwag's rows have no space before the endings: it is added, as llm.c does. One at
-            # the end of a context goes to the endings, as in lm-evaluation-harness
-            context = row["ctx"].rstrip()
-            space = row["ctx"][len(context) :] + " "
-            endings = [space + ending for ending in row["endings"]]
-        else:
-            context = row["context"]
-            endings = row["endings"]
-        label = row["label"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    if type(context) is not str or type(endings) is not list or type(label) is not int:
-        return None
-    is_text = all(type(ending) is str and ending for ending in endings)
-    if not is_text or not 0 <= label < len(endings):
-        return None
-    return Question(context, endings, label, starts_document="ctx" not in row)
+def _parse_question(row):
+    """Return the Question in a row. Raises ValueError, TypeError, KeyError or IndexError."""
+    starts_document = "ctx" not in row
+    context = row["context" if starts_document else "ctx"]
+    endings = row["endings"]
+    label = row["label"]
+    if [type(context), type(endings), type(label)] != [str, list, int]:
+        raise TypeError
+    if not all(type(ending) is str and ending for ending in endings):
+        raise TypeError
+    if not 0 <= label < len(endings):
+        raise IndexError
+    if not starts_document:
+        # HellaSwag's endings lack the space before them: add it, as llm.c does. A space at the end
+        # of the context moves to the endings, as in lm-evaluation-harness
+        stripped = context.rstrip()
+        space = context[len(stripped) :] + " "
+        context = stripped
+        endings = [space + ending for ending in endings]
+    return Question(context, endings, label, starts_document)

@@ -1,7 +1,7 @@
-"""Files to documents: which files are read, in which order, and to which split each document goes.
+"""Turn files into documents: which files are read, in which order, and the split of each document.
 
-All text is UTF-8. Documents, which are files or rows of files, are read in pieces:
-(split, whether a document starts with this piece, bytes).
+All text is UTF-8. A document is a file or a part of one. It is read in pieces, which are tuples:
+its split, True if a document starts with the piece, and the bytes.
 """
 
 import codecs
@@ -21,31 +21,30 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
-
 from common.errors import UserError, print_line
 from common.files import sha256_of_file
 from data.tokenizers import END_OF_TEXT
 
-# The order of several files: it makes the first tokens of a split a fair sample of the split
-ORDER = "SHA-256 of the name"
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 ROW_FORMATS = (".jsonl", ".ndjson", ".csv", ".parquet")
 DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
-# Bytes read at once. From pieces of 10^6 bytes on, tiktoken fails on long runs of whitespace.
+# What choose_split returns for files that are used whole, for training or for validation
+ALL_TRAIN = (0, 0, -1)
+ALL_VAL = (1, 0, -1)
+# Bytes read at once. In pieces of 10^6 bytes or more, tiktoken fails on long runs of whitespace.
 PIECE = 1 << 18
 # The second to fourth bytes of UTF-8 characters
 CONTINUATION = bytes(range(0x80, 0xC0))
-# Text can be cut before whitespace that follows a visible character: GPT-2 never merges the two.
-# Visible for sure are those of ASCII, and those of UTF-8 except for its whitespace U+0085, U+00A0,
-# U+1680, U+2000 to U+205F and U+3000.
+# Text can be cut between a visible character and whitespace: no GPT-2 token spans the two. Taken as
+# visible are ASCII's visible characters, and others outside the ranges with whitespace (U+0085,
+# U+00A0, U+1680, U+2000 to U+205F, U+3000).
 SAFE_CUT = re.compile(
     rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])"
 )
 
 
 class Unreadable(UserError):
-    """Says what was found in a file that cannot be read; where nobody named it, it is skipped."""
+    """A file that cannot be read. Found inside a folder, it is skipped."""
 
     def __init__(self, path, found, advice):
         super().__init__(f"{path} {found}: {advice}")
@@ -67,12 +66,15 @@ def name_hash(name):
 
 
 def sort_by_hash(files):
-    """Sort files, (name, path), by the hashes of their names, then by their paths."""
+    """Sort files, (name, path, ...), by the hashes of their names, then by their paths.
+
+    The first tokens of a split are then a fair sample of it.
+    """
     return sorted(files, key=lambda file: (name_hash(file[0]), file[1].as_posix()))
 
 
 def _files_under(folder, is_unwanted):
-    """Return what is in a folder and its subfolders, without what has an unwanted name."""
+    """Return the files in a folder and its subfolders, except those with unwanted names."""
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not is_unwanted(name)]
@@ -85,30 +87,37 @@ def python_files():
     root = Path(sysconfig.get_path("stdlib"))
     paths = _files_under(root, NOT_PYTHON.__contains__)
     return sort_by_hash(
-        (path.relative_to(root).as_posix(), path)
-        for path in paths
-        if path.suffix == ".py" and path.is_file()
+        (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
     )
 
 
 def find_files(arguments, include):
-    """Return the files that the arguments (files, folders, globs) stand for: {path: name}.
+    """Return the files that arguments (files, folders, globs) stand for: {path: name}.
 
-    Hidden files in folders are left out, and so are what prepare.py made, and files that match no
-    pattern of `include`, if it has any.
+    Also returns the set of paths that were given directly or by a glob. Files inside folders are
+    left out if they are hidden, made by prepare.py, or match no pattern of `include`.
     """
     names = {}
+    given = set()
     for argument in map(os.path.abspath, arguments):
-        for name, path in _matching_files(argument, include):
-            if str(path) == argument or not _is_prepared_data(path.parent):
-                names.setdefault(path, name)
-    if not names:
-        raise UserError(
-            f"there is no text in {list(map(str, arguments))}: give PATHs of files, folders or "
-            "globs"
-        )
+        matches = [argument]
+        if not os.path.exists(argument):
+            matches = sorted(glob.glob(argument, recursive=True))
+        if not matches:
+            raise UserError(
+                f"{argument} is not a file or folder, nor a glob that matches any: check the path"
+            )
+        for match in map(Path, matches):
+            paths = [match]
+            if match.is_dir():
+                paths = _files_under(match, lambda name: name.startswith("."))
+                paths = [path for path in paths if _is_included(path, include)]
+            else:
+                given.add(match)
+            for path in paths:
+                names.setdefault(path, path.relative_to(match.parent).as_posix())
 
-    # Several files of one name are told apart by their folders
+    # Distinguish several files of one name by their folders
     paths_of = defaultdict(list)
     for path, name in names.items():
         paths_of[name].append(path)
@@ -116,61 +125,39 @@ def find_files(arguments, include):
         if len(paths) > 1:
             root = os.path.commonpath(paths)
             names |= {path: path.relative_to(root).as_posix() for path in paths}
-    return names
+    return names, given
 
 
-def _matching_files(argument, include):
-    """Yield the files, (name, path), that one argument stands for."""
-    matches = [argument]
-    if not os.path.exists(argument):
-        matches = sorted(glob.glob(argument, recursive=True))
-    if not matches:
-        raise UserError(
-            f"{argument} is not a file or folder, nor a glob that matches any: check the path"
-        )
-    for match in map(Path, matches):
-        paths = [match]
-        if match.is_dir():
-            paths = _files_under(match, lambda name: name.startswith("."))
-            paths = [path for path in paths if _is_included(path.name, include)]
-        for path in paths:
-            yield path.relative_to(match.parent).as_posix(), path
+def _is_included(path, include):
+    """Return True for a file inside a folder that is read."""
+    is_prepared = (path.parent / "meta.json").exists() and any(path.parent.glob("*train*.bin"))
+    name = path.name.lower()
+    patterns = include or ["*"]
+    return not is_prepared and any(fnmatch.fnmatchcase(name, text.lower()) for text in patterns)
 
 
-def _is_included(name, include):
-    name = name.lower()
-    return not include or any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in include)
+def find_texts(arguments, include, keys):
+    """Return the files that arguments stand for, (name, path, SHA-256), sorted by name_hash.
 
-
-def _is_prepared_data(folder):
-    return Path(folder, "meta.json").exists() and any(folder.glob("*train*.bin"))
-
-
-def find_texts(arguments, include, keys, has_integers):
-    """Return the files that the arguments stand for: (name, path, SHA-256), sorted by name_hash.
-
-    Equal ones get the same name, so that they are in the same split. Those that cannot be read
-    are skipped and listed. Raises Unreadable for one that is itself among the arguments.
+    Equal files get the same name, so that they are in the same split. Unreadable files inside
+    folders are skipped and listed. Raises Unreadable for one that was given, and UserError if none
+    is left.
     """
-    names = find_files(arguments, include)
-    named = set(map(os.path.abspath, arguments))
+    names, given = find_files(arguments, include)
     files = []
     names_of = {}
     skipped = []
     for name, path in sort_by_hash((name, path) for path, name in names.items()):
-        is_named = str(path) in named
         try:
-            if file_format(path) == ".npy" and not (is_named or has_integers):
-                raise Unreadable(path, "holds numbers", "name it")
-            for _ in read_files([(name, path)], 0, keys):
-                # An error further on in it ends the preparation anyway
-                if is_named:
+            for _ in read_files([(name, path)], keys, ALL_TRAIN):
+                # An error further on in a given file ends the preparation anyway
+                if path in given:
                     break
             sha256 = sha256_of_file(path)
             first_name = names_of.setdefault(sha256, name)
             files.append((first_name, path, sha256))
         except Unreadable as error:
-            if is_named:
+            if path in given:
                 raise
             skipped.append(f"{name} ({error.found})")
     if skipped:
@@ -178,13 +165,31 @@ def find_texts(arguments, include, keys, has_integers):
         print_line(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
     if not files:
         raise UserError(
-            f"there is no text in {list(map(str, arguments))}: none of the files can be read"
+            f"there is no text in {list(map(str, arguments))}: give PATHs of readable files, "
+            "folders or globs"
         )
     return files
 
 
+def describe_texts(files):
+    """Return the number of files from find_texts, and a hash of their names and contents."""
+    lines = [f"{name} {sha256}\n" for name, _, sha256 in files]
+    digest = name_hash("".join(lines))
+    return f"{len(files)} files, hash {digest >> 192:016x}"
+
+
+def check_disjoint(files, val_files):
+    """Raise UserError if a text is among the files for training and those for validation."""
+    names = {sha256: name for name, path, sha256 in files if path.stat().st_size}
+    for val_name, _, sha256 in val_files:
+        if sha256 in names:
+            raise UserError(
+                f"{names[sha256]} is given for training and as --val ({val_name}): remove one"
+            )
+
+
 def text_size(path):
-    """Return about how many bytes of text a file holds."""
+    """Estimate the bytes of text in a file."""
     n_bytes = path.stat().st_size
     if path.name.lower().endswith((".parquet", ".gz")):  # compressed
         n_bytes *= 3
@@ -192,15 +197,16 @@ def text_size(path):
 
 
 def total_size(files):
-    """Return about how many bytes of text files, (name, path, ...), hold."""
+    """Estimate the bytes of text in files, (name, path, ...)."""
     return sum(text_size(path) for _, path, *_ in files)
 
 
 def choose_split(files, val_fraction, keys):
-    """Return the last two arguments of read_files, threshold and largest.
+    """Return the rule for splitting files: (val_fraction, threshold, largest).
 
-    So much of all hashes is below the threshold, and so much of all text is `largest`, but such
-    that each split has a document.
+    A document is for validation if its hash is below the threshold. A file of more than `largest`
+    bytes is cut in two. Both follow from val_fraction, but the threshold is moved so that each
+    split has a document; if that is impossible, every document is cut.
     """
     threshold = int(val_fraction * 2**256)
     largest = val_fraction * total_size(files)
@@ -213,30 +219,27 @@ def choose_split(files, val_fraction, keys):
         highest = max(highest, digest)
         if lowest < threshold <= highest:
             break
-    # Fewer than two different documents would be whole
+    # Fewer than two different documents
     if lowest >= highest:
-        return 0, -1
-    return max(lowest + 1, min(threshold, highest)), largest
+        return val_fraction, 0, -1
+    return val_fraction, max(lowest + 1, min(threshold, highest)), largest
 
 
 def file_format(path):
-    """Return the last part of a file's name, without .gz and in lower case, such as ".csv"."""
+    """Return the suffix of a file's name in lower case, without .gz, such as ".csv"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def open_file(path):
-    """Open a file as a binary stream, after its byte order mark; unpacked if its name ends in .gz.
-
-    Raises Unreadable.
-    """
-    # To read a pipe twice is not possible, and to open one may take forever
+    """Open a file as a binary stream, unpack .gz, and skip a byte order mark. Raises Unreadable."""
+    # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
-        found = "is a pipe or a device" if path.exists() else "is a broken link"
-        raise Unreadable(path, found, "give a file, which can be read several times")
+        raise Unreadable(path, "is a broken link, a pipe or a device", "give a file")
     try:
         stream = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
     except OSError as error:
-        raise Unreadable(path, f"cannot be read ({error.strerror})", "give another") from None
+        found = f"cannot be read ({error.strerror})"
+        raise Unreadable(path, found, "give a different file") from None
     if stream.read(3) != codecs.BOM_UTF8:
         stream.seek(0)
     return stream
@@ -249,13 +252,11 @@ def open_file(path):
 def read_document(split, stream, path, size=sys.maxsize):
     """Yield the next `size` bytes of a binary stream as the pieces of one document.
 
-    The GPT-2 tokens of the pieces, joined, are those of the whole. Raises Unreadable, which names
-    the place in the file `path`, if the bytes are not UTF-8 or hold a zero.
+    The pieces have the same GPT-2 tokens as the whole. Raises Unreadable, with the path, if the
+    bytes are not UTF-8 or contain a zero.
     """
-    first = stream.tell()
-    # What was read but not yielded yet, and where it begins in the file
-    rest = b""
-    begin = first
+    starts_document = True
+    rest = b""  # read but not yielded yet
     at_end = False
     while not at_end:
         block = stream.read(min(size, PIECE))
@@ -263,63 +264,53 @@ def read_document(split, stream, path, size=sys.maxsize):
         size -= len(block)
         rest += block
         cut = len(rest) if at_end else _find_cut(rest)
-        _check_text(rest[:cut], begin, path)
-        if cut:
-            yield split, begin == first, rest[:cut]
+        piece = rest[:cut]
         rest = rest[cut:]
-        begin += cut
-
-
-def _check_text(raw, begin, path):
-    """Raise Unreadable if bytes, from `begin` on in the file `path`, are not UTF-8 text."""
-    try:
-        raw.decode()
-        wrong = raw.find(b"\0")
-    except UnicodeDecodeError as error:
-        wrong = error.start
-    if wrong >= 0:
-        found = f"is not UTF-8 text at byte {begin + wrong:,}"
-        raise Unreadable(path, found, "convert or remove it")
+        if piece:
+            try:
+                is_text = "\0" not in piece.decode()
+            except UnicodeDecodeError:
+                is_text = False
+            if not is_text:
+                raise Unreadable(path, "is not UTF-8 text", "convert or remove it")
+            yield split, starts_document, piece
+            starts_document = False
 
 
 def _find_cut(raw):
-    """Return where to cut bytes of text, or 0 if more must be read to find a place."""
+    """Return a position where bytes of text can be cut, or 0 if more must be read."""
     safe = SAFE_CUT.match(raw)
     if safe:
         return safe.end()
-    # Without a safe place, cut before the last character, to bound the memory
+    # Where no position is safe, bound the memory: cut before the last character
     if len(raw) >= 3 * PIECE:
         return max(0, len(raw.rstrip(CONTINUATION)) - 1)
     return 0
 
 
-def read_files(files, val_fraction, keys, threshold=0, largest=-1):
+def read_files(files, keys, split):
     """Yield the pieces of all documents of files, (name, path, ...).
 
-    A row of a file with rows is a document, and so is what <|endoftext|> separates in a text or
-    row. Any other file is one.
+    A row of a table or of JSON is a document, and so is each part of a text or row between
+    <|endoftext|>. Any other file is one document.
 
-    val_fraction: so much of each document is for validation, at its end; 0: nothing.
-    keys: of the texts of a row, joined by newlines.
-    threshold, largest: documents are not cut, but for validation if their hashes are below the
-        threshold, except for files of more than `largest` bytes.
-    Raises UserError, which names the place, for what cannot be read.
+    keys: of the texts in a row, which are joined by newlines.
+    split: as returned by choose_split.
+    Raises UserError, with the position, for a file that cannot be read.
     """
+    val_fraction, threshold, largest = split
     for digest, n_bytes, path, stream in _read_documents(files, keys):
         train_fraction = 1 - val_fraction
         if n_bytes <= largest:
             train_fraction = int(digest >= threshold)
-        if file_format(path) == ".npy":
-            yield from _read_integers(path, train_fraction)
-        else:
-            yield from _read_text(stream, path, train_fraction)
+        yield from _read_text(stream, path, train_fraction)
 
 
 def _read_documents(files, keys):
     """Yield (hash, bytes, path, binary stream) of each document that is not empty.
 
-    The hash is that of a file's name, or of the text of a document inside a file, for which the
-    bytes are 0.
+    For a whole file, the hash is that of its name. For a document inside a file, it is that of its
+    text, and the bytes are 0.
     """
     for name, path, *_ in files:
         try:
@@ -327,8 +318,8 @@ def _read_documents(files, keys):
                 texts = []
                 if _has_rows(stream, path, keys):
                     texts = _read_rows(stream, path, keys)
-                elif _has_separator(stream, path):
-                    texts = _split_text(stream, path)
+                elif _has_separator(stream):
+                    texts = _split_text(stream)
                 elif stream.peek(1):
                     yield name_hash(name), text_size(path), path, stream
                 for text in texts:
@@ -339,29 +330,18 @@ def _read_documents(files, keys):
             raise Unreadable(path, found, "fetch it again") from error
 
 
-def _has_separator(stream, path):
-    """Return whether a text holds <|endoftext|>."""
-    if file_format(path) == ".npy":
-        return False
+def _has_separator(stream):
+    """Return True if a text file contains <|endoftext|>."""
     begin = stream.tell()
-    end = b""
-    is_found = False
-    block = stream.read(PIECE)
-    while block and not is_found and b"\0" not in block:  # a zero is not in a text
-        is_found = END_OF_TEXT in end + block
-        end = block[-len(END_OF_TEXT) :]
-        block = stream.read(PIECE)
+    is_found = any(END_OF_TEXT in line for line in stream)
     stream.seek(begin)
     return is_found
 
 
-def _split_text(stream, path):
-    """Yield the documents of a text, bytes, without the line breaks beside <|endoftext|>."""
-    position = stream.tell()
+def _split_text(stream):
+    """Yield the documents of a text as bytes, without the line breaks around <|endoftext|>."""
     parts = []
     for line in stream:
-        _check_text(line, position, path)
-        position += len(line)
         *ends, rest = line.split(END_OF_TEXT)
         for end in ends:
             yield b"".join([*parts, end]).strip(b"\r\n")
@@ -371,11 +351,11 @@ def _split_text(stream, path):
 
 
 def _read_text(stream, path, train_fraction):
-    """Yield the pieces of a text file as one document in each split, cut between characters."""
+    """Yield the pieces of a text, one document per split, cut between characters."""
     begin = stream.tell()
     n_bytes = stream.seek(0, os.SEEK_END) - begin
     size = int(n_bytes * train_fraction)
-    # Complete the last character: at most three bytes of it follow
+    # Complete a character that is cut: at most three more bytes belong to it
     stream.seek(begin + size)
     following = stream.read(3)
     size += len(following) - len(following.lstrip(CONTINUATION))
@@ -384,31 +364,15 @@ def _read_text(stream, path, train_fraction):
     yield from read_document("val", stream, path)
 
 
-def _read_integers(path, train_fraction):
-    """Yield the integers of a .npy file as one document in each split; the pieces are arrays."""
-    try:
-        # "c" maps privately, which more file systems can do than "r"
-        tokens = np.load(path, mmap_mode="c", allow_pickle=False)
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{tokens.dtype} of shape {tokens.shape}")
-    except ValueError as error:
-        found = f"is not a .npy file of integers, 1-D ({error})"
-        raise Unreadable(path, found, "save it with numpy.save") from None
-    n_train = int(train_fraction * len(tokens))
-    for split, part in (("train", tokens[:n_train]), ("val", tokens[n_train:])):
-        for begin in range(0, len(part), PIECE):
-            yield split, begin == 0, part[begin : begin + PIECE]
-
-
 # -----------------------------------------------------------------------------
 # Rows of JSON, .csv and Parquet files
 
 
 def _has_rows(stream, path, keys):
-    """Return whether a file has rows.
+    """Return True if a file has rows.
 
-    A .json may be a text, such as settings: it has rows if its first object has a "text", or if
-    other keys are asked for.
+    A .json file may be plain text, such as settings. It has rows if its first object has a "text",
+    or if --text_key was given.
     """
     if file_format(path) != ".json":
         return file_format(path) in ROW_FORMATS
@@ -422,13 +386,13 @@ def _has_rows(stream, path, keys):
 
 
 def _read_rows(stream, path, keys):
-    """Yield the texts of a file's rows, bytes: several of a row with <|endoftext|>."""
+    """Yield the texts of a file's rows as bytes, split at <|endoftext|>."""
     if file_format(path) == ".parquet":
         rows = _parquet_rows(stream, path, keys)
     elif file_format(path) == ".csv":
         csv.field_size_limit(1 << 26)
         text = io.TextIOWrapper(stream, "utf-8", newline="")
-        # More cells than columns make a list of the first text, which is an error below
+        # Surplus cells turn the first text into a list, which is an error below
         rows = csv.DictReader(text, restkey=keys[0], strict=True)
     else:
         rows = _json_rows(stream)
@@ -438,8 +402,6 @@ def _read_rows(stream, path, keys):
             text = ""
             if row is not None:
                 text = "\n".join([row[key] for key in keys])
-            if "\0" in text and file_format(path) == ".csv":
-                raise ValueError("a NUL byte")
             number += 1
             raw = text.replace("\0", "").encode("utf-8", errors="replace")
             yield from raw.split(END_OF_TEXT)
@@ -451,7 +413,7 @@ def _read_rows(stream, path, keys):
 
 
 def _json_rows(stream):
-    """Yield the objects of an array or of lines of JSON, None for blank lines."""
+    """Yield the objects of a JSON array or of JSON lines, None for blank lines."""
     begin = stream.tell()
     is_array = stream.read(PIECE).lstrip().startswith(b"[")
     stream.seek(begin)
@@ -462,7 +424,7 @@ def _json_rows(stream):
 
 
 def _parquet_rows(stream, path, keys):
-    """Yield the rows of a Parquet file, with these columns only and "" for empty cells.
+    """Yield these columns of a Parquet file row by row, with "" for empty cells.
 
     Only a few rows are in memory at a time.
     """
@@ -471,10 +433,6 @@ def _parquet_rows(stream, path, keys):
     except ImportError:
         raise UserError(f"{path} needs the package pyarrow: run `pip install pyarrow`") from None
     file = ParquetFile(stream)
-    columns = file.schema_arrow.names
-    for key in keys:
-        if key not in columns:
-            raise KeyError(f"{key}; its columns are {', '.join(columns)}")
     for batch in file.iter_batches(batch_size=256, columns=[*keys]):
         for row in batch.to_pylist():
             yield {key: "" if cell is None else cell for key, cell in row.items()}
@@ -485,10 +443,10 @@ def _parquet_rows(stream, path, keys):
 
 
 def read_wikitext(archive):
-    """Yield the pieces of a WikiText archive: its own splits, with a document for each article."""
+    """Yield the pieces of a WikiText archive in its own splits. Each article is a document."""
     with zipfile.ZipFile(archive) as members:
         for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
-            # The folder in the archive is not always the same
+            # Archives differ in the name of their folder
             (name,) = [name for name in members.namelist() if name.endswith(member)]
             article = bytearray()
             previous = b""
@@ -503,5 +461,5 @@ def read_wikitext(archive):
 
 
 def _is_title(line):
-    """Return whether a line is a heading of the first level, such as ` = Title = `."""
+    """Return True for a heading of the first level, such as ` = Title = `."""
     return line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")

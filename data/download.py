@@ -1,4 +1,4 @@
-"""Resumable, verified downloads, and progress lines of long jobs."""
+"""Resumable, verified downloads, and the progress lines of long jobs."""
 
 import http.client
 import os
@@ -8,13 +8,12 @@ from pathlib import Path
 
 from common.errors import UserError, print_line
 from common.files import sha256_of_file
-from data.shards import DATA_DIR, TOKENIZER_SIZES, check_shard, load_meta, write_meta
+from data.shards import DATA_DIR, check_shard, load_meta, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
-HELLASWAG_COMMIT = "a29ff8e9a04bba4bd6588223785ce105328adc57"
 FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
-# Source -> URL, SHA-256
+# The URL and the SHA-256 of each source
 DOWNLOADS = {
     "shakespeare": (
         f"{GITHUB}/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -29,36 +28,31 @@ DOWNLOADS = {
         "91c00ae287f0d699e18605c84afc9e45c192bc6b7797ff8837e5474655a33794",
     ),
     "hellaswag": (
-        f"{GITHUB}/rowanz/hellaswag/{HELLASWAG_COMMIT}/data/hellaswag_val.jsonl",
+        f"{GITHUB}/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/"
+        "hellaswag_val.jsonl",
         "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
     ),
 }
 
 
 class Progress:
-    """Prints, every 5 seconds and at its end, how much of a job of `total` bytes is done."""
+    """Prints how much of a job of `total` bytes is done, every 5 seconds and at its end."""
 
     def __init__(self, job, total):
         self.job = job
         self.total = total
         self.done = 0
-        self.started = time.monotonic()
-        self.shown = self.started
+        self.shown = time.monotonic()
 
     def add(self, n_bytes):
-        now = time.monotonic()
         self.done += n_bytes
-        if now - self.shown > 5 or self.done == self.total:
-            self.shown = now
-            done_mb = self.done / 1e6
-            rate = done_mb / max(now - self.started, 1e-6)
-            print_line(
-                f"{self.job}: {done_mb:,.1f} of {self.total / 1e6:,.1f} MB, {rate:,.1f} MB/s"
-            )
+        if time.monotonic() - self.shown > 5 or self.done == self.total:
+            self.shown = time.monotonic()
+            print_line(f"{self.job}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB")
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Keeps the file's SHA-256, which Hugging Face sends only with the redirect to its storage."""
+    """Keeps the file's SHA-256. Hugging Face sends it only with the redirect to its storage."""
 
     sha256 = None
 
@@ -70,14 +64,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _fetch(url, partial):
     """Try once to complete the file `partial`.
 
-    Returns the SHA-256 that Hugging Face names, or None from other servers.
+    Returns the SHA-256 that Hugging Face sends, or None for other servers.
     """
     have = partial.stat().st_size if partial.exists() else 0
     headers = {"User-Agent": "prepare.py", "Range": f"bytes={have}-"}
     request = urllib.request.Request(url, headers=headers)
     redirects = _Redirects()
     with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
-        # A server without ranges sends the whole file again
+        # A server that ignores ranges sends the whole file again
         if response.status != 206:
             have = 0
         total = have + int(response.headers.get("Content-Length", 0))
@@ -96,7 +90,7 @@ def _fetch(url, partial):
 
 
 def _fetch_with_retries(url, path, partial):
-    """Try up to four times to complete the file `partial`; return what _fetch does.
+    """Try up to four times to complete the file `partial`; return the hash from _fetch.
 
     Raises UserError.
     """
@@ -104,18 +98,14 @@ def _fetch_with_retries(url, path, partial):
         try:
             return _fetch(url, partial)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # A ValueError says that it is not a URL
-            code = getattr(error, "code", 0)
-            # The partial file is as long as the whole, or longer
-            if code == 416:
+            # 416: the partial file is as long as the whole, or longer
+            if getattr(error, "code", None) == 416:
                 partial.unlink()
-            # Other errors of the 4xx range would come again
-            is_final = 400 <= code < 500 and code not in (408, 416, 429)
-            if is_final or wait_s is None:
-                mirror = "set HF_ENDPOINT to a mirror, " if url.startswith(HUB) else ""
+            if wait_s is None:
                 raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to resume, {mirror}"
-                    f"put the file at {path} by hand, or use `python data/prepare.py python`"
+                    f"{url} could not be downloaded ({error}): run this again to resume, set "
+                    f"HF_ENDPOINT to a mirror of Hugging Face, put the file at {path} by hand, or "
+                    "use `python data/prepare.py python`"
                 ) from error
             print_line(f"{error}; trying again in {wait_s} s")
             time.sleep(wait_s)
@@ -124,9 +114,9 @@ def _fetch_with_retries(url, path, partial):
 def download(url, path, sha256=None):
     """Download `url` to `path` unless it is there, and return its SHA-256 in hex.
 
-    A partial file stays beside it as `.tmp-<name>`: later attempts and runs resume from there.
+    Until it is complete, the file beside it is called `.tmp-<name>`; later runs resume from there.
     Raises UserError if four attempts fail, or if the hash is not `sha256` or, without one, the
-    hash that the server names.
+    hash that the server sent.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,36 +136,39 @@ def download(url, path, sha256=None):
     return digest
 
 
-def prepare_fineweb(out=DATA_DIR / "fineweb10B", shards=103, command=None):
-    """Download FineWeb's shards, except those in the folder `out`, and write meta.json.
+def prepare_hellaswag(out):
+    """Download HellaSwag's questions to the folder `out`. Raises UserError."""
+    path = Path(out or DATA_DIR / "hellaswag", "hellaswag_val.jsonl")
+    url, sha256 = DOWNLOADS["hellaswag"]
+    download(url, path, sha256)
+    print_line(f"next: python sample.py --run RUN --choices {path}")
 
-    shards: of the training split. Raises UserError.
+
+def prepare_fineweb(out, shards, command):
+    """Download the FineWeb shards that are not in the folder `out` yet, and write meta.json.
+
+    shards: the number of training shards. Raises UserError.
     """
-    folder = Path(out)
-    if os.path.exists(folder / "meta.json"):
-        found = load_meta(folder)["files"]
-        if not all(name.startswith("fineweb_") for name in found):
-            raise UserError(f"{folder} holds other data: choose another --out")
-        if len(found) > shards:
-            print_line(f"already there: {folder}")
-            return
+    folder = Path(out or DATA_DIR / "fineweb10B")
+    if (folder / "meta.json").exists():
+        meta = load_meta(folder)
+        if meta["source"] != FINEWEB:
+            raise UserError(f"{folder} holds other data: choose a different --out")
+        shards = max(shards, len(meta["files"]) - 1)
     print_line(
-        f"fineweb10B: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB "
-        f"in all, to {folder}"
+        f"{folder}: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB"
     )
 
     files = {}
-    splits = {split: {"tokens": 0, "bytes": None, "documents": None} for split in ("train", "val")}
+    n_tokens = {"train": 0, "val": 0}
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
         sha256 = download(FINEWEB + name, folder / name)
         length, _ = check_shard(folder / name)
         files[name] = {"tokens": length, "sha256": sha256}
-        splits[split]["tokens"] += length
+        n_tokens[split] += length
 
-    vocab_size, eot = TOKENIZER_SIZES["gpt2"]
-    meta = {"tokenizer": "gpt2", "vocab_size": vocab_size, "eot": eot, "splits": splits}
-    meta |= {"source": FINEWEB, "files": files, "command": command}
-    meta["made_from"] = {"source": "fineweb10B"}
-    write_meta(folder, meta)
+    meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": FINEWEB}
+    splits = {split: {"tokens": count} for split, count in n_tokens.items()}
+    write_meta(folder, meta | {"splits": splits, "files": files, "command": command})

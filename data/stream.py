@@ -1,6 +1,6 @@
-"""Shards to batches: the training stream is a pure function of (seed, step).
+"""Read batches from shards: the training stream is a pure function of (seed, step).
 
-It needs numpy only, and can be used without the trainer:
+Only numpy is needed, and no trainer:
 
 stream = TokenStream("data/python", seq_len=256, batch_tokens=4096)
 stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
@@ -19,22 +19,22 @@ import numpy as np
 from common.errors import UserError
 from common.files import sha256_of_file
 from common.values import derive_seed
-from data.shards import HEADER_BYTES, check_shard, find_shards, load_meta, recorded_hashes
+from data.shards import HEADER_BYTES, check_shard, find_shards, load_meta
 from data.tokenizers import read_vocabulary
 
 
 class TokenShards:
     """The shards of one split as one long token sequence, read when needed."""
 
-    # Only so many tokens are checked on opening, against the vocabulary and, shard by shard, by
-    # hash. All tokens are checked against the vocabulary when they are read.
+    # On opening, at most this many tokens are compared with the hash of their shard and with the
+    # vocabulary. Every token is compared with the vocabulary when it is read.
     CHECKED = 1 << 28
 
-    def __init__(self, folder, split, vocab_size, sha256):
+    def __init__(self, folder, split, vocab_size, files):
         """Open the shards of a split, "train" or "val". Raises UserError for wrong shards.
 
-        vocab_size: of the model; tokens must be less.
-        sha256: of the shards, by name; None where it is not known.
+        vocab_size: the model's; all tokens must be smaller.
+        files: the entries of shards in meta.json, by name; shards without one are not compared.
         """
         self.split = split
         self.vocab_size = vocab_size
@@ -48,10 +48,13 @@ class TokenShards:
             self.dtypes.append(dtype)
             if unchecked > 0:
                 self.read_tokens(i, 0, unchecked)
-            expected = sha256.get(path.name)
-            if expected and length <= unchecked and sha256_of_file(path) != expected:
+            recorded = files.get(path.name, {})
+            is_same = recorded.get("tokens", length) == length
+            if recorded.get("sha256") and length <= unchecked:
+                is_same = recorded["sha256"] == sha256_of_file(path)
+            if not is_same:
                 raise UserError(
-                    f"{path} is not the shard whose hash meta.json holds; prepare the data again"
+                    f"{path} is not the shard that meta.json describes: prepare the data again"
                 )
             unchecked -= length
         self.n_tokens = sum(self.lengths)
@@ -59,9 +62,9 @@ class TokenShards:
         self.offsets = np.cumsum([0, *self.lengths[:-1]])
 
     def read_tokens(self, i, begin, count):
-        """Read at most `count` tokens of shard i from its token `begin` on, of the file's dtype.
+        """Read at most `count` tokens of shard i, beginning at its token `begin`.
 
-        Raises UserError, also if a token is not in the vocabulary.
+        The dtype is the file's. Raises UserError for damage, or a token outside the vocabulary.
         """
         path = self.paths[i]
         itemsize = self.dtypes[i].itemsize
@@ -72,18 +75,18 @@ class TokenShards:
             with open(path, "rb") as file:
                 file.seek(HEADER_BYTES + begin * itemsize)
                 raw = file.read(n_bytes)
-            found = "was truncated while in use"
-        except OSError as error:
+        except OSError:
             raw = b""
-            found = f"cannot be read any more ({error.strerror})"
         if len(raw) < n_bytes:
-            raise UserError(f"{path} {found}; put the whole shard back and --resume")
+            raise UserError(
+                f"{path} can no longer be read whole: put the whole shard back and --resume"
+            )
         tokens = np.frombuffer(raw, self.dtypes[i])
         largest = int(tokens.max())
         if largest >= self.vocab_size:
             raise UserError(
-                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}; "
-                "make the data again with the tokenizer that meta.json names, or raise --vocab_size"
+                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}: "
+                "prepare the data again with the tokenizer in meta.json, or raise --vocab_size"
             )
         return tokens
 
@@ -104,9 +107,9 @@ class TokenShards:
         return out
 
     def hash_shards(self):
-        """Hash 16 chunks of 2,048 tokens, evenly spread over each shard: all of a small one.
+        """Hash 16 chunks of 2,048 tokens, spread evenly over each shard.
 
-        Returns the number of tokens and the hash, by the shard's name.
+        Returns the number of tokens and the hash of each shard, by its name.
         """
         hashes = {}
         for i, (path, length) in enumerate(zip(self.paths, self.lengths)):
@@ -119,16 +122,16 @@ class TokenShards:
 
 
 def feistel_permute(index, n, key):
-    """Apply the pseudo-random permutation of range(n) with this key to each index: uint64.
+    """Apply the pseudo-random permutation of range(n) with this key to each index; return uint64.
 
     A Feistel network permutes range(m), where m is a power of four and at least n. It is applied
     until the result is below n (cycle walking, Black and Rogaway 2002). Nothing is stored.
     """
-    # Each half of an index has so many bits
+    # The number of bits in each half of an index
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     round_keys = np.frombuffer(hashlib.sha256(str(key).encode()).digest(), dtype=np.uint64)
-    # Apply the network again to those that are not below n yet
+    # Apply the network until every index is below n
     out = index.astype(np.uint64)
     todo = np.ones(len(out), dtype=bool)
     while todo.any():
@@ -148,14 +151,14 @@ def document_sequences(shards, eot, seq_len):
 
     The remainders of documents are dropped.
     """
-    # Where documents start in the whole sequence
+    # The positions of documents in the whole sequence
     starts = []
     for i, offset in enumerate(shards.offsets):
         tokens = shards.read_tokens(i, 0, shards.lengths[i])
         starts.append(np.flatnonzero(tokens == eot) + offset)
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
-    # The number of the first document that starts after each sequence
+    # For a sequence at each document: the first document that starts after it
     following = np.searchsorted(starts, starts + seq_len).tolist()
     chosen = []
     i = 0
@@ -166,22 +169,22 @@ def document_sequences(shards, eot, seq_len):
 
 
 class TokenStream:
-    """A prepared folder as batches: of training by step, of an evaluation in order."""
+    """A prepared folder as batches, by step in training and in order in an evaluation."""
 
     def __init__(
         self,
-        folder: str | Path,
-        seq_len: int,
-        batch_tokens: int,
-        seed: int = 0,
-        vocab_size: int = 0,
-        doc_align: bool = False,
+        folder,
+        seq_len,
+        batch_tokens,
+        seed=0,
+        vocab_size=0,
+        doc_align=False,
     ):
         """Open a prepared folder.
 
-        vocab_size: of the model, if it is larger than the tokenizer's.
+        vocab_size: the model's, if it is larger than the tokenizer's.
         doc_align: start sequences at document boundaries, and drop the remainders.
-        Raises UserError for a folder that is not as meta.json says, or too small for a sequence.
+        Raises UserError if the folder differs from meta.json, or is too small for a sequence.
         """
         self.folder = Path(folder)
         self.seq_len = seq_len
@@ -194,18 +197,29 @@ class TokenStream:
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
         if 0 < vocab_size < self.meta["vocab_size"]:
             needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
-            raise UserError(f"--vocab_size {vocab_size} is less than {needed}; raise it")
+            raise UserError(f"--vocab_size {vocab_size} is less than {needed}: raise it")
 
         # Open the shards of both splits
         vocab_size = max(vocab_size, self.meta["vocab_size"])
-        sha256 = recorded_hashes(self.meta)
-        self.train = TokenShards(self.folder, "train", vocab_size, sha256=sha256)
-        self.val = TokenShards(self.folder, "val", vocab_size, sha256=sha256)
-        self.check_lengths()
+        files = self.meta["files"]
+        self.train = TokenShards(self.folder, "train", vocab_size, files)
+        self.val = TokenShards(self.folder, "val", vocab_size, files)
+        found = {path.name for path in self.train.paths + self.val.paths}
+        if files and found != files.keys():
+            raise UserError(
+                f"{self.folder} has other shards than its meta.json names "
+                f"({min(found ^ files.keys())}): prepare the data again"
+            )
+        for shards in (self.train, self.val):
+            if shards.n_tokens <= seq_len:
+                raise UserError(
+                    f"the {shards.split} split of {folder} has {shards.n_tokens} tokens, too few "
+                    f"for --seq_len {seq_len} and a target: use more data or a smaller --seq_len"
+                )
 
-        # One sequence less than there are, so that an epoch can begin at any of seq_len offsets
+        # One less than there are, so that an epoch can begin at any of seq_len offsets
         self.seqs_per_epoch = max(1, self.train.n_tokens // seq_len - 1)
-        # With doc_align: where all sequences start, int64 (seqs_per_epoch,)
+        # The starts of all sequences with doc_align, int64 (seqs_per_epoch,)
         self.aligned = None
         if doc_align:
             self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
@@ -213,46 +227,18 @@ class TokenStream:
             if not self.seqs_per_epoch:
                 raise UserError(
                     f"--doc_align finds no document in {folder} with {seq_len} tokens after its "
-                    f"start (token {self.meta['eot']}); use a smaller --seq_len or remove it"
+                    f"start (token {self.meta['eot']}): use a smaller --seq_len, or remove it"
                 )
 
-        # Speedruns evaluate the first tokens: those on FineWeb, and on shards without meta.json
+        # Speedruns evaluate the first tokens, on FineWeb and on shards without meta.json
         is_fineweb = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
         self.eval_subset = "first" if is_fineweb or "assumed" in self.meta else "spread"
 
-    def check_lengths(self):
-        """Raise UserError if shards are not as long as meta.json says, or a split is too short."""
-        # The number of tokens of each shard, by name, in the folder and in meta.json
-        found = {}
-        for shards in (self.train, self.val):
-            for path, length in zip(shards.paths, shards.lengths):
-                found[path.name] = length
-        files = self.meta["files"]
-        recorded = {name: shard["tokens"] for name, shard in files.items()} or found
-        for name in sorted(found.keys() | recorded.keys()):
-            length = found.get(name, "no")
-            expected = recorded.get(name, "nothing")
-            if length != expected:
-                raise UserError(
-                    f"{self.folder / name} has {length} tokens, where meta.json says {expected}; "
-                    "prepare the data again"
-                )
+    def sequence_starts(self, index):
+        """Return the starts of the training sequences with these numbers, int64 (len(index),).
 
-        # Each split needs the inputs of one sequence and one more target
-        smaller = min((self.train, self.val), key=lambda shards: shards.n_tokens)
-        if smaller.n_tokens <= self.seq_len:
-            fitting = 1 << max(0, (smaller.n_tokens - 1).bit_length() - 1)
-            raise UserError(
-                f"the {smaller.split} split of {self.folder} has {smaller.n_tokens} tokens, too "
-                f"few for one sequence of --seq_len {self.seq_len} and a target; use more data, "
-                f"or --seq_len {fitting}"
-            )
-
-    def sequence_starts(self, index: np.ndarray):
-        """Return where the training sequences with these numbers start, int64 (len(index),).
-
-        Each epoch cuts the stream into sequences of seq_len tokens from its own offset, or takes
-        those of document_sequences, and visits them in its own order.
+        Each epoch cuts the stream into sequences of seq_len tokens from its own offset, or uses
+        document_sequences. Each epoch has its own order.
         """
         n_offsets = min(self.seq_len, self.train.n_tokens - self.seqs_per_epoch * self.seq_len)
         starts = np.empty(len(index), dtype=np.int64)
@@ -266,32 +252,32 @@ class TokenStream:
             if self.aligned is not None:  # --doc_align
                 starts[here] = self.aligned[order]
             else:
-                offset = key % n_offsets  # each epoch cuts the stream elsewhere
+                offset = key % n_offsets
                 starts[here] = offset + self.seq_len * order
         return starts
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1):
+    def batch(self, step, rank=0, world_size=1):
         """Return this rank's part of the global batch of `step`: int64 (sequences, seq_len + 1).
 
-        A sequence is the inputs and one more target.
+        A sequence holds the inputs and one more target.
         """
-        # The number of this rank's first sequence, counted from the beginning of the run
+        # The number of this rank's first sequence since the beginning of the run
         per_rank = self.seqs_per_batch // world_size
         first = step * self.seqs_per_batch + rank * per_rank
         starts = self.sequence_starts(first + np.arange(per_rank, dtype=np.int64))
         return self.train.read_sequences(starts, self.seq_len + 1)
 
-    def num_eval_seqs(self, eval_tokens: int):
-        """Count the sequences of an evaluation: whole ones, at least one; eval_tokens 0 is all."""
+    def num_eval_seqs(self, eval_tokens):
+        """Return the number of sequences in an evaluation, at least 1. 0 eval_tokens means all."""
         available = (self.val.n_tokens - 1) // self.seq_len
         if eval_tokens == 0:
             return available
         return min(available, max(1, eval_tokens // self.seq_len))
 
-    def eval_starts(self, eval_tokens: int):
-        """Return where the sequences of an evaluation start, int64 (n,), ascending.
+    def eval_starts(self, eval_tokens):
+        """Return the starts of the sequences in an evaluation, int64 (n,), ascending.
 
-        They are spread evenly over the validation split, or are its first ones if eval_subset is
+        They are spread evenly over the validation split, or its first ones if eval_subset is
         "first".
         """
         n_seqs = self.num_eval_seqs(eval_tokens)
@@ -300,13 +286,13 @@ class TokenStream:
             index = index * self.num_eval_seqs(0) // n_seqs
         return index * self.seq_len
 
-    def eval_batches(self, eval_tokens: int, micro_batch: int, rank: int = 0, world_size: int = 1):
+    def eval_batches(self, eval_tokens, micro_batch, rank=0, world_size=1):
         """Yield this rank's part of an evaluation: inputs, targets, int64 (micro_batch, seq_len).
 
-        Yields equally often on every rank. The last batches are padded with targets of -1, so that
-        there is one static shape to compile.
+        Every rank gets the same number of batches. Incomplete ones are padded with targets of -1,
+        so that there is one static shape to compile.
         """
-        # Each rank takes the same number of consecutive sequences, the last ones perhaps fewer
+        # Each rank takes the same number of consecutive sequences, except that there may be too few
         starts = self.eval_starts(eval_tokens)
         per_rank = -(-len(starts) // world_size)
         mine = starts[rank * per_rank : (rank + 1) * per_rank]
@@ -318,15 +304,15 @@ class TokenStream:
             targets[len(part) :] = -1
             yield sequences[:, :-1], targets
 
-    def eval_end(self, eval_tokens: int, length: int):
-        """Return the last tokens of an evaluation, int64 (1, at most length and seq_len)."""
-        last = self.eval_starts(eval_tokens)[-1:]
-        return self.val.read_sequences(last, self.seq_len)[:, -length:]
+    def eval_end(self, eval_tokens, length):
+        """Return the final tokens of an evaluation, int64 (1, at most length and seq_len)."""
+        final = self.eval_starts(eval_tokens)[-1:]
+        return self.val.read_sequences(final, self.seq_len)[:, -length:]
 
-    def stream_state(self, step: int):
-        """Return which stream this is and where in it the batch of `step` starts.
+    def stream_state(self, step):
+        """Identify the stream, and the position of `step` in it, for checkpoints.
 
-        In the keys of checkpoints, a window is a sequence.
+        Their keys call a sequence a window.
         """
         epoch, window = divmod(step * self.seqs_per_batch, self.seqs_per_epoch)
         return dict(
@@ -342,16 +328,16 @@ class TokenStream:
         return self.train.hash_shards() | self.val.hash_shards()
 
     def fingerprint(self):
-        """Hash the hashes of the shards and those in meta.json: names the data in checkpoints."""
+        """Return a hash of the shards and of meta.json's entries, for checkpoints."""
         text = json.dumps([self.shard_hashes, self.meta["files"]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 def map_ahead(function, items, depth, threads):
-    """Yield function(item) of each item, in order, computed by threads `depth` items ahead."""
+    """Yield function(item) for each item, in order; threads compute up to `depth` items ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
-        # The results that were started but not yielded, in order
+        # The results that are started but not yielded, in order
         ahead = deque()
         for item in items:
             ahead.append(pool.submit(function, item))
@@ -364,5 +350,5 @@ def map_ahead(function, items, depth, threads):
 
 
 def prefetch(load, first, depth):
-    """Yield load(first), load(first + 1), ... without end; a thread is `depth` calls ahead."""
+    """Yield load(first), load(first + 1), ... endlessly; a thread works `depth` calls ahead."""
     return map_ahead(load, itertools.count(first), depth=depth, threads=1)

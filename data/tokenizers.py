@@ -1,6 +1,6 @@
-"""Text to tokens and back: GPT-2's vocabulary, bytes, vocabularies of your own, and integers.
+"""Turn text into tokens and back, with GPT-2's vocabulary, bytes, your own vocabulary, or integers.
 
-A byte-pair vocabulary is stored as a plain file; tiktoken encodes and decodes with it.
+A vocabulary of byte pairs is a plain file; tiktoken encodes and decodes with it.
 """
 
 import heapq
@@ -14,13 +14,12 @@ import numpy as np
 
 from common.errors import UserError
 from common.files import sha256_of_file
-from data.shards import TOKENIZER_SIZES
 
 VOCABULARY_FILE = "tokenizer.json"
 PATTERNS = {
-    # GPT-4's, with two differences. Digits are in groups of two at most, as small vocabularies have
-    # no room for more. Whitespace is as in GPT-2: a line break and the next line's indentation are
-    # one run, whose last space goes to the word after it.
+    # GPT-4's, with two differences. Groups of digits have at most two, because small vocabularies
+    # have no room for more. Whitespace is split like GPT-2's: a line break and the next line's
+    # indentation are one run, whose final space belongs to the next word.
     "gpt4-digits2": (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}"
         r"| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+"
@@ -29,12 +28,12 @@ PATTERNS = {
 PATTERN = "gpt4-digits2"
 END_OF_TEXT = b"<|endoftext|>"
 MIN_SIZE = 258  # bytes, one pair and end-of-text
-MAX_SIZE = 65536  # uint16 shards hold no more
-LONGEST_WORD = 256  # letters, when a vocabulary is trained: time is quadratic in it
+MAX_SIZE = 65536  # the limit of uint16 shards
+LONGEST_WORD = 256  # letters, in training a vocabulary: the time is quadratic in it
 
 
 class Tokenizer:
-    """Byte pairs by tiktoken, given its Encoding."""
+    """Encodes and decodes byte pairs with a tiktoken Encoding."""
 
     def __init__(self, name, encoding):
         self.name = name
@@ -45,12 +44,12 @@ class Tokenizer:
     def encode(self, text):
         """Encode a str as a 1-D uint16 array.
 
-        Special tokens are encoded as ordinary text, lone surrogates become "?".
+        Special tokens are encoded as ordinary text. Lone surrogates become "?".
         """
         return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
 
     def encode_raw(self, raw):
-        """Encode UTF-8 bytes as a 1-D array of unsigned integers. Invalid ones become U+FFFD."""
+        """Encode UTF-8 bytes as a 1-D array of unsigned integers. Invalid bytes become U+FFFD."""
         text = raw.decode("utf-8", errors="replace")
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
@@ -60,11 +59,12 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """Tokens 0..255 are the bytes of the UTF-8 text, 256 is end-of-text."""
+    """Tokens 0 to 255 are the bytes of the UTF-8 text, 256 is end-of-text."""
 
     def __init__(self):
         self.name = "bytes"
-        self.vocab_size, self.eot = TOKENIZER_SIZES["bytes"]
+        self.vocab_size = 257
+        self.eot = 256
 
     def encode_raw(self, raw):
         return np.frombuffer(raw, dtype=np.uint8)
@@ -76,30 +76,27 @@ class ByteTokenizer(Tokenizer):
 
 
 class IntegerTokenizer(Tokenizer):
-    """For data that are not text: tokens 0..size - 1, written as numbers; `size` is end-of-text."""
+    """For data that are not text: tokens 0 to size - 1 are numbers, and `size` is end-of-text."""
 
     def __init__(self, size):
         if not 0 < size < MAX_SIZE:
-            raise UserError(f"--vocab_size {size}: for integers it must be 1 to {MAX_SIZE - 1}")
+            raise UserError(f"the tokenizer is integers:{size}: expected 1 to {MAX_SIZE - 1}")
         self.name = f"integers:{size}"
         self.vocab_size = size + 1
         self.eot = size
 
     def encode_raw(self, raw):
-        """Encode numbers, in an array or as text with blanks between. Raises UserError."""
-        numbers = raw if isinstance(raw, np.ndarray) else raw.split()
+        """Encode numbers, text with spaces between. Raises UserError."""
         try:
-            tokens = np.array(numbers, dtype=np.int64)
+            tokens = np.array(raw.split(), dtype=np.int64)
         except (ValueError, OverflowError):
-            raise UserError(
-                f"{raw[:40]!r} is not text of integers between blanks, as this data needs"
-            ) from None
+            tokens = np.array([-1])
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
             raise UserError(
-                f"found integers from {tokens.min()} to {tokens.max()}, where tokens are 0 to "
-                f"{self.eot - 1}; correct them, or prepare the data with a larger --vocab_size"
+                f"{raw[:40]!r} must be integers from 0 to {self.eot - 1} with spaces between: "
+                "correct it, or prepare the data with a larger integers:N"
             )
-        return tokens.astype(np.uint16)
+        return tokens
 
     def decode_bytes(self, tokens):
         tokens = np.asarray(tokens).tolist()
@@ -107,12 +104,11 @@ class IntegerTokenizer(Tokenizer):
         return b"".join(b" " + part for part in parts)
 
 
-def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
+def get_tokenizer(name, vocabulary=None):
     """Return the Tokenizer called "gpt2", "bytes", "integers:N" or "bpe".
 
     vocabulary: the content of its file, for "bpe".
-    where: the path of that file, for errors.
-    Raises UserError for other names, and for a vocabulary that cannot be loaded or is damaged.
+    Raises UserError for other names, and for a vocabulary that is damaged or cannot be loaded.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -120,10 +116,10 @@ def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
     if integers:
         return IntegerTokenizer(int(integers[1]))
     if name == "bpe" and vocabulary:
-        pattern, ranks = parse_vocabulary(vocabulary, where)
+        pattern, ranks = parse_vocabulary(vocabulary)
     elif name != "gpt2":
         raise UserError(
-            f"unknown tokenizer {name!r}: it must be gpt2, bytes, integers:N, or bpe with its "
+            f"unknown tokenizer {name!r}: expected gpt2, bytes, integers:N, or bpe with its "
             "vocabulary"
         )
     try:
@@ -139,10 +135,10 @@ def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
                 special_tokens={END_OF_TEXT.decode(): len(ranks)},  # the last token
             )
     except Exception as error:
-        # Anything may go wrong in tiktoken's own download
+        # tiktoken's download can fail in any way
         raise UserError(
             f"the {name} vocabulary could not be loaded ({type(error).__name__}): connect to the "
-            "network, point TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use "
+            "network, set TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use "
             "--tokenizer bytes"
         ) from error
     return Tokenizer(name, encoding)
@@ -151,17 +147,16 @@ def get_tokenizer(name, vocabulary=None, where="the vocabulary"):
 def train_vocabulary(texts, vocab_size):
     """Train a byte-pair vocabulary on texts, and return the content of its file, a str.
 
-    texts: an iterable of UTF-8 bytes.
-    vocab_size: its tokens, end-of-text included, which is the last; little text may give fewer.
-    The same texts give the same vocabulary. Invalid bytes become U+FFFD.
-    Raises UserError if the texts hold no pair of bytes.
+    texts: an iterable of UTF-8 bytes. Invalid bytes become U+FFFD.
+    vocab_size: the number of tokens, including end-of-text, the last; a short text may give fewer.
+    The result is deterministic. Raises UserError for a vocab_size out of range.
     """
-    import regex  # tiktoken requires it
+    import regex  # which tiktoken requires
 
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
-        raise UserError(f"--vocab_size {vocab_size}: it must be {MIN_SIZE} to {MAX_SIZE}")
+        raise UserError(f"--vocab_size is {vocab_size}: expected {MIN_SIZE} to {MAX_SIZE}")
 
-    # The different words of the text, which merges do not cross, and how often each occurs
+    # The frequency of each distinct word; merges do not cross word boundaries
     words = Counter()
     for text in texts:
         decoded = text.decode("utf-8", errors="replace")
@@ -172,37 +167,33 @@ def train_vocabulary(texts, vocab_size):
             cut_words[word[first : first + LONGEST_WORD].encode()] += count
 
     tokens = merge_pairs(cut_words, vocab_size - 257)
-    if not tokens:
-        raise UserError(
-            "the text has no pair of bytes to make a token of: give more, or --tokenizer bytes"
-        )
     content = dict(format="byte pairs", pattern=PATTERN, tokens=[token.hex() for token in tokens])
     return json.dumps(content, indent=0) + "\n"
 
 
 def merge_pairs(words, n_tokens):
-    """Make tokens by merging the most frequent pair of tokens, again and again, in all words.
+    """Merge the most frequent pair of tokens in all words, repeatedly: byte-pair encoding.
 
-    Byte-pair encoding (Sennrich et al. 2016). words: a dict from the bytes of each to how often it
-    occurs. Returns at most n_tokens byte strings, in the order in which they were made.
+    words: the frequency of each word, a dict from bytes to int. Returns at most n_tokens byte
+    strings, in the order in which they were made. (Sennrich et al. 2016)
     """
     word_counts = list(words.values())
     word_tokens = [[bytes([byte]) for byte in word] for word in words]
     pair_counts = Counter()
-    words_with = defaultdict(set)  # pair -> indices of words that have had it
+    words_with = defaultdict(set)  # pair -> indices of words that contain or contained it
     for i, tokens in enumerate(word_tokens):
         for pair in pairwise(tokens):
             pair_counts[pair] += word_counts[i]
             words_with[pair].add(i)
 
-    # Of pairs that are equally frequent, the first in the order of bytes
+    # Equally frequent pairs are merged in the order of their bytes
     heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
-    made = {}  # a dict, as an ordered set: different pairs can make the same token
+    made = {}  # an ordered set, because different pairs can make the same token
     while heap and len(made) < n_tokens:
         negative_count, pair = heapq.heappop(heap)
         if -negative_count != pair_counts[pair]:
-            continue  # an older count
+            continue  # an outdated count
         first, second = pair
         merged = first + second
         made[merged] = None
@@ -215,8 +206,6 @@ def merge_pairs(words, n_tokens):
                     tokens[-1] = merged
                 else:
                     tokens.append(token)
-            if len(tokens) == len(word_tokens[i]):
-                continue  # an earlier merge took the pair apart
             for old_pair in pairwise(word_tokens[i]):
                 changes[old_pair] -= word_counts[i]
             for new_pair in pairwise(tokens):
@@ -231,35 +220,33 @@ def merge_pairs(words, n_tokens):
     return list(made)
 
 
-def parse_vocabulary(text, where):
-    """Return the pattern that splits text, and the rank of each token's bytes.
+def parse_vocabulary(text):
+    """Return the pattern that splits text, and a dict from each token's bytes to its rank.
 
-    Raises UserError, which says `where` the vocabulary comes from, if it is damaged.
+    Raises UserError if the vocabulary is damaged.
     """
+    # The first 256 tokens are the bytes, then come the merges in their order
+    ranks = {bytes([byte]): byte for byte in range(256)}
     try:
         content = json.loads(text)
         pattern = PATTERNS[content["pattern"]]
-        tokens = [bytes.fromhex(token) for token in content["tokens"]]
+        for token in content["tokens"]:
+            ranks[bytes.fromhex(token)] = len(ranks)
+        is_intact = len(ranks) == 256 + len(content["tokens"]) and b"" not in ranks
     except (ValueError, KeyError, TypeError, RecursionError):
-        pattern = ""
-        tokens = []
-    # Bytes are the first tokens, then the merges follow in their order
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    for token in tokens:
-        ranks.setdefault(token, len(ranks))
-    is_distinct = len(ranks) == 256 + len(tokens)
-    if not is_distinct or not MIN_SIZE <= len(ranks) + 1 <= MAX_SIZE or b"" in ranks:
+        is_intact = False
+    if not is_intact:
         raise UserError(
-            f"{where} is not a vocabulary that `data/prepare.py --tokenizer bpe` made, or is "
-            "damaged"
+            "the vocabulary is damaged, or not made by `data/prepare.py --tokenizer bpe`: give a "
+            "different one"
         )
     return pattern, ranks
 
 
 def read_vocabulary(path, sha256=None):
-    """Return the content of a vocabulary file, or of the one in a folder, a str.
+    """Return the content of a vocabulary file, or of the one in a folder, as a str.
 
-    Raises UserError if it is missing or has another hash than sha256.
+    Raises UserError if it is missing, or if its hash is not sha256.
     """
     path = Path(path)
     if path.is_dir():
@@ -267,14 +254,14 @@ def read_vocabulary(path, sha256=None):
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        advice = "put it back, or prepare the data again"
-        if not sha256:
-            advice = "data and runs in bytes or GPT-2's have none: give --tokenizer bytes or gpt2"
-        raise UserError(f"there is no vocabulary {path} ({error}): {advice}") from None
+        raise UserError(
+            f"there is no vocabulary {path} ({error}): put it back and prepare the data again, or "
+            "give --tokenizer gpt2 or bytes"
+        ) from None
     digest = sha256_of_file(path)
     if sha256 and digest != sha256:
         raise UserError(
-            f"{path} has the hash {digest[:12]}, and the data were made with {sha256[:12]}: put "
-            "that back, or prepare the data again"
+            f"{path} has the hash {digest[:12]}, but the data were made with {sha256[:12]}: put "
+            "that file back, or prepare the data again"
         )
     return text

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare import prepare
+from data.prepare import parse_args, prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
@@ -19,7 +19,7 @@ def open_stream(cfg, dist_ctx: DistContext) -> TokenStream:
     with raise_on_all_ranks(dist_ctx):
         # Each node prepares it for itself
         if not cfg.data and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
-            prepare("python", out=path)
+            prepare(parse_args(["python", "--out", str(path)]))
     with raise_on_all_ranks(dist_ctx):
         stream = TokenStream(
             path,

@@ -73,7 +73,7 @@ def parsed(line: str) -> dict:
         ("--vocab_size 200", "less than the 257 of"),
         (
             "--seq_len=8192 --batch_tokens=8192 --micro_batch=1",
-            "has 4333 tokens, too few .* use more data, or --seq_len 4096",
+            "has 4333 tokens, too few .* use more data or a smaller --seq_len",
         ),
         ("--data /nowhere", "/nowhere.*python data/prepare.py"),
     ],

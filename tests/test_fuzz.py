@@ -55,12 +55,13 @@ def refused(function) -> bool:
     return False
 
 
-def test_damaged_shards(tmp_path):
+def test_damaged_shards(tmp_path, monkeypatch):
     rng, outcomes = random.Random(1), []
     words = [rng.choice(["one", "two", "three"]) for _ in range(3000)]
     (tmp_path / "text.txt").write_text(" ".join(words))
-    options = dict(tokenizer="bytes", out=tmp_path / "data", shard_tokens=5000)
-    data = prepare.prepare("files", [tmp_path / "text.txt"], **options)
+    monkeypatch.setattr(prepare, "SHARD_TOKENS", 5000)
+    words = ["files", tmp_path / "text.txt", "--tokenizer=bytes", f"--out={tmp_path}/data"]
+    data = prepare.prepare(prepare.parse_args([*map(str, words)]))
     shards = {path: path.read_bytes() for path in sorted(data.glob("*.bin"))}
     meta = data / "meta.json"
     for i in range(500):

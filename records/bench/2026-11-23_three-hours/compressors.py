@@ -15,7 +15,7 @@ import numpy as np
 import pyppmd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from data.shards import find_shards, read_shard  # noqa: E402
+from data.shards import find_shards  # noqa: E402
 from data.tokenizers import get_tokenizer  # noqa: E402
 
 XZ = ["xz", "-k", "-c", "-T1", "--lzma2=preset=9e,dict=192MiB"]
@@ -38,7 +38,8 @@ def size_of(command: list[str]) -> int:
 def text_of(data: Path, split: str) -> bytes:
     """A split's text."""
     tokenizer = get_tokenizer("bpe", (data / "tokenizer.json").read_text())
-    tokens = np.concatenate([read_shard(shard) for shard in find_shards(data, split)])
+    shards = [np.fromfile(shard, "<u2", offset=1024) for shard in find_shards(data, split)]
+    tokens = np.concatenate(shards)
     return tokenizer.decode_bytes(tokens[tokens != tokenizer.eot].tolist())
 
 
