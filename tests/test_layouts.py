@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-import model
+import ops.parallel
 import sample
 from common.errors import exit_process
 from common.values import cpu_cores
@@ -169,7 +169,7 @@ def worker(folder: Path) -> None:
     compile_with(pytest.MonkeyPatch(), "aot_eager")  # Inductor's kernels are the same on all ranks
     if os.environ["RANK"] == "1":
         device.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
-    model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
+    ops.parallel.MAX_STACK_NUMEL = 4096  # an MLP's matrix per rank: Muon takes several goes
     cases = AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES
     for case, flags in cases.items():
         flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags

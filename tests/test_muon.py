@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import model
+import ops.parallel
 import train_gpt
 from conftest import built, random_gpt, some_batch
 from model import PARAM_TABLE, Optimizer, ParamSpec, newton_schulz, optimizer_groups
@@ -162,12 +163,12 @@ ROWS = [
 SPLITS = {"attn.proj": (16, 16), "attn.qkv": (32, 48, 16)}
 
 
-@pytest.mark.parametrize("at_once", [model.MAX_STACK_NUMEL, 1])
+@pytest.mark.parametrize("at_once", [ops.parallel.MAX_STACK_NUMEL, 1])
 @pytest.mark.parametrize(
     "table_rows, splits", [([], {}), (ROWS, SPLITS)], ids=["as it is", "other rows and splits"]
 )
 def test_muon_is_a_plain_loop_over_matrices(table_rows, splits, at_once, monkeypatch):
-    monkeypatch.setattr(model, "MAX_STACK_NUMEL", at_once)
+    monkeypatch.setattr(ops.parallel, "MAX_STACK_NUMEL", at_once)
     monkeypatch.setattr(model, "PARAM_TABLE", table_rows + PARAM_TABLE)
     found = []
     for plain in (False, True):
