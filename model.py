@@ -11,7 +11,7 @@ Differences from GPT-2:
 
 In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: functions and
 kernels that give the same results faster or with less memory (attention, loss, float8, sharding),
-and the hashing of n-grams.
+the hashing of n-grams, and the exchange between ranks. In inference/: generation.
 """
 
 import re
@@ -143,7 +143,7 @@ def attention(
     """Softmax attention. q, k, v: (B, n_head, T, head_dim). attn_backend: a value of --attn.
 
     mask: from GPT.attention_masks. None: causal. Otherwise SDPA's mask tensor; flex takes a
-    BlockMask, varlen a VarlenMask. window: the one that the mask has.
+    BlockMask, varlen a VarlenMask. window: the mask's, as in may_attend.
     """
     if attn_backend in ("auto", "sdpa"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -154,11 +154,11 @@ def attention(
 class AttnContext(NamedTuple):
     """The inputs of a block besides x."""
 
-    cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
+    cos: Tensor  # for the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
-    doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
-    window: int  # of this layer, as in may_attend
-    mask: object  # for that window
+    doc_starts: Tensor | None  # bool (B, T): True where a document starts, with --doc_mask
+    window: int  # this layer's, as in may_attend
+    mask: object  # for this window, as in attention
     attn_backend: str
     value_embed: Tensor  # (B, T, C)
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
@@ -284,8 +284,7 @@ class GPT(nn.Module):
     cfg: the shape
     compute_dtype: dtype of the activations
     loss_chunk: tokens per chunk of head and loss, so that few logits exist at once; 0 is all
-    attn_backend: a value of --attn. Neither it nor loss_chunk changes the result, except for
-        rounding
+    attn_backend: a value of --attn; like loss_chunk, it changes results by rounding only
     eot: the token that starts a document; if given, no token attends to a different document
     ngram_dropout: probability of dropping an n-gram's embedding in training
     """
@@ -335,8 +334,8 @@ class GPT(nn.Module):
     def backbone(self, idx: Tensor, cache=None) -> Tensor:
         """Embeddings and blocks: the normalized output of the last block, (B, T, C).
 
-        idx: integer (B, T). cache: an inference.generation.KVCache, if earlier tokens were read
-        before; idx is then added to it.
+        idx: integer (B, T). cache: an inference.generation.KVCache with earlier tokens, to which
+        idx is added; None if idx is all there is.
         """
         T = idx.size(1)
         if T > self.cfg.seq_len:
@@ -346,7 +345,7 @@ class GPT(nn.Module):
             position = torch.arange(T, device=idx.device)
             masks = self.attention_masks(self.attn_backend, idx)
         else:
-            # tokens: also those before idx that n-grams reach back to. position: (T,) or (B, T)
+            # tokens: idx, after those that n-grams reach back to. position: (T,) or (B, T)
             tokens, position, masks = cache.read(self, idx)
 
         # The same inputs for all blocks
@@ -401,11 +400,11 @@ class GPT(nn.Module):
         return masks
 
     def logits(self, x: Tensor) -> Tensor:
-        """Apply head and soft-cap to x (..., C), the output of backbone: fp32 (..., vocab_size)."""
+        """Apply head and soft-cap to backbone's output x (..., C): fp32 (..., vocab_size)."""
         return softcap(self.head(x).float(), self.cfg.softcap)
 
     def token_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of N tokens. x: (N, C), their output of backbone. targets: (N,).
+        """The mean loss of a chunk of N tokens, given backbone's output x (N, C). targets: (N,).
 
         To change the loss, edit this. It must return the mean over targets that are not -1.
         """
@@ -432,7 +431,7 @@ class GPT(nn.Module):
             longest = window or T
             attended += sum(min(position, longest) for position in range(1, T + 1)) / T
 
-        # All parameters but tables, which are looked up. A tied weight counts at each of its uses
+        # All parameters except tables, which are looked up; a tied weight once per use
         matmul_weights = 0
         for _, module in self.named_modules(remove_duplicate=False):
             if not isinstance(module, nn.Embedding):
@@ -448,7 +447,7 @@ def normal(std: float) -> Callable:
     """Normal distribution with this standard deviation."""
 
     def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        return x.normal_(0, 1, generator=generator).mul_(std)
+        return x.normal_(0, std, generator=generator)
 
     return fill
 
@@ -457,7 +456,7 @@ def scaled_normal(std: float) -> Callable:
     """Normal distribution with a standard deviation of std / sqrt(number of inputs)."""
 
     def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        return x.normal_(0, 1, generator=generator).mul_(std / x.size(-1) ** 0.5)
+        return x.normal_(0, std / x.size(-1) ** 0.5, generator=generator)
 
     return fill
 
@@ -470,11 +469,11 @@ class ParamSpec(NamedTuple):
     """How the parameters whose names match are initialized and optimized."""
 
     pattern: str = ""  # regular expression for the whole name
-    init: Callable | None = None  # None: as its module made it
-    optim: str = ""  # "muon", "adam", "rmsprop"; "": Muon for matrices in blocks, else Adam
+    init: Callable | None = None  # None: keep the module's initialization
+    optim: str = ""  # "muon", "adam", "rmsprop"; default: Muon for matrices in blocks, else Adam
     lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
-    betas: tuple[float, float] = (0.8, 0.95)  # of Adam; RMSprop takes the second
-    decay: float = 0.0  # weight decay of Adam and RMSprop, relative to --embed_decay
+    betas: tuple[float, float] = (0.8, 0.95)  # for Adam; RMSprop uses the second
+    decay: float = 0.0  # weight decay for Adam and RMSprop, relative to --embed_decay
 
 
 # The first matching row applies. Parameters without one keep their module's initialization and
@@ -514,7 +513,7 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 def init_weights(model: GPT, seed: int) -> None:
     """Initialize the parameters of PARAM_TABLE, and the second layer as an induction head.
 
-    Values are drawn on the CPU, for the whole parameter, from a seed per name: they do not depend
+    Values are drawn on the CPU for the whole parameter, seeded by its name, so they do not depend
     on device, sharding or other parameters.
     """
     for name, param in model.named_parameters():
@@ -544,7 +543,7 @@ def optimizer_groups(
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
     weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
-    embed_decay: the fraction that parameters with a `decay` lose per step, at the peak rate.
+    embed_decay: the fraction by which a step shrinks parameters with a `decay`, at the peak rate.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -556,7 +555,7 @@ def optimizer_groups(
                 lr=adam_lr,
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
-                fused=True,  # for torch's load_state_dict: keep the number of steps on the device
+                fused=True,  # not read here: load_state_dict then keeps `step` on the device
             )
         elif spec.optim == "muon":
             settings = dict(
@@ -572,7 +571,7 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                weight_decay=spec.decay * embed_decay / (lr or 1),  # a step multiplies it by lr
+                weight_decay=spec.decay * embed_decay / (lr or 1),  # the step multiplies by lr
                 fused=True,
             )
 
@@ -621,12 +620,12 @@ def newton_schulz(x: Tensor) -> Tensor:
     gram = gram / scale
     x = x / scale.sqrt()
 
-    # x <- a x + (b gram + c gram^2) x
+    # Apply one quintic after the other
     for i, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFS):
         if i > 0:
             gram = x @ x.mT
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a)
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
+        x = torch.baddbmm(x, poly, x, beta=a)  # a x + poly x
 
     if tall:
         x = x.mT
@@ -669,14 +668,11 @@ class Optimizer(torch.optim.Optimizer):
         update = normalize_rows(update) * max(1, rows / cols) ** 0.5
         w -= lr * (update + weight_decay * w)
 
-    Matrices of one shape are updated together. With several ranks, each orthogonalizes a share of
-    them (diagram in ops/parallel.py).
+    Matrices of one shape are stacked and updated together.
 
-    groups: from optimizer_groups
-    ns_dtype: dtype of Newton-Schulz
-    eps: for Adam and RMSprop
+    groups: from optimizer_groups. ns_dtype: dtype of Newton-Schulz. eps: for Adam and RMSprop
     offload: keep momentum and Adam's means in pinned CPU memory
-    state[p]: tensors with the rows of this rank's shard of p, and numbers
+    state[p]: numbers, and tensors in the shape of this rank's shard of p
     """
 
     def __init__(
@@ -706,7 +702,7 @@ class Optimizer(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # Whole matrices are orthogonalized: each rank gets its share of them (ops/parallel.py)
+        # Orthogonalize whole matrices, a share of them on each rank (ops/parallel.py)
         updates = on_whole_matrices(
             lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
         )
