@@ -618,34 +618,16 @@ def test_fp8_products_are_close(scaled_mm):
 
 
 def test_fp8_takes_layers_by_their_type(scaled_mm):
-    gpt, idx = (
-        random_gpt(compute_dtype=torch.bfloat16, vocab_size=80, loss_chunk=16),
-        tokens(size=80),
-    )
+    gpt, idx = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80), tokens(size=80)
     gpt.blocks[0].mlp.narrow = model.Linear(24, 8)  # 16 does not divide these
-
-    def layers_in_fp8() -> list[str]:
-        linears = [(name, m) for name, m in gpt.named_modules() if isinstance(m, model.Linear)]
-        return [name for name, m in linears if m.matmul is not linear]
-
-    def loss_and_gradients() -> tuple[float, list[torch.Tensor]]:
-        gpt.zero_grad()
-        loss = gpt(idx, idx)
-        loss.backward()
-        return loss.item(), [p.grad.flatten() for p in gpt.parameters() if p.grad is not None]
-
-    assert layers_in_fp8() == []
-    a, grads = loss_and_gradients()
+    before = gpt(idx, idx).item()
     for block in gpt.blocks:
         apply_fp8(block.mlp)
     apply_fp8(gpt.head)
-    expected = []
-    for i in range(3):
-        expected += [f"blocks.{i}.mlp.fc", f"blocks.{i}.mlp.proj"]
-    assert layers_in_fp8() == [*expected, "head"]
-    b, other = loss_and_gradients()
-    assert a != b == pytest.approx(a, rel=0.02)
-    assert min(F.cosine_similarity(x, y, dim=0).item() for x, y in zip(grads, other)) > 0.95
+    linears = [(name, m) for name, m in gpt.named_modules() if isinstance(m, model.Linear)]
+    expected = [f"blocks.{i}.mlp.{name}" for i in range(3) for name in ("fc", "proj")]
+    assert [name for name, m in linears if m.matmul is not linear] == [*expected, "head"]
+    assert before != gpt(idx, idx).item() == pytest.approx(before, rel=0.02)
 
 
 def test_fp16_skips_bad_steps_and_continues(data, noisy, tmp_path, monkeypatch):
