@@ -1,4 +1,4 @@
-"""The optimizer against SVD, AdamW and RMSprop of PyTorch, and a plain loop; ranks: test_layouts."""
+"""The optimizer against SVD, PyTorch's AdamW and RMSprop, and a loop; ranks: test_layouts.py."""
 
 import itertools
 import math
