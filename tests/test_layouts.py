@@ -199,7 +199,7 @@ def two_ranks(data, noisy, tmp_path_factory) -> Path:
 
 def samples(folder: Path) -> list[str]:
     """The texts that a run has sampled."""
-    return re.findall("(?s)--- sample at step.*?\n----", (folder / "log.txt").read_text())
+    return re.findall("(?s)--- sample at step.*?\n---\n", (folder / "log.txt").read_text())
 
 
 @pytest.mark.parametrize("case", AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES)
