@@ -123,7 +123,7 @@ class KVCache:
         Returns
         - the ngram - 1 tokens before idx, then idx
         - the positions of idx, (T,) for prompts, else (B, 1)
-        - for each window, the mask for SDPA: for prompts of their own tokens, else of the slots
+        - each window's mask for SDPA, over the prompt's own tokens or over the slots
         """
         n_new = self.prompt_lengths if idx.size(1) > 1 else torch.ones_like(self.length)
         columns = torch.arange(idx.size(1), device=idx.device)
@@ -282,7 +282,7 @@ def generate(
     total = idx.size(1) + n_tokens
     cache = None
     if use_cache:
-        # Few distinct sizes, as each one compiles: powers of 2
+        # Powers of 2, because each size is compiled
         capacity = max(128, 2 ** math.ceil(math.log2(total)))
         cache = KVCache(model, lengths, min(context, capacity))
     elif (lengths != lengths[0]).any():
@@ -417,7 +417,7 @@ def sample_continuation(
     """
     tokens = []
     try:
-        # Eager, as compiled blocks would be compiled again for each length
+        # Eager, because compiled blocks would be compiled again for each length
         with torch.compiler.set_stance("force_eager"):
             check_cache(model)
             steps = generate(

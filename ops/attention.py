@@ -1,6 +1,6 @@
-"""Attention masks in the form that each backend takes, and kernels that compute attention alike.
+"""Attention masks in the form that each backend takes, and equivalent attention kernels.
 
-What may attend to what is decided by may_attend in model.py, from which all masks are made.
+All masks are built from may_attend in model.py.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class VarlenMask(NamedTuple):
-    """What varlen_attn takes: the offsets of sequences, int32 (N,), the longest one, the window."""
+    """Arguments of varlen_attn: offsets of sequences, int32 (N,), length of the longest, window."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -81,7 +81,7 @@ cached_flex_mask = functools.cache(flex_mask)  # without documents, it is the sa
 def varlen_mask(idx: Tensor, window: int, eot: int | None) -> VarlenMask:
     """The offsets of sequences and documents in idx (B, T), laid out in one row, and its end.
 
-    With documents, a GPU has to be waited for, as their number is not known before.
+    With documents it waits for the GPU, because their number is not known before.
     """
     batch, length = idx.shape
     if eot is None:
@@ -103,7 +103,7 @@ def varlen_mask(idx: Tensor, window: int, eot: int | None) -> VarlenMask:
 
 @functools.cache
 def compile_once(function: Callable, dynamic: bool | None = None) -> Callable:
-    """torch.compile, which compiles anew at every call."""
+    """torch.compile, cached: torch.compile itself would compile again at every call."""
     return torch.compile(function, dynamic=dynamic)
 
 
@@ -204,14 +204,14 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     one_query = q.size(2) == 1 and q.size(1) == k.size(1) and mask is not None
     if one_query and torch.compiler.is_dynamo_compiling():
         return one_query_attention(q, k, v, mask)
-    if q.is_cuda:  # not cuDNN, which plans anew for every number of keys
+    if q.is_cuda:  # not cuDNN, which makes a new plan for every number of keys
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         return sdpa_attention(q, k, v, mask, window=0, kernels=kernels)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
 def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query (B, n_head, 1, head_dim), as sums of products in fp32, to be compiled.
+    """Attention of one query (B, n_head, 1, head_dim) by sums of products in fp32, to be compiled.
 
     The compiler turns them into loops over k and v as they lie in memory. On a CPU they are several
     times as fast as SDPA's kernel, which is made for blocks of queries; on a GPU, SDPA's kernel

@@ -73,7 +73,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def loss_scale(x: Tensor) -> float:
-    """What gradients are multiplied by: in fp16, those of small probabilities would underflow."""
+    """Factor for gradients: in fp16, those of small probabilities would underflow without it."""
     return 64.0 if x.dtype == torch.float16 else 1.0
 
 
@@ -124,7 +124,7 @@ class CompiledLoss:
             self.evaluated.compile(**how)
         self.compiled_gradients = torch.compile(traceable_gradients, **how)
 
-        # The parameters that it uses, also those that are frozen now: those that get a gradient
+        # The parameters that the loss uses (frozen ones too) are those that get a gradient
         params = {}
         for name, p in self.module.named_parameters():
             params[name] = p.detach().requires_grad_()

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Ask if FSDP has sharded a tensor: by an attribute, as importing DTensor takes a second."""
+    """True if FSDP has sharded a tensor. Checks an attribute: importing DTensor takes a second."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -49,7 +49,7 @@ def state_to_full(state: Tensor, param: Tensor) -> Tensor:
     """Gather a tensor of optimizer state.
 
     state: a DTensor, a full tensor, or a plain one with the rows of this rank's shard of `param`,
-    as Adam's moments or a number a row.
+    for example Adam's moments, or one number per row.
     """
     if is_dtensor(param) and not is_dtensor(state) and state.dim():
         from torch.distributed.tensor import DTensor
@@ -123,13 +123,13 @@ def apply_fsdp(
 
 
 def unshard(model: nn.Module) -> None:
-    """Gather the parameters outside of blocks, for FSDP does so in the model's forward() alone."""
+    """Gather the parameters outside of blocks, which FSDP itself does in forward() only."""
     if hasattr(model, "unshard"):
         model.unshard()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free these parameters; after a forward pass without a backward, FSDP keeps them as well."""
+    """Free these parameters, which FSDP also keeps after a forward pass without a backward."""
     if hasattr(model, "reshard"):
         model.reshard()
 
@@ -240,7 +240,7 @@ def replica_group(param: Tensor) -> dist.ProcessGroup | None:
 
 
 def chunk_sizes(n: int, n_ranks: int) -> list[int]:
-    """Return how many of n rows each rank holds, as cut by Tensor.chunk; the last may hold none."""
+    """Return how many of n rows each rank holds, divided as by Tensor.chunk; some may hold none."""
     most = -(-n // n_ranks)  # rounded up
     return [max(0, min(most, n - rank * most)) for rank in range(n_ranks)]
 
@@ -268,7 +268,7 @@ def gather_whole_matrices(x: Tensor, param: Tensor) -> Tensor:
 
 
 def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
-    """Exchange the updates that this rank made for its rows of all: gather_whole_matrices undone.
+    """Undo gather_whole_matrices: exchange whole updates for this rank's rows of all updates.
 
     updates: (n, rows, cols), in the order of `params`. Returns (len(params), its rows, cols).
     """
@@ -286,7 +286,7 @@ def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
     n_each = mine.stop - mine.start
     gathered = updates.new_empty((replicas.size() * n_each, *updates.shape[1:]))
     gathered[mine][: len(updates)] = updates
-    # Before PyTorch 2.13, it had another name
+    # It had a different name before PyTorch 2.13
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, gathered[mine], group=replicas)
     return gathered[: len(params)]

@@ -1,13 +1,16 @@
 """What one writes into a line of the loss on the page is what is trained, eager and compiled."""
 
 import ast
+import inspect
 import sys
+import textwrap
 import types
 
 import pytest
 import torch
 
 from conftest import ROOT, compile_with
+from model import GPT
 from ops.compile import apply_compile
 
 SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
@@ -26,12 +29,10 @@ EDITS = {
 
 def lines_of_the_loss() -> list[str]:
     """The statements of the functions that make the loss, without docstrings."""
-    names = ("token_loss", "loss")
     found = []
-    for node in ast.walk(ast.parse(SOURCE)):
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            plain = [s for s in node.body if not isinstance(s, (ast.Expr, ast.FunctionDef))]
-            found += [SOURCE.splitlines()[statement.lineno - 1].strip() for statement in plain]
+    for function in (GPT.token_loss, GPT.loss):
+        (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        found += map(ast.unparse, parsed.body[1:])
     return found
 
 

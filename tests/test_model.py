@@ -252,25 +252,15 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
 
 
 @torch.no_grad()
-def test_ngrams_end_at_documents_and_after_n_tokens():
+def test_ngrams_end_at_documents():
     gpt, idx = random_gpt(ngram=3, ngram_rows=1 << 20), torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
-
-    def embed(idx, n: int) -> torch.Tensor:
-        """Embeddings of the last n tokens, which see those before them."""
-        return gpt.embed(idx, n)[0]
-
-    whole, other = embed(idx, 9), idx.clone()
-    assert torch.equal(whole[2], whole[8])  # 5 6 7
-    assert not torch.equal(whole[1], whole[7])  # (-) 5 6 and (4) 5 6
-    other[0, 2] = 60
-    differs = (embed(other, 9) != whole).any(-1)
-    assert differs.tolist() == [False, False, True, True, True, False, False, False, False]
-    assert torch.equal(embed(idx, 4), whole[5:])
+    whole = gpt.embed(idx, 9)
+    assert torch.equal(gpt.embed(idx, 4), whole[:, 5:])
     gpt.eot = 4  # starts a document
-    masked = embed(idx, 9)
-    assert torch.equal(masked[:5], whole[:5])
-    assert torch.equal(masked[5:], embed(idx[:, 5:], 4))
-    assert torch.equal(embed(idx, 3), masked[6:]) and not torch.equal(masked[6], whole[6])
+    masked = gpt.embed(idx, 9)
+    assert torch.equal(masked[:, :5], whole[:, :5]) and not torch.equal(masked[:, 6], whole[:, 6])
+    assert torch.equal(masked[:, 5:], gpt.embed(idx[:, 5:], 4))
+    assert torch.equal(masked[:, 6:], gpt.embed(idx, 3))
 
 
 def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
@@ -401,16 +391,6 @@ def test_eager_functions_are_pytorchs(ours, plain):
     leaf = x.float().requires_grad_()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(ours(leaf).sum(), leaf, create_graph=True)
-
-
-def test_what_is_drawn_depends_on_the_seed_alone():
-    gpt = random_gpt(std=0.3)
-    options = dict(n_tokens=30, vocab_size=65, temperature=0.9, top_k=20, top_p=0.9)
-    together = torch.stack(list(generate(gpt, PROMPTS, seeds=[5, 6, 7, 5], **options)), 1)
-    for prompt, seed, row in zip(PROMPTS, (5, 6, 7, 5), together):
-        alone = torch.cat(list(generate(gpt, [prompt], seeds=[seed], **options)))
-        assert alone.tolist() == row.tolist()
-    assert together.max() < 65 and not torch.equal(together[0], together[3])
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():

@@ -52,7 +52,7 @@ def answers(x, y):
 
 
 def only_answers_count(run) -> bool:
-    """Also in evaluation, and in the layout of the test, with micro-batches without a target."""
+    """Also in evaluation."""
     x, y = run.batch[:, :-1], answers(run.batch[:, :-1], run.batch[:, 1:])
     want, cfg = Plain(run.weights, run.state.raw_model.cfg).loss(x, y).item(), run.state.cfg
     stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
@@ -60,13 +60,11 @@ def only_answers_count(run) -> bool:
     x_val, y_val = (torch.cat(parts) for parts in zip(*batches))
     plain = Plain(run.checkpoint["model"], run.state.raw_model.cfg)
     evaluated = plain.loss(x_val, torch.where(y_val < 0, y_val, answers(x_val, y_val))).item()
-    flags = dict(data=cfg.data, doc_align=True, doc_mask=True)
-    documents = trained(run.ours, run.folder / "documents", **flags)
     same = math.isclose(rows(run.folder, "train_loss")[0], want, rel_tol=2e-6)
     same &= math.isclose(rows(run.folder, "val_loss")[-1], evaluated, rel_tol=2e-6)
     same &= not any(rows(run.folder, "val_bpb"))  # the answers' bytes are not counted
     some = (y >= 0).any(1)
-    return same and 0.1 < some.float().mean() < 0.9 and len(documents.after) == 4
+    return same and 0.1 < some.float().mean() < 0.9
 
 
 def sources_are_mixed(run) -> bool:
