@@ -145,7 +145,7 @@ def attention(
     mask: from GPT.attention_masks. None: causal. Otherwise SDPA's mask tensor; flex takes a
     BlockMask, varlen a VarlenMask. window: the mask's, as in may_attend.
     """
-    if attn_backend in ("auto", "sdpa"):
+    if attn_backend in ("auto", "sdpa"):  # PyTorch chooses the kernel
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     # The same result from a different kernel: flash, flex, blocked, ...
     return ATTENTION_KERNELS[attn_backend](q, k, v, mask, window)
