@@ -125,7 +125,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     vocab_size, eot = tokenizer.vocab_size, tokenizer.eot
     config = checkpoint["model_config"] | dict(
         vocab_size=vocab_size,  # without the head's padding
-        doc_eot=model.doc_eot,
+        eot=model.eot,
         bos_token_id=eot,
         eos_token_id=eot,
         pad_token_id=eot,
@@ -222,7 +222,7 @@ def export(path: Path, kind: str, out: Path) -> None:
     """Write the model of a checkpoint file in this format, and print what was written."""
     checkpoint = with_eval_weights(read_checkpoint(path))
     cfg = model_config(checkpoint, GPTConfig, path)
-    model = GPT(cfg, doc_eot=document_token(checkpoint))
+    model = GPT(cfg, eot=document_token(checkpoint))
     load_weights(model, checkpoint, path)
     out.parent.mkdir(parents=True, exist_ok=True)
     # The exporters warn of their own packages

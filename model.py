@@ -11,7 +11,7 @@ Differences from GPT-2:
 
 In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: functions and
 kernels that give the same results faster or with less memory (attention, loss, float8, sharding),
-and the hashing of n-grams.
+the hashing of n-grams, and the exchange between ranks. In inference/: generation.
 """
 
 import re
@@ -25,30 +25,12 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from common.values import derive_seed
-from ops.attention import (
-    ATTENTION_KERNELS,
-    attention_mask,
-    blocked_attention,
-    cached_attention,
-    flex_attention,
-)
+from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention
 from ops.functional import cross_entropy, leaky_relu_squared, norm, shift_right, softcap
 from ops.linear import linear
 from ops.loss import chunked_loss
-from ops.ngrams import (
-    NgramEmbedding,
-    ngram_dropout_weights,
-    ngram_hashes,
-    ngram_table_rows,
-    rmsprop_rows_,
-)
-from ops.parallel import (
-    exchange_updates,
-    gather_whole_matrices,
-    my_share,
-    state_on_device,
-    to_local,
-)
+from ops.ngrams import NgramEmbedding, hash_ngrams, rmsprop_rows_
+from ops.parallel import equal_shapes, on_whole_matrices, state_tensors, to_local
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -155,39 +137,31 @@ def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=
     return allowed
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: object, backend: str, window: int) -> Tensor:
-    """Softmax attention, (B, n_head, T, head_dim) as q, k, v. backend: a value of --attn.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: object, attn_backend: str, window: int
+) -> Tensor:
+    """Softmax attention. q, k, v: (B, n_head, T, head_dim). attn_backend: a value of --attn.
 
     mask: from GPT.attention_masks. None: causal. Otherwise SDPA's mask tensor; flex takes a
-    BlockMask, varlen a VarlenMask. window: the one that the mask has.
+    BlockMask, varlen a VarlenMask. window: the mask's, as in may_attend.
     """
-    if backend in ("auto", "sdpa"):
+    if attn_backend in ("auto", "sdpa"):  # PyTorch chooses the kernel
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    if backend == "flex":
-        return flex_attention(q, k, v, block_mask=mask)
-    if backend == "blocked":  # on a CPU
-        return blocked_attention(q, k, v, mask, window)
-    # The same by a different kernel: flash, cudnn, varlen, ...
-    return ATTENTION_KERNELS[backend](q, k, v, mask)
+    # The same result from a different kernel: flash, flex, blocked, ...
+    return ATTENTION_KERNELS[attn_backend](q, k, v, mask, window)
 
 
 class AttnContext(NamedTuple):
     """The inputs of a block besides x."""
 
-    cos: Tensor  # of the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
+    cos: Tensor  # for the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
     sin: Tensor
-    doc_starts: Tensor | None  # bool (B, T): where a document starts, with --doc_mask
-    window: int  # of this layer, as in may_attend
-    mask: object  # for that window
+    doc_starts: Tensor | None  # bool (B, T): True where a document starts, with --doc_mask
+    window: int  # this layer's, as in may_attend
+    mask: object  # for this window, as in attention
     attn_backend: str
     value_embed: Tensor  # (B, T, C)
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
-
-
-def gather_positions(x: Tensor, index: Tensor) -> Tensor:
-    """Take the entry of x (B, T, ...) at each row's own index, int64 (B,): (B, 1, ...)."""
-    rows = torch.arange(len(x), device=x.device)
-    return x[rows, index][:, None]
 
 
 def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
@@ -310,30 +284,26 @@ class GPT(nn.Module):
     cfg: the shape
     compute_dtype: dtype of the activations
     loss_chunk: tokens per chunk of head and loss, so that few logits exist at once; 0 is all
-    attn: attention backend. Neither it nor loss_chunk changes the result, except for rounding
-    doc_eot: the token that starts a document; if given, no token attends to another document
+    attn_backend: a value of --attn; like loss_chunk, it changes results by rounding only
+    eot: the token that starts a document; if given, no token attends to a different document
     ngram_dropout: probability of dropping an n-gram's embedding in training
     """
-
-    # Set it to False for a model that cannot go beyond seq_len, as with learned positions: then
-    # generation reads the newest seq_len tokens again for every new one
-    extrapolates = True
 
     def __init__(
         self,
         cfg: GPTConfig,
         compute_dtype: torch.dtype = torch.float32,
         loss_chunk: int = 0,
-        attn: str = "sdpa",
-        doc_eot: int | None = None,
+        attn_backend: str = "sdpa",
+        eot: int | None = None,
         ngram_dropout: float = 0.0,
     ):
         super().__init__()
         self.cfg = cfg
         self.compute_dtype = compute_dtype
         self.loss_chunk = loss_chunk
-        self.attn_backend = attn
-        self.doc_eot = doc_eot
+        self.attn_backend = attn_backend
+        self.eot = eot
         self.ngram_dropout = ngram_dropout
         self.step_seed = 0  # set by seed_random, the same on all ranks; seeds n-gram dropout
         self.windows = cfg.layer_windows()
@@ -356,151 +326,98 @@ class GPT(nn.Module):
         With targets: the mean loss over them in nats, as a scalar in fp32; 0 if all are -1.
         Without: logits, fp32 (B, T, vocab_size).
         """
-        x = self.features(idx)
+        x = self.backbone(idx)
         if targets is None:
             return self.logits(x)
         return self.loss(x, targets)
 
-    def next_logits(self, idx: Tensor, cache=None) -> Tensor:
-        """Logits of the token that follows each row of idx (B, T): fp32 (B, 1, vocab_size).
-
-        cache: an inference.generation.KVCache. An empty one reads idx as prompts, padded on the
-        right; after that, idx is the newest token of each row, (B, 1).
-        """
-        if cache is None:
-            return self.logits(self.features(idx)[:, -1:])
-
-        # Add idx to the cache. tokens: the ngram - 1 earlier ones, then idx
-        tokens = cache.read(idx, self.doc_eot)
-
-        # Prompts of more than one token. cache.length - 1: where each ends, before its padding
-        if idx.size(1) > 1:
-            position = torch.arange(idx.size(1), device=idx.device)
-            masks = self.attention_masks("sdpa", idx)
-            x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
-            return self.logits(gather_positions(x, cache.length - 1))
-
-        # One token per row, at its own position (a prompt of one token, too)
-        position = cache.length[:, None] - 1
-        masks = cache.masks(self, position)
-        x = self.backbone(tokens, position, masks, "sdpa", kv_caches=cache.layers)
-        return self.logits(x)
-
-    def features(self, idx: Tensor) -> Tensor:
-        """Compute the head's inputs without a cache: (B, T, C) from idx (B, T)."""
-        position = torch.arange(idx.size(1), device=idx.device)
-        masks = self.attention_masks(self.attn_backend, idx)
-        return self.backbone(idx, position, masks, self.attn_backend)
-
-    def backbone(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        masks: dict[int, object],
-        attn_backend: str,
-        kv_caches: list | None = None,
-    ) -> Tensor:
+    def backbone(self, idx: Tensor, cache=None) -> Tensor:
         """Embeddings and blocks: the normalized output of the last block, (B, T, C).
 
-        tokens: integer (B, S). The last T are read; the others, in generation only, are earlier
-        tokens that n-grams reach back to.
-        position: int64 (T,), or (B, T) in generation.
-        masks: the attention mask of each window.
-        kv_caches: one per layer, in generation.
+        idx: integer (B, T). cache: an inference.generation.KVCache with earlier tokens, to which
+        idx is added; None if idx is all there is.
         """
-        T = position.size(-1)
+        T = idx.size(1)
         if T > self.cfg.seq_len:
             raise ValueError(f"got {T} tokens; the model's context is {self.cfg.seq_len}: cut them")
+        if cache is None:
+            tokens = idx
+            position = torch.arange(T, device=idx.device)
+            masks = self.attention_masks(self.attn_backend, idx)
+        else:
+            # tokens: idx, after those that n-grams reach back to. position: (T,) or (B, T)
+            tokens, position, masks = cache.read(self, idx)
 
-        # What all blocks get
-        idx = tokens[:, -T:]
+        # The same inputs for all blocks
         cos, sin = rotary_cos_sin(position, self.cfg, self.compute_dtype)
-        doc_starts = None
-        if self.doc_eot is not None:
-            doc_starts = idx == self.doc_eot
         value_embed = self.value_embed(idx).to(self.compute_dtype)
+        doc_starts = None
+        if self.eot is not None:
+            doc_starts = idx == self.eot
 
         # Embeddings, then the blocks
-        x = self.embed(tokens, position).to(self.compute_dtype)
+        x = self.embed(tokens, T).to(self.compute_dtype)
         x = norm(x)
         for layer, block in enumerate(self.blocks):
+            window = self.windows[layer]
             ctx = AttnContext(
                 cos=cos,
                 sin=sin,
                 doc_starts=doc_starts,
-                window=self.windows[layer],
-                mask=masks[self.windows[layer]],
-                attn_backend=attn_backend,
+                window=window,
+                mask=masks[window],
+                attn_backend=self.attn_backend,
                 value_embed=value_embed,
-                kv_cache=kv_caches[layer] if kv_caches else None,
+                kv_cache=cache.layers[layer] if cache else None,
             )
             x = block(x, ctx)
         return norm(x)
 
-    def embed(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """Add the embeddings of the n-grams that end at each token to the token's own: (B, T, C).
-
-        tokens, position: as in backbone.
-        """
-        T = position.size(-1)
+    def embed(self, tokens: Tensor, T: int) -> Tensor:
+        """Embed the last T of the tokens (B, S), and the n-grams that end at each: (B, T, C)."""
         x = self.wte(tokens[:, -T:])
         if self.ngrams is None:
             return x
 
-        # The n-grams that end at each token, in training without those that are dropped
-        hashes = ngram_hashes(tokens, T, longest=self.cfg.ngram, doc_eot=self.doc_eot)
-        keep = None
-        if self.training and self.ngram_dropout:
-            keep = ngram_dropout_weights(hashes, self.ngram_dropout, self.step_seed)
-        rows = ngram_table_rows(hashes, self.cfg.ngram_rows)
-        return x + self.ngrams(rows, keep).to(x.dtype)
-
-    def attention_bias(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """A bias added to the attention scores, (..., n_head, T, S), or None.
-
-        ALiBi and relative positions go here; training, evaluation and generation call it.
-        query, key: positions, int64 (..., T) and (..., S).
-        """
-        return None
+        # Each n-gram selects a row of the table by its hash; dropout gives some a weight of 0
+        rows, weights = hash_ngrams(
+            tokens,
+            T,
+            longest=self.cfg.ngram,
+            n_rows=self.cfg.ngram_rows,
+            eot=self.eot,
+            dropout=self.ngram_dropout if self.training else 0.0,
+            seed=self.step_seed,
+        )
+        return x + self.ngrams(rows, weights).to(x.dtype)
 
     def attention_masks(self, attn_backend: str, idx: Tensor) -> dict[int, object]:
         """The attention mask of each window, for idx (B, T), in the form that the backend takes."""
-        position = torch.arange(idx.size(1), device=idx.device)
-        bias = self.attention_bias(position, position)
-        if bias is not None:
-            bias = bias.to(self.compute_dtype)
         masks = {}
         for window in set(self.windows):
-            # None where may_attend gives plain causal attention: no window, documents or bias
-            masks[window] = attention_mask(
-                attn_backend, may_attend, idx, window, doc_eot=self.doc_eot, bias=bias
-            )
+            # None where may_attend gives plain causal attention: no window, no documents
+            masks[window] = attention_mask(attn_backend, may_attend, idx, window, self.eot)
         return masks
 
-    def head_logits(self, x: Tensor) -> Tensor:
-        """Logits before the soft-cap, (..., vocab_size), for training, evaluation and sampling."""
-        return self.head(x)
-
     def logits(self, x: Tensor) -> Tensor:
-        """Apply head and soft-cap to x (..., C): fp32 (..., vocab_size)."""
-        return softcap(self.head_logits(x).float(), self.cfg.softcap)
+        """Apply head and soft-cap to backbone's output x (..., C): fp32 (..., vocab_size)."""
+        return softcap(self.head(x).float(), self.cfg.softcap)
 
-    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a chunk of tokens. x: (N, C), output of the blocks. targets: (N,).
+    def token_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a chunk of N tokens, given backbone's output x (N, C). targets: (N,).
 
-        To change the loss, edit this. It must return the mean over the chunk's targets that are not
-        -1; chunks are then weighted by their number of targets.
+        To change the loss, edit this. It must return the mean over targets that are not -1.
         """
-        return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)
+        return cross_entropy(self.head(x), targets, self.cfg.softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean over targets of head_loss, `loss_chunk` tokens at a time: a scalar in fp32."""
+        """The mean of token_loss over all targets (B, T), in chunks of `loss_chunk` tokens."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # chunked_loss calls head_loss chunk by chunk, and right there computes the gradients of x
-        # and of those parameters that head_loss uses
+        # chunked_loss calls token_loss chunk by chunk, and right there computes the gradients of x
+        # and of those parameters that token_loss uses
         params = list(self.parameters())
-        return chunked_loss(self.head_loss, params, x, targets, chunk=self.loss_chunk)
+        return chunked_loss(self.token_loss, params, x, targets, chunk=self.loss_chunk)
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: 6 per matmul weight, plus those of attention.
@@ -514,7 +431,7 @@ class GPT(nn.Module):
             longest = window or T
             attended += sum(min(position, longest) for position in range(1, T + 1)) / T
 
-        # All parameters but tables, which are looked up. A tied weight counts at each of its uses
+        # All parameters except tables, which are looked up; a tied weight once per use
         matmul_weights = 0
         for _, module in self.named_modules(remove_duplicate=False):
             if not isinstance(module, nn.Embedding):
@@ -530,7 +447,7 @@ def normal(std: float) -> Callable:
     """Normal distribution with this standard deviation."""
 
     def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        return x.normal_(0, 1, generator=generator).mul_(std)
+        return x.normal_(0, std, generator=generator)
 
     return fill
 
@@ -539,7 +456,7 @@ def scaled_normal(std: float) -> Callable:
     """Normal distribution with a standard deviation of std / sqrt(number of inputs)."""
 
     def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        return x.normal_(0, 1, generator=generator).mul_(std / x.size(-1) ** 0.5)
+        return x.normal_(0, std / x.size(-1) ** 0.5, generator=generator)
 
     return fill
 
@@ -552,11 +469,11 @@ class ParamSpec(NamedTuple):
     """How the parameters whose names match are initialized and optimized."""
 
     pattern: str = ""  # regular expression for the whole name
-    init: Callable | None = None  # None: as its module made it
-    optim: str = ""  # "muon", "adam", "rmsprop"; "": Muon for matrices in blocks, else Adam
+    init: Callable | None = None  # None: keep the module's initialization
+    optim: str = ""  # "muon", "adam", "rmsprop"; default: Muon for matrices in blocks, else Adam
     lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
-    betas: tuple[float, float] = (0.8, 0.95)  # of Adam; RMSprop takes the second
-    decay: float = 0.0  # weight decay of Adam and RMSprop, relative to --embed_decay
+    betas: tuple[float, float] = (0.8, 0.95)  # for Adam; RMSprop uses the second
+    decay: float = 0.0  # weight decay for Adam and RMSprop, relative to --embed_decay
 
 
 # The first matching row applies. Parameters without one keep their module's initialization and
@@ -596,7 +513,7 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 def init_weights(model: GPT, seed: int) -> None:
     """Initialize the parameters of PARAM_TABLE, and the second layer as an induction head.
 
-    Values are drawn on the CPU, for the whole parameter, from a seed per name: they do not depend
+    Values are drawn on the CPU for the whole parameter, seeded by its name, so they do not depend
     on device, sharding or other parameters.
     """
     for name, param in model.named_parameters():
@@ -626,7 +543,7 @@ def optimizer_groups(
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
     weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
-    embed_decay: the fraction that parameters with a `decay` lose per step, at the peak rate.
+    embed_decay: the fraction by which a step shrinks parameters with a `decay`, at the peak rate.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -638,7 +555,7 @@ def optimizer_groups(
                 lr=adam_lr,
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
-                fused=True,  # for torch's load_state_dict: keep the number of steps on the device
+                fused=True,  # not read here: load_state_dict then keeps `step` on the device
             )
         elif spec.optim == "muon":
             settings = dict(
@@ -654,7 +571,7 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                weight_decay=spec.decay * embed_decay / (lr or 1),  # a step multiplies it by lr
+                weight_decay=spec.decay * embed_decay / (lr or 1),  # the step multiplies by lr
                 fused=True,
             )
 
@@ -686,9 +603,6 @@ POLAR_EXPRESS_COEFFS = [
     (2.6780, -1.9908, 0.4541),
 ]
 
-# Elements that a rank orthogonalizes at once; Newton-Schulz takes several times their memory
-MAX_STACK_NUMEL = 2**26
-
 
 def newton_schulz(x: Tensor) -> Tensor:
     """Find the nearest semi-orthogonal matrix to each x (M, rows, cols), approximately.
@@ -706,12 +620,12 @@ def newton_schulz(x: Tensor) -> Tensor:
     gram = gram / scale
     x = x / scale.sqrt()
 
-    # x <- a x + (b gram + c gram^2) x
+    # Apply one quintic after the other
     for i, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFS):
         if i > 0:
             gram = x @ x.mT
-        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a)
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
+        x = torch.baddbmm(x, poly, x, beta=a)  # a x + poly x
 
     if tall:
         x = x.mT
@@ -733,10 +647,14 @@ def normalize_rows(x: Tensor) -> Tensor:
     return (unit_rows * scale).to(x.dtype)
 
 
-def orthogonalize(x: Tensor) -> Tensor:
-    """Muon's update for each x (M, rows, cols)."""
-    x = normalize_rows(newton_schulz(x))
-    return x * max(1.0, x.size(1) / x.size(2)) ** 0.5
+def orthogonalize(x: Tensor, matrix_rows: tuple[int, ...]) -> Tensor:
+    """Muon's update for each x (M, rows, cols), which stacks matrices of these numbers of rows."""
+    updates = []
+    for part in x.split(matrix_rows, dim=1):
+        rows, cols = part.shape[1:]
+        part = normalize_rows(newton_schulz(part))
+        updates.append(part * max(1.0, rows / cols) ** 0.5)
+    return torch.cat(updates, dim=1)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -750,14 +668,11 @@ class Optimizer(torch.optim.Optimizer):
         update = normalize_rows(update) * max(1, rows / cols) ** 0.5
         w -= lr * (update + weight_decay * w)
 
-    One process does this for all matrices of a shape together. With several ranks:
-    - DDP: each rank orthogonalizes its share of the matrices, then all exchange the updates
-    - FSDP: a matrix is gathered on one rank first, as no shard can be orthogonalized alone
-    - HSDP: both
+    Matrices of one shape are stacked and updated together.
 
-    groups: from optimizer_groups. ns_dtype: the dtype of Newton-Schulz. eps: for Adam and RMSprop.
-    offload: keep momentum and Adam's means in pinned CPU memory.
-    state[p]: numbers, and tensors with the rows of this rank's shard of p.
+    groups: from optimizer_groups. ns_dtype: dtype of Newton-Schulz. eps: for Adam and RMSprop
+    offload: keep momentum and Adam's means in pinned CPU memory
+    state[p]: numbers, and tensors in the shape of this rank's shard of p
     """
 
     def __init__(
@@ -773,80 +688,46 @@ class Optimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             update = getattr(self, group["kind"])  # muon, adam or rmsprop, below
-            # By shape: Muon orthogonalizes matrices of one shape together
-            by_shape: dict[torch.Size, list[Tensor]] = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_shape.setdefault(p.shape, []).append(p)
-            for params in by_shape.values():
+            for params in equal_shapes(group["params"]):
                 update(group, params)
 
-    def state_tensors(self, name: str, params: list[Tensor]) -> list[Tensor]:
-        """The state tensors of this name, one per parameter; zeros at first."""
-        for p in params:
-            state = self.state[p]
-            if name not in state:
-                state[name] = torch.zeros_like(p)
-            # Under FSDP, zeros_like and load_state_dict make DTensors: keep this rank's shard
-            state[name] = to_local(state[name])
-            # load_state_dict moves the state to the device: take it back
-            if self.offload and state[name].is_cuda:
-                state[name] = state[name].cpu().pin_memory()
-        return [self.state[p][name] for p in params]
-
     def muon(self, group: dict, params: list[Tensor]) -> None:
-        """Update parameters of one shape by Muon, as many at a time as memory allows."""
-        n_ranks = 1
-        if torch.distributed.is_initialized():
-            n_ranks = torch.distributed.get_world_size()
-        at_once = n_ranks * max(1, MAX_STACK_NUMEL // params[0].numel())
-        for first in range(0, len(params), at_once):
-            self.muon_at_once(group, params[first : first + at_once])
-
-    def muon_at_once(self, group: dict, params: list[Tensor]) -> None:
-        """One Muon update of these parameters, all of the same shape."""
+        """Update matrices of one shape by Muon."""
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
-        device = weights[0].device
         lr, beta = group["lr"], group["momentum"]
 
-        # The slice of params that this rank works on (see the diagram in ops/parallel.py): with one
-        # process or FSDP all of them, with DDP or HSDP a share. With FSDP and HSDP, a rank has only
-        # its rows of each matrix
-        mine = my_share(params)
-
-        # Momentum (with --offload copied to the device and back), then Nesterov's step
-        with state_on_device(self.state_tensors("momentum", params), device) as momenta:
+        # Momentum, and Nesterov's step
+        with state_tensors(self, "momentum", params) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
-            nesterov = [g.lerp(m, beta) for g, m in zip(grads[mine], momenta[mine])]
-        if nesterov:
-            x = torch.stack(nesterov)
-        else:  # there are more ranks than matrices
-            x = grads[0].new_empty((0, *grads[0].shape))
+            nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # With FSDP and HSDP, ranks exchange rows, so that each has some matrices whole
-        x = gather_whole_matrices(x.to(self.ns_dtype), params[0])  # (this rank's, rows, cols)
-        parts = x.split(group["matrix_rows"], dim=1)
-        x = torch.cat([orthogonalize(part) for part in parts], dim=1)
-        # Back to this rank's rows of all: (len(params), its rows, cols)
-        updates = exchange_updates(x, params).to(weights[0].dtype)
+        # Orthogonalize whole matrices, a share of them on each rank (ops/parallel.py)
+        updates = on_whole_matrices(
+            lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
+        )
 
         # Decoupled weight decay, and the update
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(weights, list(updates), alpha=-lr)
+        torch._foreach_add_(weights, updates, alpha=-lr)
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
         """Update parameters of one shape by Adam, with PyTorch's fused kernel."""
         weights = [to_local(p) for p in params]
         grads = [to_local(p.grad) for p in params]
-        device = weights[0].device
-
-        # Numbers of updates, as the fused kernel takes them: on the device
-        steps = [self.state[p].setdefault("step", torch.zeros((), device=p.device)) for p in params]
         beta1, beta2 = group["betas"]
+
+        # The fused kernel takes each parameter's number of updates as a tensor on the device
+        steps = []
+        for p in params:
+            state = self.state[p]
+            if "step" not in state:
+                state["step"] = torch.zeros((), device=p.device)
+            steps.append(state["step"])
+
         with (
-            state_on_device(self.state_tensors("exp_avg", params), device) as exp_avgs,
-            state_on_device(self.state_tensors("exp_avg_sq", params), device) as exp_avg_sqs,
+            state_tensors(self, "exp_avg", params) as exp_avgs,
+            state_tensors(self, "exp_avg_sq", params) as exp_avg_sqs,
         ):
             adamw(
                 weights,

@@ -91,7 +91,7 @@ def load(
     trained_in = checkpoint["config"].get("dtype")
     dtype = DTYPES[sampling_dtype(dtype_name, trained_in, cfg.n_embd, device)]
     with torch.device(device):
-        model = GPT(cfg, dtype, loss_chunk=2048, doc_eot=document_token(checkpoint))
+        model = GPT(cfg, dtype, loss_chunk=2048, eot=document_token(checkpoint))
         if any(name.endswith("_int8") for name in checkpoint["model"]):
             quantize(model)
     load_weights(model, with_eval_weights(checkpoint), path)

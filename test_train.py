@@ -38,10 +38,9 @@ from conftest import (
 )
 from data.stream import TokenStream
 from export import traced
-from inference.generation import KVCache, gather_positions
+from inference.generation import KVCache, gather_positions, next_logits
 from inference.int8 import quantize
 from model import GPT, GPTConfig, get_spec
-from ops.attention import add_bias
 from ops.parallel import to_full
 from runtime import wrap_model
 from runtime.checkpoint import load_weights
@@ -479,12 +478,12 @@ def test_cached_decoding(flags):
     whole, cache = model(idx), KVCache(model, lengths)
     for place in (lengths + i for i in range(-1, 24)):  # of each sequence's newest token
         read = gather_positions(idx, place) if place.max() > 6 else idx[:, :7]
-        logits = model.next_logits(read, cache)
+        logits = next_logits(model, read, cache)
         found = difference(logits, gather_positions(whole, place), "the logits", 1e-3)
         assert not found, (
             f"with a KV cache, {found} at position {place.max()}: what looks at other tokens or at "
-            "positions must go through previous_token(), GPT.attention_bias or embed's `position`; "
-            "else sample with --no_cache"
+            "positions must use previous_token() or GPT.backbone's `position`; else sample with "
+            "--no_cache"
         )
 
 
@@ -502,14 +501,12 @@ def test_attention_masks(flags, backend, monkeypatch):
     def whole_masks(self, attn_backend, idx):
         position = torch.arange(idx.size(1))
         docs = (None, None)
-        if self.doc_eot is not None:
-            number = (idx == self.doc_eot).cumsum(1)
+        if self.eot is not None:
+            number = (idx == self.eot).cumsum(1)
             docs = number[:, None, :, None], number[:, None, None, :]
-        bias = self.attention_bias(position, position)
         masks = {}
         for window in self.windows:
-            mask = model_page.may_attend(position[:, None], position, window, *docs)
-            masks[window] = add_bias(mask, bias)
+            masks[window] = model_page.may_attend(position[:, None], position, window, *docs)
         return masks
 
     monkeypatch.setattr(GPT, "attention_masks", whole_masks)

@@ -336,8 +336,8 @@ def build(
             gpt_config(cfg, vocab_size),
             compute_dtype=DTYPES[cfg.dtype],
             loss_chunk=cfg.loss_chunk,
-            attn=cfg.attn,
-            doc_eot=eot if cfg.doc_mask else None,
+            attn_backend=cfg.attn,
+            eot=eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
         )
     check_causal(raw_model)  # before init_weights: zeros in head and projections would hide a leak

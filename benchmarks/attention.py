@@ -72,14 +72,14 @@ def attention_case(cfg: Config, name: str, tokens: int):
     for tensor in (q, k, v):
         tensor.requires_grad_()
     idx = torch.randint(length // 4, shape[1:3], generator=generator).to(device)
-    doc_eot = 0 if cfg.doc_mask else None
+    eot = 0 if cfg.doc_mask else None
 
     function = naive_attention if name == "naive" else attention
     if cfg.compile != "off":
         function = torch.compile(function, dynamic=False)
 
     def forward() -> Tensor:
-        mask = attention_mask(backend, may_attend, idx, window, doc_eot)
+        mask = attention_mask(backend, may_attend, idx, window, eot)
         return function(q, k, v, mask, backend, window)
 
     def call() -> dict:

@@ -1,4 +1,8 @@
-"""Autoregressive generation: the KV cache, and sampling one token at a time."""
+"""Autoregressive generation: the KV cache, and sampling one token at a time.
+
+GPT.backbone(idx, cache) adds idx to the cache: prompts at once, then one token per row. A layer
+attends by SDPA to what its LayerCache holds, under masks that KVCache.read makes.
+"""
 
 import math
 
@@ -7,14 +11,19 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.values import printable
-from model import GPT, Linear, gather_positions, may_attend
-from ops.attention import add_bias
+from model import GPT, Linear, may_attend
 from ops.compile import keep_gcc_from_copying
 from ops.functional import shift_right
-from ops.parallel import reshard
+from ops.parallel import reshard, unshard
 
 # --------------------------------------------------------------------------------------------------
 # KV cache
+
+
+def gather_positions(x: Tensor, index: Tensor) -> Tensor:
+    """Take the entry of x (B, T, ...) at each row's own index, int64 (B,): (B, 1, ...)."""
+    rows = torch.arange(len(x), device=x.device)
+    return x[rows, index][:, None]
 
 
 class LayerCache:
@@ -108,22 +117,33 @@ class KVCache:
             tensors += layer.newest.values()
         return tensors
 
-    def read(self, idx: Tensor, eot: int | None) -> Tensor:
-        """Register tokens idx (B, T), about to be read; return them after the recent tokens."""
-        position = self.length[:, None] + torch.arange(idx.size(1), device=idx.device)
+    def read(self, model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, dict[int, Tensor | None]]:
+        """Add the tokens idx (B, T), which GPT.backbone is about to read.
+
+        Returns
+        - the ngram - 1 tokens before idx, then idx
+        - the positions of idx, (T,) for prompts, else (B, 1)
+        - each window's mask for SDPA, over the prompt's own tokens or over the slots
+        """
         n_new = self.prompt_lengths if idx.size(1) > 1 else torch.ones_like(self.length)
+        columns = torch.arange(idx.size(1), device=idx.device)
+        position = self.length[:, None] + columns
         self.length += n_new
 
-        # Where the document of each row's newest token starts; padding does not count
-        if eot is not None:
-            is_start = (idx == eot) & (position < self.length[:, None])
+        # Where the document of each row's newest token starts, padding left out
+        if model.eot is not None:
+            is_start = (idx == model.eot) & (position < self.length[:, None])
             newest_start = torch.where(is_start, position, 0).amax(1)
             self.doc_start.copy_(torch.maximum(self.doc_start, newest_start))
 
+        # Remember the newest tokens
         tokens = torch.cat((self.recent, idx), dim=1)
-        columns = n_new[:, None] + torch.arange(self.recent.size(1), device=idx.device)
-        self.recent.copy_(tokens.gather(1, columns))
-        return tokens
+        newest = n_new[:, None] + torch.arange(self.recent.size(1), device=idx.device)
+        self.recent.copy_(tokens.gather(1, newest))
+
+        if idx.size(1) > 1:
+            return tokens, columns, model.attention_masks("sdpa", idx)
+        return tokens, position, self.masks(model, position)
 
     def masks(self, model: nn.Module, position: Tensor) -> dict[int, Tensor]:
         """For each window, the slots that the token at `position` (B, 1) attends to."""
@@ -131,14 +151,9 @@ class KVCache:
         for window, layer in zip(model.windows, self.layers):
             if window in masks:
                 continue
-            slots = layer.positions()
-            query, key = position[:, :, None], slots[:, None]  # (B, 1, 1), (B, 1, size)
+            query, key = position[:, :, None], layer.positions()[:, None]  # (B, 1, 1), (B, 1, size)
             allowed = may_attend(query, key, window, True, key >= self.doc_start[:, None, None])
-            allowed = (allowed & (key >= 0))[:, None]  # negative: an empty slot
-            bias = model.attention_bias(position, slots)
-            if bias is not None:
-                bias = bias.to(model.compute_dtype)
-            masks[window] = add_bias(allowed, bias)
+            masks[window] = (allowed & (key >= 0))[:, None]  # negative: an empty slot
         return masks
 
 
@@ -207,10 +222,10 @@ def check_cache(model: nn.Module) -> None:
     logits = model(idx)
     expected = [gather_positions(logits, lengths - 1)]
     cache = KVCache(model, lengths)
-    cached = [model.next_logits(idx[:, : T - 2], cache)]
+    cached = [next_logits(model, idx[:, : T - 2], cache)]
     for i in range(2):
         expected.append(gather_positions(logits, lengths + i))
-        cached.append(model.next_logits(gather_positions(idx, lengths + i), cache))
+        cached.append(next_logits(model, gather_positions(idx, lengths + i), cache))
     reshard(model)
 
     difference = (torch.cat(cached, 1) - torch.cat(expected, 1)).abs().max().item()
@@ -221,8 +236,8 @@ def check_cache(model: nn.Module) -> None:
     if not difference <= tolerance * logits.std().item() + 1e-6:  # also if it is NaN
         raise UserError(
             f"logits with a KV cache differ by {difference:.2g} from those without: what looks at "
-            "other tokens or positions must pass through the cache, as previous_token() and "
-            "GPT.attention_bias do; sample.py --no_cache does without it"
+            "other tokens must pass through the cache, as previous_token() does, and what depends "
+            "on positions must use those of GPT.backbone; sample.py --no_cache does without it"
         )
 
 
@@ -266,8 +281,8 @@ def generate(
     idx = nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)
     total = idx.size(1) + n_tokens
     cache = None
-    if use_cache and (model.extrapolates or total <= context):
-        # Few distinct sizes, as each one compiles: powers of 2
+    if use_cache:
+        # Powers of 2, because each size is compiled
         capacity = max(128, 2 ** math.ceil(math.log2(total)))
         cache = KVCache(model, lengths, min(context, capacity))
     elif (lengths != lengths[0]).any():
@@ -290,6 +305,18 @@ def generate(
             decode = step or decode_step
 
 
+def next_logits(model: GPT, idx: Tensor, cache: KVCache | None) -> Tensor:
+    """Return the logits of the token that follows each row of idx (B, T): fp32 (B, 1, vocab_size).
+
+    With an empty cache, idx is prompts, padded on the right; then the newest token of each row.
+    """
+    unshard(model)
+    x = model.backbone(idx, cache)
+    if cache is not None and idx.size(1) > 1:
+        x = gather_positions(x, cache.length - 1)  # before the padding
+    return model.logits(x[:, -1:])
+
+
 def decode_step(
     model: nn.Module,
     idx: Tensor,
@@ -302,7 +329,7 @@ def decode_step(
 
     uniform, sampling: the arguments of sample_token.
     """
-    logits = model.next_logits(idx, cache)[:, -1, :vocab_size]
+    logits = next_logits(model, idx, cache)[:, -1, :vocab_size]
     return sample_token(logits, uniform, **sampling)
 
 
@@ -390,7 +417,7 @@ def sample_continuation(
     """
     tokens = []
     try:
-        # Eager, as compiled blocks would be compiled again for each length
+        # Eager, because compiled blocks would be compiled again for each length
         with torch.compiler.set_stance("force_eager"):
             check_cache(model)
             steps = generate(

@@ -19,9 +19,9 @@ HASH_MODULUS = 1 << 31
 
 
 class TrainGPTConfig(PretrainedConfig):
-    """The fields of model.py's GPTConfig, and doc_eot.
+    """The fields of model.py's GPTConfig, and eot.
 
-    doc_eot: the token that starts a document; tokens do not attend across documents. None: they do.
+    eot: the token that starts a document; tokens do not attend across documents. None: they do.
     """
 
     model_type = "train_gpt"
@@ -148,8 +148,8 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask = torch.ones_like(input_ids)
         # Number the documents; padding before the first token is another document
         doc_starts = (attention_mask > 0) & (attention_mask.cumsum(1) == 1)
-        if cfg.doc_eot is not None:
-            doc_starts = doc_starts | (input_ids == cfg.doc_eot)
+        if cfg.eot is not None:
+            doc_starts = doc_starts | (input_ids == cfg.eot)
         doc = doc_starts.cumsum(1)
 
         x = norm(self.embed(input_ids, doc))

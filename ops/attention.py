@@ -1,6 +1,6 @@
-"""Attention masks in the form that each backend takes, and kernels that compute attention alike.
+"""Attention masks in the form that each backend takes, and equivalent attention kernels.
 
-What may attend to what is decided by may_attend in model.py, from which all masks are made.
+All masks are built from may_attend in model.py.
 """
 
 import functools
@@ -13,77 +13,50 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.errors import UserError
-
 # --------------------------------------------------------------------------------------------------
 # Masks
 
 
 class VarlenMask(NamedTuple):
-    """What varlen_attn takes: the offsets of sequences, int32 (N,), the longest one, the window."""
+    """Arguments of varlen_attn: offsets of sequences, int32 (N,), length of the longest, window."""
 
     cu_seqlens: Tensor
     max_seqlen: int
     window: tuple[int, int]
 
 
-# Backends that can add a bias to the scores
-TAKES_BIAS = ("auto", "sdpa", "cudnn", "efficient", "math", "blocked")
-
-
 def attention_mask(
-    backend: str,
-    may_attend: Callable,
-    idx: Tensor,
-    window: int,
-    doc_eot: int | None,
-    bias: Tensor | None = None,
+    attn_backend: str, may_attend: Callable, idx: Tensor, window: int, eot: int | None
 ):
     """Make the attention mask for a backend.
 
-    idx: integer (B, T). window: keys that a query attends to, its own included; 0 = all. doc_eot:
-    the token that starts a document, if documents do not attend to each other. bias: of the scores,
-    (n_head, T, T).
+    idx: integer (B, T). window: how many keys a query attends to, its own included; 0 is all.
+    eot: the token that starts a document, if documents do not attend to each other.
 
-    Returns None for plain causal attention; a mask for SDPA, bool (T, T) or (B, 1, T, T), or of
-    bias's dtype if there is one; or a BlockMask or VarlenMask.
-    Raises UserError for a bias that the backend cannot add.
+    Returns None for plain causal attention; a mask for SDPA, bool (T, T) or (B, 1, T, T); or a
+    BlockMask or VarlenMask.
     """
     length = idx.size(1)
-    if bias is not None and backend not in TAKES_BIAS:
-        raise UserError(
-            f"--attn {backend} adds no bias to scores, as GPT.attention_bias asks; use --attn sdpa"
-        )
-    # An exported model takes every length, so its window stays
+    # An exported model takes any length, so it keeps its window
     if not torch.compiler.is_exporting() and window >= length:
         window = 0
 
-    if backend == "varlen":
-        return varlen_mask(idx, window, doc_eot)
+    if attn_backend == "varlen":
+        return varlen_mask(idx, window, eot)
     docs = None
-    if doc_eot is not None:
-        docs = (idx == doc_eot).cumsum(1)  # each token's document, by number
-    if backend == "flex":
+    if eot is not None:
+        docs = (idx == eot).cumsum(1)  # each token's document, by number
+    if attn_backend == "flex":
         make_mask = cached_flex_mask if docs is None else flex_mask
         return make_mask(may_attend, window, length, idx.device, docs)
-    if window == 0 and docs is None and bias is None:
+    if window == 0 and docs is None:
         return None
 
     position = torch.arange(length, device=idx.device)
+    query, key = position[:, None], position
     if docs is None:
-        mask = may_attend(position[:, None], position, window)
-    else:
-        query_doc = docs[:, None, :, None]
-        key_doc = docs[:, None, None, :]
-        mask = may_attend(position[:, None], position, window, query_doc, key_doc)
-    return add_bias(mask, bias)
-
-
-def add_bias(mask: Tensor, bias: Tensor | None) -> Tensor:
-    """Combine a bool mask and a bias into one mask: -inf where the bool mask is False."""
-    if bias is None:
-        return mask
-    return torch.where(mask, bias, -math.inf)
+        return may_attend(query, key, window)
+    return may_attend(query, key, window, docs[:, None, :, None], docs[:, None, None, :])
 
 
 def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: Tensor | None):
@@ -105,17 +78,17 @@ def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: 
 cached_flex_mask = functools.cache(flex_mask)  # without documents, it is the same in all steps
 
 
-def varlen_mask(idx: Tensor, window: int, doc_eot: int | None) -> VarlenMask:
+def varlen_mask(idx: Tensor, window: int, eot: int | None) -> VarlenMask:
     """The offsets of sequences and documents in idx (B, T), laid out in one row, and its end.
 
-    With documents, a GPU has to be waited for, as their number is not known before.
+    With documents it waits for the GPU, because their number is not known before.
     """
     batch, length = idx.shape
-    if doc_eot is None:
+    if eot is None:
         end = batch * length + 1
         offsets = torch.arange(0, end, length, dtype=torch.int32, device=idx.device)
     else:
-        starts = idx == doc_eot
+        starts = idx == eot
         starts[:, 0] = True
         starts = F.pad(starts.flatten(), (0, 1), value=True)
         offsets = starts.nonzero()[:, 0].int()
@@ -125,16 +98,16 @@ def varlen_mask(idx: Tensor, window: int, doc_eot: int | None) -> VarlenMask:
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels: each takes q, k, v (B, n_head, T, head_dim) and its mask
+# Kernels: each takes q, k, v (B, n_head, T, head_dim), its mask, and the window that the mask has
 
 
 @functools.cache
 def compile_once(function: Callable, dynamic: bool | None = None) -> Callable:
-    """torch.compile, which compiles anew at every call."""
+    """torch.compile, cached: torch.compile itself would compile again at every call."""
     return torch.compile(function, dynamic=dynamic)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask) -> Tensor:
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask, window: int) -> Tensor:
     """FlexAttention (Dong et al. 2024), compiled on a GPU: else it makes all scores at once."""
     from torch.nn.attention.flex_attention import flex_attention as flex  # takes two seconds
 
@@ -143,13 +116,15 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask) -> Tensor:
     return flex(q, k, v, block_mask=block_mask)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernels) -> Tensor:
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, kernels
+) -> Tensor:
     """PyTorch's scaled_dot_product_attention by one kernel, or the best of several."""
     with sdpa_kernel(kernels):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: VarlenMask, window: int) -> Tensor:
     """PyTorch's varlen_attn: all sequences in one row, with the offsets of documents."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -211,10 +186,13 @@ SDPA_KERNELS = {
     "fa3": SDPBackend.FLASH_ATTENTION,
     "fa4": SDPBackend.FLASH_ATTENTION,
 }
-ATTENTION_KERNELS = {"varlen": varlen_attention}
+ATTENTION_KERNELS = {}
 for name, kernel in SDPA_KERNELS.items():
     ATTENTION_KERNELS[name] = functools.partial(sdpa_attention, kernels=kernel)
-ATTENTION_BACKENDS = ("auto", "sdpa", *SDPA_KERNELS, "blocked", "flex", "varlen")  # of --attn
+ATTENTION_KERNELS["blocked"] = blocked_attention
+ATTENTION_KERNELS["flex"] = flex_attention
+ATTENTION_KERNELS["varlen"] = varlen_attention
+ATTENTION_BACKENDS = ("auto", "sdpa", *ATTENTION_KERNELS)  # the values of --attn
 
 
 # --------------------------------------------------------------------------------------------------
@@ -226,14 +204,14 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     one_query = q.size(2) == 1 and q.size(1) == k.size(1) and mask is not None
     if one_query and torch.compiler.is_dynamo_compiling():
         return one_query_attention(q, k, v, mask)
-    if q.is_cuda:  # not cuDNN, which plans anew for every number of keys
+    if q.is_cuda:  # not cuDNN, which makes a new plan for every number of keys
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        return sdpa_attention(q, k, v, mask, kernels)
+        return sdpa_attention(q, k, v, mask, window=0, kernels=kernels)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
 def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query (B, n_head, 1, head_dim), as sums of products in fp32, to be compiled.
+    """Attention of one query (B, n_head, 1, head_dim) by sums of products in fp32, to be compiled.
 
     The compiler turns them into loops over k and v as they lie in memory. On a CPU they are several
     times as fast as SDPA's kernel, which is made for blocks of queries; on a GPU, SDPA's kernel

@@ -84,7 +84,7 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
         options["realize_opcount_threshold"] = 60
     # On a CPU, evaluation is not worth its compile time; without chunks, training needs it
     compile_forward = device.type != "cpu" or model.loss_chunk == 0
-    model.head_loss = CompiledLoss(model, options, compile_forward)
+    model.token_loss = CompiledLoss(model, options, compile_forward)
     if mode in WITHOUT_CUDAGRAPHS:
         # Tell CUDA graphs that earlier outputs may be overwritten
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())

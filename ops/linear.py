@@ -17,7 +17,7 @@ def linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 def is_matvec(x: Tensor) -> bool:
-    """Ask if x (..., K) is one row and compiled: its product as a sum fuses with its neighbours."""
+    """True if x (..., K) is one row and compiled: a product by sums fuses with its neighbours."""
     return torch.compiler.is_dynamo_compiling() and x.numel() == x.size(-1)
 
 

@@ -73,7 +73,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def loss_scale(x: Tensor) -> float:
-    """What gradients are multiplied by: in fp16, those of small probabilities would underflow."""
+    """Factor for gradients: in fp16, those of small probabilities would underflow without it."""
     return 64.0 if x.dtype == torch.float16 else 1.0
 
 
@@ -97,34 +97,34 @@ def gradients(
 # Compiled
 
 
-class HeadLoss(nn.Module):
-    """A GPT's head_loss as the forward pass of a module, which functional_call takes."""
+class TokenLoss(nn.Module):
+    """A GPT's token_loss as the forward pass of a module, which functional_call takes."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return type(self.model).head_loss(self.model, x, targets)
+        return type(self.model).token_loss(self.model, x, targets)
 
 
 class CompiledLoss:
-    """A GPT's head_loss, compiled with its gradients as one function.
+    """A GPT's token_loss, compiled with its gradients as one function.
 
-    So one kernel reads the logits and writes their gradient. What the page says is compiled, an
-    edit of it as well.
+    One kernel then reads the logits and writes their gradient. model.py's token_loss is what gets
+    compiled, edited or not.
     """
 
     def __init__(self, model: nn.Module, options: dict, compile_forward: bool):
         """options: Inductor's. compile_forward: also without gradients, for evaluation."""
         how = dict(fullgraph=True, dynamic=False, options=options)
-        self.module = HeadLoss(model)
-        self.evaluated = HeadLoss(model)
+        self.module = TokenLoss(model)
+        self.evaluated = TokenLoss(model)
         if compile_forward:
             self.evaluated.compile(**how)
         self.compiled_gradients = torch.compile(traceable_gradients, **how)
 
-        # The parameters that it uses, also those that are frozen now: those that get a gradient
+        # The parameters that the loss uses (frozen ones too) are those that get a gradient
         params = {}
         for name, p in self.module.named_parameters():
             params[name] = p.detach().requires_grad_()

@@ -14,35 +14,44 @@ HASH_B = 0x85EBCA6B
 HASH_MODULUS = 2**31
 
 
-def ngram_hashes(tokens: Tensor, length: int, longest: int, doc_eot: int | None) -> Tensor:
-    """Hash the n-grams that end at each of the last `length` tokens.
+def hash_ngrams(
+    tokens: Tensor,
+    length: int,
+    longest: int,
+    n_rows: int,
+    eot: int | None,
+    dropout: float,
+    seed: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Hash the n-grams that end at each of the last `length` tokens to rows of a table.
 
     tokens: integer (B, S).
     longest: the n-grams have 2, ..., longest tokens.
-    doc_eot: the token that starts a document. Before it, and before the first token, there is
+    n_rows: the table's number of rows.
+    eot: the token that starts a document. Before it, and before the first token, there is
     "no token".
-    Returns int64 (B, length, longest - 1).
+    dropout, seed: as in dropout_weights.
+    Returns the rows, int64 (B, length, longest - 1), and their weights; None for ones.
     """
     hashes = []
     previous = tokens.long() + 1  # 0 stands for "no token"
     code = previous
     for _ in range(2, longest + 1):
         previous = shift_right(previous)  # one token further back
-        if doc_eot is not None:
+        if eot is not None:
             # The next shift carries this 0 along: longer n-grams end there as well
-            previous = previous.masked_fill(tokens == doc_eot, 0)
+            previous = previous.masked_fill(tokens == eot, 0)
         code = (code * HASH_A + previous) % HASH_MODULUS
         hashes.append(code)
-    return torch.stack(hashes, dim=-1)[:, -length:]
+    hashes = torch.stack(hashes, dim=-1)[:, -length:]
 
-
-def ngram_table_rows(hashes: Tensor, n_rows: int) -> Tensor:
-    """The row of each n-gram in a table of n_rows embeddings."""
     # >> 7 drops the badly mixed low bits, which depend on the hash's low bits alone
-    return ((hashes * HASH_B) >> 7) % n_rows
+    rows = ((hashes * HASH_B) >> 7) % n_rows
+    weights = dropout_weights(hashes, dropout, seed) if dropout else None
+    return rows, weights
 
 
-def ngram_dropout_weights(hashes: Tensor, dropout: float, seed: int) -> Tensor:
+def dropout_weights(hashes: Tensor, dropout: float, seed: int) -> Tensor:
     """Make the weights of n-grams under dropout: 0 with this probability, else 1 / (1 - dropout).
 
     hashes: (B, T, N). Returns fp32 (B, T, N). Pseudo-random by hashing instead of a generator, so
@@ -65,20 +74,20 @@ def mix(hashes: Tensor, value: Tensor | int) -> Tensor:
 class NgramEmbedding(nn.Embedding):
     """A table of embeddings in which each n-gram has the row that its hash selects."""
 
-    def forward(self, rows: Tensor, keep: Tensor | None) -> Tensor:
+    def forward(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows of each token's n-grams: fp32 (B, T, C).
 
-        rows: int64 (B, T, N), for n-grams of N lengths. keep: their weights in the sum, of that
+        rows: int64 (B, T, N), for n-grams of N lengths. weights: their weights in the sum, of that
         shape; None for ones.
         """
         B, T, N = rows.shape
-        if keep is not None:
-            keep = keep.view(B * T, N)
+        if weights is not None:
+            weights = weights.view(B * T, N)
         summed = F.embedding_bag(
             rows.view(B * T, N),
             self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
-            per_sample_weights=keep,
+            per_sample_weights=weights,
             sparse=self.sparse,
         )
         return summed.view(B, T, -1)

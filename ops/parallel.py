@@ -1,6 +1,7 @@
-"""DDP and FSDP2: wrapping, conversion of shards to full tensors, what Muon's ranks exchange."""
+"""DDP and FSDP2: wrapping, conversion of shards to full tensors, updates of whole matrices."""
 
 import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Ask if FSDP has sharded a tensor: by an attribute, as importing DTensor takes a second."""
+    """True if FSDP has sharded a tensor. Checks an attribute: importing DTensor takes a second."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -48,7 +49,7 @@ def state_to_full(state: Tensor, param: Tensor) -> Tensor:
     """Gather a tensor of optimizer state.
 
     state: a DTensor, a full tensor, or a plain one with the rows of this rank's shard of `param`,
-    as Adam's moments or a number a row.
+    for example Adam's moments, or one number per row.
     """
     if is_dtensor(param) and not is_dtensor(state) and state.dim():
         from torch.distributed.tensor import DTensor
@@ -105,11 +106,7 @@ def apply_fsdp(
     replicas (hybrid sharding). Blocks compute in `dtype`; gradients are reduced in `grad_comm`.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     replicas = dist.get_world_size() // shard_size
     if replicas == 1:
@@ -123,11 +120,16 @@ def apply_fsdp(
     blocks = dict.fromkeys(model.blocks)  # a block may stand in several places
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, "next_logits")
+
+
+def unshard(model: nn.Module) -> None:
+    """Gather the parameters outside of blocks, which FSDP itself does in forward() only."""
+    if hasattr(model, "unshard"):
+        model.unshard()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the full parameters that FSDP's root keeps after a forward pass without a backward."""
+    """Free these parameters, which FSDP also keeps after a forward pass without a backward."""
     if hasattr(model, "reshard"):
         model.reshard()
 
@@ -150,7 +152,7 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# What Muon's ranks exchange: each matrix is orthogonalized by one rank
+# The optimizer's view of ranks and offload
 #
 # FSDP, two ranks and matrices A B C D. A0: the rows of A that rank 0 holds; A1: those of rank 1
 #
@@ -160,15 +162,68 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 # DDP: my_share is A B on rank 0 and C D on rank 1; exchange_updates gives both the updates of all.
 # HSDP: my_share is A B in one replica, C D in the other; each then gathers its own as with FSDP.
 
+# Elements that a rank updates at once; Newton-Schulz takes several times their memory
+MAX_STACK_NUMEL = 2**26
+
+
+def equal_shapes(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters that have a gradient by shape, in lists that memory suffices for."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for p in params:
+        if p.grad is not None:
+            by_shape.setdefault(p.shape, []).append(p)
+
+    # on_whole_matrices divides a list among all ranks
+    n_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for same_shape in by_shape.values():
+        at_once = n_ranks * max(1, MAX_STACK_NUMEL // max(1, same_shape[0].numel()))
+        for first in range(0, len(same_shape), at_once):
+            yield same_shape[first : first + at_once]
+
 
 @contextlib.contextmanager
-def state_on_device(state: list[Tensor], device: torch.device):
-    """Yield optimizer state on the device; what is stored elsewhere is written back at exit."""
-    on_device = [t.to(device, non_blocking=True) for t in state]
+def state_tensors(optimizer: torch.optim.Optimizer, name: str, params: list[Tensor]):
+    """Yield the optimizer's state of this name, a tensor per parameter; zeros at first.
+
+    Each has the rows of this rank's shard. With optimizer.offload they are stored in pinned CPU
+    memory; copies on the device are yielded, and written back at exit.
+    """
+    stored = []
+    for p in params:
+        state = optimizer.state[p]
+        if name not in state:
+            state[name] = torch.zeros_like(p)
+        # Under FSDP, zeros_like and load_state_dict make DTensors: keep this rank's shard
+        state[name] = to_local(state[name])
+        # load_state_dict moves the state to the device: take it back
+        if optimizer.offload and state[name].is_cuda:
+            state[name] = state[name].cpu().pin_memory()
+        stored.append(state[name])
+
+    on_device = [t.to(p.device, non_blocking=True) for t, p in zip(stored, params)]
     yield on_device
-    for stored, used in zip(state, on_device):
-        if used is not stored:  # with --offload
-            stored.copy_(used, non_blocking=True)
+    for t, used in zip(stored, on_device):
+        if used is not t:
+            t.copy_(used, non_blocking=True)
+
+
+def on_whole_matrices(
+    function: Callable[[Tensor], Tensor],
+    rows: list[Tensor],
+    params: list[Tensor],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Apply a function to whole matrices, each on one rank; return this rank's rows of the results.
+
+    params: parameters of one shape. rows: what this rank has of a matrix like each: the rows of its
+    shard, or all. function: takes and returns a stack of matrices, (M, rows, cols) in `dtype`. M is
+    0 where there are more ranks than matrices. The results have the dtype of `rows`.
+    """
+    share = rows[my_share(params)]
+    stack = torch.stack(share) if share else rows[0].new_empty((0, *rows[0].shape))
+    matrices = gather_whole_matrices(stack.to(dtype), params[0])
+    updates = exchange_updates(function(matrices), params)
+    return list(updates.to(rows[0].dtype))
 
 
 def shard_group(param: Tensor) -> dist.ProcessGroup | None:
@@ -185,7 +240,7 @@ def replica_group(param: Tensor) -> dist.ProcessGroup | None:
 
 
 def chunk_sizes(n: int, n_ranks: int) -> list[int]:
-    """Return how many of n rows each rank holds, as cut by Tensor.chunk; the last may hold none."""
+    """Return how many of n rows each rank holds, divided as by Tensor.chunk; some may hold none."""
     most = -(-n // n_ranks)  # rounded up
     return [max(0, min(most, n - rank * most)) for rank in range(n_ranks)]
 
@@ -213,7 +268,7 @@ def gather_whole_matrices(x: Tensor, param: Tensor) -> Tensor:
 
 
 def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
-    """Exchange the updates that this rank made for its rows of all: gather_whole_matrices undone.
+    """Undo gather_whole_matrices: exchange whole updates for this rank's rows of all updates.
 
     updates: (n, rows, cols), in the order of `params`. Returns (len(params), its rows, cols).
     """
@@ -231,7 +286,7 @@ def exchange_updates(updates: Tensor, params: list[Tensor]) -> Tensor:
     n_each = mine.stop - mine.start
     gathered = updates.new_empty((replicas.size() * n_each, *updates.shape[1:]))
     gathered[mine][: len(updates)] = updates
-    # Before PyTorch 2.13, it had another name
+    # It had a different name before PyTorch 2.13
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     all_gather(gathered, gathered[mine], group=replicas)
     return gathered[: len(params)]

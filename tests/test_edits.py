@@ -187,7 +187,7 @@ WRONG = {
         ("test_what_is_learned", r"blocks.0.mlp.* learns nothing"),
     ),
     "the mean over all positions": (
-        (GPT, "head_loss", "softcap)", "softcap) * (targets >= 0).float().mean()"),
+        (GPT, "token_loss", "softcap)", "softcap) * (targets >= 0).float().mean()"),
         ("test_trained_loss", "not over all positions"),
     ),
     "evaluation in training mode": (

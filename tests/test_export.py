@@ -109,7 +109,7 @@ def for_transformers(folder: Path, data: Path, masked: bool) -> None:
     path = sample.find_file(folder / "run")
     assert export.main([str(path), "--to", "hf", "--out", str(folder / "hf")]) == 0
     model, tokenizer = sample.load(path, "cpu", "fp32")
-    assert model.doc_eot == (256 if masked else None)
+    assert model.eot == (256 if masked else None)
     idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
     idx[:, ::9] = 256
     texts, prompt = ["abc d", "", "é\n\n  x12345 don't<"], torch.tensor([256, *b"ab"])

@@ -6,6 +6,7 @@ What an edit may break is in test_train.py. Two ranks start this file once, for 
 
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
-import model
+import ops.parallel
 import sample
 from common.errors import exit_process
 from common.values import cpu_cores
@@ -169,7 +170,7 @@ def worker(folder: Path) -> None:
     compile_with(pytest.MonkeyPatch(), "aot_eager")  # Inductor's kernels are the same on all ranks
     if os.environ["RANK"] == "1":
         auto.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
-    model.MAX_STACK_NUMEL = 4096  # one matrix of the MLP a rank, so that Muon takes several goes
+    ops.parallel.MAX_STACK_NUMEL = 4096  # an MLP's matrix per rank: Muon takes several goes
     cases = AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES
     for case, flags in cases.items():
         flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags
@@ -196,6 +197,11 @@ def two_ranks(data, noisy, tmp_path_factory) -> Path:
     return folder
 
 
+def samples(folder: Path) -> list[str]:
+    """The texts that a run has sampled."""
+    return re.findall("(?s)--- sample at step.*?\n---\n", (folder / "log.txt").read_text())
+
+
 @pytest.mark.parametrize("case", AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES)
 def test_two_ranks_train_as_one(case, two_ranks, data, noisy, plain, tmp_path):
     if case not in AS_PLAIN:
@@ -207,6 +213,7 @@ def test_two_ranks_train_as_one(case, two_ranks, data, noisy, plain, tmp_path):
             | dict(data=data, parallel="auto", offload="none", compile="off", checkpointing="none"),
         )
     if case != "ddp_fp16":
+        assert samples(two_ranks / case) == samples(plain) != []
         return assert_same_run(two_ranks / case, plain)
     for key, rtol in (("train_loss", 2e-3), ("grad_norm", 2e-2)):
         np.testing.assert_allclose(rows(two_ranks / case, key), rows(plain, key), rtol=rtol)

@@ -1,38 +1,38 @@
 """What one writes into a line of the loss on the page is what is trained, eager and compiled."""
 
 import ast
+import inspect
 import sys
+import textwrap
 import types
 
 import pytest
 import torch
 
 from conftest import ROOT, compile_with
+from model import GPT
 from ops.compile import apply_compile
 
 SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
 
 # A line of the loss -> the same, changed
 EDITS = {
-    "return cross_entropy(self.head_logits(x), targets, self.cfg.softcap)": (
+    "return cross_entropy(self.head(x), targets, self.cfg.softcap)": (
         "return cross_entropy(self.head(2 * x), targets, self.cfg.softcap)"
     ),
-    "return self.head(x)": "return self.head(2 * x)",
     "x = x.flatten(0, 1)": "x = 2 * x.flatten(0, 1)",
     "targets = targets.flatten()": "targets = targets.flatten().roll(1)",
     "params = list(self.parameters())": "params = [*self.parameters()]; x = x.roll(1, 0)",
-    "return chunked_loss(self.head_loss": "return 2 * chunked_loss(self.head_loss",
+    "return chunked_loss(self.token_loss": "return 2 * chunked_loss(self.token_loss",
 }
 
 
 def lines_of_the_loss() -> list[str]:
     """The statements of the functions that make the loss, without docstrings."""
-    names = ("head_logits", "head_loss", "loss")
     found = []
-    for node in ast.walk(ast.parse(SOURCE)):
-        if isinstance(node, ast.FunctionDef) and node.name in names:
-            plain = [s for s in node.body if not isinstance(s, (ast.Expr, ast.FunctionDef))]
-            found += [SOURCE.splitlines()[statement.lineno - 1].strip() for statement in plain]
+    for function in (GPT.token_loss, GPT.loss):
+        (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        found += map(ast.unparse, parsed.body[1:])
     return found
 
 

@@ -58,20 +58,22 @@ def explicit_mask(idx: torch.Tensor, window: int, eot: int | None) -> torch.Tens
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize(
-    "window, eot, biased", [(0, None, 0), (40, None, 0), (0, 3, 0), (40, 3, 1), (999, None, 1)]
+    "window, eot, biased", [(0, None, 0), (40, None, 0), (0, 3, 0), (40, 3, 1), (999, None, 0)]
 )
 @pytest.mark.parametrize("backend", ["sdpa", "math", "blocked", "flex"])
 def test_attention_against_pytorchs_with_a_mask(backend, window, eot, biased, dtype, most):
     if backend == "flex" and (biased or dtype == torch.bfloat16):
         pytest.skip("FlexAttention adds no bias here")
     qkvd = torch.randn(4, 2, 3, 290, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    idx, bias = tokens(2, 290, 50), None
+    idx = tokens(2, 290, 50)
     exact_mask = explicit_mask(idx, window, eot)
     if biased:
         generator = torch.Generator().manual_seed(1)
         bias = torch.randn(3, 290, 290, generator=generator).to(dtype)
         exact_mask = torch.where(exact_mask, bias.double(), -math.inf)
-    mask = attention_mask(backend, may_attend, idx, window, doc_eot=eot, bias=bias)
+    mask = attention_mask(backend, may_attend, idx, window, eot)
+    if biased:
+        mask = torch.where(mask, bias, -math.inf)
 
     def with_gradients(function, kind) -> list[torch.Tensor]:
         *qkv, dy = qkvd.to(kind).unbind()
@@ -89,7 +91,7 @@ def test_attention_against_pytorchs_with_a_mask(backend, window, eot, biased, dt
         assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
 
 
-def test_varlen_takes_offsets_and_some_backends_take_no_bias():
+def test_varlen_takes_offsets():
     idx = torch.ones((2, 48), dtype=torch.int64)
     idx[0, 0] = idx[0, 7] = idx[1, 10] = 3
     mask = attention_mask("varlen", may_attend, idx, 5, 3)
@@ -97,9 +99,6 @@ def test_varlen_takes_offsets_and_some_backends_take_no_bias():
     # Our window counts the query itself, that of varlen_attn does not
     assert mask.max_seqlen == 48 and mask.window == (4, 0)
     assert attention_mask("varlen", may_attend, idx, 0, None).cu_seqlens.tolist() == [0, 48, 96]
-    for backend in ("flash", "flex", "varlen"):
-        with pytest.raises(UserError, match=f"--attn {backend} adds no bias"):
-            attention_mask(backend, may_attend, idx, 0, None, torch.zeros(2, 48, 48))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -253,25 +252,15 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
 
 
 @torch.no_grad()
-def test_ngrams_end_at_documents_and_after_n_tokens():
+def test_ngrams_end_at_documents():
     gpt, idx = random_gpt(ngram=3, ngram_rows=1 << 20), torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
-
-    def embed(idx, n: int) -> torch.Tensor:
-        """Embeddings of the last n tokens, which see those before them."""
-        return gpt.embed(idx, torch.arange(n))[0]
-
-    whole, other = embed(idx, 9), idx.clone()
-    assert torch.equal(whole[2], whole[8])  # 5 6 7
-    assert not torch.equal(whole[1], whole[7])  # (-) 5 6 and (4) 5 6
-    other[0, 2] = 60
-    differs = (embed(other, 9) != whole).any(-1)
-    assert differs.tolist() == [False, False, True, True, True, False, False, False, False]
-    assert torch.equal(embed(idx, 4), whole[5:])
-    gpt.doc_eot = 4  # starts a document
-    masked = embed(idx, 9)
-    assert torch.equal(masked[:5], whole[:5])
-    assert torch.equal(masked[5:], embed(idx[:, 5:], 4))
-    assert torch.equal(embed(idx, 3), masked[6:]) and not torch.equal(masked[6], whole[6])
+    whole = gpt.embed(idx, 9)
+    assert torch.equal(gpt.embed(idx, 4), whole[:, 5:])
+    gpt.eot = 4  # starts a document
+    masked = gpt.embed(idx, 9)
+    assert torch.equal(masked[:, :5], whole[:, :5]) and not torch.equal(masked[:, 6], whole[:, 6])
+    assert torch.equal(masked[:, 5:], gpt.embed(idx[:, 5:], 4))
+    assert torch.equal(masked[:, 6:], gpt.embed(idx, 3))
 
 
 def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
@@ -291,19 +280,18 @@ def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
 
 def test_dropped_ngrams():
     idx, gpt = tokens(8), random_gpt(ngram=2, ngram_rows=1 << 16)
-    position = torch.arange(24)
-    words, whole = gpt.wte(idx), gpt.embed(idx, position)
+    words, whole = gpt.wte(idx), gpt.embed(idx, 24)
     gpt.ngram_dropout = 0.4
     steps = []
     for gpt.step_seed in range(100):
-        got = gpt.embed(idx, position)
+        got = gpt.embed(idx, 24)
         is_dropped = (got == words).all(-1)
         expected = torch.where(is_dropped[..., None], words, words + (whole - words) / 0.6)
         torch.testing.assert_close(got, expected)
         steps.append(is_dropped.float())
         # Whatever rows are beside it; evaluation and sampling drop nothing
-        assert torch.equal(gpt.embed(idx[3:5], position), got[3:5])
-        assert torch.equal(gpt.eval().embed(idx, position), whole)
+        assert torch.equal(gpt.embed(idx[3:5], 24), got[3:5])
+        assert torch.equal(gpt.eval().embed(idx, 24), whole)
         gpt.train()
     dropped = torch.stack(steps)
     assert not any(torch.equal(dropped[0], other) for other in dropped[1:])
@@ -347,7 +335,7 @@ def test_generation_with_cache_is_generation_without(shape, std, eot):
     """Prompts of several lengths at once; beyond 24 tokens, each layer has a window of them."""
     short, long = random_gpt(**shape, std=std), random_gpt(**shape | dict(seq_len=100), std=std)
     long.windows = [window or 24 for window in short.windows]
-    short.doc_eot = long.doc_eot = eot
+    short.eot = long.eot = eot
     prompts = [prompt.clone() for prompt in PROMPTS]
     prompts[0][4] = prompts[2][0] = prompts[3][33] = 3
     got = likeliest(short, prompts, 60)
@@ -361,7 +349,7 @@ def test_the_cache_is_as_large_as_it_must_be():
     assert likeliest(gpt, PROMPTS[:2], 200) == expected
 
 
-def test_without_a_cache_the_context_is_read_again(monkeypatch):
+def test_without_a_cache_the_context_is_read_again():
     gpt = random_gpt(std=0.3)
     (text,) = likeliest(gpt, PROMPTS[:1], 40, use_cache=False)
     text = torch.tensor(PROMPTS[0].tolist() + text)
@@ -371,8 +359,6 @@ def test_without_a_cache_the_context_is_read_again(monkeypatch):
         gpt(text[None, :25])
     with pytest.raises(UserError, match="equally long"):
         next(generate(gpt, PROMPTS, n_tokens=5, vocab_size=65, use_cache=False))
-    monkeypatch.setattr(GPT, "extrapolates", False)  # as with learned positions, which end
-    assert likeliest(gpt, PROMPTS[:1], 40) == [text[9:].tolist()]
 
 
 def rms_norm(x):
@@ -405,16 +391,6 @@ def test_eager_functions_are_pytorchs(ours, plain):
     leaf = x.float().requires_grad_()
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(ours(leaf).sum(), leaf, create_graph=True)
-
-
-def test_what_is_drawn_depends_on_the_seed_alone():
-    gpt = random_gpt(std=0.3)
-    options = dict(n_tokens=30, vocab_size=65, temperature=0.9, top_k=20, top_p=0.9)
-    together = torch.stack(list(generate(gpt, PROMPTS, seeds=[5, 6, 7, 5], **options)), 1)
-    for prompt, seed, row in zip(PROMPTS, (5, 6, 7, 5), together):
-        alone = torch.cat(list(generate(gpt, [prompt], seeds=[seed], **options)))
-        assert alone.tolist() == row.tolist()
-    assert together.max() < 65 and not torch.equal(together[0], together[3])
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
@@ -546,7 +522,7 @@ def test_what_is_compiled_can_be_traced(checkpointing, monkeypatch):
     compile_with(monkeypatch, "aot_eager")
     shape = dict(n_layer=1, vocab_size=80, window="S:9", ngram=3)
     gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=16, **shape), tokens(size=80)
-    gpt.doc_eot, gpt.ngram_dropout, gpt.attn_backend = 3, 0.2, "blocked"
+    gpt.eot, gpt.ngram_dropout, gpt.attn_backend = 3, 0.2, "blocked"
     apply_fp8(gpt.blocks[0].mlp)
     apply_fp8(gpt.head)
     apply_ac(gpt.blocks[0], checkpointing)
@@ -622,34 +598,16 @@ def test_fp8_products_are_close(scaled_mm):
 
 
 def test_fp8_takes_layers_by_their_type(scaled_mm):
-    gpt, idx = (
-        random_gpt(compute_dtype=torch.bfloat16, vocab_size=80, loss_chunk=16),
-        tokens(size=80),
-    )
+    gpt, idx = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80), tokens(size=80)
     gpt.blocks[0].mlp.narrow = model.Linear(24, 8)  # 16 does not divide these
-
-    def layers_in_fp8() -> list[str]:
-        linears = [(name, m) for name, m in gpt.named_modules() if isinstance(m, model.Linear)]
-        return [name for name, m in linears if m.matmul is not linear]
-
-    def loss_and_gradients() -> tuple[float, list[torch.Tensor]]:
-        gpt.zero_grad()
-        loss = gpt(idx, idx)
-        loss.backward()
-        return loss.item(), [p.grad.flatten() for p in gpt.parameters() if p.grad is not None]
-
-    assert layers_in_fp8() == []
-    a, grads = loss_and_gradients()
+    before = gpt(idx, idx).item()
     for block in gpt.blocks:
         apply_fp8(block.mlp)
     apply_fp8(gpt.head)
-    expected = []
-    for i in range(3):
-        expected += [f"blocks.{i}.mlp.fc", f"blocks.{i}.mlp.proj"]
-    assert layers_in_fp8() == [*expected, "head"]
-    b, other = loss_and_gradients()
-    assert a != b == pytest.approx(a, rel=0.02)
-    assert min(F.cosine_similarity(x, y, dim=0).item() for x, y in zip(grads, other)) > 0.95
+    linears = [(name, m) for name, m in gpt.named_modules() if isinstance(m, model.Linear)]
+    expected = [f"blocks.{i}.mlp.{name}" for i in range(3) for name in ("fc", "proj")]
+    assert [name for name, m in linears if m.matmul is not linear] == [*expected, "head"]
+    assert before != gpt(idx, idx).item() == pytest.approx(before, rel=0.02)
 
 
 def test_fp16_skips_bad_steps_and_continues(data, noisy, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
     parts = both.split("--- sample ")
     assert [part.partition("\n")[0] for part in parts] == ["", "1", "2", "3", "4"]
     assert parts[1].startswith("1\n" + text) and parts[3].startswith("3\nx")
+    assert parts[1][1:] != parts[2][1:]
 
 
 def test_a_prompt_that_is_cut_is_said(noisy, capsys):

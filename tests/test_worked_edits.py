@@ -34,16 +34,10 @@ def worked_edits() -> dict[str, str]:
     return dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```", text, re.M | re.S))
 
 
-def rate_stays_above_half(run) -> bool:
-    down = [min(1, (1 - step / 4) / 0.6) for step in range(4)]
-    return np.allclose(rows(run.folder, "lr"), [0.02 * (0.5 + 0.5 * x) for x in down])
-
-
-def rate_is_a_cosine(run) -> bool:
-    down = [min(1, (1 - step / 4) / 0.6) for step in range(4)]
-    return np.allclose(
-        rows(run.folder, "lr"), [0.02 * (0.5 - 0.5 * math.cos(math.pi * x)) for x in down]
-    )
+def rates(form):
+    """A check that the rate decays as form(x), x from 1 to 0 in the last 60 % of 4 steps."""
+    expected = [0.02 * form(min(1, (1 - step / 4) / 0.6)) for step in range(4)]
+    return lambda run: np.allclose(rows(run.folder, "lr"), expected)
 
 
 def answers(x, y):
@@ -58,7 +52,7 @@ def answers(x, y):
 
 
 def only_answers_count(run) -> bool:
-    """Also in evaluation, and in the layout of the test, with micro-batches without a target."""
+    """Also in evaluation."""
     x, y = run.batch[:, :-1], answers(run.batch[:, :-1], run.batch[:, 1:])
     want, cfg = Plain(run.weights, run.state.raw_model.cfg).loss(x, y).item(), run.state.cfg
     stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
@@ -66,13 +60,11 @@ def only_answers_count(run) -> bool:
     x_val, y_val = (torch.cat(parts) for parts in zip(*batches))
     plain = Plain(run.checkpoint["model"], run.state.raw_model.cfg)
     evaluated = plain.loss(x_val, torch.where(y_val < 0, y_val, answers(x_val, y_val))).item()
-    flags = dict(data=cfg.data, doc_align=True, doc_mask=True)
-    documents = trained(run.ours, run.folder / "documents", **flags)
     same = math.isclose(rows(run.folder, "train_loss")[0], want, rel_tol=2e-6)
     same &= math.isclose(rows(run.folder, "val_loss")[-1], evaluated, rel_tol=2e-6)
     same &= not any(rows(run.folder, "val_bpb"))  # the answers' bytes are not counted
     some = (y >= 0).any(1)
-    return same and 0.1 < some.float().mean() < 0.9 and len(documents.after) == 4
+    return same and 0.1 < some.float().mean() < 0.9
 
 
 def sources_are_mixed(run) -> bool:
@@ -93,7 +85,7 @@ def sources_are_mixed(run) -> bool:
 
 def half_the_keys_are_cached(run) -> bool:
     cache = run.ours.generation.KVCache(run.sampled, torch.tensor([5]))
-    run.sampled.next_logits(torch.arange(5)[None], cache)
+    run.sampled.backbone(torch.arange(5)[None], cache)
     matrix_rows = {group.get("matrix_rows") for group in run.state.optimizer.param_groups}
     return cache.layers[0].k.shape[1] == 1 and (32, 16, 16) in matrix_rows
 
@@ -198,7 +190,7 @@ def figure_is_logged(run) -> bool:
 
 
 def student_is_taught(run) -> bool:
-    """The first half's weights are the teacher, also after a resume; the second begins anew."""
+    """The first half's weights are the teacher; the second half begins anew."""
     cfg, teacher, student = run.state.cfg, run.checkpoint["extra"]["teacher"], run.sampled
     noise(student, derive_seed(cfg.seed, "student"))
     weights = {name: p.detach().clone().requires_grad_() for name, p in student.named_parameters()}
@@ -218,17 +210,14 @@ def student_is_taught(run) -> bool:
     same = np.allclose(figures(run.folder)[:, 2], [want.item(), norm.item()], rtol=1e-5)
     y[:, ::5] = y[1] = -1
     same &= torch.allclose(student(x, y, probs), plain_loss(), rtol=1e-5)
-    rest, path = run.folder.parent / "rest of the student", run.folder / "ckpt_3.pt"
-    trained(run.ours, rest, data=cfg.data, resume=str(path))
-    same &= np.array_equal(figures(rest), figures(run.folder)[:, 3:])
     same &= rows(run.folder, "lr") == 2 * rows(run.folder, "lr")[:2]
     same &= run.checkpoint["optimizer"]["head.weight"]["step"].item() == 2
     return same and all(torch.equal(w, run.after[1][name]) for name, w in teacher.items())
 
 
 CASES = {
-    "A flag": Case(flags=dict(min_lr_frac=0.5), holds=rate_stays_above_half),
-    "A learning-rate schedule": Case(holds=rate_is_a_cosine),
+    "A flag": Case(flags=dict(min_lr_frac=0.5), holds=rates(lambda x: 0.5 + 0.5 * x)),
+    "A learning-rate schedule": Case(holds=rates(lambda x: 0.5 - 0.5 * math.cos(math.pi * x))),
     "A parameter": Case(plain.Scaled),
     "Dropout": Case(plain.Dropped, any_layout=False),
     "Layers left out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
@@ -238,14 +227,13 @@ CASES = {
     "Weights of tokens": Case(plain.Weighted),
     "Loss on answers alone": Case(holds=only_answers_count),
     "An auxiliary head": Case(plain.SecondHead),
-    "A contrastive term": Case(plain.Contrastive),
-    "A student of the model": Case(flags=dict(save_every=1), holds=student_is_taught),
+    "A student of the model": Case(holds=student_is_taught),
     "Mixture of experts": Case(plain.Experts, holds=experts_are_orthogonalized_apart),
     "Tied embeddings": Case(plain.Tied),
     "Grouped queries": Case(plain.Grouped, holds=half_the_keys_are_cached),
     "ALiBi": Case(plain.Alibi),
     "Learned positions": Case(plain.Positions, holds=texts_are_longer_than_the_context),
-    "The token before": Case(plain.TokenBefore),
+    "The previous token": Case(plain.TokenBefore),
     "Another optimizer": Case(holds=lion_is_lion),
     "NorMuon": Case(holds=rows_are_evened),
     "A learning rate by layer": Case(holds=layers_have_their_rates),
@@ -256,7 +244,7 @@ CASES = {
     ),
     "Fine-tuning by LoRA": Case(plain.LowRank, flags=dict(init_from="base.pt"), holds=base_stays),
     "A mixture of sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
-    "A figure of your own": Case(holds=figure_is_logged),
+    "Your own metric": Case(holds=figure_is_logged),
 }
 # The others: 12
 MOST_LINES = {"A student of the model": 22, "Grouped queries": 19, "A mixture of sources": 40}
