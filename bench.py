@@ -153,7 +153,9 @@ def main(argv: list[str]) -> int:
     if bench.options.json:
         report = {"benchmark": name, "command": command_line, "machine": machine, name: rows}
         text = json.dumps(nan_to_none(report), indent=1) + "\n"
-        Path(bench.options.json).write_text(text, encoding="utf-8")
+        path = Path(bench.options.json)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     for row in rows:
         if row.get("broken") or row.get("note", "").startswith("FAILED"):
             return 1

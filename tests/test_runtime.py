@@ -411,7 +411,7 @@ def test_foreign_checkpoints_are_refused_and_not_executed(tmp_path):
             return (os.mkdir, (str(tmp_path / "executed"),))
 
     nanogpt = dict(model={}, optimizer={}, iter_num=5)
-    refused = "is whole, but not a checkpoint of this version of the trainer"
+    refused = "is intact, but not a checkpoint of this version of the trainer"
     for content in (dict(step=1, model=Evil()), nanogpt, torch.zeros(3)):
         torch.save(content, tmp_path / "ckpt_1.pt")
         with pytest.raises(UserError, match=refused):
@@ -441,7 +441,7 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     elsewhere = "continues at another place of the stream"
     shapes = "does not fit this model (n_layer 2 there and 3 here, n_embd 32 there and 64"
     missing = 'Missing key(s) in state_dict: "head.weight".); use'
-    version = "holds version 1 of the model, and this is version 4"
+    version = "holds version 1 of the model, but this is version 4"
     for change, sentence in [
         (dict(n_embd=64, n_layer=3), shapes),
         (dict(resume=tmp_path / "ckpt_19.pt"), missing),
