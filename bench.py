@@ -59,8 +59,6 @@ def bench_record(bench: Bench) -> list[dict]:
     folder = bench.options.folders[0]
     if bench.options.pack:
         pack(folder, bench.options.pack)
-    if bench.options.reference and bench.options.rerun is None:
-        raise UserError("--reference is for reruns; add --rerun SEED, or remove it")
     if bench.options.rerun is not None:
         print(f"--rerun executes the source in {folder}")
         rerun(folder, bench.options.rerun, bench.cfg.data, bench.options.reference)

@@ -140,7 +140,6 @@ def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
 
     row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity, code_tokens=code_tokens)
     row["base"] = git("rev-parse", "--short", "HEAD", folder=base).decode().strip()
-    row["description"] = " ".join(row["description"].split())
     cells = {key: f"{cell:.5g}" if isinstance(cell, float) else cell for key, cell in row.items()}
     is_new = not path.exists()
     with open(path, "a", encoding="utf-8", newline="") as file:
@@ -205,6 +204,8 @@ def bench_experiment(bench: Bench) -> list[dict]:
     """Train base and edit on each dataset with each seed; print scores, append to the ledger."""
     bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
     options = bench.options
+    if options.ledger and Path(options.ledger).suffix != ".tsv":
+        raise UserError(f"--ledger {options.ledger} is not a .tsv file; give experiments.tsv")
     sides = read_sides(options.flags)
     other_order = dict(reversed(sides.items()))
     flags = dict(eval_every=0, eval_tokens=0) | bench.flags

@@ -123,8 +123,7 @@ def bench_plot(bench: Bench) -> None:
     for number, (name, runs) in enumerate(read_curves(options.folders).items()):
         draw_curve(axes, f"C{number % 10}", name, runs, options)
     if options.target:
-        label = f"target {options.target:g}"
-        axes.axhline(options.target, color="black", linestyle="--", label=label)
+        axes.axhline(options.target, color="black", label="target")
     axes.set(xlabel=X_AXES[options.x], ylabel=f"validation loss ({Y_AXES[options.y]})")
     axes.legend(title="pale: training loss")
     axes.figure.savefig(out)
