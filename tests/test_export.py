@@ -229,7 +229,7 @@ def test_what_cannot_be_exported_is_said(windowed, tmp_path, capsys, monkeypatch
         ("onnx", "m", "needs onnx, which is not installed"),
         ("int8", "there", "there exists already"),
         ("safetensors", "m", "config.json exists already"),
-        ("torch-export", "m.bin", "reads .pt2 files only"),
+        ("torch-export", "m.bin", "only reads .pt2 files"),
     ):
         assert export.main([str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
         assert says in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 2
