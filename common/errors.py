@@ -18,7 +18,7 @@ class TrainerError(Exception):
 
     def __init__(self, text: str, printed: bool = False):
         super().__init__(text)
-        self.printed = printed  # by another rank
+        self.printed = printed  # True if a different rank prints it
 
 
 class UserError(TrainerError):

@@ -63,7 +63,7 @@ class Attention(nn.Module):
         v = v + gate[..., None] * value_embed.view(v.shape)
         q, k = norm(q), norm(k)
 
-        # Partial key offset: the last dimensions are the previous token's in the same document
+        # Partial key offset: the final dimensions are from the previous token in the same document
         k_rot, k_pass = k.split((self.rotary_dim, k.size(-1) - self.rotary_dim), dim=-1)
         k_pass = F.pad(k_pass[:, :-1], (0, 0, 0, 0, 1, 0))
         k_pass = k_pass.masked_fill(doc_starts[..., None, None], 0)

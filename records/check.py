@@ -189,7 +189,7 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
     steps = flags["max_steps"]
     machine = summary["machine"]
 
-    # The same source, flags and machine as in the other runs, as the track requires
+    # The source, flags and machine of the other runs, all as the track requires
     for name in wrong_sources(record, run):
         yield f"log.txt does not hold the hash of {name} that source.patch gives"
     other = different_flags(flags, first["flags"])
