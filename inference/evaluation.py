@@ -194,7 +194,8 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
         scores, is_greedy = score_endings(model, list(itertools.chain.from_iterable(batch)))
         if not scores.isfinite().all():
             raise UserError(
-                "the model's likelihoods are not finite; try --dtype fp32, or a different checkpoint"
+                "the model's likelihoods are not finite; "
+                "try --dtype fp32, or a different checkpoint"
             )
         nats -= scores.sum().item()
         if one_ending:
