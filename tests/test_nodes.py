@@ -177,8 +177,8 @@ MISTAKES = {  # case -> its sentence
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
     "data": "rank 1 on HOST has the shards of other with hash ",
     "no_data": "there is no folder nowhere",
-    "unseen": "and rank 0 on HOST has 0.0; start all ranks with the same, and resume from a folder "
-    "that all can read",
+    "unseen": "and rank 0 on HOST has 0.0; start all ranks with the same command, and "
+    "resume from a folder that all can read",
 }
 
 
