@@ -1,21 +1,21 @@
-"""Measure what each flag is worth on this machine: `python bench.py [SUBCOMMAND] [flags]`
+"""Measure the effect of each flag on this machine: `python bench.py [SUBCOMMAND] [flags]`
 
 train      (the default) the ladder: systems flags added one by one
-experiment whether an edit lowers the loss, how much sooner it reaches an equal one, and a row of
-           --ledger: keep, discard or crash. Each --flags="..." is a side: trainer flags, after the
-           folder of an edited checkout if it begins with one (docs/experiments.md)
+experiment compare an edit with a base: losses, the time to an equal loss, and a row in --ledger
+           (keep, discard or crash). Each --flags="..." is one side: trainer flags, optionally after
+           the folder of an edited checkout (docs/experiments.md)
 attention  every attention backend and a naive softmax, forward and backward, over context lengths
-memory     measured peaks: weights, gradients, optimizer state, activations, by checkpointing mode
+memory     measured peaks of weights, gradients, optimizer state, activations per checkpointing mode
 scaling    weak and strong scaling over 1, 2, 4, ... ranks of this machine, or torchrun's ranks
-profile    where a step's time goes, in six lines, and the trace
-record DIR check a folder of records/ against the rules of its track; --pack HEAD turns its runs'
-           source/ folders into source.patch: a commit and the diff against it; --rerun SEED
-           executes its source, to train that seed again (on --data DIR), into its folder
+profile    the time of a step in six lines, and the trace
+record DIR check a folder of records/ against the rules of its track; --pack HEAD replaces its runs'
+           source/ folders by source.patch (a commit and a diff); --rerun SEED executes its source
+           to repeat that seed (on --data DIR), in its folder
 plot DIR   plot the validation losses of runs and records:
            plot DIR... [--x ...] [--y ...] [--target LOSS] [--out FILE]
 
 A step is the trainer's own train_step. Compared cases run in their own processes, interleaved
-(A B A B); figures are medians (min-max). Trainer flags set what a benchmark does not vary itself.
+(A B A B); figures are medians (min-max). Trainer flags apply unless a benchmark varies them.
 """
 
 import argparse
@@ -53,14 +53,12 @@ from train_gpt import Config
 
 
 def bench_record(bench: Bench) -> list[dict]:
-    """Check a record's folder; print its row and the rules that it breaks."""
+    """Check a record's folder; print its row and the violated rules."""
     if len(bench.options.folders) != 1:
-        raise UserError("record takes one folder, as in records/laptop/DATE_NAME")
+        raise UserError("record takes one folder, such as records/laptop/DATE_NAME")
     folder = bench.options.folders[0]
     if bench.options.pack:
         pack(folder, bench.options.pack)
-    if bench.options.reference and bench.options.rerun is None:
-        raise UserError("--reference is timed beside a rerun; add --rerun SEED, or remove it")
     if bench.options.rerun is not None:
         print(f"--rerun executes the source in {folder}")
         rerun(folder, bench.options.rerun, bench.cfg.data, bench.options.reference)
@@ -84,7 +82,7 @@ BENCHMARKS = dict(
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """The options of bench.py; all others are the trainer's flags."""
+    """Make the parser of bench.py's own options; all others are the trainer's flags."""
     parser = argparse.ArgumentParser(
         "bench.py",
         description=__doc__,
@@ -92,44 +90,44 @@ def get_args_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--repeats", type=int, default=5, help="measurements of each case, seeds [5]")
+    add("--repeats", type=int, default=5, help="measurements per case; experiment: seeds [5]")
     add("--json", default="", metavar="FILE", help="write all measurements to this file")
-    add("--flags", action="append", default=[], help="experiment: a side, as in '--softcap 0'")
-    add("--data", nargs="+", default=[], metavar="DIR", help="dataset; experiment: several")
-    add("--ledger", default="", metavar="FILE", help="experiment: append a row to this .tsv")
-    add("--describe", default="", metavar="TEXT", help="experiment: what was tried, for the ledger")
+    add("--flags", action="append", default=[], help="experiment: one side, such as '--softcap 0'")
+    add("--data", nargs="+", default=[], metavar="DIR", help="dataset; experiment: one or more")
+    add("--ledger", default="", metavar="FILE", help="experiment: append a row to this .tsv file")
+    add("--describe", default="", metavar="TEXT", help="experiment: description for the ledger")
     add(
         "--pack",
         default="",
         metavar="COMMIT",
-        help="record: store source/ as a diff to this commit",
+        help="record: store source/ as a diff from this commit",
     )
-    add("--rerun", type=int, metavar="SEED", help="record: execute its source, for this seed")
-    add("--reference", default="", metavar="DIR", help="--rerun: a record to time beside it")
+    add("--rerun", type=int, metavar="SEED", help="record: execute its source for this seed")
+    add("--reference", default="", metavar="DIR", help="--rerun: a second record to time")
     add("--x", choices=X_AXES, default="train_time_s", help="plot: horizontal axis [train_time_s]")
     add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
-    add("--target", type=float, help="plot: a loss to draw a line at")
-    add("--out", default="plot.svg", help="plot: a file that ends in .svg or .png [plot.svg]")
+    add("--target", type=float, help="plot: draw a line at this loss")
+    add("--out", default="plot.svg", help="plot: an .svg or .png file [plot.svg]")
     return parser
 
 
 def parse(argv: list[str]) -> tuple[str, Bench]:
-    """Read the command line: the subcommand, and what its benchmark takes. Raises UserError."""
+    """Read the command line: the subcommand and its Bench. Raises UserError."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     name = words[0] if words else "train"
     folders = words[1:]
     if name not in BENCHMARKS or (folders and name not in ("record", "plot")):
-        wrong = f"there is no benchmark {' '.join(words)!r}"
-        raise UserError(f"{wrong}; expected one of {', '.join(BENCHMARKS)}")
+        raise UserError(
+            f"there is no benchmark {' '.join(words)!r}; expected one of {', '.join(BENCHMARKS)}"
+        )
     if "WORLD_SIZE" in os.environ and name != "scaling":
-        wrong = f"{name} starts its own processes"
-        raise UserError(f"{wrong}; use python instead of torchrun (scaling takes both)")
+        raise UserError(f"{name} starts its own processes; use python instead of torchrun")
     options, trainer_flags = get_args_parser().parse_known_args(argv[len(words) :])
     options.folders = folders
     flags = parse_flags(trainer_flags, dataclasses.fields(Config), {}, "")
     if options.data and name != "experiment":
         if len(options.data) > 1:
-            raise UserError(f"{name} takes one dataset as --data; give experiment several")
+            raise UserError(f"{name} takes one --data; only experiment takes several")
         flags["data"] = options.data[0]
     return name, Bench(flags, options)
 

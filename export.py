@@ -47,26 +47,26 @@ def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
         out.with_name(VOCABULARY_FILE).write_bytes(checkpoint["vocabulary"].encode("utf-8"))
     config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
     out.with_name("config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # Cloned, as safetensors refuses tied weights
+    # Cloned, because safetensors refuses tied weights
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with atomic_write(out) as file:
         file.write(save(weights, {"format": "pt"}))
 
 
 def to_int8(model: GPT, checkpoint: dict, out: Path) -> None:
-    """Write a checkpoint of int8 weights and scales, without optimizer state, for sample.py."""
+    """Write a checkpoint for sample.py with int8 weights and scales, without optimizer state."""
     weights = dict(quantize(model).state_dict())
     with atomic_write(out) as file:
         torch.save(checkpoint | dict(model=weights, optimizer={}, extra={}), file)
 
 
 def traced(model: GPT) -> torch.export.ExportedProgram:
-    """Trace the forward pass from int64 ids (B, T) to fp32 logits (B, T, vocab_size), any B and T.
+    """Trace the forward pass, int64 ids (B, T) to fp32 logits (B, T, vocab_size), for any B and T.
 
     Raises UserError for a model that cannot be traced.
     """
     table = model.ngrams
-    if table is not None:  # ONNX has lookups and sums, but no embedding_bag
+    if table is not None:  # ONNX has lookups and sums, not embedding_bag
         table.forward = lambda rows, keep: F.embedding(rows, table.weight).sum(-2)
     seq_len = model.cfg.seq_len
     example = torch.zeros((2, max(2, seq_len // 2)), dtype=torch.int64)
@@ -75,28 +75,28 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
         1: torch.export.Dim("length", min=1, max=seq_len),
     }
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a failure prints the graph there
+        with contextlib.redirect_stderr(io.StringIO()):  # failures print the graph there
             return torch.export.export(model, (example,), dynamic_shapes=dict(idx=shape))
-    except Exception as error:  # of many kinds: an edited model may not be traceable
+    except Exception as error:  # edited models fail in many ways
         first_line = str(error).strip().partition("\n")[0]
         raise UserError(
             f"the model cannot be traced ({type(error).__name__}: {first_line}); "
-            "export its weights, --to safetensors"
+            "export its weights with --to safetensors"
         ) from None
 
 
 def to_torch_export(model: GPT, checkpoint: dict, out: Path) -> None:
     """Write a program that torch.export.load reads without this repository."""
-    content = io.BytesIO()  # in memory first: PyTorch's own writer aborts when a write fails
+    content = io.BytesIO()  # in memory first, because PyTorch's writer aborts if a write fails
     torch.export.save(traced(model), content)
     with atomic_write(out) as file:
         file.write(content.getbuffer())
 
 
 def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
-    """Write a graph with input "idx" and output "logits", of any batch size and length.
+    """Write a graph with input "idx" and output "logits", for any batch size and length.
 
-    Weights of 2 GB and more are written to a file beside it.
+    Weights of 2 GB and more go into a second file beside it.
     """
     program = torch.onnx.export(
         traced(model),
@@ -107,7 +107,7 @@ def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
     )
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-") as folder:
         program.save(Path(folder) / out.name)
-        # In reverse order: a file of weights first, then the graph
+        # In reverse order: the file of weights, if any, then the graph
         for path in sorted(Path(folder).iterdir(), reverse=True):
             os.replace(path, out.with_name(path.name))
 
@@ -116,8 +116,8 @@ def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
 def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     """Write a folder from which Transformers' Auto classes load model and tokenizer.
 
-    They need trust_remote_code=True. Raises UserError if modeling_gpt.py does not compute the
-    model's logits, as after a change of model.py alone.
+    They need trust_remote_code=True. Raises UserError if modeling_gpt.py does not compute the same
+    logits as the model, for example after an edit of model.py alone.
     """
     from inference.modeling_gpt import TrainGPTConfig, TrainGPTForCausalLM
 
@@ -142,8 +142,8 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
         torch.testing.assert_close(hf_model(idx).logits, logits, rtol=0, atol=1e-3)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            "modeling_gpt.py does not compute what model.py does "
-            f"({' '.join(str(error).split())[:300]}); edit it alike"
+            "modeling_gpt.py and model.py give different logits "
+            f"({' '.join(str(error).split())[:300]}); apply the same edit to both"
         ) from None
 
     TrainGPTConfig.register_for_auto_class()
@@ -157,9 +157,10 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
 
 
 def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
-    """Make a tokenizer of Transformers that makes the same tokens.
+    """Convert a tokenizer to one of Transformers that gives the same tokens.
 
-    The text "<|endoftext|>" becomes that token, and every text begins with it, as in sample.py.
+    The text "<|endoftext|>" is converted to that token, and every text begins with it, as in
+    sample.py.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -171,7 +172,7 @@ def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
     else:
         ranks = tokenizer.tiktoken._mergeable_ranks
         converter.pattern = tokenizer.tiktoken._pat_str
-    converter.load_tiktoken_bpe = lambda _: ranks  # not of a file
+    converter.load_tiktoken_bpe = lambda _: ranks  # instead of reading a file
     bpe = converter.converted()
     eot = "<|endoftext|>"
     bpe.post_processor = TemplateProcessing(
@@ -198,7 +199,7 @@ FORMATS = {
 
 
 def check_arguments(kind: str, out: Path) -> None:
-    """Raise UserError if a package is missing, or the files cannot be written under this name."""
+    """Raise UserError if a package is missing, or if the output cannot have this name."""
     for package in PACKAGES.get(kind, []):
         if importlib.util.find_spec(package) is None:
             raise UserError(
@@ -211,21 +212,21 @@ def check_arguments(kind: str, out: Path) -> None:
         beside = [f"{out.name}.data"]
     for path in (out, *(out.parent / name for name in beside)):
         if path.exists():
-            raise UserError(f"{path} is there already; give another --out, or delete it")
+            raise UserError(f"{path} exists already; give a different --out, or delete it")
     if kind == "torch-export" and out.suffix != ".pt2":
         raise UserError(
-            f"--out is {out}, and torch.export.load reads .pt2 files only; give it that ending"
+            f"--out is {out}, but torch.export.load only reads .pt2 files; give it that ending"
         )
 
 
 def export(path: Path, kind: str, out: Path) -> None:
-    """Write the model of a checkpoint file in this format, and print what was written."""
+    """Write the model of a checkpoint file in this format, and print the size of the result."""
     checkpoint = with_eval_weights(read_checkpoint(path))
     cfg = model_config(checkpoint, GPTConfig, path)
     model = GPT(cfg, eot=document_token(checkpoint))
     load_weights(model, checkpoint, path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    # The exporters warn of their own packages
+    # The exporters print warnings about their own packages
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -237,18 +238,18 @@ def export(path: Path, kind: str, out: Path) -> None:
 
 @command
 def main(argv: list[str]) -> None:
-    """Export as the command line says."""
+    """Run the export that the command line describes."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of a run, or a checkpoint file")
-    add("--to", required=True, choices=FORMATS, help="the format; graphs are in fp32")
+    add("--to", required=True, choices=FORMATS, help="output format; graphs are in fp32")
     add(
         "--out",
         required=True,
         metavar="FILE",
-        help="the file (hf: folder) to write; must not exist yet",
+        help="file (hf: folder) to write; must not exist yet",
     )
-    add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
+    add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     args = parser.parse_args(argv)
     out = Path(args.out)
     check_arguments(args.to, out)

@@ -41,7 +41,7 @@ from runtime.device import peak_memory_mb, select_device
 from runtime.flag_checks import check_compiler
 from runtime.speed import DTYPES, sampling_dtype
 
-# For each mode, the flags that do nothing in it
+# For each mode, the flags that have no effect in it
 SAMPLING = (
     "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache "
     "compile"
@@ -55,14 +55,14 @@ NO_EFFECT = {
 
 
 def find_file(run: str | Path, best: bool = False) -> Path:
-    """Return the checkpoint file to load: `run` itself, or the newest or best in this folder.
+    """Return the checkpoint file to load: `run` itself, or the newest or best one in this folder.
 
     Raises UserError.
     """
     path = Path(run)
-    if os.path.isfile(path):  # where Path.is_file raises an error for too long a name
+    if os.path.isfile(path):  # Path.is_file raises an error if the name is too long
         if best:
-            raise UserError(f"{path} is a file, and --best is for a run's folder; leave out --best")
+            raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
         return path
     if not os.path.isdir(path):
         raise UserError(f"there is no {path}; give the folder of a run, or a checkpoint file")
@@ -72,10 +72,10 @@ def find_file(run: str | Path, best: bool = False) -> Path:
         return found[0]
     if newest:
         raise UserError(
-            f"{path} holds no {BEST}, which evaluations during a run save; leave out --best for "
-            f"{newest[0].name}"
+            f"{path} holds no {BEST}, which is saved by evaluations during a run; remove --best to "
+            f"use {newest[0].name}"
         )
-    raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved")
+    raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved one")
 
 
 def load(
@@ -83,7 +83,7 @@ def load(
 ) -> tuple[GPT, Tokenizer]:
     """Load the model of a checkpoint file for inference, and its tokenizer.
 
-    The file may be one that `export.py --to int8` wrote. Raises UserError.
+    The file may also be from `export.py --to int8`. Raises UserError.
     """
     checkpoint = read_checkpoint(path)
     device = select_device(device_name)
@@ -117,14 +117,14 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         help="folder of a run, a checkpoint file, or one from export.py --to int8",
     )
-    add("--best", action="store_true", help="the weights of the best evaluation, not the newest")
+    add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     add("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
     add(
         "--interactive",
         nargs="?",
         const="",
         metavar="END",
-        help="continue each line that is typed, and END after it: $'\\n' after questions",
+        help="continue each typed line, with END appended, such as $'\\n' after questions",
     )
     add(
         "--perplexity",
@@ -135,26 +135,26 @@ def make_parser() -> argparse.ArgumentParser:
         "--stride",
         type=int,
         default=0,
-        help="step of --perplexity's windows, in tokens; 0 = a context, fastest",
+        help="step of --perplexity's windows, in tokens; 0 = context length, fastest",
     )
     add(
         "--choices",
         metavar="FILE",
-        help="print the accuracy on these questions, as of data/prepare.py hellaswag",
+        help="print the accuracy on these questions, such as those of data/prepare.py hellaswag",
     )
     add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
-    add("--max_new_tokens", type=int, default=500, help="length of each, in tokens")
+    add("--max_new_tokens", type=int, default=500, help="length of each sample, in tokens")
     add("--stop", default="", metavar="TEXT", help="end each sample before this text")
     add("--temperature", type=float, default=0.8, help="0 = greedy decoding")
     add("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
     add("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
-    add("--seed", type=int, default=0, help="the same seed gives the same text")
+    add("--seed", type=int, default=0, help="equal seeds give equal texts")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add(
         "--dtype",
         default="auto",
         choices=("auto", *DTYPES),
-        help="auto = as trained, if supported",
+        help="auto = as in training, if supported",
     )
     add(
         "--int8",
@@ -164,7 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--no_cache",
         action="store_true",
-        help="re-read the whole context for each token, to compare",
+        help="re-read the whole context for each token, for comparison",
     )
     add("--compile", action="store_true", help="compile the decode step; pays off for long texts")
     return parser
@@ -181,15 +181,15 @@ def check_arguments(args, parser: argparse.ArgumentParser) -> None:
         raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
     changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     if "stride" in changed and "perplexity" not in changed:
-        raise UserError("--stride is for --perplexity, which was not given; remove it")
+        raise UserError("--stride is for --perplexity; add that, or remove --stride")
     for mode, names in NO_EFFECT.items():
         unused = changed & set(names.split())
         if mode in changed and unused:
-            raise UserError(f"--{min(unused)} does nothing for --{mode}; remove one of them")
+            raise UserError(f"--{min(unused)} has no effect with --{mode}; remove one of them")
 
 
 class Sample:
-    """A text that is being generated: the prompt, and what follows it so far."""
+    """A text that is being generated: the prompt, and its continuation so far."""
 
     def __init__(self, prompt: str, seed: int):
         self.prompt = prompt
@@ -197,11 +197,11 @@ class Sample:
         self.text = ""
         self.n_printed = 0  # characters of the text
         self.ended = False
-        # Holds the bytes of a character back until it is complete
+        # Holds bytes back until their character is complete
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def append(self, raw: bytes, stop: str) -> None:
-        """Append a token's bytes; end the text before the stop text, if it now contains that."""
+        """Append a token's bytes. If the text now contains the stop text, end it before that."""
         self.text += self.decoder.decode(raw)
         if stop and stop in self.text:
             self.text = self.text.partition(stop)[0]
@@ -209,7 +209,7 @@ class Sample:
             self.ended = True
 
     def stream(self, stop: str) -> None:
-        """Print what is new, except for an end that may yet become the stop text."""
+        """Print the new text, except for an end that may become the stop text."""
         end = len(self.text) - max(0, len(stop) - 1)
         if end > self.n_printed:
             print(displayed(self.text[self.n_printed : end]), end="", flush=True)
@@ -217,12 +217,12 @@ class Sample:
 
 
 def displayed(text: str) -> str:
-    """Return the text as it is printed: on a terminal without control characters."""
+    """Return the text to print, on a terminal without control characters."""
     return printable(text) if os.isatty(1) else text
 
 
 def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: bool) -> str:
-    """Generate the samples' texts; return a sentence on the number of tokens, speed and memory.
+    """Generate the samples' texts; return a sentence with the number of tokens, speed and memory.
 
     step: as in generate. stream: print the text while it is being generated.
     """
@@ -266,14 +266,14 @@ def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: b
 
 
 def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None:
-    """Continue the prompts: a single sample is streamed, several are printed when done."""
+    """Continue the prompts. A single sample is streamed; several are printed when complete."""
     context = model.cfg.seq_len
     for prompt in prompts:
         n_tokens = len(tokenizer.encode(prompt))
         if n_tokens > context:
             print(
-                f"of the prompt's {n_tokens:,} tokens the model reads the last {context:,}, "
-                "its context",
+                f"the prompt has {n_tokens:,} tokens; the model reads the final {context:,}, "
+                "its context length",
                 file=sys.stderr,
             )
     seeds = range(args.seed, args.seed + args.num_samples)
@@ -296,7 +296,7 @@ def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None
 def typed_lines(end: str):
     """Yield each typed line, with this end, as a list of one prompt, until Ctrl-D."""
     print("> ", end="", file=sys.stderr, flush=True)
-    for line in sys.stdin or []:  # None: it is closed
+    for line in sys.stdin or []:  # None if it is closed
         yield [line.removesuffix("\n") + end]
         print("> ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
@@ -327,13 +327,13 @@ def run(args) -> None:
 
 @command
 def main(argv: list[str]) -> int:
-    """Sample or evaluate as the command line says; returns the exit code."""
+    """Run the command line, and return the exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
         check_arguments(args, parser)
         run(args)
-        print(end="", flush=True)  # a closed pipe may show only now
+        print(end="", flush=True)  # a closed pipe may only be noticed here
     except KeyboardInterrupt:
         print()
         return 130

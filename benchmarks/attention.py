@@ -48,9 +48,10 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *_) ->
 
 
 def attention_case(cfg: Config, name: str, tokens: int):
-    """Yield the peak MiB of a call; then the ms of forward and of backward.
+    """Yield the peak MiB of a call; then the ms of its forward and its backward pass.
 
-    name: of BACKENDS. tokens: of a call, in sequences of cfg.seq_len. Forward makes the mask, too.
+    name: one of BACKENDS. tokens: per call, in sequences of cfg.seq_len. Forward includes making
+    the mask.
     """
     backend = name.removesuffix(", compiled")
     if backend in ATTENTION_BACKENDS:
@@ -121,11 +122,11 @@ def bench_attention(bench: Bench) -> list[dict]:
     failed = {row["backend"]: row["note"] for row in rows if "note" in row}
     n_head = bench.cfg.n_head
     note = (
-        f"{tokens} tokens a call, {n_head} heads of {bench.cfg.n_embd // n_head}. "
+        f"{tokens} tokens per call, {n_head} heads of {bench.cfg.n_embd // n_head}. "
         "Windows and documents are a quarter of T (documents on average). "
-        "Making the mask counts as forward."
+        "Forward includes making the mask."
     )
     for name, reason in failed.items():
-        note += f"\nNot everywhere: {name} ({reason})."
+        note += f"\nFailed for some T or masks: {name} ({reason})."
     print(table("Attention", measured, note))
     return rows

@@ -1,6 +1,6 @@
-"""`bench.py experiment`: whether an edit lowers the loss, over datasets and seeds; and a ledger.
+"""`bench.py experiment`: compare an edit's loss with a base, over datasets and seeds; the ledger.
 
-docs/experiments.md is the loop around it.
+docs/experiments.md shows how to use it.
 """
 
 import csv
@@ -24,11 +24,13 @@ from records.check import t_test
 from records.source import git
 
 RULE = (
-    "keep: a score below 1 with p < 0.05, of three pairs or more; crash: a run failed; else discard"
+    "keep: a score below 1 with p < 0.05, from three pairs or more; crash: a run failed; else "
+    "discard"
 )
 
-# Of the ledger. base: its commit. edit: a hash of the difference to it and of the flags. score: of
-# the losses, relative to the base's. The next three are the edit's: means, and code that it adds
+# Columns of the ledger. base: its commit. edit: a hash of the diff and of the flags. score: loss
+# relative to the base's. train_time_s and peak_mem_mb: means of the edit's runs. code_tokens: the
+# code that the edit adds
 COLUMNS = (
     "date",
     "base",
@@ -45,15 +47,15 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 
 
 def losses_of(pair: dict[str, dict]) -> dict[str, float]:
-    """Return both losses of a pair in bits per byte, or in nats per token if one has no bytes."""
+    """Return both losses of a pair in bits per byte, or nats per token for data without bytes."""
     key = "val_bpb" if all(run["val_bpb"] for run in pair.values()) else "val_loss"
     return {side: run[key] for side, run in pair.items()}
 
 
 def time_to(run: dict, loss: float) -> float:
-    """Return the train_time at which a run first reaches a loss; nan if before it is evaluated.
+    """Return the train_time at which a run first reaches a loss; nan if before any evaluation.
 
-    Between evaluations, the lowest loss so far falls linearly.
+    The lowest loss so far is interpolated linearly between evaluations.
     """
     losses = np.minimum.accumulate([row["val_loss"] for row in run["evaluations"]])
     seconds = [row["train_time_s"] for row in run["evaluations"]]
@@ -61,15 +63,15 @@ def time_to(run: dict, loss: float) -> float:
 
 
 def speedup(base: dict, edit: dict) -> float:
-    """Time of the base / time of the edit, to the higher of their final losses: both reach it."""
+    """Return the base's time / the edit's time to the higher final loss, which both reach."""
     loss = max(base["val_loss"], edit["val_loss"])
     return time_to(base, loss) / time_to(edit, loss)
 
 
 def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
-    """A row for each dataset, given its pairs of runs dict(base=..., edit=...), and one for all.
+    """Return a row per dataset, from its pairs of runs dict(base=..., edit=...), and one for all.
 
-    Scores and speedups are geometric means: over pairs, then over datasets. p: of a one-sided
+    Scores and speedups are geometric means over pairs, then over datasets. p is from a one-sided
     t-test on the log ratios of all pairs' losses (null hypothesis: the loss is not lower).
     """
     rows = []
@@ -87,13 +89,13 @@ def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
     every = dict(dataset="all")
     for key in ("score", "speedup"):
         every[key] = geometric_mean(row[key] for row in rows)
-    # Two pairs tell nothing of their deviation
+    # Two pairs say too little about their deviation
     every["p"] = t_test(logs, 0.0) if len(logs) > 2 else None
     return rows + [every]
 
 
 def verdict_of(row: dict) -> str:
-    """RULE, for the row of all datasets."""
+    """Apply RULE to the row of all datasets."""
     has_gained = row["score"] < 1 and row["p"] is not None and row["p"] < 0.05
     return "keep" if has_gained else "discard"
 
@@ -103,7 +105,7 @@ def verdict_of(row: dict) -> str:
 
 
 def compare_sources(base: Path, edit: Path) -> tuple[str, int]:
-    """The difference between two checkouts' sources, and the tokens of code that the edit adds."""
+    """Return the diff between two checkouts' sources, and the tokens of code that the edit adds."""
     n_tokens = []
     with tempfile.TemporaryDirectory() as work:
         for side, checkout in (("a", base), ("b", edit)):
@@ -115,19 +117,19 @@ def compare_sources(base: Path, edit: Path) -> tuple[str, int]:
 
 
 def count_tokens(path: Path) -> int:
-    """Tokens of Python in a file, without comments and layout; up to the first that is none."""
+    """Count the tokens of Python in a file, without comments and layout, up to a syntax error."""
     n = 0
     with open(path, "rb") as file:
         try:
             for token in tokenize.tokenize(file.readline):
                 n += token.type not in NO_CODE
-        except (SyntaxError, tokenize.TokenError):  # a crash has been noted
+        except (SyntaxError, tokenize.TokenError):  # the verdict is crash then
             pass
     return n
 
 
 def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
-    """Append a row to the ledger, and write the edit's difference into the folder beside it."""
+    """Append a row to the ledger, and write the edit's diff into the folder beside it."""
     base, _ = sides["base"]
     edit, flags = sides["edit"]
     difference, code_tokens = compare_sources(base, edit)
@@ -138,7 +140,6 @@ def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
 
     row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity, code_tokens=code_tokens)
     row["base"] = git("rev-parse", "--short", "HEAD", folder=base).decode().strip()
-    row["description"] = " ".join(row["description"].split())
     cells = {key: f"{cell:.5g}" if isinstance(cell, float) else cell for key, cell in row.items()}
     is_new = not path.exists()
     with open(path, "a", encoding="utf-8", newline="") as file:
@@ -153,7 +154,7 @@ def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
 
 
 def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
-    """The checkout and the flags of base and edit, by --flags. Raises UserError."""
+    """Return the checkout and the flags of base and edit from --flags. Raises UserError."""
     if len(texts) == 1:
         texts = ["", *texts]
     if len(texts) != 2:
@@ -165,14 +166,14 @@ def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
         if words and not words[0].startswith("--"):
             checkout = Path(words.pop(0))
             if not (checkout / "train_gpt.py").is_file():
-                raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or --FLAG")
+                raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or only flags")
         sides[side] = checkout, words
     return sides
 
 
 def train_once(checkout: Path, flags: list[str]) -> dict:
     """Run a checkout's train_gpt.py; return its summary and `evaluations`. Raises TrainerError."""
-    with tempfile.TemporaryDirectory() as folder:  # its checkpoints are deleted with it
+    with tempfile.TemporaryDirectory() as folder:  # deletes its checkpoints
         run_python(checkout / "train_gpt.py", *flags, f"--out_dir={folder}")
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
         rows = read_rows(Path(folder, "metrics.jsonl").read_text(encoding="utf-8"))
@@ -184,7 +185,7 @@ def train_once(checkout: Path, flags: list[str]) -> dict:
 
 
 def train_pair(sides: dict, flags: dict) -> dict[str, dict]:
-    """Train each side once, with these flags. Raises UserError for the base, RunError else."""
+    """Train each side once with these flags. Raises UserError if the base fails, else RunError."""
     runs = {}
     for side, (checkout, words) in sides.items():
         argv = [f"--{key}={value}" for key, value in flags.items()]
@@ -194,17 +195,17 @@ def train_pair(sides: dict, flags: dict) -> dict[str, dict]:
             if side == "base":
                 raise UserError(f"the base fails: {error}") from None
             raise RunError(str(error)) from None
-        flags.setdefault("dtype", runs[side]["dtype"])  # the first run decides what auto is
+        flags.setdefault("dtype", runs[side]["dtype"])  # the first run resolves auto for all
     progress(f"{flags}: {runs['base']['val_loss']:.4f}, {runs['edit']['val_loss']:.4f}")
     return runs
 
 
 def bench_experiment(bench: Bench) -> list[dict]:
-    """Train base and edit on each dataset with each seed; print scores, and a row of the ledger."""
+    """Train base and edit on each dataset with each seed; print scores, append to the ledger."""
     bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
     options = bench.options
     if options.ledger and Path(options.ledger).suffix != ".tsv":
-        raise UserError(f"--ledger {options.ledger} is no .tsv file; give experiments.tsv")
+        raise UserError(f"--ledger {options.ledger} is not a .tsv file; give experiments.tsv")
     sides = read_sides(options.flags)
     other_order = dict(reversed(sides.items()))
     flags = dict(eval_every=0, eval_tokens=0) | bench.flags
@@ -224,8 +225,8 @@ def bench_experiment(bench: Bench) -> list[dict]:
         last_line = str(error).splitlines()[-1]
         rows = [dict(dataset=data, note=f"the edit fails: {last_line}")]
     note = (
-        f"{row['verdict']} ({RULE}). score: loss of the edit / loss of the base. "
-        "speedup: time of the base / time of the edit, to the higher of their final losses."
+        f"{row['verdict']} ({RULE}). score: the edit's loss / the base's. "
+        "speedup: the base's time / the edit's, to the higher of their final losses."
     )
     print(table("Experiment", rows, note))
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: cases in their own processes, interleaved measurements, tables."""
+"""Tools of the benchmarks: cases in their own processes, interleaved measurements, tables."""
 
 import argparse
 import contextlib
@@ -26,9 +26,9 @@ from train_gpt import Config, TrainState, build, get_batch, make_config, resolve
 
 
 class Bench:
-    """What a benchmark takes from the command line.
+    """The command line of a benchmark.
 
-    flags: the trainer's flags that were given. cfg: the Config that they make. options: bench.py's.
+    flags: the given trainer flags. cfg: the Config made from them. options: bench.py's own.
     """
 
     def __init__(self, flags: dict, options: argparse.Namespace):
@@ -41,28 +41,27 @@ class Bench:
         # The vocabulary of GPT-2's tokenizer, whatever the dataset
         if self.flags.get("preset", "").startswith("gpt2") and not options.data:
             self.flags.setdefault("vocab_size", 50304)
-        # Steps on whole sequences, which are most of the work
+        # Full-length sequences, which are most of a run's work
         values = dict(short_frac=0.0) | self.flags
         self.cfg = make_config(**values)
 
     def forbid_flags(self, *names: str) -> None:
-        """Raise UserError for flags that the benchmark varies itself or cannot follow."""
+        """Raise UserError for flags that the benchmark varies itself or cannot apply."""
         for name in names:
             if name in self.flags:
-                wrong = f"--{name} is what this benchmark varies or cannot follow"
-                raise UserError(f"{wrong}; remove it")
+                raise UserError(f"--{name} is varied or not supported by this benchmark; remove it")
 
     def micro_batch(self, n_seqs: int, tokens: int = 8192) -> int:
-        """--micro_batch, or by default what divides n_seqs and holds at most so many tokens."""
+        """Return --micro_batch, or by default the largest divisor of n_seqs within the tokens."""
         return self.cfg.micro_batch or largest_divisor(n_seqs, tokens // self.cfg.seq_len)
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases in processes of their own
+# Cases in their own processes
 
 
 def run_case(pipe, case: Callable) -> None:
-    """Run a case in this process: answer each request by its next value, or a note if it fails."""
+    """Run a case in this process; answer each request with its next value, or a note on failure."""
     try:
         values = case()
         with contextlib.redirect_stdout(None):
@@ -79,7 +78,7 @@ def run_case(pipe, case: Callable) -> None:
 
 
 def values_of(context, case: Callable) -> Iterator[dict]:
-    """Run a case in its own process; yield its values one by one, a note if it fails."""
+    """Run a case in its own process; yield its values one by one, or a note on failure."""
     pipe, child_pipe = context.Pipe()
     process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)
     process.start()
@@ -102,10 +101,10 @@ def values_of(context, case: Callable) -> Iterator[dict]:
 def measure(cases: list[Callable], repeats: int) -> list[dict]:
     """Run each case in its own process and return one row per case.
 
-    A case returns a generator, which yields a dict of facts, then one measurement at a time, a dict
-    of numbers. Its row holds the facts, the measurements in `values`, and the median of each
-    number; if the case failed, only a `note` with the reason. Processes keep memory, compiler and
-    crashes of the cases apart. Measurements are interleaved (A B A B).
+    A case returns a generator, which yields a dict of facts, then one measurement at a time as a
+    dict of numbers. Its row holds the facts, the measurements in `values`, and the median of each
+    number; if the case failed, only a `note` with the reason. Separate processes isolate memory,
+    compiler and crashes of the cases. Measurements are interleaved (A B A B).
     """
     methods = multiprocessing.get_all_start_methods()
     method = "forkserver" if "forkserver" in methods else "spawn"
@@ -130,7 +129,7 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
 
 
 def run_python(*argv, env: dict | None = None) -> None:
-    """Run a script in its own process. Raises UserError or RunError with the error it prints."""
+    """Run a script in its own process. Raises UserError or RunError with the printed error."""
     command = [sys.executable, *argv]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
     if done.returncode == 0:
@@ -144,11 +143,11 @@ def run_python(*argv, env: dict | None = None) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is measured
+# Measurements
 
 
 def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
-    """Build what the trainer builds: the state, its data and the first batch. Raises UserError."""
+    """Build state, data and first batch as in the trainer. Raises UserError."""
     dist_ctx = init_device_and_ranks(cfg)
     check_device(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
@@ -166,7 +165,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_ms(device: torch.device, function: Callable, *args) -> tuple[float, object]:
-    """Return the ms that function(*args) takes, the device's work included, and its result."""
+    """Return the ms that function(*args) takes, including the device's work, and its result."""
     synchronize(device)
     start = time.perf_counter()
     result = function(*args)
@@ -175,7 +174,7 @@ def time_ms(device: torch.device, function: Callable, *args) -> tuple[float, obj
 
 
 def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
-    """Train n steps on a batch and return the ms of one."""
+    """Train n steps on a batch and return the mean ms per step."""
 
     def run_steps() -> None:
         for _ in range(n):
@@ -188,7 +187,7 @@ def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
 def measure_memory(device: torch.device, function: Callable) -> tuple[int, int, object]:
     """Return the bytes that function() leaves allocated, its peak in bytes, and its result.
 
-    Both are relative to what was allocated before.
+    Both are relative to the memory allocated before.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -214,7 +213,7 @@ def medians(values: list[dict]) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is printed
+# Output
 
 
 def progress(text: str) -> None:
@@ -223,7 +222,7 @@ def progress(text: str) -> None:
 
 
 def format_value(value) -> str:
-    """A number or text of a table; "" for anything else."""
+    """Format a number or text of a table; "" for anything else."""
     if isinstance(value, float) and not math.isnan(value):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, (int, str)):
@@ -232,7 +231,7 @@ def format_value(value) -> str:
 
 
 def format_cell(row: dict, key: str) -> str:
-    """The row's value of a key, with (minimum-maximum) if the row has measurements of it."""
+    """Format the row's value of a key, with (minimum-maximum) if the row has measurements of it."""
     cell = format_value(row.get(key))
     numbers = [value[key] for value in row.get("values", []) if key in value]
     if numbers:
@@ -241,11 +240,11 @@ def format_cell(row: dict, key: str) -> str:
 
 
 def table(title: str, rows: list[dict], note: str = "") -> str:
-    """A Markdown table with a column for each key that has numbers or texts, and a note below."""
+    """Make a Markdown table, with a column per key that has numbers or texts, and a note below."""
     columns = []
     for row in rows:
         columns += [key for key in row if key not in columns and format_value(row[key])]
-    columns.sort(key=lambda key: key == "note")  # last
+    columns.sort(key=lambda key: key == "note")  # notes at the end
     lines = [columns, ["---"] * len(columns)]
     for row in rows:
         lines.append([format_cell(row, key) for key in columns])

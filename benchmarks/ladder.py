@@ -1,4 +1,4 @@
-"""`bench.py train`: systems flags added one by one."""
+"""`bench.py train`: the ladder, systems flags added one by one."""
 
 import math
 import time
@@ -24,7 +24,7 @@ BASE = dict(
     fp8=False,
     checkpointing="none",
 )
-# Name of a step -> the flags that it changes
+# Name of a step of the ladder -> the flags that it changes
 LADDER = {
     "TF32": dict(matmul_precision="high"),
     "bf16": dict(dtype="bf16"),
@@ -41,14 +41,14 @@ LADDER = {
 
 
 def step_case(cfg: Config):
-    """Yield memory, sizes and start-up time of a configuration; then the ms of a step."""
+    """Yield memory, sizes and start-up time of a configuration; then the ms per step."""
     start = time.perf_counter()
     # Two cases share the card while they are compared
     if select_device(cfg.device).type == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.45)
     state, _, batch = build_state(cfg)
     time_steps(state, batch, 3)  # compiles, warms up
-    # As many steps a measurement as take 200 ms
+    # Enough steps per measurement to take 200 ms
     n_steps = max(1, math.ceil(200 / time_steps(state, batch, 1)))
     yield {
         "micro_batch": state.micro_batch,
@@ -61,7 +61,7 @@ def step_case(cfg: Config):
 
 
 def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
-    """Measure configurations, interleaved, and return a row for each. name: of the last one."""
+    """Measure configurations, interleaved, and return a row for each. name: the new one's."""
     cases = [partial(step_case, replace(bench.cfg, **flags)) for flags in flag_sets]
     rows = []
     for flags, measured in zip(flag_sets, measure(cases, bench.repeats)):
@@ -75,7 +75,7 @@ def compare(bench: Bench, name: str, *flag_sets: dict) -> list[dict]:
 
 
 def bench_train(bench: Bench) -> list[dict]:
-    """Print the ladder. A step that is slower than the last one kept is not kept."""
+    """Print the ladder. A step that is slower than the configuration so far is not kept."""
     bench.forbid_flags(*BASE, "minutes")
     cfg = bench.cfg
     on_cuda = bench.device.type == "cuda"
@@ -88,7 +88,7 @@ def bench_train(bench: Bench) -> list[dict]:
     if not on_cuda:
         del steps["TF32"]
 
-    # Add one flag after the other, each beside the last kept configuration
+    # Add one flag after the other, each measured beside the configuration so far
     rows = compare(bench, "fp32 eager", base)
     stack = base
     total_speedup = 1.0
@@ -97,7 +97,7 @@ def bench_train(bench: Bench) -> list[dict]:
         rows.append(row)
         if "note" in row:
             continue
-        speedup = 1.0  # if the last kept one failed, which this one replaces
+        speedup = 1.0  # if the configuration so far failed, this one replaces it
         if "note" not in kept:
             pairs = zip(kept["values"], row["values"])
             speedup = median(before["ms/step"] / after["ms/step"] for before, after in pairs)
@@ -115,8 +115,8 @@ def bench_train(bench: Bench) -> list[dict]:
             row["MFU (measured matmul peak)"] = row["tokens/s"] * flops_per_token / peak
     note = (
         f"Matmuls reach {peak / 1e12:.3f} TFLOP/s in {peak_dtype}. "
-        "Speedup: median ratio of interleaved steps against the last kept configuration; "
-        "the cumulative column multiplies these ratios."
+        "Speedup: median ratio of interleaved steps to the most recent configuration that was "
+        "kept; the cumulative column multiplies these ratios."
     )
     print(table("The ladder", rows, note))
     return rows

@@ -1,4 +1,4 @@
-"""`bench.py memory`: the measured memory of a step's parts, per checkpointing mode."""
+"""`bench.py memory`: the measured memory of the parts of a step, per checkpointing mode."""
 
 from dataclasses import replace
 from functools import partial
@@ -55,9 +55,9 @@ def bench_memory(bench: Bench) -> list[dict]:
         (row,) = measure([partial(memory_case, replace(cfg, **varied))], 0)
         rows.append(varied | row)
     note = (
-        f"MiB, of a micro-step of {micro_batch} sequences of {cfg.seq_len} "
+        f"MiB in a micro-step of {micro_batch} sequences of {cfg.seq_len} "
         "with gradients allocated. Transient: the rest of the peak, such as a recomputed block, "
-        "gradients of activations, logits."
+        "gradients of activations, and logits."
     )
     print(table("Memory", rows, note))
     return rows

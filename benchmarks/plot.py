@@ -1,4 +1,4 @@
-"""`bench.py plot`: a picture of the losses of runs, records and nanoGPT's logs beside them."""
+"""`bench.py plot`: a picture of the losses of runs, records, and nanoGPT's logs beside them."""
 
 import csv
 import gzip
@@ -13,15 +13,15 @@ from common.errors import UserError
 from common.files import read_rows
 
 X_AXES = dict(step="step", tokens="training tokens", train_time_s="training time (s)")
-VERDICTS = dict(keep="oC2", discard="oC7", crash="xC3")  # their markers
+VERDICTS = dict(keep="oC2", discard="oC7", crash="xC3")  # markers
 Y_AXES = dict(val_loss="nats per token", val_bpb="bits per byte")
 
 
 def read_nanogpt(log: str) -> list[dict]:
-    """Make rows as in metrics.jsonl of what nanoGPT's train.py prints; none of other logs.
+    """Convert the output of nanoGPT's train.py to rows as in metrics.jsonl; none for other logs.
 
-    "iter N" is the loss before update N + 1, "step N" an evaluation after N updates. The time of an
-    iteration that evaluates includes that: every update is charged the mean of the others.
+    "iter N" is the loss before update N + 1, "step N" an evaluation after N updates. Some
+    iterations include an evaluation, so the time per update is the mean of the others.
     """
     iterations = re.findall(r"^iter (\d+): loss (\d+\.\d+), time (\d+\.\d+)ms", log, re.M)
     evaluations = dict(re.findall(r"^step (\d+): train loss \S+, val loss (\d+\.\d+)", log, re.M))
@@ -41,16 +41,17 @@ def read_nanogpt(log: str) -> list[dict]:
 
 
 def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
-    """Read what to draw: a name -> the rows of each of its runs. Raises UserError.
+    """Read the curves to draw: name -> the rows of each of its runs. Raises UserError.
 
-    A folder is a run, or holds one a seed; nanoGPT's logs in its baseline/ are another curve.
+    A folder is a run or holds one run per seed. nanoGPT's logs in its baseline/ are a second curve.
     """
     curves = {}
     for folder in map(Path, folders):
         files = sorted(folder.glob("metrics.jsonl")) or sorted(folder.glob("seed_*/metrics.jsonl"))
         if not files:
-            wrong = f"{folder} holds no metrics.jsonl and no seed_*/metrics.jsonl"
-            raise UserError(f"{wrong}; give the folder of a run")
+            raise UserError(
+                f"{folder} holds neither metrics.jsonl nor seed_*/metrics.jsonl; give a run"
+            )
         curves[str(folder)] = [read_rows(file.read_text()) for file in files]
         logs = []
         for path in sorted(folder.glob("baseline/*.txt.gz")):
@@ -64,7 +65,7 @@ def read_curves(folders: list[str]) -> dict[str, list[list[dict]]]:
 def draw_ledger(axes, path: Path) -> None:
     """Draw a ledger: the score of each experiment, and the best so far, relative to the first base.
 
-    What was kept is in the base of the next.
+    An edit that was kept is part of the next base.
     """
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
@@ -75,11 +76,11 @@ def draw_ledger(axes, path: Path) -> None:
         best.append(score if row["verdict"] == "keep" else best[-1])
     axes.step(range(len(best)), best, "C2", where="post", label="best so far")
     axes.set(xlabel=f"experiments of {path}", ylabel="loss relative to the first base")
-    axes.legend(title="green: kept; grey: discarded; x: crashed", fontsize=8)
+    axes.legend(title="green: kept; grey: discarded; x: crashed")
 
 
 def points(rows: list[dict], x: str, y: str) -> np.ndarray:
-    """x and y of the rows that have both, (2, n)."""
+    """Return x and y of the rows that have both, (2, n)."""
     pairs = [(row[x], row[y]) for row in rows if None not in (row.get(x), row.get(y))]
     return np.array(pairs, dtype=float).reshape(-1, 2).T
 
@@ -89,19 +90,17 @@ def draw_curve(axes, color: str, name: str, runs: list[list[dict]], options) -> 
     x, y = options.x, options.y
     curves = [points(rows, x, y) for rows in runs]
     if not all(curve.size for curve in curves):
-        wrong = f"{name} has no {y} over {x} yet"
-        raise UserError(f"{wrong}; wait for its first evaluation, or remove it")
+        raise UserError(f"{name} has no {y} over {x} yet; wait for an evaluation, or remove it")
     last = np.mean([curve[1, -1] for curve in curves])
     seeds = "seed" if len(runs) == 1 else "seeds"
     label = f"{name}, {len(runs)} {seeds}: {last:.4f}"
     for rows, curve in zip(runs, curves):
         if y == "val_loss":
-            # Without the first twentieth, which is far above the rest
+            # Without the first 5 %, which are far above the rest
             train = points(rows, x, "train_loss")[:, len(rows) // 20 :]
-            axes.plot(*train, color, linewidth=0.7, alpha=0.3)
+            axes.plot(*train, color, alpha=0.3)
         axes.plot(*curve, color, linewidth=1, label=label)
-        axes.plot(*curve[:, -1:], f"o{color}", markersize=5)
-        label = None  # one for all seeds
+        label = None  # one label for all seeds
 
 
 def bench_plot(bench: Bench) -> None:
@@ -113,7 +112,7 @@ def bench_plot(bench: Bench) -> None:
     options = bench.options
     out = Path(options.out)
     if not options.folders or out.suffix not in (".svg", ".png"):
-        raise UserError("plot takes folders of runs, and --out a name that ends in .svg or .png")
+        raise UserError("plot takes folders of runs; give some, and an .svg or .png file as --out")
     axes = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained").add_subplot()
     first = Path(options.folders[0])
     if first.suffix == ".tsv":
@@ -124,9 +123,8 @@ def bench_plot(bench: Bench) -> None:
     for number, (name, runs) in enumerate(read_curves(options.folders).items()):
         draw_curve(axes, f"C{number % 10}", name, runs, options)
     if options.target:
-        label = f"target {options.target:g}"
-        axes.axhline(options.target, color="black", linestyle="--", label=label)
+        axes.axhline(options.target, color="black", label="target")
     axes.set(xlabel=X_AXES[options.x], ylabel=f"validation loss ({Y_AXES[options.y]})")
-    axes.legend(title="thin: training loss", fontsize=8)
+    axes.legend(title="pale: training loss")
     axes.figure.savefig(out)
     print(f"{out}: validation loss ({Y_AXES[options.y]}) over {options.x}")

@@ -1,4 +1,4 @@
-"""`bench.py profile`: where a step's time goes, in six lines, and the trace."""
+"""`bench.py profile`: the time of a step in six categories, and the trace."""
 
 import re
 import tempfile
@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.harness import Bench, build_state, table, time_steps
 
-# What an operation or kernel belongs to, by words of its name in lower case; the first that fits
+# Category -> pattern for the lower-case name of an operation or kernel; the first match applies
 CATEGORIES = {
-    # The compiler's kernels and graphs, named after all the operations in them; not its templates
+    # The compiler's kernels and graphs, named after all their operations; not its templates
     "elementwise": r"triton_(?!tem_)\w*fused|cpp_fused|compiledfxgraph",
     "communication": r"nccl|gloo|c10d|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all",
     "attention": r"attention|flash|fmha|cudnn_sdpa|varlen",
@@ -22,9 +22,9 @@ UNATTRIBUTED = "unattributed (CPU overhead, idle)"
 
 
 def category_of(name: str, op, is_kernel: bool = False) -> str:
-    """The category of an operation `op`, or of a kernel that it started.
+    """Return the category of an operation `op`, or of a kernel that it launched.
 
-    UNATTRIBUTED for what only contains other operations.
+    UNATTRIBUTED for operations that only contain others.
     """
     while op is not None:
         if op.name.startswith("Optimizer.step"):
@@ -40,7 +40,7 @@ def category_of(name: str, op, is_kernel: bool = False) -> str:
 
 
 def spent_ms(profiler: torch.profiler.profile, on_cpu: bool) -> dict[str, float]:
-    """Sum the time of what was profiled by category, in ms."""
+    """Sum the profiled time by category, in ms."""
     spent = dict.fromkeys((*CATEGORIES, "optimizer", UNATTRIBUTED), 0.0)
     for op in profiler.events():
         if op.device_type != torch.autograd.DeviceType.CPU:
@@ -64,7 +64,7 @@ def bench_profile(bench: Bench) -> list[dict]:
     trace = str(Path(tempfile.mkdtemp(), "trace.json"))
     profiler.export_chrome_trace(trace)
 
-    # The profiler slows every operation on a CPU, but no kernel on CUDA
+    # The profiler slows every operation on a CPU, but not the kernels on CUDA
     on_cpu = bench.device.type == "cpu"
     step_ms = profiled_ms if on_cpu else plain_ms
     spent = spent_ms(profiler, on_cpu)

@@ -17,7 +17,7 @@ from train_gpt import Config, train_step
 
 
 def measure_ranks(cfg: Config, repeats: int) -> dict:
-    """Measure steps on torchrun's ranks; with DDP, interleaved with some that reduce nothing."""
+    """Measure steps on torchrun's ranks; with DDP, interleaved with steps without all-reduce."""
     state, _, batch = build_state(cfg)
     device = state.dist_ctx.device
 
@@ -46,7 +46,7 @@ def measure_ranks(cfg: Config, repeats: int) -> dict:
 
 
 def run_ranks(ranks: int, flags: dict, repeats: int, env: dict) -> dict:
-    """Measure that many ranks under torchrun and return their row. Raises TrainerError."""
+    """Measure this number of ranks under torchrun and return their row. Raises TrainerError."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
         command += [REPO / "bench.py", "scaling"]
@@ -62,13 +62,13 @@ def bench_scaling(bench: Bench) -> list[dict] | None:
     Under torchrun, measure its ranks and return their row on rank 0, None on the others.
     """
     if "WORLD_SIZE" in os.environ:
-        # When measure_ranks returns, DDP is freed, which would hang after its group is destroyed
+        # measure_ranks frees DDP when it returns; freeing it after its group would hang
         row = measure_ranks(bench.cfg, bench.repeats)
         dist.destroy_process_group()
         return [row] if os.environ["RANK"] == "0" else None
 
-    # On a CPU, two cores a rank (one, if there are only two). All configurations have the same
-    # number of threads a rank: without OMP_NUM_THREADS, torchrun would choose
+    # On a CPU, two cores per rank (one, if there are only two). All configurations have the same
+    # number of threads per rank; without OMP_NUM_THREADS, torchrun would choose it
     cores = cpu_cores()
     devices = max(min(2, cores), cores // 2)
     if bench.device.type == "cuda":
@@ -81,7 +81,7 @@ def bench_scaling(bench: Bench) -> list[dict] | None:
     micro_batch = bench.micro_batch(n_seqs // worlds[-1])
     env = dict(OMP_NUM_THREADS=str(max(1, cores // worlds[-1]))) | os.environ
 
-    # Name, ranks, and by what the batch is multiplied
+    # Name, ranks, and the factor of the batch size
     plan = [("one rank", 1, 1)]
     for ranks in worlds[1:]:
         plan.append(("strong (fixed global batch)", ranks, 1))
@@ -101,8 +101,8 @@ def bench_scaling(bench: Bench) -> list[dict] | None:
         if one_rank and "tokens/s" in row:
             row["efficiency, %"] = 100 * row["tokens/s"] / row["ranks"] / one_rank
     note = (
-        f"{micro_batch} sequences a micro-batch. Efficiency: speed per rank against one. "
-        "Exposed all-reduce: what a step saves by sending no gradients "
+        f"{micro_batch} sequences per micro-batch. Efficiency: speed per rank, relative to one "
+        "rank. Exposed all-reduce: time saved by sending no gradients "
         "(DDP; Muon's updates are still exchanged)."
     )
     print(table("Scaling", rows, note))

@@ -22,10 +22,10 @@ from model import GPT
 
 @torch.no_grad()
 def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
-    """Return the summed loss of the tokens in nats; the first is predicted from an `eot` before it.
+    """Return the summed loss of the tokens in nats; the first is predicted from a preceding `eot`.
 
-    Windows of the model's context length advance by `stride` tokens. The first scores all of its
-    tokens, the others those that no earlier one has scored.
+    Windows of the model's context length advance by `stride` tokens. Each scores the tokens that no
+    earlier window has scored.
     """
     n = len(tokens)
     seq_len = model.cfg.seq_len
@@ -52,15 +52,15 @@ def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
 def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     """Print a text file's perplexity per token, byte and word.
 
-    The text is tokenized as by data/prepare.py. Raises UserError.
+    The text is tokenized as in data/prepare.py. Raises UserError.
     """
     seq_len = model.cfg.seq_len
     if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz", ".npy"):
         raise UserError(
-            f"{path} is not a file of plain text, as --perplexity needs; write its texts into one"
+            f"{path} is not a plain text file; --perplexity needs one, so write its texts into one"
         )
     if stride > seq_len:
-        raise UserError(f"--stride is {stride}; expected at most the model's context of {seq_len}")
+        raise UserError(f"--stride is {stride}; expected at most the context length of {seq_len}")
     tokens, n_bytes = encode_file(path, tokenizer)
     if len(tokens) == 0:
         raise UserError(f"{path} is empty; --perplexity needs some text")
@@ -84,7 +84,7 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
 # --------------------------------------------------------------------------------------------------
 # Multiple choice
 
-Pairs = list[tuple[Tensor, Tensor]]  # contexts and endings, tokens, int64
+Pairs = list[tuple[Tensor, Tensor]]  # tokens of context and ending, int64
 
 
 @torch.no_grad()
@@ -94,8 +94,8 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
     Both have at least one token. An ending must fit into the model's context length; its context is
     truncated on the left to what fits.
 
-    Returns the log-likelihoods of the endings in nats, fp64 (N,), and whether greedy decoding
-    produces them, bool (N,).
+    Returns the log-likelihoods of the endings in nats, fp64 (N,), and a mask of those that greedy
+    decoding produces, bool (N,).
     """
     inputs, targets = [], []
     for context, ending in pairs:
@@ -107,7 +107,7 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
     scores = torch.zeros(len(pairs), dtype=torch.float64)
     is_greedy = torch.zeros(len(pairs), dtype=torch.bool)
 
-    # The longest first, so that little is padded; 2,048 tokens at once, as this limits the logits
+    # The longest first, to pad little; 2,048 tokens at once, to limit the memory of the logits
     order = sorted(range(len(pairs)), key=lambda i: len(inputs[i]), reverse=True)
     while order:
         batch_size = max(1, 2048 // len(inputs[order[0]]))
@@ -126,9 +126,9 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 
 def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> Pairs:
-    """Return the context with each ending, as tokens; a context has at least one token.
+    """Return the tokens of the context with those of each ending; a context has at least one token.
 
-    Raises UserError, with the place, if an ending is longer than seq_len.
+    Raises UserError, naming the place, if an ending is longer than seq_len.
     """
     context = tokenizer.encode(question.context).tolist()
     if question.starts_document or not context:
@@ -139,14 +139,14 @@ def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> 
         if len(ending) > seq_len:
             raise UserError(
                 f"{place} has an ending of {len(ending)} tokens; "
-                f"expected at most the model's context, {seq_len}"
+                f"expected at most the context length of {seq_len}"
             )
         pairs.append((torch.tensor(context), ending))
     return pairs
 
 
 def is_chosen(question: Question, scores: Tensor, pairs: Pairs) -> dict[str, bool]:
-    """Return whether the right ending scores highest, by each measure; ties go to the first.
+    """Return, for each measure, True if the right ending scores highest; ties go to the first.
 
     scores: log-likelihoods of the endings, fp64.
     """
@@ -163,10 +163,10 @@ def is_chosen(question: Question, scores: Tensor, pairs: Pairs) -> dict[str, boo
 def print_choices(model: GPT, tokenizer, path: Path) -> None:
     """Print the accuracy of a file's questions (data/choices.py), with its standard error.
 
-    An ending's log-likelihood is summed, or normalized by its length, as llm.c and
-    lm-evaluation-harness do for GPT-2's figures on HellaSwag. If every question has one ending, as
-    with LAMBADA's last words: how many of them greedy decoding produces, and their perplexity.
-    Raises UserError.
+    An ending's log-likelihood is summed, or divided by its length as in llm.c and
+    lm-evaluation-harness for GPT-2's figures on HellaSwag. If every question has one ending, as in
+    LAMBADA, print the fraction that greedy decoding produces, and their perplexity. Raises
+    UserError.
     """
     if not path.is_file():
         raise UserError(
@@ -180,7 +180,7 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
     one_ending = n_endings == {1}
     if 1 in n_endings and not one_ending:
         raise UserError(
-            f"{path} holds questions with one ending and with more; put them into two files"
+            f"{path} mixes questions with one ending and with several; split it into two files"
         )
     encoded = []
     for number, question in enumerate(questions, 1):
@@ -194,12 +194,12 @@ def print_choices(model: GPT, tokenizer, path: Path) -> None:
         scores, is_greedy = score_endings(model, list(itertools.chain.from_iterable(batch)))
         if not scores.isfinite().all():
             raise UserError(
-                "the model gives likelihoods that are not finite; "
-                "try --dtype fp32, or another checkpoint"
+                "the model's likelihoods are not finite; "
+                "try --dtype fp32, or a different checkpoint"
             )
         nats -= scores.sum().item()
         if one_ending:
-            results += [{"drawn greedily": drawn} for drawn in is_greedy.tolist()]
+            results += [{"produced by greedy decoding": correct} for correct in is_greedy.tolist()]
         else:
             scores_by_question = scores.split([len(pairs) for pairs in batch])
             for i, pairs in enumerate(batch):

@@ -1,6 +1,6 @@
-"""A trained GPT with int8 weights and a scale per output channel or table row.
+"""A trained GPT with int8 weights and one scale per output channel or table row.
 
-Reading the weights takes a quarter of the bytes that fp32 takes.
+A quarter of the bytes of fp32 weights are read.
 """
 
 import torch
@@ -44,8 +44,8 @@ class Int8Linear(Int8Weight):
         if is_matvec(x):  # a single compiled row
             y = matvec(rows, self.weight_int8) * self.weight_scale
         elif x.is_cpu and len(rows) <= FEW_ROWS and rows.size(1) % 16 == 0:
-            # The kernel reads 16 columns at a time and computes in bf16, to which it would round
-            # the scales; so it is given ones
+            # The kernel reads 16 columns at a time and computes in bf16. It gets scales of one,
+            # because it would round the real ones to bf16
             ones = torch.ones_like(self.weight_scale, dtype=torch.bfloat16)
             y = torch._weight_int8pack_mm(rows.bfloat16(), self.weight_int8, ones)
             y = y * self.weight_scale
@@ -70,7 +70,7 @@ class Int8NgramEmbedding(Int8Embedding):
 def quantize(model: GPT) -> GPT:
     """Convert a model's linear layers and tables to int8 in place, and return it.
 
-    Layers with parameters besides `weight` stay as they are.
+    Layers with parameters besides `weight` are unchanged.
     """
     kinds = {Linear: Int8Linear, nn.Embedding: Int8Embedding, NgramEmbedding: Int8NgramEmbedding}
     for module in list(model.modules()):

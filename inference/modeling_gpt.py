@@ -2,8 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
-It computes what model.py computes, without its cache, training and kernels. The export compares
-their logits.
+It gives the same logits as model.py, without cache, training and kernels. The export compares them.
 """
 
 import torch
@@ -21,7 +20,7 @@ HASH_MODULUS = 1 << 31
 class TrainGPTConfig(PretrainedConfig):
     """The fields of model.py's GPTConfig, and eot.
 
-    eot: the token that starts a document; tokens do not attend across documents. None: they do.
+    eot: token that starts a document; tokens do not attend across documents. None if they do.
     """
 
     model_type = "train_gpt"
@@ -64,7 +63,7 @@ class Attention(nn.Module):
         v = v + gate[..., None] * value_embed.view(v.shape)
         q, k = norm(q), norm(k)
 
-        # Partial key offset: the last dimensions are the previous token's in the same document
+        # Partial key offset: the final dimensions are from the previous token in the same document
         k_rot, k_pass = k.split((self.rotary_dim, k.size(-1) - self.rotary_dim), dim=-1)
         k_pass = F.pad(k_pass[:, :-1], (0, 0, 0, 0, 1, 0))
         k_pass = k_pass.masked_fill(doc_starts[..., None, None], 0)
@@ -99,7 +98,7 @@ class Block(nn.Module):
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TrainGPTConfig
-    accepts_loss_kwargs = False  # else Trainer takes the loss for a sum
+    accepts_loss_kwargs = False  # otherwise Trainer assumes that the loss is a sum
 
     def __init__(self, config):
         super().__init__(config)
@@ -114,11 +113,11 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return self.wte
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        """Return the inputs of a step: all tokens each time, as there is no cache."""
+        """Return the inputs of a step: all tokens each time, because there is no cache."""
         return dict(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     def embed(self, idx, doc):
-        """Embed tokens idx (B, T) and the n-grams that end at each; doc: each token's document."""
+        """Embed tokens idx (B, T) and the n-grams that end at each. doc: the tokens' documents."""
         x = self.wte(idx)
         code = idx + 1  # 0 stands for "no token"
         for n in range(1, self.config.ngram):
@@ -136,17 +135,17 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions=False,
         **unused,
     ):
-        """Return logits, fp32 (B, T, vocab_size), and the loss, if labels (B, T) are given.
+        """Return logits, fp32 (B, T, vocab_size), and the loss if labels (B, T) are given.
 
         Rows of input_ids (B, T) may be padded on either side, where attention_mask (B, T) is 0.
-        output_hidden_states: return what each block reads, and what the head reads.
+        output_hidden_states: also return the input of each block and of the head.
         """
         cfg = self.config
         if output_attentions or cfg.output_attentions:
-            raise ValueError("this model gives no attentions; leave out output_attentions")
+            raise ValueError("this model returns no attentions; remove output_attentions")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        # Number the documents; padding before the first token is another document
+        # Number the documents; padding before the first token is a document, too
         doc_starts = (attention_mask > 0) & (attention_mask.cumsum(1) == 1)
         if cfg.eot is not None:
             doc_starts = doc_starts | (input_ids == cfg.eot)

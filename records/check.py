@@ -1,4 +1,4 @@
-"""`bench.py record DIR`: the rules of the tracks, and whether a record's folder keeps them."""
+"""`bench.py record DIR`: the rules of the tracks, and a check of a record's folder against them."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from common.errors import UserError
 from records import source
 from runtime.log import SECTION
 
-SHAKESPEARE = {  # what `data/prepare.py shakespeare` makes
+SHAKESPEARE = {  # files made by `data/prepare.py shakespeare`
     "train_000000.bin": "c991171e6f61b88dae0b0aa9ca8446624e9270fc928f227e31ca5a203ced9d1d",
     "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
 }
@@ -25,9 +25,9 @@ FINEWEB = dict(
     targets={"fineweb-3.28": 3.28}, files=None, tokens="", val_tokens=10485760, rows=50304
 )
 GPT2_SMALL = dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)
-# Folder of records/ -> targets by name, SHA-256 of the data (None: not known yet, and no record is
-# accepted), what log.txt says of its tokens, tokens of a validation, rows of the head, how the
-# machine's name begins, fixed flags
+# Folder of records/ -> targets by name, SHA-256 of the data (None: not known yet, so no record is
+# accepted), the token counts as in log.txt, tokens per validation, rows of the head, beginning of
+# the machine's name, fixed flags
 TRACKS = {
     "laptop": dict(
         targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697},
@@ -41,26 +41,26 @@ TRACKS = {
     "8-gpus": FINEWEB | dict(device="8 x cuda"),
     "steps": FINEWEB | dict(device="", fixed=GPT2_SMALL),
 }
-# Most that a rerun may differ: in losses, relative to the run's, as other CPUs and dtypes round
-# otherwise (by 9e-4); and in train_time on the same machine, or beside a reference
+# The largest difference of a rerun: in losses, relative to the run's (other CPUs and dtypes round
+# differently, by 9e-4); and in train_time, as a multiple, on the same machine or with a reference
 ROUNDING = 3e-3
 SLOWER = 1.5
 UNKNOWN = (
-    "Files cannot tell who made a run or a rerun, whether other seeds were left out, and what the "
-    "source does with validation tokens or outside of the clock."
+    "Files cannot show who made a run or a rerun, which other seeds were left out, or how the "
+    "source uses validation tokens and the time outside of the clock."
 )
 
 
 @dataclass
 class Record:
-    """A folder of a track, with its runs and the source that source.patch gives."""
+    """A folder of a track, with its runs and the source that source.patch describes."""
 
     folder: Path
-    track: dict  # of TRACKS
-    runs: list[dict]  # of read_run, by name
+    track: dict  # from TRACKS
+    runs: list[dict]  # from read_run, in the order of their names
     sources: dict[str, str | None]  # name -> SHA-256; None if missing
-    changes: dict[str, str]  # names of files that differ from the history's -> lines
-    base: str  # the commit there
+    changes: dict[str, str]  # names of files that differ from the history's -> lines changed
+    base: str  # the commit in the history that they are compared with
 
 
 # --------------------------------------------------------------------------------------------------
@@ -98,13 +98,13 @@ def read_run(folder: Path) -> dict:
         )
     except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
         wrong = f"{folder} is not a finished run ({type(error).__name__}: {error})"
-        raise UserError(f"{wrong}; its files must be as it left them") from None
+        raise UserError(f"{wrong}; give a folder with the files as the run left them") from None
 
 
 def command_words(path: Path) -> list[str]:
-    """Split what command.sh's call of train_gpt.py gives it, as the shell would.
+    """Return the arguments of the one call of train_gpt.py in command.sh, split as by a shell.
 
-    Raises UserError, OSError or ValueError if it has no such call.
+    Raises UserError, OSError or ValueError if there is no such call.
     """
     text = path.read_text(encoding="utf-8")
     text = re.sub(r"^[ \t]*#.*\n?", "", text, flags=re.MULTILINE)
@@ -112,13 +112,13 @@ def command_words(path: Path) -> list[str]:
     calls = re.findall(r"train_gpt\.py[\"']?(?=\s|$)(.*)", text)
     if len(calls) != 1:
         raise UserError(f"expected one call of train_gpt.py, found {len(calls)}")
-    # Up to what the shell reads, as in `2>&1 | tee log`
+    # Up to redirections and pipes, as in `2>&1 | tee log`
     arguments = re.split(r"\s\d?[<>|&;]|;", calls[0])[0]
     return shlex.split(arguments, comments=True)
 
 
 def different_flags(flags: dict, others: dict) -> str:
-    """Say which flags have other values, of those that all runs of a record must share."""
+    """List the flags that differ, among those that all runs of a record must share."""
     own = ("seed", "out_dir", "data", "trials", "given")
     different = []
     for name, value in flags.items():
@@ -128,7 +128,7 @@ def different_flags(flags: dict, others: dict) -> str:
 
 
 def open_record(path: str) -> tuple[Record, float]:
-    """Read a record's folder; returns it and its target. Raises UserError for any other folder."""
+    """Read a record's folder; return it and its target. Raises UserError for any other folder."""
     folder = Path(path).resolve()
     track = TRACKS.get(folder.parent.name, dict(targets={}))
     target = folder.name.partition("_")[2]
@@ -159,7 +159,7 @@ def open_record(path: str) -> tuple[Record, float]:
 
 
 def record_violations(record: Record) -> Iterator[str]:
-    """Yield why a record breaks the rules, except for those of each run."""
+    """Yield each violation of the rules by the record as a whole."""
     if not (record.folder / "README.md").is_file():
         yield "README.md is missing"
     try:
@@ -168,11 +168,11 @@ def record_violations(record: Record) -> Iterator[str]:
         yield f"command.sh does not say how to run it again: {error}"
     seeds = sorted(run["flags"]["seed"] for run in record.runs)
     if seeds != list(range(len(seeds))):
-        yield f"the seeds are {seeds}, not 0, 1, 2, ...: every run counts"
+        yield f"the seeds are {seeds}; expected 0, 1, 2, ... without gaps"
     if len(seeds) < 3:
         yield f"{len(seeds)} runs; a record needs at least 3"
     for run, other in itertools.combinations(record.runs, 2):
-        # The first loss is that of any untrained model, another may be chance
+        # All untrained models have the same first loss, and one more may be equal by chance
         equal = run["losses"].items() & other["losses"].items()
         if len(equal) > 2:
             yield f"{run['name']} and {other['name']} share {len(equal)} losses: one is a copy"
@@ -181,7 +181,7 @@ def record_violations(record: Record) -> Iterator[str]:
 
 
 def run_violations(record: Record, run: dict) -> Iterator[str]:
-    """Yield why a run breaks the rules of its record and track."""
+    """Yield each violation of the rules of its record and track by a run."""
     first = record.runs[0]
     track = record.track
     flags = run["flags"]
@@ -189,16 +189,16 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
     steps = flags["max_steps"]
     machine = summary["machine"]
 
-    # The same source, flags and machine as the other runs, all of the track
+    # The source, flags and machine of the other runs, all as the track requires
     for name in wrong_sources(record, run):
-        yield f"log.txt does not hold the hash of {name} as source.patch gives it"
+        yield f"log.txt does not hold the hash of {name} that source.patch gives"
     other = different_flags(flags, first["flags"])
     if other:
-        yield f"other flags than {first['name']}: {other}; give them, so that all runs share them"
+        yield f"flags differ from {first['name']}: {other}; give all runs the same ones"
     if run["name"] != f"seed_{flags['seed']}":
         yield f"its seed is {flags['seed']}"
     if machine != first["summary"]["machine"]:
-        yield f"another machine than {first['name']}"
+        yield f"a different machine than {first['name']}"
     if not machine.startswith(track["device"]):
         yield f"on {machine}, not {track['device']}"
     if run["starts"] != 1 or flags["resume"] or flags["init_from"]:
@@ -207,18 +207,18 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
         yield f"stopped by {summary['stopped_by']} at step {summary['step']}, not {steps}"
     head_rows = flags["vocab_size"] or track["rows"]
     first_loss = run["losses"].get(("1", "loss"), 0.0)
-    # A change may weight the loss: a person reads it
+    # An edit may weight the loss; a person reads it
     if first_loss < math.log(head_rows) - 0.01 and not record.changes:
         yield f"the first loss is {first_loss:.4f}, below an untrained model's ln({head_rows})"
     fixed = track.get("fixed", {})
-    used = flags | dict(batch_tokens=summary["tokens"] / max(1, steps))  # an edit may change it
+    used = flags | dict(batch_tokens=summary["tokens"] / max(1, steps))  # edits may change the flag
     wrong = [name for name, value in fixed.items() if used[name] != value]
     if wrong:
         yield f"the track fixes {', '.join(wrong)}"
     if track["tokens"] not in run["log"]:
-        yield f"log.txt does not say {track['tokens']!r} of the data"
+        yield f"log.txt does not say {track['tokens']!r} about the data"
     if track["files"] not in (None, summary["files"]):
-        yield "trained or validated on other data than the track's"
+        yield "trained or validated on data that are not the track's"
     missing = track["val_tokens"] - summary["val_tokens"]
     if not 0 <= missing < min(flags["seq_len"], track["val_tokens"] // 100):
         yield f"validated on {summary['val_tokens']:,} tokens of {track['val_tokens']:,}"
@@ -226,11 +226,11 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
 
 
 def file_violations(run: dict) -> Iterator[str]:
-    """Yield why its log, rows and summary cannot be those of one whole run."""
+    """Yield each contradiction between the log, rows and summary of a run."""
     lines = re.findall(r"^step +(\d+)/\d+ \| (\w+) (\S+) ", run["log"], re.MULTILINE)
     said = {(step, name): loss for step, name, loss in lines}
     if said != {key: f"{loss:.4f}" for key, loss in run["losses"].items()}:
-        yield "log.txt has other steps or losses than metrics.jsonl"
+        yield "steps or losses in log.txt and metrics.jsonl differ"
     summary = run["summary"]
     for text in (
         f"device: {summary['machine']}, ",
@@ -254,23 +254,13 @@ def file_violations(run: dict) -> Iterator[str]:
         seconds = [row[key] for row in [*rows, summary]]
         if seconds != sorted(seconds):
             yield f"the clock of {key} runs backwards"
-    if summary["train_time_s"] > summary["wall_time_s"]:
-        yield "train_time is above the wall time"
-
-    before = dict(tokens=0, train_time_s=0.0)
-    for row in logged:
-        tokens = row["tokens"] - before["tokens"]
-        counted = row["tokens_per_s"] * (row["train_time_s"] - before["train_time_s"])
-        if not abs(counted - tokens) < 0.01 * tokens:
-            yield f"tokens and seconds of step {row['step']} do not fit together"
-        before = row
 
 
 def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
-    """Yield where a rerun disagrees with the run of its seed."""
+    """Yield each disagreement between a rerun and the run of its seed."""
     other = different_flags(rerun["flags"], run["flags"])
     if other:
-        yield f"command.sh gives other flags than {run['name']} was run with: {other}"
+        yield f"the flags of command.sh differ from those of {run['name']}: {other}"
     for (step, name), loss in run["losses"].items():
         again = rerun["losses"].get((step, name), math.nan)
         if not abs(again - loss) <= ROUNDING * loss:
@@ -280,12 +270,12 @@ def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
     seconds = summary["train_time_s"]
     expected = run["summary"]["train_time_s"]
     if seconds == expected:
-        yield f"its train_time is that of {run['name']}: a copy"
+        yield f"its train_time equals that of {run['name']}: a copy"
     same_machine = summary["machine"] == run["summary"]["machine"]
-    slowdown = summary.get("slowdown")  # of a reference, on this machine
+    slowdown = summary.get("slowdown")  # of a reference record, on this machine
     expected *= slowdown or 1
     if (slowdown or same_machine) and seconds > SLOWER * expected:
-        yield f"train_time {seconds:.1f} s, not {expected:.1f} s; repeat it where nothing else runs"
+        yield f"train_time {seconds:.1f} s, not {expected:.1f} s; rerun it on an idle machine"
     wall_s = summary["wall_time_s"]
     system_s = summary.get("system_s", math.inf)
     if system_s > 1 + 1.05 * wall_s:
@@ -293,14 +283,14 @@ def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:
 
 
 def wrong_sources(record: Record, run: dict) -> list[str]:
-    """Names of sources whose hash in a run's log.txt is not that of the record's source."""
+    """List the sources whose hash in a run's log.txt is not that of the record's source."""
     return [name for name, sha256 in record.sources.items() if sha256 != run["sources"].get(name)]
 
 
 def t_test(values: list[float], target: float) -> float:
-    """One-sided p-value of "the mean is below the target" by Student's t-test.
+    """Compute the p-value of "the mean is below the target" by a one-sided Student's t-test.
 
-    1 for fewer than two values.
+    It is 1 for fewer than two values.
     """
     n = len(values)
     if n < 2:
@@ -311,7 +301,7 @@ def t_test(values: list[float], target: float) -> float:
         return 0.0 if gap > 0 else 1.0
     t = gap / deviation * math.sqrt(n)
     df = n - 1
-    # P(T > t) by substituting T = sqrt(df) tan(angle): cos^(df - 1) over a finite range of angles
+    # P(T > t): T = sqrt(df) tan(angle) gives cos^(df - 1) over a finite range of angles
     start = math.atan(t / math.sqrt(df))
     angles = torch.linspace(start, math.pi / 2, 100_001, dtype=torch.float64)
     area = torch.trapezoid(angles.cos() ** (df - 1), angles).item()
@@ -325,8 +315,8 @@ def t_test(values: list[float], target: float) -> float:
 def check_record(path: str) -> tuple[dict, list[str]]:
     """Check a record's folder against its track's rules. Raises UserError for any other folder.
 
-    Returns a row of figures, and notes on what a person must look at, because the rules cannot
-    judge it. `verdict` is PASS, FAIL for the reasons in `broken`, or why it is not confirmed.
+    Returns a row of figures, and notes for the person who judges the rest. `verdict` is PASS, FAIL
+    (with the reasons in `broken`), or the reason why it is not confirmed.
     """
     record, target = open_record(path)
     broken = list(record_violations(record))
@@ -371,28 +361,24 @@ def check_record(path: str) -> tuple[dict, list[str]]:
         row[f"{key}_min"] = min(seconds)
         row[f"{key}_max"] = max(seconds)
 
-    notes = [f"The source is that of {record.base[:7]}, in this history."]
+    note = f"The source is commit {record.base[:7]} of this history"
     if record.changes:
         changes = ", ".join(f"{name} ({lines})" for name, lines in record.changes.items())
-        notes = [
-            f"A person must read what differs from {record.base[:7]}, in this history: {changes}."
-        ]
-    notes.append(UNKNOWN)
-    return row, notes
+        note += f", with changes that a person must read: {changes}"
+    return row, [f"{note}.", UNKNOWN]
 
 
 def pack(path: str, commit: str) -> None:
-    """Replace the runs' source/ folders of a record by source.patch, the difference to a commit.
+    """Replace the runs' source/ folders of a record by source.patch, the difference from a commit.
 
-    Raises UserError, also if it does not give every run's source; their folders then stay.
+    Raises UserError, and keeps the folders, if that does not give every run's source.
     """
     copies = source.write_source(Path(path), commit)
     record, _ = open_record(path)
     for run in record.runs:
         names = wrong_sources(record, run)
         if names:
-            wrong = f"{run['name']}: source.patch does not give {names[0]} as it ran"
-            advice = "give runs of one source, as they were left"
-            raise UserError(f"{wrong}; every source/ stays: {advice}")
+            wrong = f"{run['name']} ran a different {names[0]} than source.patch describes"
+            raise UserError(f"{wrong}; every source/ is kept: pack unchanged runs of one source")
     for copy in copies:
         shutil.rmtree(copy)

@@ -1,4 +1,4 @@
-"""`bench.py record DIR --rerun SEED`: run a seed of a record again, from its folder alone."""
+"""`bench.py record DIR --rerun SEED`: repeat one seed of a record, from its folder alone."""
 
 import json
 import subprocess
@@ -15,25 +15,25 @@ MEASURED = ("dtype", "attn", "loss_chunk")
 
 
 def rerun(folder: str, seed: int, data: str, reference: str) -> None:
-    """Run a seed again with the record's source and command.sh, into DIR/rerun_SEED.
+    """Repeat a seed with the record's source and command.sh, into DIR/rerun_SEED.
 
-    This executes the source, and before it that of the reference, if a record is named to be timed
-    beside it. data: folder of the dataset, by default the run's. The summary also gets system_s,
-    seconds by the operating system's clock, and slowdown, the reference's train_time here as a
-    multiple of its own. Raises UserError, OSError or ValueError.
+    This executes the record's source, and first that of the reference, if a record is given to be
+    timed as well. data: folder of the dataset, by default the run's. Two values are added to the
+    summary: system_s, the seconds by the operating system's clock, and slowdown, the reference's
+    train_time here as a multiple of its own. Raises UserError, OSError or ValueError.
     """
     slowdown = None
     if reference:
         first = read_run(Path(reference, "seed_0"))["summary"]["machine"]
         machine = read_run(Path(folder, f"seed_{seed}"))["summary"]["machine"]
         if first != machine:
-            raise UserError(f"{reference} is from {first}, not {machine}; give a record from there")
+            raise UserError(f"{reference} is from {first}; give a record from {machine}")
         with tempfile.TemporaryDirectory() as work:
             slowdown = run_again(Path(reference), 0, Path(work, "seed_0"), data)
     out_dir = Path(folder).resolve() / f"rerun_{seed}"
     run_again(Path(folder), seed, out_dir, data)
 
-    # Files are dated by the operating system, whatever the run's clock says
+    # The operating system dates files independently of the run's clock
     path = out_dir / "summary.json"
     summary = json.loads(path.read_text(encoding="utf-8"))
     summary |= dict(reference=reference, slowdown=slowdown)
@@ -42,9 +42,9 @@ def rerun(folder: str, seed: int, data: str, reference: str) -> None:
 
 
 def run_again(record: Path, seed: int, out_dir: Path, data: str) -> float:
-    """Run a record's seed into a folder; returns its train_time as a multiple of the record's.
+    """Repeat a record's seed in a folder; return its train_time as a multiple of the record's.
 
-    What a run measures to choose is taken from its log.
+    Values that the run chose by measuring are taken from its log.
     """
     run = read_run(record / f"seed_{seed}")
     flags = {name: run["flags"][name] for name in MEASURED}
@@ -57,7 +57,9 @@ def run_again(record: Path, seed: int, out_dir: Path, data: str) -> float:
         # -E: without the user's PYTHONPATH
         done = subprocess.run([sys.executable, "-E", "train_gpt.py", *words], cwd=work)
     if done.returncode:
-        wrong = f"the rerun of {run['name']} ended with exit code {done.returncode}"
-        raise UserError(f"{wrong}; mend what is said above, and begin again")
+        raise UserError(
+            f"the rerun of {run['name']} ended with exit code {done.returncode}; resolve the "
+            "error above, and start again"
+        )
     again = read_run(out_dir)
     return again["summary"]["train_time_s"] / run["summary"]["train_time_s"]

@@ -1,6 +1,6 @@
-"""A record's source: a commit of this repository and the difference to it, in source.patch.
+"""A record's source: a commit of this repository and the difference from it, in source.patch.
 
-Its first line is `commit HASH`; below it is what `git apply` takes, or nothing if there is no
+Its first line is `commit HASH`; the rest is a diff for `git apply`, empty if there is no
 difference.
 """
 
@@ -21,12 +21,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
-    """Run git in a folder, by default the repository, and return what it prints.
+    """Run git in a folder, by default the repository, and return its output.
 
-    Raises UserError with git's complaint and the advice; without advice, failures are ignored.
+    Raises UserError with git's message and the advice; without advice, failures are ignored.
     """
     command = ["git", "-c", "core.autocrlf=false", *arguments]
-    # Temporary folders are in no repository
+    # Git must not look for a repository above temporary folders
     env = os.environ | dict(GIT_CEILING_DIRECTORIES=tempfile.gettempdir())
     done = subprocess.run(command, cwd=folder or REPOSITORY, env=env, capture_output=True)
     if done.returncode and advice:
@@ -37,15 +37,14 @@ def git(*arguments: str, folder: Path | None = None, advice: str = "") -> bytes:
 
 def write_commit(commit: str, folder: Path) -> None:
     """Write the files of a commit into a folder. Raises UserError if the commit is missing."""
-    how = "`git clone`, or `git fetch --unshallow` in a shallow clone"
-    advice = f"get the whole history, with commit {commit}: {how}"
+    advice = f"get the whole history, with commit {commit}, by `git fetch --unshallow`"
     archive = git("archive", "--format=tar", commit, advice=advice)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(folder, filter="data")
 
 
 def rebuild(record: Path, folder: Path) -> str:
-    """Write a record's source, the commit in source.patch with the difference, into a folder.
+    """Rebuild a record's source from the commit and the diff in source.patch, in a folder.
 
     Returns the commit. Raises UserError.
     """
@@ -55,29 +54,29 @@ def rebuild(record: Path, folder: Path) -> str:
     found = re.fullmatch(rb"commit ([0-9a-f]{40})\s*", first)
     if not found:
         wrong = f"{patch} is missing or does not begin with `commit` and 40 hexadecimal digits"
-        advice = f"make it by `python bench.py record {record} --pack HEAD`"
+        advice = f"make it with `python bench.py record {record} --pack HEAD`"
         raise UserError(f"{wrong}; {advice}")
     commit = found[1].decode()
     write_commit(commit, folder)
     if difference.strip():
-        advice = f"{patch} must name the commit that it was made to, not {commit}"
+        advice = f"{patch} must name the commit that it was made from, not {commit}"
         git("apply", "--whitespace=nowarn", str(patch), folder=folder, advice=advice)
     return commit
 
 
 def read_source(record: Path, names: Iterable[str]) -> tuple[dict, dict, str]:
-    """Return the SHA-256 of the named files in a record's source, what differs from this
-    repository's history, and the commit there: its own, or the newest it descends from.
+    """Return hashes of a record's source, its changes to this repository's history, and the commit.
 
-    The first two are by name. The first has None for a missing file; the second has the lines that
-    were added and removed, as in "+3 -1". Raises UserError.
+    hashes: name -> SHA-256, None for a missing file. changes: name -> lines added and removed, such
+    as "+3 -1". The commit is the record's own, or its newest ancestor in the history. Raises
+    UserError.
     """
     hashes = {}
     changes = {}
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work, "b")
         commit = rebuild(record, folder)
-        advice = f"{record} must be made to a commit of this repository"
+        advice = f"{record} must be based on a commit of this repository"
         base = git("merge-base", commit, "HEAD", advice=advice).decode().strip()
         write_commit(base, Path(work, "a"))
         for name in names:
@@ -94,11 +93,11 @@ def read_source(record: Path, names: Iterable[str]) -> tuple[dict, dict, str]:
 def write_source(record: Path, commit: str) -> list[Path]:
     """Write source.patch from the source/ of a record's first run; return the source/ of all runs.
 
-    commit: what the difference is to, in any way git knows it. Raises UserError.
+    commit: the base of the difference, in any form that git accepts. Raises UserError.
     """
     copies = sorted(record.glob("*/source"))
     if not copies:
-        advice = "give --pack the --out_dir of --trials as it was left"
+        advice = "give --pack the unchanged --out_dir of --trials"
         raise UserError(f"{record} has no runs with source/; {advice}")
     advice = "give --pack a commit of this repository's history, as in --pack HEAD"
     name = git("rev-parse", "--verify", f"{commit}^{{commit}}", advice=advice).decode().strip()
@@ -108,7 +107,7 @@ def write_source(record: Path, commit: str) -> list[Path]:
         copy = shutil.copyfile
         shutil.copytree(copies[0], Path(work, "b"), copy_function=copy, dirs_exist_ok=True)
         options = "--no-index --no-prefix --no-renames --no-ext-diff --no-color --binary"
-        # Its exit code is 1 if they differ
+        # Git's exit code is 1 if they differ
         difference = git("diff", *options.split(), "a", "b", folder=Path(work))
     (record / "source.patch").write_bytes(b"commit " + name.encode() + b"\n" + difference)
     return copies

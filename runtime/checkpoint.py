@@ -1,8 +1,8 @@
 """Checkpoints: ckpt_<step>.pt, plain tensors and JSON-like values in one file.
 
-They are written under another name, read back, and renamed. `weights_only=True` loads them, so that
-no pickled code is executed; the checksums of the zip file find damage that torch.load misses. The
-same file serves every number of ranks.
+They are written under a temporary name, read back, and renamed. They load with `weights_only=True`,
+so that no pickled code is executed; the checksums of the zip file find damage that torch.load
+misses. The same file can be read with any number of ranks.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ from data.tokenizers import get_tokenizer
 from ops.parallel import shard_like, state_to_full, to_full, to_local
 from runtime.ranks import run_on_rank0
 
-# The file format. "vocabulary" is there as well: a text, or None
+# The file format. It also has "vocabulary", a text or None
 CHECKPOINT_SCHEMA = dict(
     step=int,
     tokens=int,
-    clock=dict,  # attributes of the Run, in seconds
+    clock=dict,  # in seconds
     config=dict,  # the flags
     model_config=dict,
     model=dict,  # name -> tensor
@@ -44,9 +44,9 @@ CHECKPOINT_SCHEMA = dict(
 )
 BEST = "ckpt_best.pt"  # the weights of the best evaluation
 
-PATIENCE_S = 120  # for which the last checkpoint of a run is tried again
+PATIENCE_S = 120  # how long saving the final checkpoint of a run is retried
 
-# What the flags of a resumed run decide about its optimizer, not the checkpoint
+# Settings of the optimizer that a resumed run takes from its flags, not from the checkpoint
 SET_BY_FLAGS = (
     "lr",
     "initial_lr",
@@ -60,18 +60,21 @@ SET_BY_FLAGS = (
 
 
 class CorruptCheckpointError(UserError):
-    """A checkpoint whose bytes are not what was saved."""
+    """A checkpoint whose bytes have changed since it was saved."""
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step in a checkpoint's name; -1 for any other file."""
+    """Return the step in a checkpoint's name; -1 for any other file."""
     match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
     return int(match[1]) if match else -1
 
 
 def best_val_loss(run, state, stream) -> float:
-    """The validation loss of the folder's ckpt_best.pt; infinity if it has none of this model and
-    dataset. One that was evaluated on other tokens is renamed: losses on those do not compare."""
+    """Return the validation loss of the folder's ckpt_best.pt.
+
+    Infinity if there is none for this model and dataset. If it was evaluated on other tokens, so
+    that losses cannot be compared, it is renamed.
+    """
     path = run.folder / BEST
     with contextlib.suppress(UserError):  # missing, or damaged
         best = read_checkpoint(path, verify=False)
@@ -88,7 +91,7 @@ def best_val_loss(run, state, stream) -> float:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint files of a run's folder, newest first."""
+    """List the checkpoint files of a run's folder, newest first."""
     found = [path for path in folder.glob("ckpt_*.pt") if checkpoint_step(path) >= 0]
     return sorted(found, key=checkpoint_step, reverse=True)
 
@@ -100,8 +103,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(path: Path, verify: bool = True) -> dict:
     """Load a checkpoint, mapped from its file. Without `verify`, checksums are not compared.
 
-    Raises UserError if it is missing or of a different version, CorruptCheckpointError if it is
-    damaged, RunError if it cannot be read now, for want of memory or of permission, say.
+    Raises UserError if it is missing or has a different version, CorruptCheckpointError if it is
+    damaged, RunError if it cannot be read at the moment, for lack of memory or permission, say.
     """
     is_whole = False
     try:
@@ -119,28 +122,27 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
         ) from None
     except Exception as error:  # torn and foreign files fail in many ways
         reason = system_error(error)
-        # EINVAL: a torn file that points to a place before its beginning
+        # EINVAL: a torn file with an offset before its beginning
         has_failed = isinstance(reason, OSError) and reason.errno != errno.EINVAL
         if has_failed or is_out_of_memory(reason):
             raise RunError(
-                f"{path} cannot be read now ({reason}), and is kept; try again when that is "
-                "mended or, if memory ran out, with more of it; or --resume an older one with a "
-                "different --out_dir"
+                f"{path} cannot be read now ({reason}), and is kept; try again once that is "
+                "resolved, or --resume an older one with a different --out_dir"
             ) from None
         if is_whole:
             raise UserError(
-                f"{path} is whole, but not a checkpoint of this version of the trainer "
+                f"{path} is intact, but not a checkpoint of this version of the trainer "
                 f"({type(error).__name__}); use the source that made it"
             ) from None
         raise CorruptCheckpointError(
             f"{path} is damaged, or not a checkpoint of this version of the trainer "
-            f"({type(error).__name__}); use another"
+            f"({type(error).__name__}); use a different one"
         ) from None
     return checkpoint
 
 
 def load_mapped(path: Path) -> dict:
-    """Load a file, mapped or, where the file system cannot map files, into memory."""
+    """Load a file, mapped if its file system allows that, otherwise into memory."""
     options = dict(map_location="cpu", weights_only=True)
     try:
         return torch.load(path, mmap=True, **options)
@@ -150,37 +152,37 @@ def load_mapped(path: Path) -> dict:
 
 
 def system_error(error: Exception) -> Exception:
-    """The system's error that torch.save or zipfile hides behind its own; else the error itself."""
+    """Return the OSError that torch.save or zipfile wraps in its own, or else the error itself."""
     return error.__context__ if isinstance(error.__context__, OSError) else error
 
 
 def with_eval_weights(checkpoint: dict) -> dict:
-    """The checkpoint with extra["eval_weights"], where there are any, in the place of weights."""
+    """Replace the weights of a checkpoint by extra["eval_weights"], where there are any."""
     weights = checkpoint["model"] | checkpoint["extra"].get("eval_weights", {})
     return checkpoint | dict(model=weights)
 
 
 def model_config(checkpoint: dict, kind: type, path):
-    """The model's configuration as an instance of `kind`, GPTConfig. Raises UserError."""
+    """Return the model's configuration as an instance of `kind`, GPTConfig. Raises UserError."""
     advice = "use the source that made it, a copy of which is in its run's folder"
     saved = checkpoint["model_config"]
     if saved.get("version") != kind().version:
         raise UserError(
-            f"{path} holds version {saved.get('version')} of the model, and this is version "
-            f"{kind().version}, which computes something else; {advice}"
+            f"{path} holds version {saved.get('version')} of the model, but this is version "
+            f"{kind().version}, which gives different results; {advice}"
         )
     try:
         cfg = kind(**saved)
         cfg.layer_windows()
     except (TypeError, ValueError, AttributeError):
         raise UserError(
-            f"{path} does not fit this GPTConfig: its model is {saved}; {advice}"
+            f"{path} does not fit this GPTConfig, its model being {saved}; {advice}"
         ) from None
     return cfg
 
 
 def document_token(checkpoint: dict) -> int | None:
-    """The token at which attention begins anew, in a model trained with --doc_mask; else None."""
+    """Return the token that starts a document, for a model trained with --doc_mask; else None."""
     if not checkpoint["config"].get("doc_mask"):
         return None
     return get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")).eot
@@ -189,8 +191,8 @@ def document_token(checkpoint: dict) -> int | None:
 def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple = ()) -> None:
     """Copy a checkpoint's weights and buffers into the model, before it is sharded.
 
-    Raises UserError if names, shapes or a field of the configuration differ, those of may_differ
-    aside.
+    Raises UserError if names, shapes or fields of the configuration differ, except those in
+    may_differ.
     """
     saved = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path))
     ours = dataclasses.asdict(model.cfg)
@@ -206,30 +208,30 @@ def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple = (
     if differ:
         raise UserError(
             f"{path} does not fit this model ({', '.join(differ)}); use the flags and the model.py "
-            "that made it, as its run's folder has them"
+            "that made it, which are in its run's folder"
         )
 
 
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict, path
 ) -> None:
-    """Copy a checkpoint's optimizer state into ours. Raises UserError for another optimizer's."""
+    """Copy a checkpoint's optimizer state into ours. Raises UserError if the optimizers differ."""
     groups = optimizer.state_dict()["param_groups"]
     saved_groups = checkpoint["optimizer_groups"]
     if checkpoint["optimizer_type"] != type(optimizer).__name__:
         raise UserError(
-            f"{path} was made with {checkpoint['optimizer_type']}; resume it with that, or "
-            "--init_from it"
+            f"{path} was saved by {checkpoint['optimizer_type']}; resume with that optimizer, or "
+            "use --init_from"
         )
 
-    # Settings: what the flags decide is ours, the rest is the checkpoint's
+    # Settings: those decided by flags are ours, the others the checkpoint's
     if len(groups) == len(saved_groups):
         for group, saved in zip(groups, saved_groups):
             for name, value in saved.items():
                 if name not in SET_BY_FLAGS or name not in group:
                     group[name] = value
 
-    # State: PyTorch numbers parameters in the order of the groups, the checkpoint has names
+    # State: PyTorch numbers parameters in the order of the groups; the checkpoint has names
     numbers = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -242,15 +244,15 @@ def load_optimizer(
         state = dict(saved)
         for key, value in saved.items():
             if isinstance(value, Tensor) and value.dim():
-                state[key] = shard_like(value.clone(), p)  # not mapped from the file any more
-                if value.shape != p.shape:  # a number a row, say: plain, as an optimizer makes it
+                state[key] = shard_like(value.clone(), p)  # no longer mapped from the file
+                if value.shape != p.shape:  # for example a number per row: a plain tensor
                     state[key] = to_local(state[key])
         states[numbers[p]] = state
     optimizer.load_state_dict(dict(state=states, param_groups=groups))
 
 
 def load_extra(model: nn.Module, saved: dict) -> dict:
-    """TrainState.extra, on the model's device; tensors named like a parameter are sharded."""
+    """Load TrainState.extra onto the model's device; tensors named like a parameter are sharded."""
     params = dict(model.named_parameters())
 
     def load(value, name: str = ""):
@@ -272,10 +274,10 @@ def load_extra(model: nn.Module, saved: dict) -> dict:
 
 
 def save_checkpoint(state, stream, run, required: bool = False) -> None:
-    """Save a checkpoint, unless this step has one; delete old ones except the newest `keep`.
+    """Save a checkpoint, unless this step has one; delete all but the newest `keep`.
 
-    Every rank must call it. A file that cannot be written is a warning, because there may be room
-    next time; if it is required, see `insist`.
+    Every rank must call it. If the file cannot be written, that is a warning, because there may be
+    room next time; if it is required, see `insist`.
     """
     if run.saved_step == state.step:
         return
@@ -307,7 +309,7 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
         return True
 
     if not run_on_rank0(run.dist_ctx, write):
-        run.saved_step = -1  # if the run ends at this step, it is still to be saved
+        run.saved_step = -1  # if the run ends at this step, it is saved again
 
 
 def save_after_error(run, error: Exception) -> None:
@@ -319,7 +321,7 @@ def save_after_error(run, error: Exception) -> None:
 
 
 def save_best_weights(state, stream, run) -> None:
-    """Save the weights that were just evaluated as ckpt_best.pt. Every rank must call it."""
+    """Save the weights just evaluated as ckpt_best.pt. Every rank must call it."""
     checkpoint = collect_values(state, stream, run)
     checkpoint["val_loss"] = run.saved_val_loss
     with state.evaluating():
@@ -331,7 +333,7 @@ def save_best_weights(state, stream, run) -> None:
 
 
 def collect_values(state, stream, run) -> dict:
-    """A checkpoint without its tensors."""
+    """Collect a checkpoint's values except tensors."""
     return dict(
         step=state.step,
         tokens=state.tokens,
@@ -358,15 +360,15 @@ def collect_values(state, stream, run) -> dict:
 
 
 def write_file(path: Path, checkpoint: dict, run) -> str:
-    """Write a checkpoint and read it back; returns a sentence if that fails, else ""."""
+    """Write a checkpoint and read it back; return a sentence if that fails, else ""."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have moved it
+        path.parent.mkdir(parents=True, exist_ok=True)  # the user may have moved it
         if path.parent == run.folder:
             run.log.sync()
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
             file.flush()
-            with contextlib.suppress(RunError):  # what cannot be read now may be whole
+            with contextlib.suppress(RunError):  # a file that cannot be read now may be intact
                 read_checkpoint(Path(file.name))
         return ""
     except (OSError, RuntimeError, UserError) as error:
@@ -374,12 +376,12 @@ def write_file(path: Path, checkpoint: dict, run) -> str:
 
 
 def insist(path: Path, checkpoint: dict, run, failed: str) -> None:
-    """Write the last checkpoint of a run a little later, or else below the current folder.
+    """Retry writing the final checkpoint of a run, then write it below the current folder.
 
-    After a signal there is no time to wait. Raises RunError if neither works.
+    After a signal there is no time to retry. Raises RunError if neither works.
     """
     deadline = time.monotonic() + PATIENCE_S
-    run.info(f"WARNING: {failed}; it is tried again, then in a different folder")
+    run.info(f"WARNING: {failed}; retrying, then trying a different folder")
     while failed and not run.is_asked_to_stop() and time.monotonic() < deadline:
         time.sleep(1)
         failed = write_file(path, checkpoint, run)
@@ -387,14 +389,14 @@ def insist(path: Path, checkpoint: dict, run, failed: str) -> None:
         other = Path(f"{run.folder.name}-saved", path.name)
         if write_file(other, checkpoint, run):
             raise RunError(f"{failed}; make room and --resume")
-        run.info(f"WARNING: {failed}; {other} has been saved, which --resume {other} continues")
+        run.info(f"WARNING: {failed}; saved as {other} instead; --resume {other} continues")
 
 
 def whole_tensors(value, name: str, run, param: Tensor | None = None):
-    """A copy of nested values that a checkpoint can hold: whole tensors, on the CPU of rank 0.
+    """Copy nested values for a checkpoint, with whole tensors on the CPU of rank 0.
 
-    Every rank must call it, as shards are gathered. param: the parameter whose optimizer state it
-    is. Raises UserError for a value of another type.
+    Every rank must call it, because shards are gathered. param: the parameter to which the values
+    belong as optimizer state. Raises UserError for values of types that a checkpoint cannot hold.
     """
     copies: dict[Tensor, Tensor] = {}  # a tied parameter is copied once
 

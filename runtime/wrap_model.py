@@ -1,4 +1,4 @@
-"""What is put around the model for training, the micro-batch that fits, and warming it all up."""
+"""Wraps the model for training, chooses the micro-batch that fits, and warms everything up."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from runtime.flag_checks import AC_MODES, activation_budget, ranks_per_copy, seq
 from runtime.ranks import DistContext, any_rank
 from runtime.speed import DTYPES
 
-# Tokens of a micro-batch: fewer leave a GPU idle, and more are no faster
+# Tokens per micro-batch: fewer than ENOUGH leave a GPU idle, more than MOST are no faster
 ENOUGH_TOKENS = 4096
 MOST_TOKENS = 131072
 CPU_TOKENS = 8192
@@ -25,15 +25,15 @@ CPU_TOKENS = 8192
 def wrap_model(
     model: nn.Module, cfg, make_optimizer: Callable, dist_ctx: DistContext, seq_lens: set[int]
 ) -> tuple[nn.Module, int]:
-    """Put fp8, checkpointing, compile, DDP or FSDP around a GPT; returns it and the micro-batch.
+    """Apply fp8, checkpointing, compile, DDP or FSDP to a GPT; return it and the micro-batch.
 
-    make_optimizer(cfg, model): for steps on dummy data. seq_lens: in which the run will train.
-    Weights and buffers keep their values and names. Raises UserError when the ranks cannot share
-    the batch, or nothing fits into memory.
+    make_optimizer(cfg, model): called for steps on dummy data. seq_lens: sequence lengths of the
+    run. Weights and buffers keep their values and names. Raises UserError if the ranks cannot share
+    the batch, or if not even one sequence fits into memory.
     """
     device = dist_ctx.device
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
-    blocks = set(model.blocks)  # a changed model may use one several times
+    blocks = set(model.blocks)  # an edited model may use a block several times
 
     # 1. float8
     if cfg.fp8:
@@ -51,7 +51,7 @@ def wrap_model(
     # 3. Micro-batch
     micro_batch = choose_micro_batch(model, cfg, make_optimizer, ac_modes, n_seqs, dist_ctx)
 
-    # 4. Compile. Compiled blocks keep less for backward: twice as many sequences may fit
+    # 4. Compile. Compiled blocks store less for backward, so twice as many sequences may fit
     if cfg.is_compiled:
         apply_compile(model, cfg.compile, activation_budget(cfg), device)
         larger = largest_divisor(n_seqs, min(2 * micro_batch, MOST_TOKENS // cfg.seq_len))
@@ -74,7 +74,7 @@ def wrap_model(
     elif dist_ctx.world_size > 1:
         wrapped = apply_ddp(model, cfg.bucket_cap_mb, grad_dtype)
 
-    # 7. Warm up: compile, load kernels, allocate, connect, so that step 1 is like any other
+    # 7. Warm up (compile, load kernels, allocate, connect), so that step 1 takes no longer
     if cfg.is_compiled or device.type == "cuda" or dist_ctx.world_size > 1:
         for seq_len in sorted(seq_lens, reverse=True):
             dummy_step(
@@ -84,19 +84,19 @@ def wrap_model(
                 seq_len,
                 keep_gradients=cfg.uses_cudagraphs,
             )
-        # CUDA graphs have allocated theirs for good
+        # CUDA graphs keep their memory
         if device.type == "cuda" and not cfg.uses_cudagraphs:
             torch.cuda.reset_peak_memory_stats()
 
-    # 8. Sparse gradients: a step reads few of an n-gram table's rows, and on a CPU the others would
-    # take as long as a layer. DDP and FSDP reduce dense ones
+    # 8. Sparse gradients: a step reads few rows of an n-gram table, and on a CPU updating the
+    # others would take as long as a layer. DDP and FSDP need dense gradients
     if device.type == "cpu" and dist_ctx.world_size == 1 and not cfg.is_sharded:
         use_sparse_gradients(model, make_optimizer(cfg, model))
     return wrapped, micro_batch
 
 
 def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give embeddings sparse gradients if the optimizer takes them: RMSprop of model.py does."""
+    """Give embeddings sparse gradients if model.py's RMSprop, which accepts them, trains them."""
     weights = set()
     for group in optimizer.param_groups:
         if hasattr(optimizer, "rmsprop") and group["kind"] == "rmsprop":
@@ -107,14 +107,14 @@ def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def choose_ac_modes(cfg, device: torch.device) -> list[str]:
-    """Choose the modes of activation checkpointing to try, that of least recomputation first."""
+    """Choose the modes of activation checkpointing to try, the least recomputation first."""
     if cfg.checkpointing in AC_MODES:
         return [cfg.checkpointing]
-    # With a budget the compiler does it, and on a CPU there is memory enough
+    # With a budget the compiler recomputes, and on a CPU there is enough memory
     if cfg.checkpointing != "auto" or device.type != "cuda" or cfg.offload == "activations":
         return ["none"]
     if cfg.attn == "flex" and not cfg.is_compiled:
-        return ["none", "full"]  # selective checkpointing cannot see into it
+        return ["none", "full"]  # selective checkpointing does not work with it
     return list(AC_MODES)
 
 
@@ -126,16 +126,16 @@ def choose_micro_batch(
     n_seqs: int,
     dist_ctx: DistContext,
 ) -> int:
-    """Choose how many of a rank's n_seqs sequences to take at once, the same on every rank.
+    """Choose how many of a rank's n_seqs sequences to process at once, the same on every rank.
 
-    On a GPU what fits, found by trying steps, in the first of ac_modes in which ENOUGH_TOKENS do.
-    Sets that mode. Raises UserError when not even one sequence fits.
+    On a GPU, try steps to find the largest number that fits, in the first of ac_modes in which
+    ENOUGH_TOKENS fit, and set that mode. Raises UserError if not even one sequence fits.
     """
     if cfg.micro_batch:
         return cfg.micro_batch
     if dist_ctx.device.type != "cuda":
         return largest_divisor(n_seqs, CPU_TOKENS // cfg.seq_len)
-    # No trials under FSDP: a rank without memory would leave others waiting for its shards
+    # No trials under FSDP: if one rank ran out of memory, others would wait for its shards
     if cfg.is_sharded:
         return largest_divisor(n_seqs, ENOUGH_TOKENS // cfg.seq_len)
 
@@ -160,9 +160,9 @@ def choose_micro_batch(
 def step_fits(
     model: nn.Module, cfg, make_optimizer: Callable, micro_batch: int, dist_ctx: DistContext
 ) -> bool:
-    """Try whether a step takes at most 92 % of the GPU's memory, on every rank.
+    """Return True if a trial step takes at most 92 % of the GPU's memory on every rank.
 
-    Fragmentation takes the rest.
+    The rest is left for fragmentation.
     """
     torch.cuda.reset_peak_memory_stats()
     needed = math.inf
@@ -188,10 +188,10 @@ def dummy_step(
     seq_len: int,
     keep_gradients: bool = False,
 ) -> None:
-    """Run a micro-step on zeros, an update (of learning rate 0), another, and an evaluation.
+    """Run a micro-step on zeros, an update with learning rate 0, a micro-step and an evaluation.
 
-    Weights and buffers keep their values. keep_gradients: in their memory, as CUDA graphs need,
-    which are recorded in a third micro-step.
+    Weights and buffers keep their values. keep_gradients: keep the gradients' memory and run a
+    third micro-step, in which CUDA graphs are recorded.
     """
     device = next(model.parameters()).device
     x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=device)
@@ -206,13 +206,13 @@ def dummy_step(
     # An update, which makes the optimizer's state
     model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    # Gradients of 16 bits may have overflowed, and 0 times infinity would reach the weights
+    # 16-bit gradients may have overflowed, and 0 times infinity would reach the weights
     for p in model.parameters():
         if p.grad is not None:
             p.grad.zero_()
     optimizer.step()
 
-    # Gradients, and now the optimizer's state, are in memory, as in training
+    # As in training, gradients and now also the optimizer's state are in memory
     for _ in range(2 if keep_gradients else 1):
         model(x, x).backward()
     model.zero_grad(set_to_none=not keep_gradients)

@@ -183,7 +183,7 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     found = [[row[key] for key in ("verdict", "score", "code_tokens")] for row in rows]
     score = f"{math.sqrt(3 / 4 * 2.8 / 4):.5g}"  # the losses are 4, and 3 and 2.8 with two seeds
     assert found == [["discard", "1", "0"], ["keep", score, "3"], ["crash", "", "3"]]
-    assert rows[1]["description"] == "one more"
+    assert rows[1]["description"] == "one\tmore"
     difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
     assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
     pytest.importorskip("matplotlib")

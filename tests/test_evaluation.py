@@ -91,7 +91,7 @@ def test_last_words(tmp_path, capsys):
     shown = printed(capsys)
     found = [log_likelihood(model, text, ending) for ending in endings]
     greedy = sum(drawn for _, drawn in found) / len(rows)
-    assert shown["drawn greedily"][0] == pytest.approx(greedy, abs=1e-4)
+    assert shown["produced by greedy decoding"][0] == pytest.approx(greedy, abs=1e-4)
     perplexity = math.exp(-sum(score for score, _ in found) / len(rows))
     assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
     with pytest.raises(UserError, match="two files"):

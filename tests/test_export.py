@@ -146,7 +146,7 @@ def check(folder):
     try:
         raise SystemError(model(idx, output_attentions=True))
     except ValueError as error:
-        assert str(error) == "this model gives no attentions; leave out output_attentions"
+        assert str(error) == "this model returns no attentions; remove output_attentions"
     assert [tokenizer(text).input_ids for text in texts] == [[256, *ids] for ids in tokens]
     assert [tokenizer.decode(ids) for ids in tokens] == texts
     more = dict(max_new_tokens=50, do_sample=False)
@@ -202,7 +202,7 @@ def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(
 ):
     pytest.importorskip("transformers")
     command = [str(windowed), "--to", "hf", "--out", str(tmp_path / "hf")]
-    differs = "modeling_gpt.py does not compute what model.py does"
+    differs = "modeling_gpt.py and model.py give different logits"
     with monkeypatch.context() as patch:
         patch.setattr(model_module, "leaky_relu_squared", torch.relu)
         assert export.main(command) == 2 and differs in capsys.readouterr().err
@@ -227,9 +227,9 @@ def test_what_cannot_be_exported_is_said(windowed, tmp_path, capsys, monkeypatch
         (tmp_path / name).touch()
     for to, out, says in (
         ("onnx", "m", "needs onnx, which is not installed"),
-        ("int8", "there", "there is there already"),
-        ("safetensors", "m", "config.json is there already"),
-        ("torch-export", "m.bin", "reads .pt2 files only"),
+        ("int8", "there", "there exists already"),
+        ("safetensors", "m", "config.json exists already"),
+        ("torch-export", "m.bin", "only reads .pt2 files"),
     ):
         assert export.main([str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
         assert says in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 2

@@ -92,15 +92,15 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 0.1', "of wall_time_s runs"),
     ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 9e3', "wall time 9000.0 s"),
     ("seed_1/summary.json", r'"val_loss": [\d.]+', '"val_loss": 0.1', "disagree"),
-    ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "other data"),
+    ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "are not the track's"),
     ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
-    ("seed_2/log.txt", '"seed": 2', '"seed": 7', "not 0, 1, 2"),
+    ("seed_2/log.txt", '"seed": 2', '"seed": 7', "expected 0, 1, 2"),
     ("seed_2/log.txt", '"seed": 2', '"seed": 7', "seed_2: its seed is 7"),
-    ("seed_1/log.txt", r"data: (\S+) \(.*?\), ", "data: x (y), 1", "tokens, ' of the data"),
-    ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "than seed_0: n_layer 3, not 2"),
+    ("seed_1/log.txt", r"data: (\S+) \(.*?\), ", "data: x (y), 1", "tokens, ' about the data"),
+    ("seed_1/log.txt", '"n_layer": 2', '"n_layer": 3', "from seed_0: n_layer 3, not 2"),
     ("seed_2/log.txt", "model.py sha256 ", "\nno ", f"seed_2: {NO_HASH} model.py"),
-    ("seed_0/log.txt", "sources: ", OUTSIDE, f"{NO_HASH} outside/opt/fast.py as source"),
-    ("source.patch", r"\Z", ONE_LINE_MORE, f"seed_0: {NO_HASH} model.py as source.patch gives it"),
+    ("seed_0/log.txt", "sources: ", OUTSIDE, f"{NO_HASH} outside/opt/fast.py that source"),
+    ("source.patch", r"\Z", ONE_LINE_MORE, f"seed_0: {NO_HASH} model.py that source.patch gives"),
     ("seed_1/log.txt", r"\Z", "=" * 40 + " run\n{}\n", "resumed"),
     ("seed_1/log.txt", r" train_time [\d.]+ s \(", " (", "train_time"),
     ("seed_1/log.txt", r"step 20/20 \| loss \S+", "step 20/20 | loss 0.5", "steps or losses"),
@@ -113,11 +113,10 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
         "loss is 5.6600, below an untrained model's ln(320)",
     ),
     ("seed_0/metrics.jsonl", r'"train_time_s": [\d.]+', '"train_time_s": 1e6', "clock"),
-    ("seed_0/metrics.jsonl", r'"tokens_per_s": [\d.]+', '"tokens_per_s": 1e9', "fit together"),
-    ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "with: n_layer 3, not 2"),
+    ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "those of seed_1: n_layer 3, not 2"),
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
-    ("rerun_1/summary.json", 's": -', 's": ', "its train_time is that of seed_1: a copy"),
-    ("rerun_1/summary.json", 's": -', 's": 9', "repeat it where nothing else runs"),
+    ("rerun_1/summary.json", 's": -', 's": ', "its train_time equals that of seed_1: a copy"),
+    ("rerun_1/summary.json", 's": -', 's": 9', "rerun it on an idle machine"),
     (
         "rerun_1/summary.json",
         '"train_time_s": -',
@@ -188,11 +187,11 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
     assert (record / "source.patch").read_text() == f"commit {commit}"
     assert not list(record.glob("seed_*/source"))
     monkeypatch.setattr(check, "SLOWER", 1000)
-    with pytest.raises(UserError, match="seed_1 ended with exit code 2; mend what is said above"):
+    with pytest.raises(UserError, match="seed_1 ended with exit code 2; resolve the error above"):
         rerun(str(record), 1, "", "")
     shutil.rmtree(record / "rerun_1")
     row, notes = check.check_record(str(record))
-    assert notes == [f"The source is that of {commit[:7]}, in this history.", check.UNKNOWN]
+    assert notes == [f"The source is commit {commit[:7]} of this history.", check.UNKNOWN]
     assert row["verdict"].startswith("not confirmed: 2 of 3 seeds have a rerun")
     rerun(str(record), 1, "", reference=str(record))
     summary = json.loads((record / "rerun_1" / "summary.json").read_text())
@@ -201,28 +200,18 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
     assert_same_run(record / "rerun_1", record / "seed_1", exact=True)
 
 
-def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
+def test_modules_of_an_edit_are_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
     assert check.read_run(shakespeare_like / NAME / "seed_0")["sources"].keys() == set(SOURCE_FILES)
-    (tmp_path / "fcntl.py").write_text("flock = print")
-    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
-    assert f"outside{tmp_path}/fcntl.py" in files.run_sources()
-    # Compiled modules as well, except for those of Inductor
-    compiled = tmp_path / "cache" / "fast.so"
-    compiled.parent.mkdir()
-    compiled.touch()
-    monkeypatch.setitem(sys.modules, "fast", SimpleNamespace(__file__=str(compiled)))
-    for cache, is_kept in ((tmp_path / "other", True), (compiled.parent, False)):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        assert (f"outside{compiled}" in files.run_sources()) == is_kept
-    # Packages beside PyTorch, wherever that is
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__=f"{tmp_path}/torch/x.py"))
-    assert not any(name.startswith("outside") for name in files.run_sources())
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
     monkeypatch.setattr(files, "REPO", tmp_path)
-    assert f"fcntl.py sha256 {files.sha256_of_file(tmp_path / 'fcntl.py')}" in files.source_hashes()
+    (tmp_path / "site-packages").mkdir()
+    for name in ("mine.py", "site-packages/theirs.py"):
+        (tmp_path / name).write_text("flock = print")
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=f"{tmp_path}/{name}"))
+    monkeypatch.setitem(sys.modules, "gone", SimpleNamespace(__file__=f"{tmp_path}/gone.py"))
+    assert files.run_sources().keys() - set(SOURCE_FILES) == {"mine.py"}
+    assert f"mine.py sha256 {files.sha256_of_file(tmp_path / 'mine.py')}" in files.source_hashes()
     files.copy_sources(files.run_sources(), tmp_path / "source")
-    assert (tmp_path / "source" / "fcntl.py").is_file()
+    assert (tmp_path / "source" / "mine.py").is_file()
 
 
 def test_records_of_this_repository_keep_the_rules(repository):
@@ -256,7 +245,7 @@ def test_packed_records_keep_the_difference(unpacked):
     check.pack(str(unpacked), "HEAD")
     row, notes = check.check_record(str(unpacked))
     assert not row["broken"]
-    assert notes[0].endswith("in this history: data/more.py (+1 -0), model.py (+1 -0).")
+    assert notes[0].endswith("a person must read: data/more.py (+1 -0), model.py (+1 -0).")
     # Changes that weight the loss, or that change the batch over the run
     edit(unpacked / "seed_0" / "metrics.jsonl", r"5\.76\d+", "5.6600")
     edit(unpacked / "seed_0" / "log.txt", r"loss 5\.76\d+", "loss 5.6600")
@@ -277,7 +266,7 @@ def test_a_commit_beside_the_history_is_read_from_where_it_left(record, reposito
     head = source.git("rev-parse", "HEAD").decode().strip()
     (record / "source.patch").write_text(f"commit {side}\n")
     _, notes = check.check_record(str(record))
-    assert notes[0] == f"The source is that of {head[:7]}, in this history."
+    assert notes[0] == f"The source is commit {head[:7]} of this history."
 
 
 def test_p_is_that_of_the_reruns(record):
@@ -298,7 +287,7 @@ def test_p_is_that_of_the_reruns(record):
 
 def test_pack_keeps_what_it_cannot_pack(unpacked):
     edit_copy(unpacked / "seed_1", "model.py", "# edited")
-    with pytest.raises(UserError, match="seed_1: source.patch does not give model.py"):
+    with pytest.raises(UserError, match="seed_1 ran a different model.py than source.patch"):
         check.pack(str(unpacked), "HEAD")
     with pytest.raises(UserError, match="as in --pack HEAD"):
         check.pack(str(unpacked), "HEAD~7")
@@ -313,7 +302,7 @@ def test_sources_that_cannot_be_rebuilt_are_told(record, monkeypatch):
     patch = (record / "source.patch").read_text()
     for text, said in (
         ("HEAD\n", "source.patch is missing or does not begin with `commit`"),
-        (f"commit {'0' * 40}\n", "or `git fetch --unshallow` in a shallow clone"),
+        (f"commit {'0' * 40}\n", "get the whole history, with commit 0000"),
         (patch + ONE_LINE_MORE.replace(FIRST, "other"), "git apply failed"),
     ):
         (record / "source.patch").write_text(text)

@@ -39,7 +39,7 @@ def test_a_prompt_that_is_cut_is_said(noisy, capsys):
     for n, cut in ((32, False), (1033, True)):
         argv = ["--run", str(noisy), "--max_new_tokens", "1", "--prompt", "a" * n]
         assert sample.main(argv) == 0
-        said = "of the prompt's 1,033 tokens the model reads the last 32, its context\n"
+        said = "the prompt has 1,033 tokens; the model reads the final 32, its context length\n"
         assert (said in capsys.readouterr().err) == cut
 
 
@@ -160,25 +160,25 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, cap
     shutil.copy(plain / "ckpt_20.pt", "run")
     for flags, says in (
         ("--stride 8", "--stride is for --perplexity"),
-        ("--perplexity text --compile", "--compile does nothing for --perplexity"),
-        ("--perplexity text --choices text", "--choices does nothing for --perplexity"),
-        ("--choices text --top_k 9", "--top_k does nothing for --choices"),
-        ("--no_cache --compile", "--compile does nothing for --no_cache"),
-        ("--interactive --prompt a", "--prompt does nothing for --interactive"),
+        ("--perplexity text --compile", "--compile has no effect with --perplexity"),
+        ("--perplexity text --choices text", "--choices has no effect with --perplexity"),
+        ("--choices text --top_k 9", "--top_k has no effect with --choices"),
+        ("--no_cache --compile", "--compile has no effect with --no_cache"),
+        ("--interactive --prompt a", "--prompt has no effect with --interactive"),
         ("--max_new_tokens 0", "expected at least 1"),
         ("--max_new_tokens 99999999999999999999", "below 2**31"),
         ("--top_p 1.1", "at most 1"),
-        ("--perplexity text --stride 33", "at most the model"),
-        ("--perplexity none", "is not a file of plain text"),
+        ("--perplexity text --stride 33", "at most the context"),
+        ("--perplexity none", "is not a plain text file"),
         ("--perplexity empty", "is empty"),
         ("--choices none", "there is no file"),
         ("--choices empty", "holds no questions"),
-        ("--best", "and --best is for a run's folder"),
+        ("--best", "but --best is for a run's folder"),
         (f"--run {300 * 'x'}", "x; give the folder of a run, or a checkpoint file"),
         ("--run .", "holds no ckpt_<step>.pt; give the folder of a run that has saved"),
         (
             "--run run --best",
-            "no ckpt_best.pt, which evaluations during a run save; leave out --best for ckpt_20.pt",
+            "by evaluations during a run; remove --best to use ckpt_20.pt",
         ),
     ):
         assert sample.main(["--run", str(noisy), *flags.split()]) == 2, flags
