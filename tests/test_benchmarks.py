@@ -14,7 +14,7 @@ import torch
 
 import bench
 from benchmarks import attention, experiment, harness, ladder, plot
-from conftest import ROOT, measured, run_python, tiny_run
+from conftest import ROOT, measured, run_ranks, tiny_run
 from model import attention as attention_op
 from model import may_attend
 from ops.attention import attention_mask
@@ -49,16 +49,6 @@ def test_what_ends_a_case_is_its_note():
     assert notes[1] == "FAILED: ZeroDivisionError: division by zero"
     assert notes[2].startswith("memory ran out")
     assert all(len(row) == 1 for row in failed) and len(well["values"]) == 2
-
-
-def test_a_table_has_what_its_rows_have():
-    rows = [
-        dict(a="x|y", note="last", ms=1234.5, values=[dict(ms=2000.0), dict(ms=1.0)]),
-        dict(a="z", ms=0.12345, hidden=[1], unknown=math.nan),
-    ]
-    lines = harness.table("Title", rows).splitlines()[2:6]
-    assert lines[0] == "| a | ms | note |" and lines[3] == "| z | 0.1235 |  |"
-    assert lines[2] == "| x\\|y | 1,234 (1-2,000) | last |"
 
 
 def test_bench_refuses(capsys):
@@ -99,30 +89,25 @@ def run(*losses: float, seconds: float = 10.0) -> dict:
 
 
 def test_the_speedup_to_an_equal_loss():
-    base = run(4.0, 3.0, 2.0)
+    base, lower = run(4.0, 3.0, 2.0), run(3.5, 2.5, 1.0)
     # To 2.0, which both reach: the base at its end, the edit between its second and third row
-    lower = run(3.5, 2.5, 1.0)
-    seconds = np.interp(2.0, [1.0, 2.5, 3.5], [30.0, 20.0, 10.0])
-    assert seconds == pytest.approx(20 + 10 / 3)
+    seconds = 20 + 10 / 3
     assert experiment.speedup(base, lower) == pytest.approx(30 / seconds)
     assert experiment.speedup(lower, base) == pytest.approx(seconds / 30)
     # To 2.5, where the other ends
     assert experiment.speedup(base, run(4.0, 2.5, seconds=4.0)) == pytest.approx(25 / 8)
     # The first time that it is as low counts, whatever follows; halfway from 3.0 to 2.0
     noisy = run(4.0, 3.0, 3.5, 2.0, 2.5)
-    assert experiment.time_to(noisy, 2.5) == 35 and experiment.time_to(noisy, 3.0) == 20
-    assert experiment.time_to(noisy, 2.0) == 40 and experiment.time_to(noisy, 4.0) == 10
+    assert [experiment.time_to(noisy, loss) for loss in (4.0, 3.0, 2.5, 2.0)] == [10, 20, 35, 40]
     # Not known: the edit has passed it before it was evaluated
     assert math.isnan(experiment.speedup(base, run(1.9)))
 
     quicker = [run(4.0, 3.0, 2.0, seconds=seconds) for seconds in (5.0, 20.0, 2.5)]
     runs = dict(a=[dict(base=base, edit=edit) for edit in quicker])
-    runs["b"] = [dict(base=base, edit=run(3.5, 2.5, 1.0))]
+    runs["b"] = [dict(base=base, edit=lower)]
     a, b, every = experiment.score_rows(runs)
     assert a["speedup"] == pytest.approx(2 ** (2 / 3)) and b["speedup"] == pytest.approx(9 / 7)
     assert every["speedup"] == pytest.approx(math.sqrt(a["speedup"] * 9 / 7))
-    unknown = [dict(base=base, edit=run(1.9))]
-    assert "speedup" not in harness.table("T", experiment.score_rows(dict(a=unknown)))
     # An edit that masks targets has no bytes: both are compared in nats
     masked = [dict(base=run(1.5) | dict(val_bpb=2.2), edit=run(1.5) | dict(val_bpb=None))]
     assert experiment.score_rows(dict(a=masked))[0]["score"] == 1
@@ -155,23 +140,20 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     page = tmp_path / "edit" / "train_gpt.py"
     ledger = tmp_path / "experiments.tsv"
     flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data a b".split()
-    assert bench.main(["experiment", *flags, "--flags=--a", "--flags=--b", "--flags=--c"]) == 2
     assert bench.main(["experiment", *flags, "--flags=nowhere"]) == 2
-    assert bench.main(["experiment", *flags, "--ledger=a", f"{base}1", f"{edit}1"]) == 2
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
     page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
-    more = ["--describe", "one\tmore", "--json", str(tmp_path / "new" / "out.json")]
+    more = ["--describe", "one\tmore", "--json", str(tmp_path / "out.json")]
     (tmp_path / "order.txt").unlink()
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
     assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
     order = (tmp_path / "order.txt").read_text().splitlines()
     assert order[:3] == ["0 a 1 ", "0 a 2 fp32", "0 b 1 fp32"]  # the first run settles auto
     assert order[4:] == ["1 a 2 fp32", "1 a 1 fp32", "1 b 2 fp32", "1 b 1 fp32"]
-    a, b, every = json.loads((tmp_path / "new" / "out.json").read_text())["experiment"]
+    a, b, _ = json.loads((tmp_path / "out.json").read_text())["experiment"]
     # To 4, where the base ends after a second
     assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
-    assert every["speedup"] == pytest.approx(a["speedup"])
     assert len(b["runs"]) == 2 and len(b["runs"][1]["edit"]["evaluations"]) == 10
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
     assert "the edit fails: it diverged" in capsys.readouterr().out
@@ -179,16 +161,13 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    assert tuple(rows[0]) == experiment.COLUMNS and len(rows) == 3
     found = [[row[key] for key in ("verdict", "score", "code_tokens")] for row in rows]
     score = f"{math.sqrt(3 / 4 * 2.8 / 4):.5g}"  # the losses are 4, and 3 and 2.8 with two seeds
     assert found == [["discard", "1", "0"], ["keep", score, "3"], ["crash", "", "3"]]
-    assert rows[1]["description"] == "one more"
     difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
     assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
     pytest.importorskip("matplotlib")
     assert bench.main(["plot", str(ledger), "--out", str(tmp_path / "a.svg")]) == 0
-    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_an_experiment_of_the_trainer(data, tmp_path):
@@ -241,13 +220,12 @@ def test_bench_profile(tmp_path, monkeypatch, capsys):
 
 
 def test_bench_scaling_of_torchruns_ranks(tmp_path):
-    torchrun = "-m torch.distributed.run --nproc_per_node=2 --standalone"
-    command = f"{torchrun} bench.py scaling {SMALL} --json {tmp_path}/out.json"
-    done = run_python(*command.split())
-    assert done.returncode == 0, done.stderr
+    argv = ["scaling", *SMALL.split(), "--json", tmp_path / "out.json"]
+    done = run_ranks(tmp_path, ROOT / "bench.py", *argv)
+    assert done.codes == [0, 0], done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["scaling"]
     assert (row["ranks"], row["tokens/step"], len(row["values"])) == (2, 512, 2)
-    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout
+    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout[1]
 
 
 def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
@@ -292,10 +270,6 @@ def test_bench_attention(tmp_path, monkeypatch):
     peaks = {}
     for row in rows:
         assert ("backward, ms" not in row) == (row["backend"] == "varlen")
-        if row["backend"] == "varlen":
-            assert "CUDA only" in row["note"]
-        if row["backend"] == "naive":
-            assert row["speedup vs naive"] == 1
         if (row["T"], row["mask"]) == (512, "causal"):
             peaks[row["backend"]] = row.get("peak MiB")
     assert peaks["sdpa"] < peaks["naive"]  # the scores
@@ -321,13 +295,8 @@ def test_plot_of_a_run_and_a_record(data, tmp_path, capsys):
     tiny_run(tmp_path / "run", data=str(data), eval_every=5)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "val')  # torn
-    for name, x, begin in (("a.svg", "tokens", b"<?xml"), ("b.png", "step", b"\x89PNG")):
-        out = tmp_path / name
-        command = f"plot {tmp_path}/run {ZEN4} --x {x} --target 1.4697 --out {out}"
-        assert bench.main(command.split()) == 0
-        shown = capsys.readouterr().out
-        assert name in shown and ("over tokens" in shown) == (x == "tokens")
-        assert out.read_bytes().startswith(begin)
-    for argv in (["plot", str(tmp_path)], ["plot", str(ZEN4), "--out", str(tmp_path / "a.pdf")]):
-        assert bench.main(argv) == 2
-        assert re.fullmatch("error: .*\n", capsys.readouterr().err)
+    out = tmp_path / "a.svg"
+    command = f"plot {tmp_path}/run {ZEN4} --x tokens --target 1.4697 --out {out}"
+    assert bench.main(command.split()) == 0
+    assert "over tokens" in capsys.readouterr().out and out.read_bytes().startswith(b"<?xml")
+    assert bench.main(["plot", str(tmp_path)]) == 2
