@@ -23,21 +23,13 @@ SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
 
-def numbers_are_finite(rows: list[dict]) -> None:
-    for row in rows:
-        for key, value in row.items():
-            assert not isinstance(value, float) or math.isfinite(value), (key, row)
-
-
 def test_cases_are_interleaved():
     cases = [partial(bench_cases.counting_case, start) for start in (0, 10)]
     a, b = harness.measure(cases, 3)
     assert [value["count"] for value in a["values"]] == [1, 2, 3]
     assert [value["count"] for value in b["values"]] == [11, 12, 13]
-    assert b["count"] == 12 and "| 12 (11-13) |" in harness.table("T", [b])
-    times = [a["started"], b["started"]]
-    for pair in zip(a["values"], b["values"]):
-        times += [value["time"] for value in pair]
+    assert "| 12 (11-13) |" in harness.table("T", [b])
+    times = [value["time"] for pair in zip(a["values"], b["values"]) for value in pair]
     assert times == sorted(times)
 
 
@@ -65,7 +57,7 @@ def test_bench_refuses(capsys):
         assert bench.main(argv.split()) == 2 and capsys.readouterr().err.startswith("error: "), argv
 
 
-def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
+def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "step_case", bench_cases.step_case)
     report = measured(tmp_path, "train", SMALL + " --micro_batch 1", code=1)  # the fp8 step fails
     rows = {row["Config"]: row for row in report["train"]}
@@ -74,12 +66,9 @@ def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
     assert fused["speedup vs last kept"] == fused["cumulative speedup"] == 2 and "note" not in fused
     assert compiled["speedup vs last kept"] == pytest.approx(1 / 1.5)
     assert compiled["note"] == "slower: not kept" and compiled["tokens/s"] == 512 / 0.015
-    assert compiled["cumulative speedup"] == pytest.approx(2 / 1.5)
     assert rows["+ fp8"]["note"] == "FAILED: RuntimeError: no such kernel"
-    assert not {"ms/step", "values"} & rows["+ fp8"].keys()
     stack = dict(dtype="bf16", attn="blocked", compile="off", fp8=False)
-    assert {name: report["train"][-1]["flags"][name] for name in stack} == stack
-    assert "MFU (measured matmul peak)" in capsys.readouterr().out
+    assert stack.items() <= report["train"][-1]["flags"].items()
 
 
 def run(*losses: float, seconds: float = 10.0) -> dict:
@@ -184,7 +173,6 @@ def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 2"
     sizes += " --ngram_rows 512 --vocab_size 1024"
     rows = measured(tmp_path, "memory", sizes)["memory"]
-    numbers_are_finite(rows)
     adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
     table = 4 * 512 * 64 / 2**20
     for row in rows:
@@ -199,15 +187,7 @@ def test_bench_memory(tmp_path):
     assert kept["none"] > 1.3 * kept["selective"] and kept["selective"] > 1.2 * kept["full"]
 
 
-def test_memory_is_that_of_what_is_allocated():
-    def function():
-        return torch.zeros(1 << 20).exp().sum(0, keepdim=True)
-
-    held, peak, _ = harness.measure_memory(torch.device("cpu"), function)
-    assert held < 1 << 10 and peak == pytest.approx(2 * 4 << 20, rel=0.01)
-
-
-def test_bench_profile(tmp_path, monkeypatch, capsys):
+def test_bench_profile(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = measured(tmp_path, "profile", SMALL + " --dtype fp32 --attn sdpa")["profile"]
     spent = {row["category"]: row["ms/step"] for row in rows}
@@ -216,7 +196,7 @@ def test_bench_profile(tmp_path, monkeypatch, capsys):
     assert sum(row["% of step"] for row in rows) == pytest.approx(100)
     assert all(spent[kind] > 0 for kind in kinds)
     (trace,) = tmp_path.glob("*/trace.json")
-    assert json.loads(trace.read_text())["traceEvents"] and str(trace) in capsys.readouterr().out
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_bench_scaling_of_torchruns_ranks(tmp_path):
@@ -233,18 +213,19 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
 
     def fake(*argv, env):
         flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(map(str, argv))))
-        ranks, tokens = int(flags["nproc_per_node"]), int(flags["batch_tokens"])
-        started.append((ranks, tokens, flags["micro_batch"], env["OMP_NUM_THREADS"]))
-        if (ranks, tokens) == (2, 1024):
+        names = ("nproc_per_node", "batch_tokens", "micro_batch")
+        case = [int(flags[name]) for name in names] + [int(env["OMP_NUM_THREADS"])]
+        started.append(case)
+        if case[1] == 1024:
             raise harness.RunError("no room")
-        row = {"ranks": ranks, "tokens/s": {1: 1000.0, 2: 1800.0}[ranks]}
+        row = {"ranks": case[0], "tokens/s": 1000.0 if case[0] == 1 else 1800.0}
         Path(flags["json"]).write_text(json.dumps(dict(scaling=[row])))
 
     monkeypatch.setattr("benchmarks.scaling.run_python", fake)
     monkeypatch.setattr("benchmarks.scaling.cpu_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     one, strong, weak = measured(tmp_path, "scaling", SMALL)["scaling"]
-    assert started == [(1, 512, "4", "2"), (2, 512, "4", "2"), (2, 1024, "4", "2")]
+    assert started == [[1, 512, 4, 2], [2, 512, 4, 2], [2, 1024, 4, 2]]
     assert one["efficiency, %"] == 100 and strong["efficiency, %"] == pytest.approx(90)
     assert weak["note"] == "no room"
 
@@ -252,9 +233,8 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
 def test_explicit_attention_is_attention():
     q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
     window = attention_mask("sdpa", may_attend, torch.zeros(2, 50, dtype=torch.long), 7, None)
-    for mask in (None, window):
-        expected = attention_op(q, k, v, mask, "sdpa", window=7)
-        torch.testing.assert_close(attention.naive_attention(q, k, v, mask), expected)
+    expected = attention_op(q, k, v, window, "sdpa", window=7)
+    torch.testing.assert_close(attention.naive_attention(q, k, v, window), expected)
 
 
 def test_bench_attention(tmp_path, monkeypatch):
@@ -265,7 +245,6 @@ def test_bench_attention(tmp_path, monkeypatch):
         attention, "VARIANTS", dict(causal=causal, window=causal | dict(window="S"))
     )
     rows = measured(tmp_path, "attention", SIZES)["attention"]
-    numbers_are_finite(rows)
     assert len(rows) == 2 * 2 * 3
     peaks = {}
     for row in rows:
@@ -283,11 +262,9 @@ def test_nanogpts_log_has_the_trainers_clock():
     (name,) = [name for name in curves if "nanoGPT" in name]
     rows = curves[name][0]
     (row,) = [row for row in rows if "val_loss" in row]  # without step 0
-    assert len(rows) == 2002 and plot.points(rows, "step", "train_loss").shape == (2, 2001)
+    assert plot.points(rows, "step", "train_loss").shape == (2, 2001)
     assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
-    # What the log's first line says
-    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)
-    assert plot.read_nanogpt("step:1/10 val_loss:3.2") == []
+    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)  # in the log's first line
 
 
 def test_plot_of_a_run_and_a_record(data, tmp_path, capsys):

@@ -47,16 +47,15 @@ def test_bf16_must_be_faster_on_a_cpu(pretend):
 
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
     asked = pretend(1.0, 9.0)
-    for kind, has_bf16, name in (
-        ("cuda", True, "bf16"),
-        ("cuda", False, "fp32"),
-        ("mps", True, "fp32"),
-    ):
+    cases = (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32"))
+    for kind, has_bf16, name in cases:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
         assert device.faster_dtype("auto", torch.device(kind), 128) == name
-        assert device.sampling_dtype("auto", "bf16", 32, torch.device(kind)) == name
-    # As saved, as asked for
-    assert device.sampling_dtype("auto", "fp16", 32, torch.device("cuda")) == "fp16"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    cases = (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"))
+    for saved, kind, name in cases:
+        assert device.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
+    # As asked for
     assert device.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16"
     assert not asked
 
