@@ -10,14 +10,10 @@ from pathlib import Path
 import bench_cases
 import numpy as np
 import pytest
-import torch
 
 import bench
 from benchmarks import attention, experiment, harness, ladder, plot
 from conftest import ROOT, measured, run_ranks, tiny_run
-from model import attention as attention_op
-from model import may_attend
-from ops.attention import attention_mask
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
@@ -228,13 +224,6 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
     assert started == [[1, 512, 4, 2], [2, 512, 4, 2], [2, 1024, 4, 2]]
     assert one["efficiency, %"] == 100 and strong["efficiency, %"] == pytest.approx(90)
     assert weak["note"] == "no room"
-
-
-def test_explicit_attention_is_attention():
-    q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
-    window = attention_mask("sdpa", may_attend, torch.zeros(2, 50, dtype=torch.long), 7, None)
-    expected = attention_op(q, k, v, window, "sdpa", window=7)
-    torch.testing.assert_close(attention.naive_attention(q, k, v, window), expected)
 
 
 def test_bench_attention(tmp_path, monkeypatch):

@@ -142,16 +142,6 @@ def test_weights_fit_another_context_and_bring_their_sizes(halfway, data, tmp_pa
     assert rows(tmp_path / "new", "train_loss")[0] < rows(halfway, "train_loss")[0] - 0.5
 
 
-def test_runs_without_a_folder_get_one_each_and_return_the_model(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    losses, cfg = [], make_config(**TINY | dict(data=str(data), max_steps=2))
-    for _ in range(2):
-        _, model = train(cfg, return_model=True, on_step=lambda _, loss: losses.append(loss.item()))
-    _, folder = sorted((tmp_path / "runs").iterdir())
-    assert losses[2:] == pytest.approx(rows(folder, "train_loss"))
-    assert torch.equal(model.head.weight, final(folder)["model"]["head.weight"])
-
-
 # Wrong edits: the function, a line of it, what becomes of the line; the test that finds it, and
 # words of its message
 WRONG = {
