@@ -201,7 +201,7 @@ def test_bench_scaling_of_torchruns_ranks(tmp_path):
     assert done.codes == [0, 0], done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["scaling"]
     assert (row["ranks"], row["tokens/step"], len(row["values"])) == (2, 512, 2)
-    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout[1]
+    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout[0]
 
 
 def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
