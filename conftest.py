@@ -76,13 +76,12 @@ def make_data(folder: Path, eot: bool = True, seed: int = 0) -> Path:
     }
     for name, part in parts.items():
         write_shard(folder / name, part)
-    files = {name: dict(tokens=len(part), sha256="") for name, part in parts.items()}
-    splits = {
+    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, source="test")
+    meta["files"] = {name: dict(tokens=len(part), sha256="") for name, part in parts.items()}
+    meta["splits"] = {
         "train": dict(tokens=29000, bytes=28999, documents=1),
         "val": dict(tokens=4333, bytes=4333, documents=1),
     }
-    meta = dict(tokenizer="bytes", vocab_size=257, eot=256, source="test")
-    meta |= dict(splits=splits, files=files)
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 
@@ -353,3 +352,15 @@ def pytest_cmdline_main(config) -> None:
     if option.numprocesses is None and option.dist == "no":
         option.numprocesses = 2
         option.dist = "loadfile"  # a file's fixtures are made once
+        option.loadscopereorder = False  # files in the order below, instead of by number of tests
+
+
+# The slowest first, so that neither process waits for the other one's last file
+SLOWEST = (
+    "runtime dtype layouts model nodes worked_edits train records flags tokenizers sample".split()
+)
+
+
+def pytest_collection_modifyitems(items) -> None:
+    ranks = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))

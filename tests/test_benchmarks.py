@@ -10,23 +10,13 @@ from pathlib import Path
 import bench_cases
 import numpy as np
 import pytest
-import torch
 
 import bench
 from benchmarks import attention, experiment, harness, ladder, plot
-from conftest import ROOT, measured, run_python, tiny_run
-from model import attention as attention_op
-from model import may_attend
-from ops.attention import attention_mask
+from conftest import ROOT, measured, run_ranks, tiny_run
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
-
-
-def numbers_are_finite(rows: list[dict]) -> None:
-    for row in rows:
-        for key, value in row.items():
-            assert not isinstance(value, float) or math.isfinite(value), (key, row)
 
 
 def test_cases_are_interleaved():
@@ -34,10 +24,8 @@ def test_cases_are_interleaved():
     a, b = harness.measure(cases, 3)
     assert [value["count"] for value in a["values"]] == [1, 2, 3]
     assert [value["count"] for value in b["values"]] == [11, 12, 13]
-    assert b["count"] == 12 and "| 12 (11-13) |" in harness.table("T", [b])
-    times = [a["started"], b["started"]]
-    for pair in zip(a["values"], b["values"]):
-        times += [value["time"] for value in pair]
+    assert "| 12 (11-13) |" in harness.table("T", [b])
+    times = [value["time"] for pair in zip(a["values"], b["values"]) for value in pair]
     assert times == sorted(times)
 
 
@@ -49,16 +37,6 @@ def test_what_ends_a_case_is_its_note():
     assert notes[1] == "FAILED: ZeroDivisionError: division by zero"
     assert notes[2].startswith("memory ran out")
     assert all(len(row) == 1 for row in failed) and len(well["values"]) == 2
-
-
-def test_a_table_has_what_its_rows_have():
-    rows = [
-        dict(a="x|y", note="last", ms=1234.5, values=[dict(ms=2000.0), dict(ms=1.0)]),
-        dict(a="z", ms=0.12345, hidden=[1], unknown=math.nan),
-    ]
-    lines = harness.table("Title", rows).splitlines()[2:6]
-    assert lines[0] == "| a | ms | note |" and lines[3] == "| z | 0.1235 |  |"
-    assert lines[2] == "| x\\|y | 1,234 (1-2,000) | last |"
 
 
 def test_bench_refuses(capsys):
@@ -75,7 +53,7 @@ def test_bench_refuses(capsys):
         assert bench.main(argv.split()) == 2 and capsys.readouterr().err.startswith("error: "), argv
 
 
-def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
+def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch):
     monkeypatch.setattr(ladder, "step_case", bench_cases.step_case)
     report = measured(tmp_path, "train", SMALL + " --micro_batch 1", code=1)  # the fp8 step fails
     rows = {row["Config"]: row for row in report["train"]}
@@ -84,12 +62,9 @@ def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch, capsys):
     assert fused["speedup vs last kept"] == fused["cumulative speedup"] == 2 and "note" not in fused
     assert compiled["speedup vs last kept"] == pytest.approx(1 / 1.5)
     assert compiled["note"] == "slower: not kept" and compiled["tokens/s"] == 512 / 0.015
-    assert compiled["cumulative speedup"] == pytest.approx(2 / 1.5)
     assert rows["+ fp8"]["note"] == "FAILED: RuntimeError: no such kernel"
-    assert not {"ms/step", "values"} & rows["+ fp8"].keys()
     stack = dict(dtype="bf16", attn="blocked", compile="off", fp8=False)
-    assert {name: report["train"][-1]["flags"][name] for name in stack} == stack
-    assert "MFU (measured matmul peak)" in capsys.readouterr().out
+    assert stack.items() <= report["train"][-1]["flags"].items()
 
 
 def run(*losses: float, seconds: float = 10.0) -> dict:
@@ -99,30 +74,25 @@ def run(*losses: float, seconds: float = 10.0) -> dict:
 
 
 def test_the_speedup_to_an_equal_loss():
-    base = run(4.0, 3.0, 2.0)
+    base, lower = run(4.0, 3.0, 2.0), run(3.5, 2.5, 1.0)
     # To 2.0, which both reach: the base at its end, the edit between its second and third row
-    lower = run(3.5, 2.5, 1.0)
-    seconds = np.interp(2.0, [1.0, 2.5, 3.5], [30.0, 20.0, 10.0])
-    assert seconds == pytest.approx(20 + 10 / 3)
+    seconds = 20 + 10 / 3
     assert experiment.speedup(base, lower) == pytest.approx(30 / seconds)
     assert experiment.speedup(lower, base) == pytest.approx(seconds / 30)
     # To 2.5, where the other ends
     assert experiment.speedup(base, run(4.0, 2.5, seconds=4.0)) == pytest.approx(25 / 8)
     # The first time that it is as low counts, whatever follows; halfway from 3.0 to 2.0
     noisy = run(4.0, 3.0, 3.5, 2.0, 2.5)
-    assert experiment.time_to(noisy, 2.5) == 35 and experiment.time_to(noisy, 3.0) == 20
-    assert experiment.time_to(noisy, 2.0) == 40 and experiment.time_to(noisy, 4.0) == 10
+    assert [experiment.time_to(noisy, loss) for loss in (4.0, 3.0, 2.5, 2.0)] == [10, 20, 35, 40]
     # Not known: the edit has passed it before it was evaluated
     assert math.isnan(experiment.speedup(base, run(1.9)))
 
     quicker = [run(4.0, 3.0, 2.0, seconds=seconds) for seconds in (5.0, 20.0, 2.5)]
     runs = dict(a=[dict(base=base, edit=edit) for edit in quicker])
-    runs["b"] = [dict(base=base, edit=run(3.5, 2.5, 1.0))]
+    runs["b"] = [dict(base=base, edit=lower)]
     a, b, every = experiment.score_rows(runs)
     assert a["speedup"] == pytest.approx(2 ** (2 / 3)) and b["speedup"] == pytest.approx(9 / 7)
     assert every["speedup"] == pytest.approx(math.sqrt(a["speedup"] * 9 / 7))
-    unknown = [dict(base=base, edit=run(1.9))]
-    assert "speedup" not in harness.table("T", experiment.score_rows(dict(a=unknown)))
     # An edit that masks targets has no bytes: both are compared in nats
     masked = [dict(base=run(1.5) | dict(val_bpb=2.2), edit=run(1.5) | dict(val_bpb=None))]
     assert experiment.score_rows(dict(a=masked))[0]["score"] == 1
@@ -155,23 +125,20 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     page = tmp_path / "edit" / "train_gpt.py"
     ledger = tmp_path / "experiments.tsv"
     flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data a b".split()
-    assert bench.main(["experiment", *flags, "--flags=--a", "--flags=--b", "--flags=--c"]) == 2
     assert bench.main(["experiment", *flags, "--flags=nowhere"]) == 2
-    assert bench.main(["experiment", *flags, "--ledger=a", f"{base}1", f"{edit}1"]) == 2
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
     page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
-    more = ["--describe", "one\tmore", "--json", str(tmp_path / "new" / "out.json")]
+    more = ["--describe", "one\tmore", "--json", str(tmp_path / "out.json")]
     (tmp_path / "order.txt").unlink()
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
     assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
     order = (tmp_path / "order.txt").read_text().splitlines()
     assert order[:3] == ["0 a 1 ", "0 a 2 fp32", "0 b 1 fp32"]  # the first run settles auto
     assert order[4:] == ["1 a 2 fp32", "1 a 1 fp32", "1 b 2 fp32", "1 b 1 fp32"]
-    a, b, every = json.loads((tmp_path / "new" / "out.json").read_text())["experiment"]
+    a, b, _ = json.loads((tmp_path / "out.json").read_text())["experiment"]
     # To 4, where the base ends after a second
     assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
-    assert every["speedup"] == pytest.approx(a["speedup"])
     assert len(b["runs"]) == 2 and len(b["runs"][1]["edit"]["evaluations"]) == 10
     assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
     assert "the edit fails: it diverged" in capsys.readouterr().out
@@ -179,16 +146,13 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    assert tuple(rows[0]) == experiment.COLUMNS and len(rows) == 3
     found = [[row[key] for key in ("verdict", "score", "code_tokens")] for row in rows]
     score = f"{math.sqrt(3 / 4 * 2.8 / 4):.5g}"  # the losses are 4, and 3 and 2.8 with two seeds
     assert found == [["discard", "1", "0"], ["keep", score, "3"], ["crash", "", "3"]]
-    assert rows[1]["description"] == "one\tmore"
     difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
     assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
     pytest.importorskip("matplotlib")
     assert bench.main(["plot", str(ledger), "--out", str(tmp_path / "a.svg")]) == 0
-    assert (tmp_path / "a.svg").read_bytes().startswith(b"<?xml")
 
 
 def test_an_experiment_of_the_trainer(data, tmp_path):
@@ -205,7 +169,6 @@ def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 2"
     sizes += " --ngram_rows 512 --vocab_size 1024"
     rows = measured(tmp_path, "memory", sizes)["memory"]
-    numbers_are_finite(rows)
     adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
     table = 4 * 512 * 64 / 2**20
     for row in rows:
@@ -220,15 +183,7 @@ def test_bench_memory(tmp_path):
     assert kept["none"] > 1.3 * kept["selective"] and kept["selective"] > 1.2 * kept["full"]
 
 
-def test_memory_is_that_of_what_is_allocated():
-    def function():
-        return torch.zeros(1 << 20).exp().sum(0, keepdim=True)
-
-    held, peak, _ = harness.measure_memory(torch.device("cpu"), function)
-    assert held < 1 << 10 and peak == pytest.approx(2 * 4 << 20, rel=0.01)
-
-
-def test_bench_profile(tmp_path, monkeypatch, capsys):
+def test_bench_profile(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rows = measured(tmp_path, "profile", SMALL + " --dtype fp32 --attn sdpa")["profile"]
     spent = {row["category"]: row["ms/step"] for row in rows}
@@ -237,17 +192,16 @@ def test_bench_profile(tmp_path, monkeypatch, capsys):
     assert sum(row["% of step"] for row in rows) == pytest.approx(100)
     assert all(spent[kind] > 0 for kind in kinds)
     (trace,) = tmp_path.glob("*/trace.json")
-    assert json.loads(trace.read_text())["traceEvents"] and str(trace) in capsys.readouterr().out
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_bench_scaling_of_torchruns_ranks(tmp_path):
-    torchrun = "-m torch.distributed.run --nproc_per_node=2 --standalone"
-    command = f"{torchrun} bench.py scaling {SMALL} --json {tmp_path}/out.json"
-    done = run_python(*command.split())
-    assert done.returncode == 0, done.stderr
+    argv = ["scaling", *SMALL.split(), "--json", tmp_path / "out.json"]
+    done = run_ranks(tmp_path, ROOT / "bench.py", *argv)
+    assert done.codes == [0, 0], done.stderr
     (row,) = json.loads((tmp_path / "out.json").read_text())["scaling"]
     assert (row["ranks"], row["tokens/step"], len(row["values"])) == (2, 512, 2)
-    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout
+    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout[0]
 
 
 def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
@@ -255,28 +209,21 @@ def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
 
     def fake(*argv, env):
         flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(map(str, argv))))
-        ranks, tokens = int(flags["nproc_per_node"]), int(flags["batch_tokens"])
-        started.append((ranks, tokens, flags["micro_batch"], env["OMP_NUM_THREADS"]))
-        if (ranks, tokens) == (2, 1024):
+        names = ("nproc_per_node", "batch_tokens", "micro_batch")
+        case = [int(flags[name]) for name in names] + [int(env["OMP_NUM_THREADS"])]
+        started.append(case)
+        if case[1] == 1024:
             raise harness.RunError("no room")
-        row = {"ranks": ranks, "tokens/s": {1: 1000.0, 2: 1800.0}[ranks]}
+        row = {"ranks": case[0], "tokens/s": 1000.0 if case[0] == 1 else 1800.0}
         Path(flags["json"]).write_text(json.dumps(dict(scaling=[row])))
 
     monkeypatch.setattr("benchmarks.scaling.run_python", fake)
     monkeypatch.setattr("benchmarks.scaling.cpu_cores", lambda: 4)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     one, strong, weak = measured(tmp_path, "scaling", SMALL)["scaling"]
-    assert started == [(1, 512, "4", "2"), (2, 512, "4", "2"), (2, 1024, "4", "2")]
+    assert started == [[1, 512, 4, 2], [2, 512, 4, 2], [2, 1024, 4, 2]]
     assert one["efficiency, %"] == 100 and strong["efficiency, %"] == pytest.approx(90)
     assert weak["note"] == "no room"
-
-
-def test_explicit_attention_is_attention():
-    q, k, v = torch.randn(3, 2, 2, 50, 8, generator=torch.manual_seed(0))
-    window = attention_mask("sdpa", may_attend, torch.zeros(2, 50, dtype=torch.long), 7, None)
-    for mask in (None, window):
-        expected = attention_op(q, k, v, mask, "sdpa", window=7)
-        torch.testing.assert_close(attention.naive_attention(q, k, v, mask), expected)
 
 
 def test_bench_attention(tmp_path, monkeypatch):
@@ -287,15 +234,10 @@ def test_bench_attention(tmp_path, monkeypatch):
         attention, "VARIANTS", dict(causal=causal, window=causal | dict(window="S"))
     )
     rows = measured(tmp_path, "attention", SIZES)["attention"]
-    numbers_are_finite(rows)
     assert len(rows) == 2 * 2 * 3
     peaks = {}
     for row in rows:
         assert ("backward, ms" not in row) == (row["backend"] == "varlen")
-        if row["backend"] == "varlen":
-            assert "CUDA only" in row["note"]
-        if row["backend"] == "naive":
-            assert row["speedup vs naive"] == 1
         if (row["T"], row["mask"]) == (512, "causal"):
             peaks[row["backend"]] = row.get("peak MiB")
     assert peaks["sdpa"] < peaks["naive"]  # the scores
@@ -309,11 +251,9 @@ def test_nanogpts_log_has_the_trainers_clock():
     (name,) = [name for name in curves if "nanoGPT" in name]
     rows = curves[name][0]
     (row,) = [row for row in rows if "val_loss" in row]  # without step 0
-    assert len(rows) == 2002 and plot.points(rows, "step", "train_loss").shape == (2, 2001)
+    assert plot.points(rows, "step", "train_loss").shape == (2, 2001)
     assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
-    # What the log's first line says
-    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)
-    assert plot.read_nanogpt("step:1/10 val_loss:3.2") == []
+    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)  # in the log's first line
 
 
 def test_plot_of_a_run_and_a_record(data, tmp_path, capsys):
@@ -321,13 +261,8 @@ def test_plot_of_a_run_and_a_record(data, tmp_path, capsys):
     tiny_run(tmp_path / "run", data=str(data), eval_every=5)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "val')  # torn
-    for name, x, begin in (("a.svg", "tokens", b"<?xml"), ("b.png", "step", b"\x89PNG")):
-        out = tmp_path / name
-        command = f"plot {tmp_path}/run {ZEN4} --x {x} --target 1.4697 --out {out}"
-        assert bench.main(command.split()) == 0
-        shown = capsys.readouterr().out
-        assert name in shown and ("over tokens" in shown) == (x == "tokens")
-        assert out.read_bytes().startswith(begin)
-    for argv in (["plot", str(tmp_path)], ["plot", str(ZEN4), "--out", str(tmp_path / "a.pdf")]):
-        assert bench.main(argv) == 2
-        assert re.fullmatch("error: .*\n", capsys.readouterr().err)
+    out = tmp_path / "a.svg"
+    command = f"plot {tmp_path}/run {ZEN4} --x tokens --target 1.4697 --out {out}"
+    assert bench.main(command.split()) == 0
+    assert "over tokens" in capsys.readouterr().out and out.read_bytes().startswith(b"<?xml")
+    assert bench.main(["plot", str(tmp_path)]) == 2

@@ -9,14 +9,12 @@ from torch._inductor import cpp_builder
 from torch._inductor.utils import fresh_cache
 
 import sample
-from conftest import TINY, add_noise, built, compiler_works, final, run_main, stream_of
+from conftest import add_noise, built, compiler_works, final, run_main, stream_of, tiny_run
 from inference.generation import compile_decode_step, generate
 from ops.compile import keep_gcc_from_copying
 from runtime import auto, speed
 from runtime.ranks import DistContext
-from train_gpt import make_config, train
-
-AUTO = TINY | dict(dtype="auto", max_steps=2)
+from train_gpt import make_config
 
 
 @pytest.fixture
@@ -67,7 +65,6 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
     [
         (dict(dtype="fp32"), "sdpa"),
         (dict(dtype="fp32", window="SL:512"), "blocked"),
-        (dict(dtype="fp32", window="SL:512", seq_len=512), "sdpa"),
         (dict(dtype="bf16"), "blocked"),
         (dict(dtype="bf16", checkpointing="selective"), "sdpa"),
         (dict(dtype="bf16", seq_len=4096), "sdpa"),
@@ -104,10 +101,11 @@ def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
 
 def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, capsys):
     asked, folder = pretend(0.1, 0.5), tmp_path / "run"
-    summary = train(make_config(**AUTO, data=str(data), out_dir=str(folder)))
+    flags = dict(data=data, dtype="auto", max_steps=2)
+    summary = tiny_run(folder, **flags)
     assert summary["dtype"] == final(folder)["config"]["dtype"] == "bf16"
     # Measured once for all runs of a process
-    train(make_config(**AUTO, data=str(data), out_dir=str(tmp_path / "second")))
+    tiny_run(tmp_path / "second", **flags)
     assert asked == [32, 32]
     assert ", bf16, compile off" in (folder / "log.txt").read_text()
     # Samples are drawn in its dtype
@@ -127,15 +125,20 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
 # --------------------------------------------------------------------------------------------------
 # Every dtype and attention that may be chosen computes what fp32 does, compiled too
 
-# seq_len, window, n_embd, n_head; and what is compiled
-SHAPES = {
-    (64, "L", 64, 1): [("fp32", "sdpa")],
-    (250, "S:100", 128, 2): [("fp16", "blocked")],
-    (256, "L", 256, 2): [("bf16", "sdpa")],
-    (256, "L", 128, 1): [("bf16", "blocked")],
-    (512, "S:128", 128, 2): [("fp32", "blocked")],
-    (2048, "S:512", 64, 1): [("bf16", "blocked")],
-}
+# seq_len, window, n_embd, n_head. Compiling one takes 20 seconds: three, and fp32 in other tests
+SHAPES = [
+    (64, "L", 64, 1),
+    (250, "S:100", 128, 2),
+    (256, "L", 256, 2),
+    (256, "L", 128, 1),
+    (512, "S:128", 128, 2),
+    (2048, "S:512", 64, 1),
+]
+COMPILED = [
+    ((64, "L", 64, 1), "bf16", "sdpa"),
+    ((250, "S:100", 128, 2), "fp16", "blocked"),
+    ((2048, "S:512", 64, 1), "bf16", "blocked"),
+]
 LIMITS = dict(fp32=1e-4, fp16=0.01, bf16=0.05)  # an error's norm, of the value's
 
 
@@ -175,27 +178,12 @@ def test_gradients_are_those_of_fp32(shape):
             assert not apart(found, expected, limit), (dtype, attn)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_compiled_gradients_are_those_of_fp32(shape):
+@pytest.mark.parametrize("shape, dtype, attn", COMPILED, ids=str)
+def test_compiled_gradients_are_those_of_fp32(shape, dtype, attn):
     if not compiler_works():
         pytest.skip("torch.compile finds no working compiler here")
-    expected = computed(shape)
-    for dtype, attn in SHAPES[shape]:
-        found = computed(shape, dtype, attn, "default", sparse=True)
-        assert not apart(found, expected, LIMITS[dtype]), (dtype, attn)
-
-
-def test_a_wrong_gradient_is_seen():
-    right = computed((64, "L", 64, 1))
-    for spoil in (
-        lambda x: x[0].fill_(torch.nan),
-        lambda x: x[: len(x) // 3].zero_(),
-        lambda x: x[-(len(x) // 3) :].normal_(std=x.std().item()),
-    ):
-        for name in (name for name, x in right.items() if x.ndim == 2 and len(x) in range(3, 257)):
-            wrong = right | {name: right[name].clone()}
-            spoil(wrong[name])
-            assert [*apart(wrong, right, max(LIMITS.values()))] == [name]
+    found = computed(shape, dtype, attn, "default", sparse=True)
+    assert not apart(found, computed(shape), LIMITS[dtype])
 
 
 def test_gcc_deletes_no_stores_before_copies(monkeypatch):
@@ -235,7 +223,7 @@ def compare_decoding(step) -> None:
     prompts = [*torch.randint(257, (64, 20), generator=torch.Generator().manual_seed(3))]
     tokens = []
     for dtype, decode in (("fp32", None), ("bf16", step)):
-        model = add_noise(built(dtype=dtype, window="SL:9").raw_model).eval()
+        model = add_noise(built(dtype=dtype, window="S:9", n_layer=1).raw_model).eval()
         steps = generate(model, prompts, n_tokens=2, vocab_size=257, temperature=0, step=decode)
         tokens.append(torch.stack([*steps]))
     same = tokens[0] == tokens[1]

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,8 @@ def expected(windowed):
     """The model's logits for ids of several batches and lengths."""
     model, _ = sample.load(sample.find_file(windowed), "cpu", "fp32")
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 1), (1, 32), (3, 4), (2, 17), (9, 5))
     pairs = []
-    for shape in shapes:
+    for shape in ((1, 1), (1, 32), (2, 17), (9, 5)):
         idx = torch.randint(257, shape, generator=generator)
         idx[:, 3::7] = 256  # documents begin
         pairs.append((idx, model(idx)))
@@ -51,11 +49,9 @@ def test_safetensors(windowed, tmp_path, capsys):
     load_file = pytest.importorskip("safetensors.torch").load_file
     tensors = load_file(exported(windowed, "safetensors", tmp_path / "m.safetensors", capsys))
     weights = sample.read_checkpoint(sample.find_file(windowed))["model"]
-    assert tensors.keys() == weights.keys() and all(
-        torch.equal(tensors[name], weights[name]) for name in weights
-    )
+    torch.testing.assert_close(tensors, weights, rtol=0, atol=0)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["n_layer"] == 2 and config["window"] == "SL:5" and config["tokenizer"] == "bytes"
+    assert config["window"] == "SL:5" and config["tokenizer"] == "bytes"
 
 
 def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
@@ -69,11 +65,8 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     rounded, plain = nats("--run", path), nats("--run", windowed)
     assert nats("--run", windowed, "--int8") == rounded == nats("--run", path, "--int8")
     assert plain != rounded == pytest.approx(plain, rel=0.01)
-    assert sample.main(["--run", str(path), "--prompt", "abc", "--max_new_tokens", "20"]) == 0
-    assert capsys.readouterr().out.startswith("abc")
-    code, err = run_main(
-        flags_of(dict(init_from=path, data=data, max_steps=4, out_dir=tmp_path / "run")), capsys
-    )
+    flags = dict(init_from=path, data=data, out_dir=tmp_path / "run")
+    code, err = run_main(flags_of(flags), capsys)
     assert code == 2 and "does not fit this model" in err
     assert path.stat().st_size < sample.find_file(windowed).stat().st_size / 4
 
@@ -203,19 +196,8 @@ def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(
     pytest.importorskip("transformers")
     command = [str(windowed), "--to", "hf", "--out", str(tmp_path / "hf")]
     differs = "modeling_gpt.py and model.py give different logits"
-    with monkeypatch.context() as patch:
-        patch.setattr(model_module, "leaky_relu_squared", torch.relu)
-        assert export.main(command) == 2 and differs in capsys.readouterr().err
-    # It names a parameter that Transformers' model lacks
-    load_weights = export.load_weights
-
-    def with_one_more(model, *inputs):
-        load_weights(model, *inputs)
-        model.blocks[0].scale = torch.nn.Parameter(torch.ones(()))
-
-    monkeypatch.setattr(export, "load_weights", with_one_more)
-    assert export.main(command) == 2
-    assert re.search(f'{differs} .*"blocks.0.scale"', capsys.readouterr().err)
+    monkeypatch.setattr(model_module, "leaky_relu_squared", torch.relu)
+    assert export.main(command) == 2 and differs in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

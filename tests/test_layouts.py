@@ -50,9 +50,7 @@ def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
         loss = F.cross_entropy(gpt(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         losses.append(loss.item())
-        norms.append(
-            math.sqrt(sum(p.grad.double().square().sum().item() for p in gpt.parameters()))
-        )
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in gpt.parameters()]).item())
         for group, peak_lr in zip(optimizer.param_groups, peak_lrs):
             group["lr"] = peak_lr * (0.05 + 0.95 * min(1, (20 - step) / 12))
             group["momentum"] = 0.85 + 0.1 * step / 1000
@@ -98,26 +96,16 @@ def test_compiled_run_is_the_same(data, noisy, plain, tmp_path):
 def test_evaluation_is_the_mean_over_whole_windows(data, noisy, tmp_path):
     tokens = np.fromfile(data / "a_val_0.bin", dtype="<u2", offset=1024).astype(np.int64)
     gpt = sample.load(noisy, "cpu", "fp32")[0]
-    for eval_tokens, n_rows in ((0, 135), (1000, 31)):
+    flags = dict(data=data, init_from=noisy, max_steps=1, muon_lr=1e-30, adam_lr=1e-30)
+    for eval_tokens, n_rows, micro_batch in ((0, 135, 1), (1000, 31, 16), (1000, 31, 1)):
         starts = np.arange(n_rows) * 135 // n_rows * 32  # spread over the whole split
-        x, y = (
-            torch.from_numpy(np.stack([tokens[start + i : start + i + 32] for start in starts]))
-            for i in (0, 1)
-        )
-        expected = F.cross_entropy(gpt(x).flatten(0, 1), y.flatten()).item()
-        for micro_batch in (1, 16):
-            flags = dict(
-                eval_tokens=eval_tokens,
-                micro_batch=micro_batch,
-                max_steps=1,
-                muon_lr=1e-30,
-                adam_lr=1e-30,
-            )
-            summary = tiny_run(
-                tmp_path / f"{n_rows}-{micro_batch}", data=data, init_from=noisy, **flags
-            )
-            assert summary["val_loss"] == pytest.approx(expected, rel=1e-5)
-            assert summary["val_bpb"] == pytest.approx(expected / math.log(2), rel=1e-5)
+        windows = torch.from_numpy(tokens[starts[:, None] + np.arange(33)])
+        logits = gpt(windows[:, :-1])
+        expected = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+        flags |= dict(eval_tokens=eval_tokens, micro_batch=micro_batch)
+        summary = tiny_run(tmp_path / f"{n_rows}-{micro_batch}", **flags)
+        assert summary["val_loss"] == pytest.approx(expected, rel=1e-5)
+        assert summary["val_bpb"] == pytest.approx(expected / math.log(2), rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,6 +133,8 @@ COMPILED_CASES = {
     "ddp_compiled": COMPILED | dict(checkpointing="selective", max_steps=6),
     "fsdp_compiled": COMPILED | dict(checkpointing="full", parallel="fsdp", max_steps=6),
 }
+CASES = AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES
+ONE_PROCESS = dict(parallel="auto", offload="none", compile="off", checkpointing="none")
 
 
 def refuse_what_nccl_refuses() -> None:
@@ -152,9 +142,8 @@ def refuse_what_nccl_refuses() -> None:
 
     def checked(function):
         def call(*args, **kwargs):
-            assert all(t.is_contiguous() for t in tree_leaves(args) if torch.is_tensor(t)), (
-                "NCCL refuses this"
-            )
+            tensors = filter(torch.is_tensor, tree_leaves(args))
+            assert all(t.is_contiguous() for t in tensors), "NCCL refuses this"
             return function(*args, **kwargs)
 
         return call
@@ -171,18 +160,12 @@ def worker(folder: Path) -> None:
     if os.environ["RANK"] == "1":
         auto.faster_dtype = lambda *_: "bf16"  # all ranks take rank 0's
     ops.parallel.MAX_STACK_NUMEL = 4096  # an MLP's matrix per rank: Muon takes several goes
-    cases = AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES
-    for case, flags in cases.items():
-        flags = dict(init_from="noisy.pt", data="data", out_dir=case) | flags
-        if not flags["init_from"]:
-            del flags["init_from"]
-        paths = [name for name in ("init_from", "data", "out_dir") if name in flags]
-        flags |= {name: str(folder / flags[name]) for name in paths}
-        trained = train(make_config(**TINY | flags), return_model=True)[1]
-        torch.save(
-            [to_full(p.detach()) for p in trained.parameters()],
-            f"{folder / case}{dist.get_rank()}.pt",
-        )
+    for case, flags in CASES.items():
+        flags = dict(init_from=f"{folder}/noisy.pt") | flags
+        cfg = make_config(**TINY | flags, data=f"{folder}/data", out_dir=f"{folder / case}")
+        trained = train(cfg, return_model=True)[1]
+        weights = [to_full(p.detach()) for p in trained.parameters()]
+        torch.save(weights, f"{folder / case}{dist.get_rank()}.pt")
     exit_process(0)
 
 
@@ -202,16 +185,11 @@ def samples(folder: Path) -> list[str]:
     return re.findall("(?s)--- sample at step.*?\n---\n", (folder / "log.txt").read_text())
 
 
-@pytest.mark.parametrize("case", AS_PLAIN | AS_ONE_PROCESS | COMPILED_CASES)
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_one(case, two_ranks, data, noisy, plain, tmp_path):
     if case not in AS_PLAIN:
         plain = tmp_path / "one"
-        flags = dict(init_from=noisy) | (AS_ONE_PROCESS | COMPILED_CASES)[case]
-        tiny_run(
-            plain,
-            **flags
-            | dict(data=data, parallel="auto", offload="none", compile="off", checkpointing="none"),
-        )
+        tiny_run(plain, **dict(data=data, init_from=noisy) | CASES[case] | ONE_PROCESS)
     if case != "ddp_fp16":
         assert samples(two_ranks / case) == samples(plain) != []
         return assert_same_run(two_ranks / case, plain)
