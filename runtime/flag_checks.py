@@ -1,4 +1,4 @@
-"""Flags that cannot go together, cannot work on this device, or have no effect here."""
+"""Rejects flags that contradict each other or cannot work on this device; warns of unused ones."""
 
 import math
 import re
@@ -23,40 +23,41 @@ def check_flags(cfg) -> None:
     # The run
     if cfg.trials > 1 and (cfg.target_val_loss or cfg.resume not in ("", "auto")):
         raise UserError(
-            "--trials compares whole runs: it goes with --resume auto, but neither with another "
-            "--resume nor with --target_val_loss"
+            "--trials compares whole runs; remove --target_val_loss, and give no --resume other "
+            "than auto"
         )
     if cfg.trials > 1 and not cfg.out_dir and env_int("WORLD_SIZE", 1) > 1:
-        raise UserError("--trials on several ranks needs a folder that all know; give --out_dir")
+        raise UserError("--trials on several ranks needs a folder that all share; give --out_dir")
     if not cfg.out_dir and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
 
     if cfg.patience and not cfg.eval_every:
         raise UserError(
-            f"--patience {cfg.patience} counts evaluations, and with --eval_every 0 there is only "
-            "the last; give another --eval_every, or --patience 0"
+            f"--patience {cfg.patience} needs several evaluations, and --eval_every 0 makes only "
+            "the final one; give a different --eval_every, or --patience 0"
         )
 
     # Sizes and schedule
     if cfg.params == -1 and not cfg.minutes:
         raise UserError(
-            "--params -1 chooses a size for --minutes; give those, or a number of parameters"
+            "--params -1 chooses the size that suits --minutes; add --minutes, or give a number of "
+            "parameters"
         )
     if cfg.params == -1 and cfg.init_from:
-        raise UserError("--params -1 chooses a size, and the run of --init_from has one: remove it")
+        raise UserError("--params -1 chooses a size, but --init_from sets it; remove --params")
     if cfg.n_embd % (2 * cfg.n_head):
         raise UserError(
-            f"--n_embd {cfg.n_embd} cannot be cut into {cfg.n_head} heads of even dimension; "
+            f"--n_embd {cfg.n_embd} cannot be split into {cfg.n_head} heads of even dimension; "
             f"make it a multiple of {2 * cfg.n_head}, or change --n_head"
         )
     if not re.fullmatch(r"[SL]+(:[1-9]\d*)?", cfg.window):
         raise UserError(
-            f"--window is {cfg.window!r}; expected letters S and L, as in SSSL or SSSL:256"
+            f"--window is {cfg.window!r}; expected letters S and L, such as SSSL or SSSL:256"
         )
     if not cfg.init_from and not (cfg.max_steps and cfg.batch_tokens):
         raise UserError(
-            "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset of --init_from; "
-            "without that give numbers"
+            "--max_steps 0 and --batch_tokens 0 are for --init_from, which chooses them from the "
+            "size of the dataset; give numbers"
         )
     if cfg.batch_tokens % cfg.seq_len:
         near = max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len
@@ -77,13 +78,13 @@ def check_flags(cfg) -> None:
     if cfg.embed_decay > 0 and cfg.optimizer == "adamw":
         raise UserError(
             f"--embed_decay {cfg.embed_decay:g} has no effect with --optimizer adamw, whose "
-            "--weight_decay is of embeddings, too; remove it"
+            "--weight_decay applies to embeddings, too; remove it"
         )
 
     # How it is computed
     if cfg.checkpointing not in ("auto", *AC_MODES) and not 0 < budget < 1:
         raise UserError(
-            f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full or a "
+            f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full, or a "
             "number between 0 and 1"
         )
     if budget < 1 and not cfg.is_compiled:
@@ -92,27 +93,27 @@ def check_flags(cfg) -> None:
         )
     if cfg.uses_cudagraphs and cfg.is_sharded:
         raise UserError(
-            f"--compile {cfg.compile} records CUDA graphs, which FSDP's moving weights break; "
+            f"--compile {cfg.compile} records CUDA graphs, which FSDP breaks by moving weights; "
             "use --compile max-autotune-no-cudagraphs or default"
         )
     if cfg.dtype == "fp16" and cfg.is_sharded:
         raise UserError(
-            f"--dtype fp16 scales the loss, which does not go with --parallel {cfg.parallel}; "
+            f"--dtype fp16 needs loss scaling, which does not work with --parallel {cfg.parallel}; "
             "use --dtype bf16"
         )
 
 
 def has_window(cfg) -> bool:
-    """Whether a layer attends to less than the context, as --window says."""
+    """True if --window limits a layer to less than the context."""
     pattern, _, width = cfg.window.partition(":")
     return "S" in pattern and int(width or 1) < cfg.seq_len
 
 
 def check_device(cfg, dist_ctx: DistContext) -> list[str]:
-    """Raise UserError for flags that cannot work here; returns a line for each without effect."""
+    """Raise UserError for flags that cannot work here; return a warning per flag without effect."""
     device = dist_ctx.device
     has_mask = has_window(cfg) or cfg.doc_mask
-    if cfg.params != -1:  # else a batch is chosen that the ranks can share
+    if cfg.params != -1:  # otherwise the batch is chosen later, so that the ranks can share it
         seqs_per_rank(cfg, dist_ctx.world_size)
     if cfg.is_compiled or cfg.attn == "flex":
         check_compiler(device)
@@ -132,44 +133,45 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
             including_emulation=False
         ):
             warnings.append(
-                "this GPU has no bf16, or emulates it slower than fp32; --dtype fp16 uses its "
-                "tensor cores, if it has any"
+                "this GPU has no bf16, or emulates it, which is slower than fp32; --dtype fp16 "
+                "uses its tensor cores, if it has any"
             )
         if has_mask and cfg.attn in ("auto", "sdpa"):
             warnings.append(
-                "a window or document mask keeps SDPA from its flash kernel; "
-                "--attn flex or varlen takes them"
+                "SDPA cannot use its flash kernel with a window or document mask; "
+                "--attn flex or varlen can"
             )
     elif cfg.offload != "none":
         warnings.append(
-            f"--offload {cfg.offload} has no effect on {device.type}: everything is in host "
+            f"--offload {cfg.offload} has no effect on {device.type}, where everything is in host "
             "memory already"
         )
     if cfg.short_frac and (cfg.seq_len % 8 or cfg.doc_align):
         warnings.append(
-            "--short_frac has no effect with --doc_align, or a --seq_len that 8 does not divide"
+            "--short_frac has no effect with --doc_align or a --seq_len not divisible by 8"
         )
     if cfg.muon_lr and cfg.optimizer == "adamw":
-        warnings.append("--muon_lr has no effect with --optimizer adamw; its rate is --adam_lr")
+        warnings.append("--muon_lr has no effect with --optimizer adamw, which uses --adam_lr")
     if cfg.shard_size and cfg.parallel != "hsdp":
         warnings.append("--shard_size has no effect without --parallel hsdp")
     if cfg.preset.startswith("gpt2") and not cfg.data:
         warnings.append(
-            f"--preset {cfg.preset} without --data trains on Python's source, not GPT-2's tokens; "
-            "for that run `python data/prepare.py fineweb10B` and add --data data/fineweb10B"
+            f"--preset {cfg.preset} without --data trains on Python's source, not on GPT-2's "
+            "tokens; for those, run `python data/prepare.py fineweb10B` and add "
+            "--data data/fineweb10B"
         )
     return warnings
 
 
 def check_cuda(cfg, device: torch.device, has_mask: bool) -> None:
-    """Raise UserError for flags that cannot work on this GPU, or not together."""
+    """Raise UserError for flags that cannot work on this GPU, or not in this combination."""
     dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip:  # AMD's numbers mean something else: nothing is refused by them
+    if torch.version.hip:  # AMD numbers its GPUs differently, so PyTorch decides
         capability = (99, 0)
     if cfg.attn in ("flash", "fa3", "fa4") and has_mask:
         raise UserError(
-            f"--attn {cfg.attn} takes no mask, as --window and --doc_mask need; "
+            f"--attn {cfg.attn} takes no mask, which --window and --doc_mask need; "
             "use --attn flex or varlen"
         )
     needs_16_bits = cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4")
@@ -190,12 +192,11 @@ def check_cuda(cfg, device: torch.device, has_mask: bool) -> None:
         )
     if cfg.deterministic and (not cfg.micro_batch or cfg.attn in ("cudnn", "varlen")):
         raise UserError(
-            "--deterministic on CUDA needs a --micro_batch, and an --attn other than cudnn or "
-            "varlen"
+            "--deterministic on CUDA needs --micro_batch, and an --attn other than cudnn and varlen"
         )
     if cfg.attn == "flex" and cfg.checkpointing == "selective" and not cfg.is_compiled:
         raise UserError(
-            "--checkpointing selective cannot see into uncompiled FlexAttention; add --compile"
+            "--checkpointing selective does not work with uncompiled FlexAttention; add --compile"
         )
     has_varlen_docs = cfg.attn == "varlen" and cfg.doc_mask
     if cfg.uses_cudagraphs and (cfg.offload == "activations" or has_varlen_docs):
@@ -207,7 +208,7 @@ def check_cuda(cfg, device: torch.device, has_mask: bool) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError when torch.compile fails on a tiny function."""
+    """Raise UserError if torch.compile fails on a tiny function."""
     try:
         keep_gcc_from_copying()
         torch.compile(lambda x: x + 1)(torch.zeros(2, device=device))
@@ -216,9 +217,9 @@ def check_compiler(device: torch.device) -> None:
 
 
 def activation_budget(cfg) -> float:
-    """The fraction of activation memory that --checkpointing leaves the compiler.
+    """Return the fraction of activation memory that --checkpointing allows the compiler.
 
-    1 for its modes, nan for what is no number.
+    1 for the named modes, nan if it is not a number.
     """
     if cfg.checkpointing in ("auto", *AC_MODES):
         return 1.0
@@ -229,9 +230,9 @@ def activation_budget(cfg) -> float:
 
 
 def ranks_per_copy(cfg, dist_ctx: DistContext) -> int:
-    """Count the ranks that share one copy of the weights.
+    """Return the number of ranks that share one copy of the weights.
 
-    Raises UserError when their number does not divide that of all ranks.
+    Raises UserError if it does not divide the number of ranks.
     """
     if not cfg.is_sharded:
         return 1
@@ -241,23 +242,23 @@ def ranks_per_copy(cfg, dist_ctx: DistContext) -> int:
     if dist_ctx.world_size % shard_size:
         divisor = largest_divisor(dist_ctx.world_size, shard_size)
         raise UserError(
-            f"--shard_size {shard_size} (by default the ranks of a node) does not divide the "
+            f"--shard_size {shard_size} (by default the ranks per node) does not divide the "
             f"{dist_ctx.world_size} ranks; use --shard_size {divisor}, or --parallel fsdp"
         )
     return shard_size
 
 
 def seqs_per_rank(cfg, world_size: int) -> int:
-    """Count the sequences that each rank takes per step.
+    """Return the number of sequences that each rank takes per step.
 
-    Raises UserError when ranks or micro-batches cannot share the batch evenly.
+    Raises UserError if the batch cannot be divided evenly among ranks or micro-batches.
     """
     n_seqs = cfg.batch_tokens // cfg.seq_len
     if n_seqs % world_size:
         near = max(1, round(n_seqs / world_size)) * world_size * cfg.seq_len
         raise UserError(
             f"--batch_tokens {cfg.batch_tokens} is {n_seqs} sequences of {cfg.seq_len}, which "
-            f"{world_size} ranks cannot share evenly; use --batch_tokens {near}, or another "
+            f"{world_size} ranks cannot share evenly; use --batch_tokens {near}, or a different "
             "number of ranks"
         )
     n_seqs //= world_size

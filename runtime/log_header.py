@@ -53,7 +53,7 @@ def describe_run(state, stream: TokenStream) -> list[str]:
         ngrams = f", n-grams to {cfg.ngram}, ngram_dropout {cfg.ngram_dropout:.2g}"
     lines.append(
         f"model: n_layer {cfg.n_layer}, n_embd {cfg.n_embd}, n_head {cfg.n_head}, "
-        f"{n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP a token; "
+        f"{n_params:,} parameters, {model.flops_per_token() / 1e6:,.1f} MFLOP per token; "
         f"{muon_lr}adam_lr {cfg.adam_lr:.4g}, weight_decay {cfg.weight_decay:g}, "
         f"embed_decay {cfg.embed_decay:.2g}{ngrams}"
     )

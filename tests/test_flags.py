@@ -199,8 +199,8 @@ def test_a_new_field_is_a_flag(capsys):
 # runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
-    (dict(patience=2, eval_every=0), "--patience 2 counts evaluations, and with --eval_every 0"),
-    (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 stand for what suits the dataset"),
+    (dict(patience=2, eval_every=0), "--patience 2 needs several evaluations"),
+    (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 are for --init_from"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
@@ -208,16 +208,16 @@ FLAG_CASES = (
     (dict(ngram_dropout=1.0), "--ngram_dropout is 1; expected a probability below 1"),
     (
         dict(checkpointing="1.0"),
-        "--checkpointing is '1.0'; expected auto, none, selective, full or a number",
+        "--checkpointing is '1.0'; expected auto, none, selective, full, or a number",
     ),
     (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
     (dict(compile="max-autotune", parallel="fsdp"), "use --compile max-autotune-no-cudagraphs or"),
-    (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not go with --parallel hsdp"),
+    (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not work with --parallel hsdp"),
     (dict(embed_decay=1.5, optimizer="adamw"), "--embed_decay 1.5 has no effect with"),
-    (dict(params=-1), "--params -1 chooses a size for --minutes"),
-    (dict(params=-1, minutes=1.0, init_from="x"), "the run of --init_from has one"),
+    (dict(params=-1), "--params -1 chooses the size that suits --minutes"),
+    (dict(params=-1, minutes=1.0, init_from="x"), "--init_from sets it"),
     (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),
-    (dict(trials=2, target_val_loss=3.0), "nor with --target_val_loss"),
+    (dict(trials=2, target_val_loss=3.0), "--trials compares whole runs"),
     (
         dict(TORCHELASTIC_MAX_RESTARTS="3"),
         "--max-restarts needs a folder to resume from; give --out_dir",
@@ -234,16 +234,16 @@ DEVICE_CASES = (
     ),
     ("cpu", dict(fp8=True), "--fp8 needs CUDA, not cpu"),
     ("cuda", dict(fp8=True, dtype="fp16"), "--fp8 needs --dtype bf16"),
-    ("cuda", dict(deterministic=True), "--deterministic on CUDA needs a --micro_batch"),
+    ("cuda", dict(deterministic=True), "--deterministic on CUDA needs --micro_batch"),
     (
         "cuda",
         dict(deterministic=True, micro_batch=4, attn="cudnn"),
-        "an --attn other than cudnn or varlen",
+        "an --attn other than cudnn and varlen",
     ),
     (
         "cuda",
         dict(attn="flex", checkpointing="selective"),
-        "cannot see into uncompiled FlexAttention",
+        "does not work with uncompiled FlexAttention",
     ),
     (
         "cuda",
@@ -263,7 +263,7 @@ NO_EFFECT_CASES = (
     ("cpu", dict(optimizer="adamw", muon_lr=0.1), "--muon_lr has no effect with --optimizer adamw"),
     ("cpu", dict(shard_size=2), "--shard_size has no effect without --parallel hsdp"),
     ("t4", {}, "this GPU has no bf16, or emulates it"),
-    ("cuda", dict(doc_mask=True), "keeps SDPA from its flash kernel"),
+    ("cuda", dict(doc_mask=True), "SDPA cannot use its flash kernel"),
 )
 
 
