@@ -66,16 +66,18 @@ def closest(name: str, names: Iterable[str]) -> str:
 
 
 def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
-    """Check names, types and choices of flags; returns them, with 1 as 1.0 where a float is due.
+    """Check names, types, choices and ranges of flags.
 
-    fields: of Config, by name. Raises UserError.
+    Returns the flags with 1 as 1.0 where a float is due. fields: of Config, by name. Raises
+    UserError.
     """
     checked = {}
     for name, value in flags.items():
         if name not in fields:
             raise UserError(f"unknown flag --{name}{closest(name, fields)}")
-        kind = type(fields[name].default)
-        choices = fields[name].metadata.get("choices")
+        kind, metadata = type(fields[name].default), fields[name].metadata
+
+        # Values from Python
         if kind is float and type(value) is int:
             value = float(value)
         if kind is int and type(value) is float and value.is_integer():
@@ -84,10 +86,17 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
             value = str(value)
         if type(value) is not kind:
             raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
+
+        choices = metadata.get("choices")
         if choices and value not in choices:
             raise UserError(
                 f"--{name} is {value!r}; expected one of {', '.join(choices)}"
                 f"{closest(value, choices)}"
+            )
+        least = metadata.get("min", -math.inf)
+        if kind in (int, float) and not least <= value < 2**48:
+            raise UserError(
+                f"--{name} is {value}; expected a finite number of at least {least} and below 2**48"
             )
         checked[name] = value
     return checked
@@ -97,18 +106,6 @@ def check_types(cfg):
     """Check a Config that was made in Python; returns it with paths as texts. Raises UserError."""
     known = {field.name: field for field in dataclasses.fields(cfg)}
     return dataclasses.replace(cfg, **check_values(vars(cfg), known))
-
-
-def check_ranges(cfg) -> None:
-    """Raise UserError for a number that is below its minimum, too large or not finite."""
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        least = field.metadata.get("min", -math.inf)
-        if isinstance(value, (int, float)) and not least <= value < 2**48:
-            raise UserError(
-                f"--{field.name} is {value}; expected a finite number of at least {least} and "
-                "below 2**48"
-            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -63,12 +63,13 @@ class InitCheckpoint:
         state.step = saved["step"]
         state.tokens = saved["tokens"]
         stream.eval_subset = saved["eval_part"]
-        run.clock.earlier_train_time = saved["clock"]["train_time"]
-        run.clock.earlier_wall_time = saved["clock"]["wall_time"]
+        clock = saved["clock"]
+        run.clock.earlier_train_time = clock["train_time"]
+        run.clock.earlier_wall_time = clock["wall_time"]
         # A finished run of --minutes stays finished: one more step and evaluation take as long
-        run.clock.typical_step_s = saved["clock"].get("typical_step_s", 0.0)
-        run.clock.last_eval_s = saved["clock"].get("last_eval_s", 0.0)
-        run.eval_begin = saved["clock"].get("eval_begin", 0)
+        run.clock.typical_step_s = clock["typical_step_s"]
+        run.clock.last_eval_s = clock["last_eval_s"]
+        run.eval_begin = clock["eval_begin"]
         evaluated = stream.num_eval_seqs(saved["config"]["eval_tokens"])
         if evaluated != stream.num_eval_seqs(state.cfg.eval_tokens):
             run.eval_begin = state.step + 1

@@ -69,7 +69,9 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     n_params = 12 * n_layer * n_embd**2
     tokens = tokens or TOKENS_PER_PARAM * n_params
     batch_tokens = max(1, given.get("batch_tokens", batch_for_tokens(tokens)))
-    flags = dict(
+    # As in the presets: what was measured for a width of 128, n-grams only for small models
+    is_narrow = n_embd <= 256
+    return dict(
         n_layer=n_layer,
         n_embd=n_embd,
         n_head=n_head,
@@ -77,16 +79,12 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
         max_steps=max(1, round(tokens / batch_tokens)),
         eval_every=250,
         eval_tokens=min(10485760, max(262144, 16 * batch_tokens)),
+        seq_len=2048 if is_narrow else 1024,
+        window="SL:512" if is_narrow else "L",
+        short_frac=0.7 if is_narrow else 0.0,
+        ngram=-1 if n_params < 5e7 else 0,
+        ngram_rows=2**26 // max(128, n_embd) if is_narrow else 65536,  # at most 268 MB
     )
-    # As in the presets: what was measured for a width of 128, n-grams only for small models
-    if n_embd <= 256:
-        rows = 2**26 // max(128, n_embd)  # 268 MB
-        flags |= dict(seq_len=2048, window="SL:512", short_frac=0.7, ngram=-1, ngram_rows=rows)
-    else:
-        flags |= dict(seq_len=1024, window="L", short_frac=0.0, ngram=-1, ngram_rows=65536)
-    if n_params >= 5e7:
-        flags |= dict(ngram=0, ngram_rows=16384)
-    return flags
 
 
 def tokens_in_time(cfg, n_tokens: int, vocab_size: int, flops: float) -> float:

@@ -26,7 +26,7 @@ from conftest import (
 from data.stream import TokenStream
 from runtime import auto, flag_checks, speed, wrap_model
 from runtime.auto import get_embed_decay, get_ngram_dropout
-from runtime.flags import OTHER_NAMES, flag, integer, parse_flags
+from runtime.flags import OTHER_NAMES, check_types, flag, integer, parse_flags
 from runtime.ranks import DistContext
 from runtime.sizes import (
     SIZES,
@@ -193,7 +193,7 @@ def test_a_new_field_is_a_flag(capsys):
     assert "weight of the z-loss, in % [0.1]" in capsys.readouterr().out
     refused = "--z_loss is -2.0; expected a finite number of at least -1"
     with pytest.raises(UserError, match=refused):
-        flag_checks.check_flags(Edited(z_loss=-2.0))
+        check_types(Edited(z_loss=-2.0))
 
 
 # --------------------------------------------------------------------------------------------------
