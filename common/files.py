@@ -6,32 +6,30 @@ import hashlib
 import json
 import os
 import shutil
-import site
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 
-def sha256_of_file(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with open(path, "rb", buffering=0) as file:
+def sha256_of_file(path: Path) -> str:
+    """Compute the SHA-256 of a file's bytes, in hex."""
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_rows(metrics: str) -> list[dict]:
-    """The rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+    """Parse the rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
     rows = []
     for line in metrics.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+    return rows
 
 
 def new_run_folder(name: str) -> Path:
-    """Make runs/<time>-<name>; a second later if another run has just made it."""
+    """Make runs/<time>-<name>, a second later if another run has just taken that name."""
     while True:
         path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
         with contextlib.suppress(FileExistsError):
@@ -41,11 +39,11 @@ def new_run_folder(name: str) -> Path:
 
 
 def fsync(descriptor: int) -> None:
-    """Flush a file or folder to the disk, unless its file system cannot."""
+    """Flush a file or folder to the disk, if its file system can."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
 
 
@@ -53,7 +51,7 @@ def fsync(descriptor: int) -> None:
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears at `path` only once it is complete and on the disk.
 
-    Until then its name begins with .tmp; if anything fails, it is removed and `path` stays.
+    Until then its name begins with .tmp. If anything fails, it is removed and `path` is unchanged.
     """
     temporary = path.with_name(f".tmp-{path.name}")
     try:
@@ -78,7 +76,7 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 def find_sources(repo: Path) -> dict[str, Path]:
-    """What a run executes, and the vocabulary of its default dataset, by path in the repository."""
+    """Find the files of a run and its default vocabulary: path in the repository -> path."""
     paths = [repo / "train_gpt.py", repo / "model.py", repo / "data" / "python_tokenizer.json"]
     for package in ("common", "data", "inference", "ops", "runtime"):
         paths += sorted((repo / package).glob("*.py"))
@@ -89,40 +87,26 @@ SOURCE_FILES = find_sources(REPO)
 
 
 def run_sources() -> dict[str, Path]:
-    """Find SOURCE_FILES, and every loaded module that is neither Python's nor a package's.
+    """Find SOURCE_FILES, and every other file of the repository that is loaded as a module.
 
-    Those outside of the repository are named outside/PATH. What Inductor compiles, anew on each
-    machine, is left out.
+    Packages that are installed inside the repository are left out.
     """
-    # PYTHONPATH may name a different folder of packages, in which PyTorch is
-    packages = [str(Path(sys.modules["torch"].__file__).parents[1]), *site.getsitepackages()]
-    libraries = (sysconfig.get_path("stdlib"), site.getusersitepackages(), *packages)
-    compiled = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", REPO)).resolve()  # Inductor sets it
     sources = dict(SOURCE_FILES)
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        # The package decides: PyTorch also loads modules that it has written to other folders
-        package = sys.modules.get(name.partition(".")[0], module)
-        home = getattr(package, "__file__", None) or path
-        if not path or home.startswith(libraries):
-            continue
-        file = Path(path).resolve()
-        if not file.is_file():
-            continue
-        if file.is_relative_to(REPO):
-            sources.setdefault(file.relative_to(REPO).as_posix(), file)
-        elif file.suffix == ".py" or not file.is_relative_to(compiled):
-            sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or ".").resolve()
+        is_ours = path.is_relative_to(REPO) and "site-packages" not in path.parts
+        if is_ours and path.is_file():
+            sources.setdefault(path.relative_to(REPO).as_posix(), path)
     return sources
 
 
 def source_hashes() -> list[str]:
-    """A text with the name and SHA-256 of each source."""
+    """List the name and SHA-256 of each source, one text per file."""
     return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
 
 
 def copy_sources(sources: dict[str, Path], folder: Path) -> None:
-    """Copy files, by their paths in the repository, to these paths in a folder."""
+    """Copy files into a folder, under their paths in the repository."""
     for name, path in sources.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)

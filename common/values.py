@@ -1,4 +1,4 @@
-"""Seeds, numbers and texts."""
+"""Conversions of seeds, numbers and texts."""
 
 import hashlib
 import json
@@ -10,25 +10,25 @@ from common.errors import UserError
 
 
 def derive_seed(*names) -> int:
-    """A 64-bit pseudo-random seed, a function of the names."""
+    """Derive a 64-bit pseudo-random seed from the names."""
     digest = hashlib.sha256("/".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def env_int(name: str, default: int) -> int:
-    """An integer of the environment, as torchrun sets them; the default if it is unset or empty.
+    """Read an integer environment variable, as set by torchrun; the default if unset or empty.
 
-    Raises UserError for another text.
+    Raises UserError if it is not an integer.
     """
     text = os.environ.get(name)
     try:
         return int(text or default)
     except ValueError:
-        raise UserError(f"{name} is {text!r}; expected an integer, as torchrun sets it") from None
+        raise UserError(f"{name} is {text!r}; expected an integer, as set by torchrun") from None
 
 
 def largest_divisor(n: int, most: int) -> int:
-    """The largest divisor of n that is at most `most`; at least 1."""
+    """Find the largest divisor of n that is at most `most`, or 1."""
     for divisor in range(min(n, max(1, most)), 0, -1):
         if n % divisor == 0:
             return divisor
@@ -38,7 +38,7 @@ UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 
 def integer(text: str) -> int:
-    """Read an integer, as in 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
+    """Read an integer such as 1000, 1_000, 1e3, 4k (4,000), 2M or 1.5B. Raises ValueError."""
     unit = UNITS.get(text[-1:].lower(), 1)
     number = text if unit == 1 else text[:-1]
     try:
@@ -58,7 +58,7 @@ def boolean(text: str) -> bool:
 
 
 def nan_to_none(value):
-    """Replace numbers that are not finite, which JSON does not have, by None in a dict or list."""
+    """Replace numbers that are not finite by None in a dict or list, because JSON has no such."""
     return json.loads(json.dumps(value), parse_constant=lambda _: None)
 
 

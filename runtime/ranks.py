@@ -1,4 +1,4 @@
-"""Ranks: how they meet, agree on errors and decisions, and tell each other why one has ended."""
+"""Communication between ranks: the rendezvous, agreement on errors and decisions, equal flags."""
 
 import contextlib
 import os
@@ -21,10 +21,10 @@ LAUNCHER_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass
 class DistContext:
-    """Where this process runs: its device and its rank.
+    """The device and the rank of this process.
 
     cpu_group: for decisions, so that asking the other ranks never waits for a GPU.
-    store: of the process group; ranks leave in it why they have ended.
+    store: the process group's; a rank that fails writes the reason there.
     """
 
     device: torch.device
@@ -36,13 +36,13 @@ class DistContext:
     store: dist.Store | None = None
 
     def error_of_others(self, cause: str) -> str:
-        """Say which rank has ended first and why, or "" if it is this one or no rank has said.
+        """Say which rank ended first and why; "" if it is this one, or if none has said why.
 
-        cause: of the error on this rank, which is stored for the others.
+        cause: this rank's own error, which is stored for the others.
         """
         if self.store is None:
             return ""
-        with contextlib.suppress(RuntimeError):  # the store has gone with the node that had it
+        with contextlib.suppress(RuntimeError):  # the store is lost if its node is
             if not cause.startswith("another rank has ended"):
                 self.store.set("error", f"rank {self.rank} has ended with an error: {cause}")
                 return ""
@@ -72,11 +72,11 @@ def connect_ranks(dist_ctx: DistContext) -> None:
 
 
 def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
-    """Meet the other ranks; returns a store for this start of them only. Raises UserError.
+    """Meet the other ranks, and return a store for this start only. Raises UserError.
 
-    torchrun's store survives restarts and then holds addresses of dead ranks, and its nodes do not
-    count restarts alike. So each start has a random prefix for its keys: rank 0 writes it for each
-    rank until all have joined. They first delete what they find there, of a dead rank 0.
+    torchrun's store survives restarts and then holds addresses of dead ranks, and its nodes count
+    restarts differently. So each start has a random prefix for its keys. Rank 0 writes it for each
+    rank until all have answered; each rank first deletes a prefix left by a dead rank 0.
     """
     missing = [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)]
     if missing:
@@ -92,7 +92,7 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
             prefix = f"{device_type} {os.urandom(8).hex()}"
             while store.add(f"{prefix} joined", 0) < world_size - 1:
                 if time.monotonic() > deadline:
-                    raise dist.DistStoreError("some did not come")
+                    raise dist.DistStoreError("some are missing")
                 for other in range(1, world_size):
                     store.set(f"prefix for rank {other}", prefix)
                 time.sleep(0.01)
@@ -109,8 +109,8 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
         ) from None
     if not prefix.startswith(device_type):
         raise UserError(
-            f"rank {rank} runs on {device_type}, and rank 0 on {prefix.split()[0]}; "
-            "give all the same --device"
+            f"rank {rank} runs on {device_type}, but rank 0 on {prefix.split()[0]}; "
+            "give all ranks the same --device"
         )
     return dist.PrefixStore(prefix, store)
 
@@ -121,9 +121,9 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
 
 @contextlib.contextmanager
 def raise_on_all_ranks(dist_ctx: DistContext):
-    """Raise a TrainerError or OSError of this block, on any rank, on all ranks at its end.
+    """If a TrainerError or OSError occurs in this block on any rank, raise it on all ranks.
 
-    It is that of the first rank that has one, which prints it.
+    With several errors, the lowest rank's is raised. Only the rank where it occurred prints it.
     """
     own_error = None
     try:
@@ -140,7 +140,7 @@ def raise_on_all_ranks(dist_ctx: DistContext):
 
 
 def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator) -> Iterator:
-    """Yield batches, as many on every rank; an error in reading one is raised on all ranks."""
+    """Yield batches, equally many on every rank; a reading error is raised on all ranks."""
     while True:
         with raise_on_all_ranks(dist_ctx):
             batch = next(batches, None)
@@ -150,7 +150,7 @@ def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator) -> Iterator:
 
 
 def run_on_rank0(dist_ctx: DistContext, function):
-    """Call function() on rank 0; returns its result, or raises its TrainerError, on all ranks."""
+    """Call function() on rank 0; return its result, or raise its TrainerError, on all ranks."""
     answer = [None]
     with raise_on_all_ranks(dist_ctx):
         if dist_ctx.rank == 0:
@@ -169,7 +169,7 @@ def gather_objects(dist_ctx: DistContext, own) -> list:
 
 
 def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
-    """Find the largest of all ranks' values, of each, on every rank; waits for no GPU."""
+    """Return, on every rank, the elementwise maximum over ranks; waits for no GPU."""
     largest = torch.tensor(values, dtype=torch.float64)
     if dist_ctx.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
@@ -177,7 +177,7 @@ def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
 
 
 def any_rank(dist_ctx: DistContext, flag: bool) -> bool:
-    """Tell every rank whether the flag is set on any of them; waits for no GPU."""
+    """Return True, on every rank, if the flag is set on any of them; waits for no GPU."""
     return bool(max_over_ranks(dist_ctx, [flag])[0])
 
 
@@ -192,11 +192,11 @@ def mean_over_ranks(dist_ctx: DistContext, values: dict) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What must be the same on all ranks
+# Equal flags, code and versions
 
 
 def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
-    """Raise UserError, on every rank, when a rank has another value of a fact than rank 0 has."""
+    """Raise UserError, on every rank, if a rank's value of a fact differs from rank 0's."""
     everyones = gather_objects(dist_ctx, (platform.node(), facts))
     host0, facts0 = everyones[0]
     for rank, (host, facts) in enumerate(everyones):
@@ -212,12 +212,12 @@ def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], adv
 
 
 def check_ranks(cfg, dist_ctx: DistContext) -> None:
-    """Raise UserError, on every rank, when one has other flags, code or PyTorch than rank 0."""
+    """Raise UserError, on every rank, if one differs from rank 0 in flags, code or PyTorch."""
     if dist_ctx.world_size == 1:
         return
     facts = {f"--{name}": value for name, value in vars(cfg).items()}
     facts["PyTorch"] = torch.__version__
     for name, path in SOURCE_FILES.items():
         facts[f"a {name} of hash"] = sha256_of_file(path)[:12]
-    advice = "start all ranks alike, and resume from a folder that all can read"
+    advice = "start all ranks with the same command, and resume from a folder that all can read"
     check_same_on_all_ranks(dist_ctx, facts, advice)

@@ -170,14 +170,14 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
 # Ranks that cannot work together: one sentence, exit code 2 on all
 
 MISTAKES = {  # case -> its sentence
-    "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all ranks alike",
+    "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all ranks",
     "code": "rank 1 on HOST has a model.py of hash 000000000000, and rank 0 on HOST has",
     "torch": f"rank 1 on HOST has PyTorch 2.9.9, and rank 0 on HOST has {torch.__version__};",
     "shard_size": "does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
     "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
     "data": "rank 1 on HOST has the shards of other with hash ",
     "no_data": "there is no folder nowhere",
-    "unseen": "and rank 0 on HOST has 0.0; start all ranks alike, and resume from a folder "
+    "unseen": "and rank 0 on HOST has 0.0; start all ranks with the same, and resume from a folder "
     "that all can read",
 }
 
