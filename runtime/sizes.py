@@ -3,20 +3,21 @@
 import dataclasses
 import math
 
-# The loss that N parameters in blocks reach on D tokens, of which U are different:
-#   1 + PARAMS_TERM / N'^PARAMS_EXPONENT + TOKENS_TERM / D'^TOKENS_EXPONENT
-# N' in 100,000, D' in millions (expected_loss). Made by records/bench/2026-11-28_law/fit.py from
-# 136 runs, which are 1.5 % off it (root mean square); the exponents are those of Hoffmann et al.
-PARAMS_TERM, PARAMS_EXPONENT = 0.426, 0.34
-TOKENS_TERM, TOKENS_EXPONENT = 0.940, 0.28
-PARAMS_REUSE, TOKENS_REUSE = 7.69, 0.989
+# The loss that N parameters in blocks reach on D tokens is proportional to
+#     1 + PARAMS_TERM / N^PARAMS_EXPONENT + TOKENS_TERM / D^TOKENS_EXPONENT
+# with N in 100,000 and D in millions (Hoffmann et al. 2022, from whom the exponents are). The REUSE
+# constants say how much more is gained by repeated tokens, and by parameters beyond what suits the
+# dataset (Muennighoff et al. 2023). `python records/bench/2026-11-28_law/fit.py` fits these and the
+# TERM constants to 136 runs, with an error of 1.5 % (root mean square)
+PARAMS_TERM, PARAMS_EXPONENT, PARAMS_REUSE = 0.426, 0.34, 7.69
+TOKENS_TERM, TOKENS_EXPONENT, TOKENS_REUSE = 0.940, 0.28, 0.989
 
-# More epochs raise the loss of small datasets, which the law does not know
+# More epochs raise the loss of small datasets, which the formula does not show
 MAX_EPOCHS_OF_BYTES, MAX_EPOCHS = 6, 5
 
-TOKENS_PER_PARAM = 20  # compute-optimal: Hoffmann et al. 2022
+TOKENS_PER_PARAM = 20  # Hoffmann et al. 2022
 SIZES = (1e5, *(3.5e5 * 1.22**i for i in range(43)))  # parameters: 2 x 64, 2 x 128, ..., 1.5B
-SEED_SPREAD = 1.005  # losses of two seeds differ as much
+SEED_SPREAD = 1.005  # ratio of the losses of two seeds
 MFU_ON_CPU = 0.6
 
 
@@ -98,17 +99,16 @@ def tokens_in_time(cfg, n_tokens: int, vocab_size: int, flops: float) -> float:
     return min(tokens, max_epochs(cfg, n_tokens, vocab_size) * n_tokens)
 
 
+def effective_amount(amount: float, unique: float, reuse: float) -> float:
+    """What parameters or tokens are worth: their number up to `unique`, then less and less."""
+    repeats = max(0.0, amount / unique - 1)
+    return min(amount, unique) + unique * reuse * (1 - math.exp(-repeats / reuse))
+
+
 def expected_loss(n_params: int, tokens: float, n_tokens: int) -> float:
-    """The loss of a model that trains on `tokens`, n_tokens of them different, on a scale of its
-    own for each dataset. Repeated tokens, and parameters beyond what suits n_tokens, are worth less
-    the more there are (Muennighoff et al. 2023)."""
-
-    def effective(amount: float, unique: float, reuse: float) -> float:
-        repeats = max(0.0, amount / unique - 1)
-        return min(amount, unique) + unique * reuse * (1 - math.exp(-repeats / reuse))
-
-    n_params = effective(n_params, n_tokens / TOKENS_PER_PARAM, PARAMS_REUSE)
-    tokens = effective(tokens, n_tokens, TOKENS_REUSE)
+    """The loss after training on `tokens`, of which n_tokens are different, without its unit."""
+    n_params = effective_amount(n_params, n_tokens / TOKENS_PER_PARAM, PARAMS_REUSE)
+    tokens = effective_amount(tokens, n_tokens, TOKENS_REUSE)
     params_term = PARAMS_TERM / (n_params / 1e5) ** PARAMS_EXPONENT
     return 1 + params_term + TOKENS_TERM / (tokens / 1e6) ** TOKENS_EXPONENT
 
@@ -116,7 +116,7 @@ def expected_loss(n_params: int, tokens: float, n_tokens: int) -> float:
 def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
     """--params -1: choose flags for the size whose expected loss after --minutes is lowest.
 
-    Given flags are kept. n_tokens: in the training split. flops: of all devices together.
+    Given flags are kept. n_tokens: in the training split. flops: FLOP/s of all devices together.
     """
     names = flags_for_size(1, {}).keys() & set(cfg.given)
     given = {name: getattr(cfg, name) for name in names}
@@ -129,7 +129,7 @@ def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
         n_params = 12 * sized.n_layer * sized.n_embd**2
         sizes.append((expected_loss(n_params, tokens, n_tokens), params, tokens))
 
-    # The smallest of those that are as good
+    # Of those that are as good, the smallest
     lowest_loss = min(sizes)[0]
     _, params, tokens = next(size for size in sizes if size[0] <= SEED_SPREAD * lowest_loss)
     return dict(params=round(params)) | flags_for_size(params, given, tokens) | given
