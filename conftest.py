@@ -1,6 +1,5 @@
 """What the tests share: the tiny model, its data, runs to compare with, and ways to start a run."""
 
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -108,8 +107,7 @@ def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
     dist_ctx = init_device_and_ranks(cfg)
-    chosen = choose_auto_values(cfg, stream_of(29000, 257), dist_ctx)
-    cfg = dataclasses.replace(cfg, **chosen)
+    cfg = choose_auto_values(cfg, stream_of(29000, 257), dist_ctx)
     return train_gpt.build(cfg, dist_ctx, 257, eot=256)
 
 

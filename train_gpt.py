@@ -40,13 +40,13 @@ from ops.attention import ATTENTION_BACKENDS
 from ops.parallel import grad_values, maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
 
 # Flags, device, ranks, checkpoints, log
-from runtime.auto import choose_auto_values, flags_for_size
+from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.dataset import open_stream
 from runtime.flag_checks import check_flags
-from runtime.flags import flag, parse_flags
+from runtime.flags import flag, flags_of_run, keep_flags, parse_flags
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
-from runtime.resume import flags_of_run, flags_to_keep, load_init_checkpoint
+from runtime.resume import load_init_checkpoint
 from runtime.run import Run
 from runtime.speed import DTYPES
 from runtime.stop import ask_ranks, why_stop
@@ -194,23 +194,14 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # given: the flags, checked. saved: flags from the checkpoint of --resume, or the model's shape
-    # from that of --init_from; else {}
-    given, saved = flags_of_run(flags, dataclasses.fields(Config))
-
-    # With --minutes and no size, resolve_auto chooses the size
-    size_flags = {"preset", "params", "n_layer", "n_embd", "n_head"}
-    if given.get("minutes") and not saved and not size_flags & given.keys():
-        given["params"] = -1
-
-    # --params replaces the preset's size
-    preset = dict(PRESETS[given.get("preset") or saved.get("preset") or "laptop"])
-    if given.get("params", 0) > 0:
-        preset.update(flags_for_size(given["params"], given))
+    # implied: what --params, --minutes and --init_from change of the preset. saved: the flags in
+    # the checkpoint of --resume, or the shape of --init_from's model; else {}
+    implied, saved, given = flags_of_run(flags, dataclasses.fields(Config))
+    preset = PRESETS[given.get("preset") or saved.get("preset") or "laptop"]
 
     # Later ones win
-    values = preset | saved | given
-    cfg = Config(**values, given=tuple(sorted(flags.keys() | saved.keys())))
+    values = preset | implied | saved | given
+    cfg = Config(**values, given=tuple(sorted(saved | given)))
     check_flags(cfg)
     return cfg
 
@@ -222,19 +213,10 @@ def resolve_auto(
 
     checkpoint_flags: the flags in the checkpoint that is resumed, or {}.
     """
-    # After a restart by torchrun, and with --trials, make_config has not read the checkpoint
-    given = {name: getattr(cfg, name) for name in cfg.given}
-    saved = flags_to_keep(checkpoint_flags, given, known=vars(cfg))
-    cfg = dataclasses.replace(cfg, **saved, given=(*cfg.given, *saved))
-
-    # From the machine and the dataset: dtype, attn, loss_chunk, n-grams and their dropout, decay of
-    # embeddings. With --minutes also max_steps; with --params -1 sizes and batch
-    cfg = dataclasses.replace(cfg, **choose_auto_values(cfg, stream, dist_ctx))
+    cfg = keep_flags(cfg, checkpoint_flags)
+    cfg = choose_auto_values(cfg, stream, dist_ctx)  # from the machine and the dataset
     muon_lr, adam_lr = learning_rates(cfg)
-    cfg = dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
-    if cfg.eval_every == -1:  # ten evaluations
-        cfg = dataclasses.replace(cfg, eval_every=math.ceil(cfg.max_steps / 10))
-    return cfg
+    return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -550,7 +532,6 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
 
         # Model and optimizer
         with raise_on_all_ranks(dist_ctx):
-            check_flags(cfg)
             vocab_size, eot = stream.meta["vocab_size"], stream.meta["eot"]
             state = build(cfg, dist_ctx, vocab_size, eot=eot, init=init)
             if resuming:

@@ -40,6 +40,7 @@ BAD_PATH = (
     errno.EISDIR,
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
+    errno.EPERM,
     errno.EROFS,
 )
 

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+import site
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,16 +89,30 @@ SOURCE_FILES = find_sources(REPO)
 
 
 def run_sources() -> dict[str, Path]:
-    """Find SOURCE_FILES, and every other file of the repository that is loaded as a module.
+    """Find SOURCE_FILES, and every loaded module that belongs to neither Python nor a package.
 
-    Packages that are installed inside the repository are left out.
+    Modules outside of the repository are named outside/PATH. Modules that Inductor compiles, anew
+    on each machine, are left out.
     """
+    # PYTHONPATH may name a different folder of packages, in which PyTorch is
+    packages = [str(Path(sys.modules["torch"].__file__).parents[1]), *site.getsitepackages()]
+    libraries = (sysconfig.get_path("stdlib"), site.getusersitepackages(), *packages)
+    compiled = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", REPO)).resolve()  # set by Inductor
     sources = dict(SOURCE_FILES)
-    for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or ".").resolve()
-        is_ours = path.is_relative_to(REPO) and "site-packages" not in path.parts
-        if is_ours and path.is_file():
-            sources.setdefault(path.relative_to(REPO).as_posix(), path)
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        # The package decides: PyTorch also loads modules that it has written to other folders
+        package = sys.modules.get(name.partition(".")[0], module)
+        home = getattr(package, "__file__", None) or path
+        if not path or home.startswith(libraries):
+            continue
+        file = Path(path).resolve()
+        if not file.is_file():
+            continue
+        if file.is_relative_to(REPO):
+            sources.setdefault(file.relative_to(REPO).as_posix(), file)
+        elif file.suffix == ".py" or not file.is_relative_to(compiled):
+            sources[Path("outside", file.relative_to(file.anchor)).as_posix()] = file
     return sources
 
 

@@ -254,6 +254,16 @@ def file_violations(run: dict) -> Iterator[str]:
         seconds = [row[key] for row in [*rows, summary]]
         if seconds != sorted(seconds):
             yield f"the clock of {key} runs backwards"
+    if summary["train_time_s"] > summary["wall_time_s"]:
+        yield "train_time is above the wall time"
+
+    before = dict(tokens=0, train_time_s=0.0)
+    for row in logged:
+        tokens = row["tokens"] - before["tokens"]
+        counted = row["tokens_per_s"] * (row["train_time_s"] - before["train_time_s"])
+        if not abs(counted - tokens) < 0.01 * tokens:
+            yield f"tokens and seconds of step {row['step']} do not fit together"
+        before = row
 
 
 def rerun_violations(run: dict, rerun: dict) -> Iterator[str]:

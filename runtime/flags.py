@@ -1,6 +1,7 @@
-"""Flags from a dataclass: each field is one, and the command line, --help and checks follow."""
+"""Flags: each field of a dataclass is one. The command line, --help, checks and precedence."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -9,6 +10,17 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.values import boolean, integer
+from runtime.checkpoint import BEST, list_checkpoints, read_checkpoint
+from runtime.sizes import flags_for_size
+
+# Flags of the command, which a resumed run does not take from its checkpoint
+COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile", "given"}
+
+# Flags of the model's shape, which --init_from takes from a checkpoint
+SHAPE_FLAGS = {"seq_len", "n_layer", "n_head", "n_embd", "window", "softcap", "ngram", "ngram_rows"}
+
+# With one of these, --minutes chooses no size
+SIZE_FLAGS = {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
 
 # Names in nanoGPT and elsewhere, and what there is here
 OTHER_NAMES = {
@@ -54,16 +66,18 @@ def closest(name: str, names: Iterable[str]) -> str:
 
 
 def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
-    """Check names, types and choices of flags; returns them, with 1 as 1.0 where a float is due.
+    """Check names, types, choices and ranges of flags.
 
-    fields: of Config, by name. Raises UserError.
+    Returns the flags with 1 as 1.0 where a float is due. fields: of Config, by name. Raises
+    UserError.
     """
     checked = {}
     for name, value in flags.items():
         if name not in fields:
             raise UserError(f"unknown flag --{name}{closest(name, fields)}")
-        kind = type(fields[name].default)
-        choices = fields[name].metadata.get("choices")
+        kind, metadata = type(fields[name].default), fields[name].metadata
+
+        # Values from Python
         if kind is float and type(value) is int:
             value = float(value)
         if kind is int and type(value) is float and value.is_integer():
@@ -72,10 +86,17 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
             value = str(value)
         if type(value) is not kind:
             raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
+
+        choices = metadata.get("choices")
         if choices and value not in choices:
             raise UserError(
                 f"--{name} is {value!r}; expected one of {', '.join(choices)}"
                 f"{closest(value, choices)}"
+            )
+        least = metadata.get("min", -math.inf)
+        if kind in (int, float) and not least <= value < 2**48:
+            raise UserError(
+                f"--{name} is {value}; expected a finite number of at least {least} and below 2**48"
             )
         checked[name] = value
     return checked
@@ -85,18 +106,6 @@ def check_types(cfg):
     """Check a Config that was made in Python; returns it with paths as texts. Raises UserError."""
     known = {field.name: field for field in dataclasses.fields(cfg)}
     return dataclasses.replace(cfg, **check_values(vars(cfg), known))
-
-
-def check_ranges(cfg) -> None:
-    """Raise UserError for a number that is below its minimum, too large or not finite."""
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        least = field.metadata.get("min", -math.inf)
-        if isinstance(value, (int, float)) and not least <= value < 2**48:
-            raise UserError(
-                f"--{field.name} is {value}; expected a finite number of at least {least} and "
-                "below 2**48"
-            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -161,3 +170,123 @@ def parse_flags(
         name = unknown[0].lstrip("-").split("=")[0]
         raise UserError(f"unknown flag {unknown[0]}{closest(name, [f.name for f in fields])}")
     return vars(flags)
+
+
+# --------------------------------------------------------------------------------------------------
+# Precedence: Config's defaults, then the preset, what --params, --minutes and --init_from change of
+# it, the flags in a checkpoint, those that are given. Later ones win
+
+
+def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[dict, dict, dict]:
+    """Return what flags imply, those that the run keeps from a checkpoint, and those given.
+
+    --resume keeps all flags of the run, --init_from the model's shape. fields: of Config. Raises
+    UserError for wrong names and values, and if it is unclear which run is meant.
+    """
+    known = {field.name: field for field in fields}
+    given = check_values(flags, known)
+    if given.get("minutes") and "max_steps" in given:
+        raise UserError(
+            "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one "
+            "of them"
+        )
+    if given.get("resume") and given.get("init_from"):
+        raise UserError("--resume and --init_from contradict each other; give one of them")
+    saved = {}
+    if given.get("init_from"):
+        if not given.keys() & {"preset", "params"}:
+            saved = saved_flags(Path(given["init_from"]))
+            saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}
+    elif given.get("resume") and given.get("trials", 1) == 1:
+        saved = flags_to_resume(given, known)
+    return implied_flags(given, saved), check_values(saved, known), given
+
+
+def implied_flags(given: dict, saved: dict) -> dict:
+    """What --params, --minutes and --init_from change of the preset."""
+    implied = {}
+    if given.get("params", 0) > 0:
+        implied = flags_for_size(given["params"], given)
+    if given.get("minutes") and not saved and not SIZE_FLAGS & given.keys():
+        implied["params"] = -1
+    if given.get("init_from"):
+        # The model has learned from short sequences already. 0: from the size of the dataset
+        implied |= dict(short_frac=0.0, batch_tokens=0)
+        if "max_steps" not in given:
+            implied |= dict(max_steps=0, eval_every=-1)
+            if given.get("eval_every", -1):
+                implied["patience"] = 3  # until val_loss rises
+    return implied
+
+
+def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
+    """The flags of the run that --resume names, those aside that are given anew.
+
+    Sets given["out_dir"] to the run's folder where --resume names a run or a checkpoint.
+    """
+    source = find_run_to_resume(given)
+    saved = saved_flags(source) if source else {}
+    if not saved:
+        return {}
+    # A flag that is newer than the run has its default, not the preset's value
+    saved = {name: field.default for name, field in known.items()} | saved
+    if given.get("params") == -1:
+        del given["params"]  # the run has its size
+    for name in ("preset", "params", "optimizer"):
+        if given.get(name, saved[name]) != saved[name]:
+            raise UserError(
+                f"--{name} {given[name]} is for new runs; {source} has {saved[name]}: remove it"
+            )
+    return flags_to_keep(saved, given, known)
+
+
+def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:
+    """Find the flags in a checkpoint that a resumed run keeps: known ones not given anew."""
+    left_out = COMMAND_FLAGS | given.keys()
+    if "max_steps" in given:
+        left_out.add("minutes")
+    if given.get("minutes", saved.get("minutes")) != saved.get("minutes"):
+        left_out.add("max_steps")  # more minutes, more steps
+    return {name: saved[name] for name in known if name in saved and name not in left_out}
+
+
+def keep_flags(cfg, saved: dict):
+    """cfg with the flags in the checkpoint that it resumes, those aside that were given.
+
+    After a restart by torchrun, and with --trials, make_config has not read the checkpoint.
+    """
+    given = {name: getattr(cfg, name) for name in cfg.given}
+    kept = flags_to_keep(saved, given, known=vars(cfg))
+    return dataclasses.replace(cfg, **kept, given=(*cfg.given, *kept))
+
+
+def find_run_to_resume(given: dict) -> Path | None:
+    """The folder or file that --resume names; None if it is the folder of a run yet to be made."""
+    resume, out_dir = given["resume"], given.get("out_dir", "")
+    if resume == "newest" and not out_dir:
+        raise UserError("--resume does not say which run: add --out_dir and the run's folder")
+    if resume in ("newest", "auto"):
+        return Path(out_dir) if out_dir else None
+
+    path = Path(resume)
+    if path.name == BEST:
+        raise UserError(
+            f"{path} holds weights only, so it cannot be resumed; use --init_from {path}"
+        )
+    folder = path if path.is_dir() else path.parent
+    if not out_dir and (folder / "log.txt").exists():
+        out_dir = given["out_dir"] = str(folder)
+    if path.is_dir() and path.resolve() == Path(out_dir).resolve():
+        given["resume"] = "newest"
+    return path
+
+
+def saved_flags(path: Path) -> dict:
+    """The flags in this checkpoint, or in the newest one of this folder that can be read.
+
+    {} if there is none, which find_checkpoint reports.
+    """
+    for file in [path] if path.is_file() else list_checkpoints(path):
+        with contextlib.suppress(UserError):
+            return read_checkpoint(file, verify=False)["config"]
+    return {}

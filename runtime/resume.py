@@ -1,8 +1,5 @@
-"""Which checkpoint a run starts from, and which of its flags it keeps."""
+"""Which checkpoint a run starts from, and what it takes from it."""
 
-import contextlib
-import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,117 +18,7 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.flags import check_values
 from runtime.ranks import any_rank, raise_on_all_ranks, run_on_rank0
-
-# Flags of the command, which a resumed run does not take from its checkpoint
-COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile", "given"}
-
-# Flags of the model's shape, which --init_from takes from a checkpoint
-SHAPE_FLAGS = {"seq_len", "n_layer", "n_head", "n_embd", "window", "softcap", "ngram", "ngram_rows"}
-
-
-# --------------------------------------------------------------------------------------------------
-# Flags
-
-
-def flags_of_run(given: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[dict, dict]:
-    """Check the flags that are given, and find those that the run keeps from a checkpoint.
-
-    Returns both. --resume keeps all flags of the run, --init_from the model's shape. fields: of
-    Config. Raises UserError for wrong names and values, and if it is unclear which run is meant.
-    """
-    known = {field.name: field for field in fields}
-    given = check_values(given, known)
-    if given.get("minutes") and "max_steps" in given:
-        raise UserError(
-            "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one "
-            "of them"
-        )
-    if given.get("resume") and given.get("init_from"):
-        raise UserError("--resume and --init_from contradict each other; give one of them")
-    saved = {}
-    if given.get("init_from"):
-        given.setdefault("short_frac", 0.0)  # the model has learned from short sequences already
-        # By the size of the dataset; ten evaluations, until val_loss rises
-        given.setdefault("batch_tokens", 0)
-        if "max_steps" not in given:
-            given = dict(max_steps=0, eval_every=-1) | given
-            if given["eval_every"]:
-                given.setdefault("patience", 3)
-        if not given.keys() & {"preset", "params"}:
-            saved = saved_flags(Path(given["init_from"]))
-            saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}
-    elif given.get("resume") and given.get("trials", 1) == 1:
-        saved = flags_to_resume(given, known)
-    return given, check_values(saved, known)
-
-
-def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
-    """The flags of the run that --resume names, those aside that are given anew.
-
-    Sets given["out_dir"] to the run's folder where --resume names a run or a checkpoint.
-    """
-    source = find_run_to_resume(given)
-    saved = saved_flags(source) if source else {}
-    if not saved:
-        return {}
-    # A flag that is newer than the run has its default, not the preset's value
-    saved = {name: field.default for name, field in known.items()} | saved
-    if given.get("params") == -1:
-        del given["params"]  # the run has its size
-    for name in ("preset", "params", "optimizer"):
-        if given.get(name, saved[name]) != saved[name]:
-            raise UserError(
-                f"--{name} {given[name]} is for new runs; {source} has {saved[name]}: remove it"
-            )
-    return flags_to_keep(saved, given, known)
-
-
-def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:
-    """Find the flags in a checkpoint that a resumed run keeps: known ones not given anew."""
-    left_out = COMMAND_FLAGS | given.keys()
-    if "max_steps" in given:
-        left_out.add("minutes")
-    if given.get("minutes", saved.get("minutes")) != saved.get("minutes"):
-        left_out.add("max_steps")  # more minutes, more steps
-    return {name: saved[name] for name in known if name in saved and name not in left_out}
-
-
-def find_run_to_resume(given: dict) -> Path | None:
-    """The folder or file that --resume names; None if it is the folder of a run yet to be made."""
-    resume, out_dir = given["resume"], given.get("out_dir", "")
-    if resume == "newest" and not out_dir:
-        raise UserError("--resume does not say which run: add --out_dir and the run's folder")
-    if resume in ("newest", "auto"):
-        return Path(out_dir) if out_dir else None
-
-    path = Path(resume)
-    if path.name == BEST:
-        raise UserError(
-            f"{path} holds weights only, so it cannot be resumed; use --init_from {path}"
-        )
-    folder = path if path.is_dir() else path.parent
-    if not out_dir and (folder / "log.txt").exists():
-        out_dir = given["out_dir"] = str(folder)
-    if path.is_dir() and path.resolve() == Path(out_dir).resolve():
-        given["resume"] = "newest"
-    return path
-
-
-def saved_flags(path: Path) -> dict:
-    """The flags in this checkpoint, or in the newest one of this folder that can be read.
-
-    {} if there is none, which find_checkpoint reports.
-    """
-    for file in [path] if path.is_file() else list_checkpoints(path):
-        with contextlib.suppress(UserError):
-            return read_checkpoint(file, verify=False)["config"]
-    return {}
-
-
-# --------------------------------------------------------------------------------------------------
-# The checkpoint
 
 
 @dataclass
@@ -176,12 +63,13 @@ class InitCheckpoint:
         state.step = saved["step"]
         state.tokens = saved["tokens"]
         stream.eval_subset = saved["eval_part"]
-        run.clock.earlier_train_time = saved["clock"]["train_time"]
-        run.clock.earlier_wall_time = saved["clock"]["wall_time"]
+        clock = saved["clock"]
+        run.clock.earlier_train_time = clock["train_time"]
+        run.clock.earlier_wall_time = clock["wall_time"]
         # A finished run of --minutes stays finished: one more step and evaluation take as long
-        run.clock.typical_step_s = saved["clock"].get("typical_step_s", 0.0)
-        run.clock.last_eval_s = saved["clock"].get("last_eval_s", 0.0)
-        run.eval_begin = saved["clock"].get("eval_begin", 0)
+        run.clock.typical_step_s = clock["typical_step_s"]
+        run.clock.last_eval_s = clock["last_eval_s"]
+        run.eval_begin = clock["eval_begin"]
         evaluated = stream.num_eval_seqs(saved["config"]["eval_tokens"])
         if evaluated != stream.num_eval_seqs(state.cfg.eval_tokens):
             run.eval_begin = state.step + 1

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from data.stream import TokenStream
-from runtime.auto import max_epochs
 from runtime.ranks import max_over_ranks
+from runtime.sizes import max_epochs
 
 MAX_BAD_STEPS = 10  # end the run after this many steps in a row without a usable gradient
 SAVE_EVERY_S = 600  # with --save_every 0

@@ -164,6 +164,16 @@ class SecondHead(Plain):
         return loss + 0.3 * second / (y >= 0).sum() if self.training else loss
 
 
+class Contrastive(Plain):
+    def loss(self, idx, y):
+        loss, x = super().loss(idx, y), self.backbone(idx)
+        n = x.size(1)
+        pairs = [
+            F.relu(F.cosine_similarity(x[:, i], x[:, j]) - 0.5) for i in range(n) for j in range(i)
+        ]
+        return loss + 0.1 * torch.stack(pairs).sum(0).mean() / n**2 if self.training else loss
+
+
 class Experts(Plain):
     """One expert at a time, for the tokens that are its own."""
 

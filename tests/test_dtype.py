@@ -75,7 +75,7 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
 def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     cfg = make_config(**dict(window="L") | flags)
 
-    def choose(device: str) -> dict:
+    def choose(device: str):
         dist_ctx = DistContext(torch.device(device))
         return auto.choose_auto_values(cfg, stream_of(10**6, 1024), dist_ctx)
 
@@ -84,10 +84,10 @@ def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     expected = attn
     if cfg.dtype == "bf16" and cfg.attn == "auto":
         expected = "sdpa"
-    assert choose("cpu").get("attn", attn) == expected
+    assert choose("cpu").attn == expected
     # SDPA is slower
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    chosen = dataclasses.replace(cfg, **choose("cpu"))
+    chosen = choose("cpu")
     assert (chosen.attn, chosen.loss_chunk) == (attn, flags.get("loss_chunk", 2048))
     # A GPU of 24 GB, with GPT-2's vocabulary
     gpu = SimpleNamespace(total_memory=24 * 10**9)
@@ -96,7 +96,7 @@ def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
     cfg = dataclasses.replace(cfg, vocab_size=50304)
     on_gpu = choose("cuda")
     expected = flags.get("loss_chunk", 4096 if cfg.is_compiled else 2048)
-    assert "attn" not in on_gpu and on_gpu.get("loss_chunk", 0) == expected
+    assert (on_gpu.attn, on_gpu.loss_chunk) == (cfg.attn, expected)
 
 
 def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, capsys):

@@ -1,4 +1,4 @@
-"""The optimizer against SVD, PyTorch's AdamW and RMSprop, and a loop; ranks: test_layouts.py."""
+"""The optimizer against SVD, PyTorch's Muon, AdamW and RMSprop, and a plain loop."""
 
 import itertools
 import math
@@ -34,6 +34,30 @@ def random_steps(optimizer, params, steps=6):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
+
+
+def test_muon_against_torch(monkeypatch):
+    # torch divides by another norm: only what converges is the same in the end
+    converging = (1.875, -1.25, 0.375)
+    monkeypatch.setattr(model, "POLAR_EXPRESS_COEFFS", 20 * [converging])
+    monkeypatch.setattr(model, "normalize_rows", lambda x: x)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((32, 16), (32, 16), (16, 32), (24, 24))
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    settings = dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3)
+    groups = []
+    for part in (ours[:2], ours[2:3], ours[3:]):
+        groups.append(settings | dict(params=part, matrix_rows=(len(part[0]),)))
+    optimizer = Optimizer(groups, torch.bfloat16)
+    oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
+    random_steps(optimizer, ours)
+    random_steps(oracle, theirs)
+    for a, b, p in zip(ours, theirs, start):
+        assert (a - b).norm() < 0.03 * (b - p).norm()
+        torch.testing.assert_close(
+            optimizer.state[a]["momentum"], oracle.state[b]["momentum_buffer"]
+        )
 
 
 def test_adam_against_torch():

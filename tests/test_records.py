@@ -112,6 +112,7 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
         "loss is 5.6600, below an untrained model's ln(320)",
     ),
     ("seed_0/metrics.jsonl", r'"train_time_s": [\d.]+', '"train_time_s": 1e6', "clock"),
+    ("seed_0/metrics.jsonl", r'"tokens_per_s": [\d.]+', '"tokens_per_s": 1e9', "fit together"),
     ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "those of seed_1: n_layer 3, not 2"),
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
     ("rerun_1/summary.json", 's": -', 's": ', "its train_time equals that of seed_1: a copy"),
@@ -208,18 +209,27 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
     assert_same_run(record / "rerun_1", record / "seed_1", exact=True)
 
 
-def test_modules_of_an_edit_are_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
+def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
     assert check.read_run(shakespeare_like / NAME / "seed_0")["sources"].keys() == set(SOURCE_FILES)
+    earlier = files.run_sources().keys()  # modules that other tests have loaded
+    (tmp_path / "fcntl.py").write_text("flock = print")
+    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
+    assert files.run_sources().keys() - earlier == {f"outside{tmp_path}/fcntl.py"}
+    # Compiled modules as well, except for those of Inductor
+    compiled = tmp_path / "cache" / "fast.so"
+    compiled.parent.mkdir()
+    compiled.touch()
+    monkeypatch.setitem(sys.modules, "fast", SimpleNamespace(__file__=str(compiled)))
+    for cache, is_kept in ((tmp_path / "other", True), (compiled.parent, False)):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        assert (f"outside{compiled}" in files.run_sources()) == is_kept
+    # Packages beside PyTorch, wherever that is
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__=f"{tmp_path}/torch/x.py"))
+    assert f"outside{tmp_path}/fcntl.py" not in files.run_sources()
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
     monkeypatch.setattr(files, "REPO", tmp_path)
-    (tmp_path / "site-packages").mkdir()
-    for name in ("mine.py", "site-packages/theirs.py"):
-        (tmp_path / name).write_text("flock = print")
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__file__=f"{tmp_path}/{name}"))
-    monkeypatch.setitem(sys.modules, "gone", SimpleNamespace(__file__=f"{tmp_path}/gone.py"))
-    assert files.run_sources().keys() - set(SOURCE_FILES) == {"mine.py"}
-    assert f"mine.py sha256 {files.sha256_of_file(tmp_path / 'mine.py')}" in files.source_hashes()
-    files.copy_sources(files.run_sources(), tmp_path / "source")
-    assert (tmp_path / "source" / "mine.py").is_file()
+    assert f"fcntl.py sha256 {files.sha256_of_file(tmp_path / 'fcntl.py')}" in files.source_hashes()
 
 
 def test_records_of_this_repository_keep_the_rules(repository):

@@ -17,6 +17,8 @@ from data import corpus, prepare, tokenizers
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
 from data.tokenizers import (
+    PATTERN,
+    PATTERNS,
     get_tokenizer,
     merge_pairs,
     parse_vocabulary,
@@ -47,6 +49,27 @@ def text() -> bytes:
     """Megabytes of several languages, and of code, to train a vocabulary on."""
     code = b"".join(path.read_bytes() for path in sorted(ROOT.glob("*/*.py")))
     return (code + "".join(SCRIPTS).encode() * 40) * 3
+
+
+def test_the_vocabulary_is_that_of_the_package_tokenizers(text):
+    """Of pairs that are equally frequent, either may be first."""
+    tokenizers = pytest.importorskip("tokenizers")
+    slow = pytest.importorskip("transformers.convert_slow_tokenizer")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERNS[PATTERN]), "isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE())
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=999, initial_alphabet=alphabet, show_progress=False
+    )
+    theirs.train_from_iterator([text.decode()], trainer)
+
+    byte_of = {letter: byte for byte, letter in slow.bytes_to_unicode().items()}
+    expected = {bytes(byte_of[letter] for letter in token) for token in theirs.get_vocab()}
+    ours = parse_vocabulary(train_vocabulary([text], 1000))[1]
+    assert len(ours) == len(expected) == 999
+    assert len(ours.keys() & expected) > 990
 
 
 def test_pairs_are_merged_by_frequency():

@@ -227,6 +227,7 @@ CASES = {
     "Weights of tokens": Case(plain.Weighted),
     "Loss on answers alone": Case(holds=only_answers_count),
     "An auxiliary head": Case(plain.SecondHead),
+    "A contrastive term": Case(plain.Contrastive),
     "A student of the model": Case(holds=student_is_taught),
     "Mixture of experts": Case(plain.Experts, holds=experts_are_orthogonalized_apart),
     "Tied embeddings": Case(plain.Tied),
