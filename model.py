@@ -5,13 +5,13 @@ Differences from GPT-2:
 - rotary position embeddings on half of each head
 - the other half of each key is taken from the previous token (partial key offset)
 - value embeddings, with a gate per head
-- embeddings of hashed n-grams, added to the token embeddings
+- optional embeddings of hashed n-grams, added to the token embeddings
 - squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
-- projections and head start at zero; the second layer starts as an induction head
+- output projections, gates and head start at zero; the second layer starts as an induction head
 
-In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: functions and
-kernels that give the same results faster or with less memory (attention, loss, float8, sharding),
-the hashing of n-grams, and the exchange between ranks. In inference/: generation.
+In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels of
+attention, chunks of the loss, float8, hashes of n-grams, and exchange between ranks. In inference/:
+generation.
 """
 
 import re
@@ -45,8 +45,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 6
     n_embd: int = 768
-    window: str = "L"  # a letter per layer, tiled: L full context, S sliding window
-    ngram: int = 0  # length of the longest n-gram with an embedding; below 2: none
+    window: str = "L"  # a letter per layer, tiled: L full, S sliding; SSSL:256 sets the width of S
+    ngram: int = 0  # n-grams of 2 to so many tokens have an embedding; below 2: none
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
@@ -63,7 +63,7 @@ class GPTConfig:
 
     def layer_windows(self) -> list[int]:
         """How many keys a query attends to in each layer, its own included; 0 is all of them."""
-        # "SSSL:256" is the pattern SSSL and a window of 256 tokens; by default a quarter of seq_len
+        # By default, S attends to a quarter of the context
         pattern, _, width = self.window.partition(":")
         window = int(width) if width else max(1, self.seq_len // 4)
         if window >= self.seq_len:
@@ -83,11 +83,11 @@ class GPTConfig:
 class Linear(nn.Linear):
     """A linear layer without bias. Its weight is fp32 and is cast to the dtype of x at each use.
 
-    n_out: the number of outputs, or several, for example those of q, k and v: the weight then
-    stacks several matrices, and Muon orthogonalizes each separately.
+    n_out: the number of outputs; or a list, to stack several matrices in one weight, such as those
+    of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    matmul = staticmethod(linear)  # F.linear with special cases (ops/linear.py); --fp8 replaces it
+    matmul = staticmethod(linear)  # F.linear, faster for a single row; --fp8 sets a float8 matmul
 
     def __init__(self, n_in: int, n_out: int | list[int]):
         rows = [n_out] if isinstance(n_out, int) else n_out
@@ -125,7 +125,8 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
     """True where a query may attend to a key. All attention masks are built from this function.
 
-    If you widen it, note that some backends and the KV cache skip keys outside of the window.
+    If an edit allows keys outside of the window, note that --attn blocked and the KV cache never
+    read those, and that --attn varlen has a mask of its own.
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
     query_doc, key_doc: the numbers of their documents, with --doc_mask.
     """
@@ -140,12 +141,13 @@ def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: object, attn_backend: str, window: int
 ) -> Tensor:
-    """Softmax attention. q, k, v: (B, n_head, T, head_dim). attn_backend: a value of --attn.
+    """Softmax attention. q, k, v: (B, n_head, T, head_dim).
 
-    mask: from GPT.attention_masks. None: causal. Otherwise SDPA's mask tensor; flex takes a
-    BlockMask, varlen a VarlenMask. window: the mask's, as in may_attend.
+    attn_backend: "auto" and "sdpa" let PyTorch choose the kernel; or a key of ATTENTION_KERNELS.
+    mask: None for plain causal attention, otherwise of the type that the backend takes.
+    window: the mask's, for kernels that skip whole blocks of keys.
     """
-    if attn_backend in ("auto", "sdpa"):  # PyTorch chooses the kernel
+    if attn_backend in ("auto", "sdpa"):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     # The same result from a different kernel: flash, flex, blocked, ...
     return ATTENTION_KERNELS[attn_backend](q, k, v, mask, window)
@@ -164,15 +166,15 @@ class AttnContext(NamedTuple):
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
 
 
-def previous_token(x: Tensor, ctx: AttnContext, name: str) -> Tensor:
+def previous_token(x: Tensor, ctx: AttnContext, cache_name: str) -> Tensor:
     """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
 
-    name: the key of the cache entry in generation, unique in the layer.
+    cache_name: under which the KV cache keeps the newest x, unique in the layer.
     """
     if ctx.kv_cache is None:
         before = shift_right(x)
     else:
-        before = ctx.kv_cache.shift(name, x)
+        before = ctx.kv_cache.shift(cache_name, x)
     starts = ctx.doc_starts
     if starts is not None:
         while starts.dim() < x.dim():
@@ -209,10 +211,10 @@ class CausalSelfAttention(nn.Module):
     def init_as_induction_head(self) -> None:
         """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token.
 
-        Equal projections of equal tokens have the largest dot product. So the layer attends to the
-        token after an earlier occurrence of the query's token, and can copy it: an induction head
-        (Olsson et al. 2022). From random weights, some runs never learn that. Starting from a known
-        pattern is mimetic initialization (Trockman and Kolter 2023).
+        Then the product of a normalized query and key is largest where their tokens are equal. So
+        the layer attends to the token after an earlier occurrence of the query's token, and can
+        copy it: an induction head (Olsson et al. 2022). From random weights, some runs never learn
+        that. Starting from a known pattern is mimetic initialization (Trockman and Kolter 2023).
         """
         w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
         w_q = w_q.view(self.n_head, self.head_dim, -1)
@@ -250,7 +252,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Feed-forward layer with a hidden width of 4 * n_embd."""
+    """Feed-forward layer with a hidden width of 4 * n_embd; leaky_relu(x, 0.5)^2 in between."""
 
     def __init__(self, cfg: GPTConfig):
         super().__init__()
@@ -285,7 +287,8 @@ class GPT(nn.Module):
     compute_dtype: dtype of the activations
     loss_chunk: tokens per chunk of head and loss, so that few logits exist at once; 0 is all
     attn_backend: a value of --attn; like loss_chunk, it changes results by rounding only
-    eot: the token that starts a document; if given, no token attends to a different document
+    eot: the end-of-text token, which precedes each document; if given, documents are masked from
+        each other
     ngram_dropout: probability of dropping an n-gram's embedding in training
     """
 
@@ -305,7 +308,7 @@ class GPT(nn.Module):
         self.attn_backend = attn_backend
         self.eot = eot
         self.ngram_dropout = ngram_dropout
-        self.step_seed = 0  # set by seed_random, the same on all ranks; seeds n-gram dropout
+        self.step_seed = 0  # of n-gram dropout; the trainer sets it in each step
         self.windows = cfg.layer_windows()
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -343,9 +346,9 @@ class GPT(nn.Module):
         if cache is None:
             tokens = idx
             position = torch.arange(T, device=idx.device)
-            masks = self.attention_masks(self.attn_backend, idx)
+            masks = self.attention_masks(idx, self.attn_backend)
         else:
-            # tokens: idx, after those that n-grams reach back to. position: (T,) or (B, T)
+            # tokens: a few earlier ones, for n-grams, then idx. position: (T,) or (B, T)
             tokens, position, masks = cache.read(self, idx)
 
         # The same inputs for all blocks
@@ -379,7 +382,8 @@ class GPT(nn.Module):
         if self.ngrams is None:
             return x
 
-        # Each n-gram selects a row of the table by its hash; dropout gives some a weight of 0
+        # Each n-gram selects a row of the table by its hash; dropout gives some a weight of 0.
+        # rows, weights: (B, T, ngram - 1)
         rows, weights = hash_ngrams(
             tokens,
             T,
@@ -391,11 +395,13 @@ class GPT(nn.Module):
         )
         return x + self.ngrams(rows, weights).to(x.dtype)
 
-    def attention_masks(self, attn_backend: str, idx: Tensor) -> dict[int, object]:
-        """The attention mask of each window, for idx (B, T), in the form that the backend takes."""
+    def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, object]:
+        """The attention mask of each window, for idx (B, T), in the form that the backend takes.
+
+        None if it is plain causal attention. Prompts in generation use the backend "sdpa".
+        """
         masks = {}
         for window in set(self.windows):
-            # None where may_attend gives plain causal attention: no window, no documents
             masks[window] = attention_mask(attn_backend, may_attend, idx, window, self.eot)
         return masks
 
@@ -404,9 +410,10 @@ class GPT(nn.Module):
         return softcap(self.head(x).float(), self.cfg.softcap)
 
     def token_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a chunk of N tokens, given backbone's output x (N, C). targets: (N,).
+        """The mean loss per token of N tokens, given backbone's output x (N, C). targets: (N,).
 
         To change the loss, edit this. It must return the mean over targets that are not -1.
+        cross_entropy soft-caps the logits, as self.logits does.
         """
         return cross_entropy(self.head(x), targets, self.cfg.softcap)
 
@@ -414,8 +421,8 @@ class GPT(nn.Module):
         """The mean of token_loss over all targets (B, T), in chunks of `loss_chunk` tokens."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # chunked_loss calls token_loss chunk by chunk, and right there computes the gradients of x
-        # and of those parameters that token_loss uses
+        # chunked_loss calls token_loss chunk by chunk. It computes gradients already in the forward
+        # pass, so that a chunk's logits are freed at once: those of x, and of parameters in use
         params = list(self.parameters())
         return chunked_loss(self.token_loss, params, x, targets, chunk=self.loss_chunk)
 
@@ -431,9 +438,9 @@ class GPT(nn.Module):
             longest = window or T
             attended += sum(min(position, longest) for position in range(1, T + 1)) / T
 
-        # All parameters except tables, which are looked up; a tied weight once per use
+        # All parameters except those of tables, which are looked up
         matmul_weights = 0
-        for _, module in self.named_modules(remove_duplicate=False):
+        for module in self.modules():
             if not isinstance(module, nn.Embedding):
                 matmul_weights += sum(p.numel() for p in module.parameters(recurse=False))
         return 6 * matmul_weights + 12 * self.cfg.n_embd * attended
@@ -477,8 +484,7 @@ class ParamSpec(NamedTuple):
 
 
 # The first matching row applies. Parameters without one keep their module's initialization and
-# ParamSpec's defaults. The rates of the embeddings are the best of a few for the laptop preset (in
-# the speedrun, the embedding's rate is 100 times the head's).
+# ParamSpec's defaults. The rates of the embeddings were tuned on the laptop preset.
 PARAM_TABLE = [
     ParamSpec(r"wte\.weight", init=normal(1.0), lr_mul=75.0, decay=1.0),
     ParamSpec(r"value_embed\.weight", init=zeros, lr_mul=5.0, decay=1.0),
@@ -487,9 +493,10 @@ PARAM_TABLE = [
         r"ngrams\.weight", init=zeros, optim="rmsprop", lr_mul=17.0, betas=(0.0, 0.9), decay=1.0
     ),
     # Zero: a new model gives all tokens the same probability, its blocks pass x through, and its
-    # gates are 1. Gates have a row per head, too few for Muon
+    # gates are 1
     ParamSpec(r"head\.weight", init=zeros),
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
+    # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
     # About the standard deviation that nn.Linear has by default
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
@@ -519,16 +526,14 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            # >> 1 is historical: without it, all initial weights would change
+            # 63 bits of the seed
             generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
-    # By type, because your blocks may contain a different attention class
+    # The second layer learns to copy most reliably if it starts so (docs/rates.md)
     if len(model.blocks) > 1:
-        for module in model.blocks[1].modules():
-            if isinstance(module, CausalSelfAttention):
-                module.init_as_induction_head()
+        model.blocks[1].attn.init_as_induction_head()
 
 
 def optimizer_groups(
@@ -543,7 +548,8 @@ def optimizer_groups(
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
     weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
-    embed_decay: the fraction by which a step shrinks parameters with a `decay`, at the peak rate.
+    embed_decay: what a step at the peak rate takes of embeddings, as a fraction: multiplied by
+    ParamSpec.decay, not by the learning rate.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -555,7 +561,6 @@ def optimizer_groups(
                 lr=adam_lr,
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
-                fused=True,  # not read here: load_state_dict then keeps `step` on the device
             )
         elif spec.optim == "muon":
             settings = dict(
@@ -571,8 +576,8 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                weight_decay=spec.decay * embed_decay / (lr or 1),  # the step multiplies by lr
-                fused=True,
+                # The optimizer multiplies it by lr
+                weight_decay=spec.decay * embed_decay / lr if lr else 0.0,
             )
 
         # Parameters with equal settings share a group
@@ -594,9 +599,8 @@ def get_matrix_rows(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------------------------
 # 5. Optimizer: Muon + Adam
 
-# Polar Express coefficients (Amsel et al. 2025): each quintic a x + b x^3 + c x^5 is
-# minimax-optimal on the interval of singular values that the previous one leaves, starting from
-# [0.01, 1], with a 1 % margin
+# Polar Express (Amsel et al. 2025): iteration i maps singular values x to a x + b x^3 + c x^5, with
+# row i's (a, b, c). Made for values in [0.01, 1], with a safety margin of 1 %
 POLAR_EXPRESS_COEFFS = [
     (7.9339, -22.2516, 15.7938),
     (3.5701, -2.5678, 0.4861),
@@ -605,7 +609,7 @@ POLAR_EXPRESS_COEFFS = [
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Find the nearest semi-orthogonal matrix to each x (M, rows, cols), approximately.
+    """Approximate the nearest semi-orthogonal matrix of each one in a batch x (M, rows, cols).
 
     Muon's quintic Newton-Schulz iteration (Jordan et al. 2024). x is first scaled so that no
     singular value exceeds 1; those above 0.01 then end up in [0.7, 1.3]. Zeros stay zero.
@@ -633,7 +637,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def normalize_rows(x: Tensor) -> Tensor:
-    """Give the rows of each x (M, rows, cols) the same norm, keeping the Frobenius norm of x.
+    """Give the rows of each matrix in x (M, rows, cols) one norm, and keep its Frobenius norm.
 
     Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides rows by a running
     root mean square instead. Zero rows stay zero.
@@ -648,7 +652,10 @@ def normalize_rows(x: Tensor) -> Tensor:
 
 
 def orthogonalize(x: Tensor, matrix_rows: tuple[int, ...]) -> Tensor:
-    """Muon's update for each x (M, rows, cols), which stacks matrices of these numbers of rows."""
+    """Muon's updates for a batch x (M, rows, cols), before the learning rate.
+
+    matrix_rows: the numbers of rows of the matrices that each x[i] stacks, from Linear.
+    """
     updates = []
     for part in x.split(matrix_rows, dim=1):
         rows, cols = part.shape[1:]
@@ -672,13 +679,13 @@ class Optimizer(torch.optim.Optimizer):
 
     groups: from optimizer_groups. ns_dtype: dtype of Newton-Schulz. eps: for Adam and RMSprop
     offload: keep momentum and Adam's means in pinned CPU memory
-    state[p]: numbers, and tensors in the shape of this rank's shard of p
     """
 
     def __init__(
         self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False
     ):
-        super().__init__(groups, {})
+        # fused is for torch's load_state_dict, which then leaves Adam's `step` on the device
+        super().__init__(groups, dict(fused=True))
         self.ns_dtype = ns_dtype
         self.eps = eps
         self.offload = offload
@@ -688,8 +695,9 @@ class Optimizer(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             update = getattr(self, group["kind"])  # muon, adam or rmsprop, below
-            for params in equal_shapes(group["params"]):
-                update(group, params)
+            params = [p for p in group["params"] if p.grad is not None]
+            for same_shape in equal_shapes(params):  # updated together, as many as memory allows
+                update(group, same_shape)
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
         """Update matrices of one shape by Muon."""
@@ -697,7 +705,8 @@ class Optimizer(torch.optim.Optimizer):
         grads = [to_local(p.grad) for p in params]
         lr, beta = group["lr"], group["momentum"]
 
-        # Momentum, and Nesterov's step
+        # Momentum, and Nesterov's step. With --offload, state_tensors yields copies on the device,
+        # and writes them back at the end
         with state_tensors(self, "momentum", params) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)

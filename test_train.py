@@ -499,7 +499,7 @@ def test_attention_masks(flags, backend, monkeypatch):
     model.attn_backend = backend
     logits = model(idx)
 
-    def whole_masks(self, attn_backend, idx):
+    def whole_masks(self, idx, attn_backend):
         position = torch.arange(idx.size(1))
         docs = (None, None)
         if self.eot is not None:

@@ -37,7 +37,7 @@ from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
 # Kernels, and several ranks
 from ops.attention import ATTENTION_BACKENDS
-from ops.parallel import grad_values, maybe_no_sync, reshard, sum_over_ranks, to_full, to_local
+from ops.parallel import grad_values, reshard, sum_over_ranks, swap_weights, sync_gradients, to_full
 
 # Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values
@@ -97,34 +97,38 @@ PRESETS = {
 }
 
 
-# Each field is a flag: flag(default, help, choices). The command line, checks, log and checkpoints
-# are derived from it. const: the value of a bare --flag. min: the smallest number allowed, else 0
+# Each field is a flag: flag(default, help, choices, const, min). const: the value of a bare --flag.
+# min: the smallest number allowed, by default 0. Command line, checks and log are derived from it
 @dataclass(frozen=True)
 class Config:
-    """The flags of a run. Defaults suit gpt2-small; the preset (default: laptop) overrides them."""
+    """The flags of a run, made by make_config, which applies a preset (by default laptop).
+
+    The defaults below are gpt2-small's.
+    """
 
     # run
     preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
-    data: str = flag("", "folder from data/prepare.py; default: Python's standard library")
+    data: str = flag("", "folder from data/prepare.py; default: the source of Python itself")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue out_dir, or the run at PATH; auto: only if there is one", const="newest"
+        "", "continue the run in out_dir, or at PATH; auto: if there is one", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "parameters in blocks, e.g. 10M; -1 = what --minutes allows", min=-1)
+    params: int = flag(0, "choose a size, in parameters, e.g. 10M; -1 = for --minutes", min=-1)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
     vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, rounded up")
+    # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash; for small models
     ngram: int = flag(0, "hashed n-gram embeddings up to length N; 0 disables, -1 = auto", min=-1)
     ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
-    ngram_dropout: float = flag(-1.0, "dropout of n-grams; -1 = depends on the epochs", min=-1)
+    ngram_dropout: float = flag(-1.0, "dropout of n-grams; -1 = from the number of epochs", min=-1)
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(-1, "tokens per chunk of head and loss; 0 disables, -1 = auto", min=-1)
     # optimizer
@@ -132,16 +136,16 @@ class Config:
     muon_lr: float = flag(0.0, "learning rate of Muon; 0 = from max_steps (docs/rates.md)")
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = from the width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
-    embed_decay: float = flag(-1.0, "total decay of embeddings; -1 = depends on the epochs", min=-1)
+    embed_decay: float = flag(-1.0, "embeddings decay by exp(-X) over the run; -1 = auto", min=-1)
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
-    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = from the dataset")
+    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = from the dataset's size")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
-    max_steps: int = flag(5000, "optimizer steps; 0 = from the dataset (--init_from)")
-    minutes: float = flag(0.0, "train for N minutes, schedule included; 0 disables")
+    max_steps: int = flag(5000, "optimizer steps; 0 = from the dataset's size")
+    minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
     patience: int = flag(0, "after an epoch, stop once N evaluations bring no gain; 0 disables")
-    short_frac: float = flag(0.0, "first fraction of the run, with sequences of seq_len / 8")
+    short_frac: float = flag(0.0, "train this first part of the run on sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
@@ -161,7 +165,7 @@ class Config:
     doc_align: bool = flag(False, "start sequences at documents; drop the remainder", const=True)
     doc_mask: bool = flag(False, "mask attention across documents", const=True)
     # logging and checkpoints
-    eval_every: int = flag(250, "steps between evaluations; 0 = at the end only, -1 = ten", min=-1)
+    eval_every: int = flag(250, "steps between evaluations; 0 = at the end, -1 = a tenth", min=-1)
     eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
     save_every: int = flag(0, "steps between checkpoints; 0 = every ten minutes")
     keep: int = flag(2, "number of newest checkpoints to keep; 0 = all")
@@ -194,8 +198,8 @@ def make_config(**flags) -> Config:
     Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
     data and device are known.
     """
-    # implied: what --params, --minutes and --init_from change of the preset. saved: the flags in
-    # the checkpoint of --resume, or the shape of --init_from's model; else {}
+    # implied: values that --params, --minutes or --init_from change. saved: with --resume the flags
+    # of that run, with --init_from the shape of that model, else {}
     implied, saved, given = flags_of_run(flags, dataclasses.fields(Config))
     preset = PRESETS[given.get("preset") or saved.get("preset") or "laptop"]
 
@@ -213,6 +217,7 @@ def resolve_auto(
 
     checkpoint_flags: the flags in the checkpoint that is resumed, or {}.
     """
+    # After a restart by torchrun, make_config has not seen the checkpoint
     cfg = keep_flags(cfg, checkpoint_flags)
     cfg = choose_auto_values(cfg, stream, dist_ctx)  # from the machine and the dataset
     muon_lr, adam_lr = learning_rates(cfg)
@@ -222,8 +227,8 @@ def resolve_auto(
 def learning_rates(cfg: Config) -> tuple[float, float]:
     """Learning rates of Muon (the blocks' matrices) and of Adam (the rest; with adamw, everything).
 
-    Rates of 0 are replaced by rules that come close to the best at each width and number of steps
-    in docs/rates.md. At GPT-2 small's size and 5,000 steps they are the NanoGPT speedrun's.
+    A rate of 0 is computed from the number of steps or the width, by formulas fitted to the runs in
+    docs/rates.md. For GPT-2 small and 5,000 steps they give the NanoGPT speedrun's rates.
     """
     # Shorter runs and narrower models take higher rates
     muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
@@ -261,31 +266,23 @@ class TrainState:
     # with every training and evaluation line, until you change or delete it
     metrics: dict = dataclasses.field(default_factory=dict)
 
-    # For your own use: what to keep in checkpoints. Tensors, numbers, strings, lists, dicts. In a
-    # dict keyed by parameter names, each tensor is sharded like that parameter.
-    # extra["eval_weights"], name -> tensor (an EMA, say), is evaluated, sampled and saved as best
+    # For your own use: kept in checkpoints. Tensors, numbers, strings, lists and dicts. Tensors are
+    # sharded like a parameter if its name is their key in a dict. If you set
+    # extra["eval_weights"] (name -> tensor, such as an EMA), evaluation and sampling use them
     extra: dict = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def evaluating(self):
-        """Context: the model in eval mode, with extra["eval_weights"] where there are any."""
+        """Context: the model in eval mode, with extra["eval_weights"] if there are any."""
+        eval_weights = self.extra.get("eval_weights", {})
         self.raw_model.eval()
-        self.swap_eval_weights()
+        swap_weights(self.raw_model, eval_weights)
         try:
             yield self.raw_model
         finally:
             reshard(self.raw_model)  # without a backward, FSDP still holds the full weights
-            self.swap_eval_weights()
+            swap_weights(self.raw_model, eval_weights)
             self.raw_model.train()
-
-    @torch.no_grad()
-    def swap_eval_weights(self) -> None:
-        """Exchange parameters with extra["eval_weights"], in place."""
-        for name, other in self.extra.get("eval_weights", {}).items():
-            weight, other = to_local(self.raw_model.get_parameter(name)), to_local(other)
-            trained = weight.clone()
-            weight.copy_(other)
-            other.copy_(trained)
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
@@ -312,7 +309,7 @@ def build(
     vocab_size, eot: of the tokenizer. init: a checkpoint to take the weights from.
     """
     # The model
-    torch.manual_seed(cfg.seed)  # for parameters that init_weights leaves alone
+    torch.manual_seed(cfg.seed)  # for parameters of your own, which init_weights may leave alone
     with dist_ctx.device:
         raw_model = GPT(
             gpt_config(cfg, vocab_size),
@@ -322,14 +319,17 @@ def build(
             eot=eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
         )
-    check_causal(raw_model)  # before init_weights: zeros in head and projections would hide a leak
+    # No edit may let the model see the tokens that it predicts. Tested before init_weights, whose
+    # zeros in head and projections would hide it
+    check_causal(raw_model)
     init_weights(raw_model, cfg.seed)
     if init:
         init.load_weights(raw_model)
 
-    # fp8, activation checkpointing, compile, DDP or FSDP. Steps on dummy data find the micro-batch
-    # that fits and trigger compilation; weights do not change
-    seq_lens = {get_seq_len(percent / 100, cfg) for percent in range(101)}  # of all steps
+    # fp8, activation checkpointing, compile, DDP or FSDP. Steps on dummy data, with an optimizer of
+    # their own, compile the model and find the micro-batch that fits; weights do not change.
+    # seq_lens: the lengths of all sequences in the run, each of which is compiled
+    seq_lens = {get_seq_len(percent / 100, cfg) for percent in range(101)}
     model, micro_batch = wrap_model(raw_model, cfg, make_optimizer, dist_ctx, seq_lens)
 
     # Its optimizer
@@ -356,7 +356,8 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
-        # Per step, so that a run of any length decays by the same total (Wang and Aitchison 2024)
+        # Per step, at the peak rate: the total decay is that of a run of any length (Wang and
+        # Aitchison 2024)
         embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
     )
     # In fp16 runs Newton-Schulz uses fp32, because GPUs that need fp16 lack bf16
@@ -384,6 +385,7 @@ def get_momentum(step: int) -> float:
 
 def get_seq_len(progress: float, cfg: Config) -> int:
     """Sequence length at this fraction of the run: an eighth of seq_len in the first short_frac."""
+    # With doc_align, cutting would start some sequences in the middle of a document
     can_shorten = cfg.seq_len % 8 == 0 and not cfg.doc_align
     if progress < cfg.short_frac and can_shorten:
         return cfg.seq_len // 8
@@ -412,8 +414,8 @@ def seed_random(state: TrainState) -> None:
 def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tensor, float]:
     """One optimizer step on this rank's batch, at this fraction of the run.
 
-    Returns the loss, a scalar in fp32 scaled so that its mean over ranks is the loss of the global
-    batch, and the gradient norm before clipping. A step whose norm is 0 or not finite is skipped.
+    Returns this rank's loss, a scalar in fp32, and the gradient norm before clipping. The mean of
+    the ranks' losses is the loss of the global batch. A norm of 0, inf or nan skips the update.
     """
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
@@ -422,14 +424,16 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
 
-    # Split the batch into micro-batches of equally many tokens, of short sequences into larger ones
+    # Split into micro-batches of the same number of tokens: the shorter the sequences, the more of
+    # them are in each
     seq_len = get_seq_len(progress, cfg)
     micro_batch = state.micro_batch * cfg.seq_len // seq_len
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # Loss = sum over ranks and micro-batches of mean * n / n_targets, n being a micro-batch's
-    # targets that are not -1. DDP and FSDP average over the ranks, hence targets_per_rank
+    # The model returns the mean loss over a micro-batch's targets that are not -1 (0 if there are
+    # none). Each mean is weighted by its share of all targets. DDP and FSDP divide gradients by the
+    # number of ranks; dividing by the targets per rank cancels that
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -437,13 +441,13 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with maybe_no_sync(state.model, is_last):  # all-reduce in the last only (FSDP: in each)
+        with sync_gradients(state.model, is_last):  # all-reduce only after the last (FSDP: each)
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Gradient norm, for the log; clipping
+    # Gradient norm, for the log; clipping. grad_values: p.grad, if it is sparse without its zeros
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([grad_values(p) for p in params])
@@ -470,16 +474,16 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
 @torch.no_grad()
 def evaluate(state: TrainState, stream: TokenStream, should_stop=None) -> float | None:
-    """Mean loss over --eval_tokens validation tokens, in nats, in any layout of ranks.
+    """Mean loss over --eval_tokens validation tokens, in nats; the same on any number of ranks.
 
-    None once should_stop(), asked for each batch, is true: after a signal, little time may be left.
+    Returns None if should_stop() becomes true, because little time may be left after a signal.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
         cfg.eval_tokens, state.micro_batch, rank=dist_ctx.rank, world_size=dist_ctx.world_size
     )
     # Sum up the losses of this rank's batches. Every rank has the same number of them; the last may
-    # contain padding, with targets of -1
+    # contain padding, with targets of -1. read_on_all_ranks: if one cannot read, all end
     loss_sum, n_targets = 0.0, 0
     with state.evaluating() as model:
         for x, y in read_on_all_ranks(dist_ctx, batches):
@@ -500,7 +504,7 @@ def evaluate(state: TrainState, stream: TokenStream, should_stop=None) -> float 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
     """The end of the validation tokens, ">>>", and the model's continuation."""
-    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))[0]  # at most 512
+    prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))
     with state.evaluating() as model:
         return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
 

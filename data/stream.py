@@ -305,9 +305,9 @@ class TokenStream:
             yield sequences[:, :-1], targets
 
     def eval_end(self, eval_tokens, length):
-        """Return the final tokens of an evaluation, int64 (1, at most length and seq_len)."""
+        """Return the final tokens of an evaluation, int64, at most `length` and seq_len of them."""
         final = self.eval_starts(eval_tokens)[-1:]
-        return self.val.read_sequences(final, self.seq_len)[:, -length:]
+        return self.val.read_sequences(final, self.seq_len)[0, -length:]
 
     def stream_state(self, step):
         """Identify the stream, and the position of `step` in it, for checkpoints.

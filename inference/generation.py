@@ -142,7 +142,7 @@ class KVCache:
         self.recent.copy_(tokens.gather(1, newest))
 
         if idx.size(1) > 1:
-            return tokens, columns, model.attention_masks("sdpa", idx)
+            return tokens, columns, model.attention_masks(idx, "sdpa")
         return tokens, position, self.masks(model, position)
 
     def masks(self, model: nn.Module, position: Tensor) -> dict[int, Tensor]:

@@ -50,13 +50,22 @@ def attention_mask(
         make_mask = cached_flex_mask if docs is None else flex_mask
         return make_mask(may_attend, window, length, idx.device, docs)
     if window == 0 and docs is None:
-        return None
+        if torch.compiler.is_exporting() or is_plain_causal(may_attend, length):
+            return None
 
     position = torch.arange(length, device=idx.device)
     query, key = position[:, None], position
     if docs is None:
         return may_attend(query, key, window)
     return may_attend(query, key, window, docs[:, None, :, None], docs[:, None, None, :])
+
+
+@functools.cache
+def is_plain_causal(may_attend: Callable, length: int) -> bool:
+    """True if a token may attend to itself and all before, unless an edit changes may_attend."""
+    position = torch.arange(min(length, 2048), device="cpu")
+    query, key = position[:, None], position
+    return torch.equal(may_attend(query, key, 0), key <= query)
 
 
 def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: Tensor | None):

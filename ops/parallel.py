@@ -134,14 +134,24 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-def maybe_no_sync(model: nn.Module, is_last: bool):
-    """Return the context of a micro-step: replicas all-reduce gradients only in the last one."""
+def sync_gradients(model: nn.Module, is_last: bool):
+    """Return the context of a micro-step: replicas all-reduce gradients only after the last one."""
     if isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
-    # FSDP reduces shards of gradients in every micro-step
+    # FSDP reduces shards of gradients after every micro-step
     if hasattr(model, "set_requires_all_reduce"):
         model.set_requires_all_reduce(is_last)
     return contextlib.nullcontext()
+
+
+@torch.no_grad()
+def swap_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Exchange parameters, by name, with these tensors, in place."""
+    for name, other in weights.items():
+        weight, other = to_local(model.get_parameter(name)), to_local(other)
+        before = weight.clone()
+        weight.copy_(other)
+        other.copy_(before)
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -167,11 +177,10 @@ MAX_STACK_NUMEL = 2**26
 
 
 def equal_shapes(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters that have a gradient by shape, in lists that memory suffices for."""
+    """Yield the parameters by shape, in lists that memory suffices for."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for p in params:
-        if p.grad is not None:
-            by_shape.setdefault(p.shape, []).append(p)
+        by_shape.setdefault(p.shape, []).append(p)
 
     # on_whole_matrices divides a list among all ranks
     n_ranks = dist.get_world_size() if dist.is_initialized() else 1
