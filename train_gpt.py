@@ -43,8 +43,7 @@ from ops.parallel import grad_values, maybe_no_sync, reshard, sum_over_ranks, to
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.dataset import open_stream
-from runtime.flag_checks import check_flags
-from runtime.flags import flag, flags_of_run, keep_flags, parse_flags
+from runtime.flags import GivenFlags, flag, flags_of_run, parse_flags
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import load_init_checkpoint
 from runtime.run import Run
@@ -98,9 +97,10 @@ PRESETS = {
 
 
 # Each field is a flag: flag(default, help, choices). The command line, checks, log and checkpoints
-# are derived from it. const: the value of a bare --flag. min: the smallest number allowed, else 0
+# are derived from it. const: the value of a bare --flag. min: the smallest number allowed, else 0.
+# Its base adds `given`: the names of those that were given, for which no other value is chosen
 @dataclass(frozen=True)
-class Config:
+class Config(GivenFlags):
     """The flags of a run. Defaults suit gpt2-small; the preset (default: laptop) overrides them."""
 
     # run
@@ -147,7 +147,7 @@ class Config:
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
     dtype: str = flag("auto", "activation dtype; auto = bf16 if faster", ("auto", *DTYPES))
-    fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
+    fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)")
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
     checkpointing: str = flag("auto", "activations: none, selective, full, or a budget in (0, 1)")
@@ -157,9 +157,9 @@ class Config:
     grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
-    deterministic: bool = flag(False, "use only operations with reproducible results", const=True)
-    doc_align: bool = flag(False, "start sequences at documents; drop the remainder", const=True)
-    doc_mask: bool = flag(False, "mask attention across documents", const=True)
+    deterministic: bool = flag(False, "use only operations with reproducible results")
+    doc_align: bool = flag(False, "start sequences at documents; drop the remainder")
+    doc_mask: bool = flag(False, "mask attention across documents")
     # logging and checkpoints
     eval_every: int = flag(250, "steps between evaluations; 0 = at the end only, -1 = ten", min=-1)
     eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
@@ -168,11 +168,7 @@ class Config:
     sample_every: int = flag(0, "steps between text samples; 0 = only at the end")
     log_every: int = flag(10, "steps between log lines", min=1)
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
-    wandb: bool = flag(False, "also log to Weights & Biases", const=True)
-
-    # Not a flag: the names of those that were given or come from a checkpoint. No other value is
-    # chosen for them
-    given: tuple = dataclasses.field(default=(), compare=False)
+    wandb: bool = flag(False, "also log to Weights & Biases")
 
     @property
     def is_compiled(self) -> bool:
@@ -189,10 +185,10 @@ class Config:
 
 
 def make_config(**flags) -> Config:
-    """Build and check a Config from the given flags. Raises UserError if one is invalid.
+    """Build a Config from the given flags. Raises UserError for an unknown name or a wrong value.
 
-    Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
-    data and device are known.
+    Flags that contradict each other are refused by train(). Automatic values (dtype auto, learning
+    rates of 0, ...) are chosen later, by resolve_auto, when data and device are known.
     """
     # implied: what --params, --minutes and --init_from change of the preset. saved: the flags in
     # the checkpoint of --resume, or the shape of --init_from's model; else {}
@@ -201,9 +197,7 @@ def make_config(**flags) -> Config:
 
     # Later ones win
     values = preset | implied | saved | given
-    cfg = Config(**values, given=tuple(sorted(saved | given)))
-    check_flags(cfg)
-    return cfg
+    return Config(**values, given=tuple(sorted(saved | given)))
 
 
 def resolve_auto(
@@ -213,8 +207,8 @@ def resolve_auto(
 
     checkpoint_flags: the flags in the checkpoint that is resumed, or {}.
     """
-    cfg = keep_flags(cfg, checkpoint_flags)
-    cfg = choose_auto_values(cfg, stream, dist_ctx)  # from the machine and the dataset
+    # From the machine and the dataset; those of the checkpoint are kept
+    cfg = choose_auto_values(cfg, checkpoint_flags, stream, dist_ctx)
     muon_lr, adam_lr = learning_rates(cfg)
     return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
 

@@ -8,6 +8,7 @@ import torch
 
 from data.stream import TokenStream
 from runtime.flag_checks import has_window
+from runtime.flags import keep_flags
 from runtime.ranks import DistContext, run_on_rank0
 from runtime.sizes import choose_finetuning, choose_size, tokens_are_bytes, tokens_in_time
 from runtime.speed import DTYPES, faster_dtype, matmul_flops
@@ -116,11 +117,13 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     return matmul_flops(device, dtype, 4096, 5e11)
 
 
-def choose_auto_values(cfg, stream: TokenStream, dist_ctx: DistContext):
+def choose_auto_values(cfg, checkpoint_flags: dict, stream: TokenStream, dist_ctx: DistContext):
     """Choose flags that are open: dtype, attn, n-grams, ...; with --minutes, sizes and steps.
 
-    Returns cfg with their values, the same on every rank, because rank 0 measures the speeds.
+    checkpoint_flags: those in the checkpoint that is resumed, which are kept, or {}. Returns cfg
+    with the values, the same on every rank, because rank 0 measures the speeds.
     """
+    cfg = keep_flags(cfg, checkpoint_flags)
     device = dist_ctx.device
     n_tokens, vocab_size = stream.train.n_tokens, stream.meta["vocab_size"]
     cfg = replace(cfg, dtype=run_on_rank0(dist_ctx, lambda: choose_dtype(cfg, device)))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from runtime.summary import COMPLETE
+
 
 def run_trials(cfg, train: Callable) -> None:
     """Train with seeds seed, seed+1, ... in subfolders of out_dir, and print the mean loss."""
@@ -15,8 +17,7 @@ def run_trials(cfg, train: Callable) -> None:
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
         trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
         summary = train(trial)
-        # A signal, --max_minutes
-        if summary["stopped_by"] not in ("max_steps", "minutes", "epochs", "patience"):
+        if summary["stopped_by"] not in COMPLETE:  # a signal, --max_minutes
             break
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])

@@ -517,11 +517,12 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     stream = stream_of(10**5, vocab_size)
     for given in (dict(), dict(n_layer=1, n_embd=64)):
-        cfg = auto.choose_auto_values(make_config(**given, minutes=5.0, dtype="fp32"), stream, CPU)
+        cfg = make_config(**given, minutes=5.0, dtype="fp32")
+        cfg = auto.choose_auto_values(cfg, {}, stream, CPU)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
     # A small table has no room for n-grams of 4 byte pairs
-    small = auto.choose_auto_values(make_config(ngram_rows=65536), stream, CPU)
+    small = auto.choose_auto_values(make_config(ngram_rows=65536), {}, stream, CPU)
     assert small.ngram == (6 if vocab_size == 257 else 3)
 
 
@@ -619,7 +620,7 @@ def test_the_longest_ngrams_are_those_that_repeat():
     stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
     for max_steps, ngram in ((6, 4), (60, 2)):
         cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
-        assert auto.choose_auto_values(cfg, stream, CPU).ngram == ngram
+        assert auto.choose_auto_values(cfg, {}, stream, CPU).ngram == ngram
 
 
 def test_micro_batch_is_what_fits(monkeypatch):
