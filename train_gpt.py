@@ -146,7 +146,7 @@ class Config(GivenFlags):
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
-    dtype: str = flag("auto", "activation dtype; auto = bf16 if faster", ("auto", *DTYPES))
+    dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)")
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)

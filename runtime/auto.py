@@ -20,12 +20,6 @@ NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in 
 # By the machine
 
 
-def choose_dtype(cfg, device: torch.device) -> str:
-    if cfg.dtype == "auto" and cfg.deterministic and device.type == "cpu":
-        return "fp32"  # bf16 would be chosen by timing
-    return faster_dtype(cfg.dtype, device, cfg.n_embd)
-
-
 def choose_loss_chunk(cfg, device: torch.device, vocab_size: int) -> int:
     """On a GPU, as many tokens as have logits of a tenth of its memory, up to 32,768."""
     if device.type != "cuda":
@@ -126,7 +120,10 @@ def choose_auto_values(cfg, checkpoint_flags: dict, stream: TokenStream, dist_ct
     cfg = keep_flags(cfg, checkpoint_flags)
     device = dist_ctx.device
     n_tokens, vocab_size = stream.train.n_tokens, stream.meta["vocab_size"]
-    cfg = replace(cfg, dtype=run_on_rank0(dist_ctx, lambda: choose_dtype(cfg, device)))
+    if cfg.dtype == "auto" and cfg.deterministic and device.type == "cpu":
+        cfg = replace(cfg, dtype="fp32")  # bf16 would be chosen by timing
+    dtype = run_on_rank0(dist_ctx, lambda: faster_dtype(cfg.dtype, device, cfg.n_embd))
+    cfg = replace(cfg, dtype=dtype)
 
     # Batch and steps; with --minutes also sizes, unless a resumed run has them
     shared = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)  # all ranks can share it

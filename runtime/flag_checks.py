@@ -1,12 +1,11 @@
-"""Rejects flags that contradict each other or cannot work on this device; hints at better ones."""
+"""Rejects flags that contradict each other or cannot work on this device; warns of unused ones."""
 
-import math
 import re
 
 import torch
 
 from common.errors import UserError, compile_sentence
-from common.values import env_int, largest_divisor
+from common.values import env_int
 from ops.compile import keep_gcc_from_copying
 from runtime.ranks import DistContext
 from runtime.speed import faster_dtype
@@ -40,10 +39,9 @@ def check_flags(cfg) -> None:
             "size of the dataset; give numbers"
         )
     if cfg.batch_tokens % cfg.seq_len:
-        near = max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len
         raise UserError(
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; "
-            f"use --batch_tokens {near}"
+            "change one of them"
         )
     if cfg.warmup_frac + cfg.cooldown_frac > 1:
         raise UserError(
@@ -52,14 +50,13 @@ def check_flags(cfg) -> None:
         )
 
     # Activation checkpointing
-    budget = activation_budget(cfg)
-    if not 0 < budget <= 1:
+    if not re.fullmatch(r"auto|none|selective|full|0?\.\d+", cfg.checkpointing):
         raise UserError(
             f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full, or a "
             "number between 0 and 1"
         )
     is_flex_selective = cfg.attn == "flex" and cfg.checkpointing == "selective"
-    if (budget < 1 or is_flex_selective) and not cfg.is_compiled:
+    if (activation_budget(cfg) < 1 or is_flex_selective) and not cfg.is_compiled:
         raise UserError(
             f"--checkpointing {cfg.checkpointing} with --attn {cfg.attn} needs the compiler; add "
             "--compile"
@@ -88,13 +85,10 @@ def has_window(cfg) -> bool:
 
 
 def check_device(cfg, dist_ctx: DistContext) -> list[str]:
-    """Raise UserError for flags that cannot work here; return warnings about others."""
+    """Raise UserError for flags that cannot work here; return a warning per flag without effect."""
     device = dist_ctx.device
-    if cfg.params != -1:  # otherwise the batch is chosen later, so that the ranks can share it
-        seqs_per_rank(cfg, dist_ctx.world_size)
-    warnings = []
     if device.type == "cuda":
-        warnings = check_cuda(cfg, device)
+        check_cuda(cfg, device)
     elif cfg.attn in ("flex", "cudnn", "efficient", "varlen", "fa3", "fa4"):
         raise UserError(
             f"--attn {cfg.attn} trains on CUDA only, not on {device.type}; "
@@ -113,17 +107,14 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
         "--embed_decay": cfg.embed_decay > 0 and is_adamw,
         "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
     }
-    for name, is_unused in unused.items():
-        if is_unused:
-            warnings.append(f"{name} has no effect with the other flags on {device.type}")
-    return warnings
+    names = [name for name, is_unused in unused.items() if is_unused]
+    return [f"{name} has no effect with the other flags on {device.type}" for name in names]
 
 
-def check_cuda(cfg, device: torch.device) -> list[str]:
-    """Raise UserError for flags that cannot work on a GPU; return hints at faster ones."""
+def check_cuda(cfg, device: torch.device) -> None:
+    """Raise UserError for flags that cannot work on a GPU, or not in this combination."""
     dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
-    has_mask = has_window(cfg) or cfg.doc_mask
-    if cfg.attn in ("flash", "fa3", "fa4") and has_mask:
+    if cfg.attn in ("flash", "fa3", "fa4") and (has_window(cfg) or cfg.doc_mask):
         raise UserError(
             f"--attn {cfg.attn} takes no mask, which --window and --doc_mask need; "
             "use --attn flex or varlen"
@@ -136,15 +127,6 @@ def check_cuda(cfg, device: torch.device) -> list[str]:
         raise UserError(
             "--deterministic on CUDA needs --micro_batch, and an --attn other than cudnn and varlen"
         )
-    hints = []
-    if cfg.dtype == "auto" and dtype == "fp32":
-        hints.append("this GPU has no bf16; --dtype fp16 uses its tensor cores, if it has any")
-    if has_mask and cfg.attn in ("auto", "sdpa"):
-        hints.append(
-            "SDPA cannot use its flash kernel with a window or document mask; "
-            "--attn flex or varlen can"
-        )
-    return hints
 
 
 def check_compiler(device: torch.device) -> None:
@@ -157,16 +139,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 def activation_budget(cfg) -> float:
-    """Return the fraction of activation memory that --checkpointing allows the compiler.
-
-    1 for the named modes, nan if it is not a number.
-    """
-    if cfg.checkpointing in ("auto", *AC_MODES):
-        return 1.0
-    try:
-        return float(cfg.checkpointing)
-    except ValueError:
-        return math.nan
+    """Return the fraction of activation memory that --checkpointing allows the compiler."""
+    return 1.0 if cfg.checkpointing.isalpha() else float(cfg.checkpointing)
 
 
 def ranks_per_copy(cfg, dist_ctx: DistContext) -> int:
@@ -192,18 +166,15 @@ def seqs_per_rank(cfg, world_size: int) -> int:
 
     Raises UserError if the batch cannot be divided evenly among ranks or micro-batches.
     """
-    n_seqs = cfg.batch_tokens // cfg.seq_len
-    if n_seqs % world_size:
-        near = max(1, round(n_seqs / world_size)) * world_size * cfg.seq_len
+    n_seqs, rest = divmod(cfg.batch_tokens // cfg.seq_len, world_size)
+    if rest:
         raise UserError(
-            f"--batch_tokens {cfg.batch_tokens} is {n_seqs} sequences of {cfg.seq_len}, which "
-            f"{world_size} ranks cannot share evenly; use --batch_tokens {near}, or a different "
-            "number of ranks"
+            f"--batch_tokens {cfg.batch_tokens} cannot be shared evenly by {world_size} ranks; use "
+            f"a multiple of {world_size * cfg.seq_len}, or a different number of ranks"
         )
-    n_seqs //= world_size
     if cfg.micro_batch and n_seqs % cfg.micro_batch:
         raise UserError(
             f"--micro_batch {cfg.micro_batch} does not divide the {n_seqs} sequences that each "
-            f"rank takes per step; use --micro_batch {largest_divisor(n_seqs, cfg.micro_batch)}"
+            "rank takes per step; use a divisor of them"
         )
     return n_seqs

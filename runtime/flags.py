@@ -109,12 +109,6 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
     return checked
 
 
-def check_types(cfg):
-    """Check a Config that was made in Python; returns it with paths as texts. Raises UserError."""
-    known = {field.name: field for field in dataclasses.fields(cfg)}
-    return dataclasses.replace(cfg, **check_values(vars(cfg), known))
-
-
 # --------------------------------------------------------------------------------------------------
 # Command line
 
@@ -124,13 +118,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the flags")
 
 
-# Type of a flag -> how it is read, and what --help calls its value
-TYPES = {
-    int: (integer, "INT"),
-    float: (float, "FLOAT"),
-    bool: (boolean, "true|false"),
-    str: (str, "TEXT"),
-}
+# Type of a flag -> how its text is read
+READERS = {int: integer, float: float, bool: boolean, str: str}
 
 
 def parse_flags(
@@ -148,12 +137,10 @@ def parse_flags(
     )
     for field in fields:
         kind = type(field.default)
-        if kind not in TYPES:
+        if kind not in READERS:
             continue  # not a flag
-        read, metavar = TYPES[kind]
-        options = dict(type=read, metavar=metavar)
-        if field.metadata.get("choices"):
-            options.update(choices=field.metadata["choices"], metavar=None)
+        choices = field.metadata.get("choices", ())
+        options = dict(type=READERS[kind], metavar="|".join(choices) or kind.__name__)
 
         # The value of a bare flag
         const = field.metadata.get("const") or kind is bool
@@ -178,8 +165,8 @@ def parse_flags(
 
 
 # --------------------------------------------------------------------------------------------------
-# Precedence, later ones win: Config's defaults, the preset, what --params, --minutes and --init_from
-# change in it, the flags in a checkpoint, those that are given
+# Precedence: Config's defaults, the preset, what --params, --minutes and --init_from imply, flags in a
+# checkpoint, those that are given. Later ones win
 
 
 def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[dict, dict, dict]:

@@ -17,7 +17,6 @@ from runtime.checkpoint import best_val_loss, save_after_error, save_best_weight
 from runtime.clock import Clock
 from runtime.device import init_device_and_ranks
 from runtime.flag_checks import check_device, check_flags
-from runtime.flags import check_types
 from runtime.log import Log
 from runtime.log_header import describe_run
 from runtime.process import restore_random_state
@@ -54,7 +53,6 @@ class Run:
         a checkpoint has been saved. Raises UserError.
         """
         with restore_random_state(), contextlib.ExitStack() as stack:
-            cfg = check_types(cfg)
             dist_ctx = init_device_and_ranks(cfg)
             folder = cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset))
             signals = stack.enter_context(catch_signals())
@@ -152,7 +150,7 @@ class Run:
         summary = summarize(self, stopped_by)
         # A run that was complete before keeps its figures
         path = self.folder / "summary.json"
-        if self.dist_ctx.rank == 0 and (self.clock.trained_s or not path.exists()):
+        if self.dist_ctx.rank == 0 and (self.state.step > self.first_step or not path.exists()):
             with atomic_write(path) as file:
                 file.write(json.dumps(summary, indent=1).encode() + b"\n")
         for line in closing_lines(self, summary):

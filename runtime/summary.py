@@ -48,11 +48,11 @@ def closing_lines(run, summary: dict) -> list[str]:
     minutes, stopped_by = run.state.cfg.minutes, summary["stopped_by"]
     folder = shlex.quote(str(run.folder))
     resume = f"python train_gpt.py --out_dir {folder} --resume"
-    stall = summary["data_wait_s"] / max(run.clock.trained_s, 1e-9)
     lines = [
-        f"stopped by {stopped_by} at step {summary['step']}: train_time "
-        f"{summary['train_time_s']:.1f} s (data stall {stall:.2%}), wall time "
-        f"{summary['wall_time_s']:.1f} s; everything is in {folder}"
+        f"stopped by {stopped_by} at step {summary['step']}: "
+        f"train_time {summary['train_time_s']:.1f} s "
+        f"({summary['data_wait_s']:.1f} s waiting for data), "
+        f"wall time {summary['wall_time_s']:.1f} s; everything is in {folder}"
     ]
     if stopped_by not in COMPLETE:
         return [*lines, f"to continue: {resume}"]

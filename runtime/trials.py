@@ -22,10 +22,11 @@ def run_trials(cfg, train: Callable) -> None:
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])
 
-    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    if is_rank0 and len(losses) < cfg.trials:
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    if len(losses) < cfg.trials:
         print(f"{len(losses)} of {cfg.trials} trials are complete; --resume auto continues")
-    elif is_rank0 and None not in losses:  # None: not finite
+    elif None not in losses:  # None: not finite
         mean, deviation = statistics.mean(losses), statistics.stdev(losses)
         print(
             f"{cfg.trials} trials in {folder}: val_loss {mean:.4f} +- {deviation:.4f}, "
