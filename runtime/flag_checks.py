@@ -8,7 +8,6 @@ from common.errors import UserError, compile_sentence
 from common.values import env_int
 from ops.compile import keep_gcc_from_copying
 from runtime.ranks import DistContext
-from runtime.speed import faster_dtype
 
 AC_MODES = ("none", "selective", "full")
 
@@ -88,7 +87,7 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     """Raise UserError for flags that cannot work here; return a warning per flag without effect."""
     device = dist_ctx.device
     if device.type == "cuda":
-        check_cuda(cfg, device)
+        check_cuda(cfg)
     elif cfg.attn in ("flex", "cudnn", "efficient", "varlen", "fa3", "fa4"):
         raise UserError(
             f"--attn {cfg.attn} trains on CUDA only, not on {device.type}; "
@@ -111,18 +110,17 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     return [f"{name} has no effect with the other flags on {device.type}" for name in names]
 
 
-def check_cuda(cfg, device: torch.device) -> None:
-    """Raise UserError for flags that cannot work on a GPU, or not in this combination."""
-    dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
+def check_cuda(cfg) -> None:
+    """Raise UserError for flags that cannot go together on a GPU."""
     if cfg.attn in ("flash", "fa3", "fa4") and (has_window(cfg) or cfg.doc_mask):
         raise UserError(
             f"--attn {cfg.attn} takes no mask, which --window and --doc_mask need; "
             "use --attn flex or varlen"
         )
-    if cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4") and dtype == "fp32":
+    if cfg.dtype == "fp32" and cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4"):
         raise UserError(f"--attn {cfg.attn} needs bf16 or fp16, not fp32; use --attn efficient")
-    if cfg.fp8 and dtype != "bf16":
-        raise UserError(f"--fp8 needs --dtype bf16, not {dtype}; remove it")
+    if cfg.fp8 and cfg.dtype not in ("auto", "bf16"):
+        raise UserError(f"--fp8 needs --dtype bf16, not {cfg.dtype}; remove it")
     if cfg.deterministic and (not cfg.micro_batch or cfg.attn in ("cudnn", "varlen")):
         raise UserError(
             "--deterministic on CUDA needs --micro_batch, and an --attn other than cudnn and varlen"

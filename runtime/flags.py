@@ -165,8 +165,8 @@ def parse_flags(
 
 
 # --------------------------------------------------------------------------------------------------
-# Precedence: Config's defaults, the preset, what --params, --minutes and --init_from imply, flags in a
-# checkpoint, those that are given. Later ones win
+# Precedence; later ones win: Config's defaults, the preset, flags that --params, --minutes and
+# --init_from imply, the flags in a checkpoint, those that are given
 
 
 def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[dict, dict, dict]:
@@ -189,7 +189,7 @@ def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
         if not given.keys() & {"preset", "params"}:
             saved = saved_flags(Path(given["init_from"]))
             saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}
-    elif given.get("resume") and given.get("trials", 1) == 1:
+    elif given.get("resume"):
         saved = flags_to_resume(given, known)
     return implied_flags(given, saved), saved, given
 
@@ -218,8 +218,6 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
     saved = saved_flags(source) if source else {}
     if not saved:
         return {}
-    if given.get("params") == -1:
-        del given["params"]  # the run has its size
     for name in ("preset", "params", "optimizer"):
         if given.get(name, saved[name]) != saved[name]:
             raise UserError(

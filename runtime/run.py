@@ -89,13 +89,10 @@ class Run:
         state.optimizer.register_step_pre_hook(lambda *_: self.updating.append(True))
         state.optimizer.register_step_post_hook(lambda *_: self.updating.clear())
 
-    def is_orphan(self) -> bool:
-        """True if torchrun, which started this rank, has been killed."""
-        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid
-
     def is_asked_to_stop(self) -> bool:
-        """True if this rank has received a signal, or is an orphan."""
-        return bool(self.signals) or self.is_orphan()
+        """True if this rank has received a signal, or torchrun, which started it, was killed."""
+        is_orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid
+        return bool(self.signals) or is_orphan
 
     def any_rank_is_asked_to_stop(self) -> bool:
         return any_rank(self.dist_ctx, self.is_asked_to_stop())
@@ -127,7 +124,7 @@ class Run:
     def add_evaluation(self, state, val_loss: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
         self.log.evaluation(state, val_loss)
-        if math.isfinite(val_loss) and val_loss < self.saved_val_loss:
+        if val_loss < self.saved_val_loss:
             self.saved_val_loss = val_loss
             save_best_weights(state, self.stream, self)
 

@@ -42,8 +42,8 @@ def ask_ranks(state, stream: TokenStream, run, starts_short: bool) -> Now:
     is_time_up = cfg.max_minutes > 0 and seconds >= 60 * cfg.max_minutes
     is_save_due = not cfg.save_every and seconds - run.saved_at_s >= SAVE_EVERY_S
     own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
-    progress, is_signaled, is_time_up, is_save_due = max_over_ranks(state.dist_ctx, own)
-    return Now(progress, bool(is_signaled), bool(is_time_up), bool(is_save_due))
+    progress, *flags = max_over_ranks(state.dist_ctx, own)
+    return Now(progress, *map(bool, flags))
 
 
 def why_stop(now: Now, state, stream: TokenStream, run) -> str:

@@ -243,7 +243,6 @@ def check_device(kind: str, **flags) -> list[str]:
     """The warnings on a device."""
     cfg = make_config(**dict(seq_len=1024, window="L") | flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
         patch.setattr(flag_checks, "check_compiler", lambda device: None)
         return flag_checks.check_device(cfg, DistContext(torch.device(kind)))
 
