@@ -378,10 +378,7 @@ def get_momentum(step: int) -> float:
 
 def get_seq_len(progress: float, cfg: Config) -> int:
     """Sequence length at this fraction of the run: an eighth of seq_len in the first short_frac."""
-    can_shorten = cfg.seq_len % 8 == 0 and not cfg.doc_align
-    if progress < cfg.short_frac and can_shorten:
-        return cfg.seq_len // 8
-    return cfg.seq_len
+    return cfg.seq_len // 8 if progress < cfg.short_frac else cfg.seq_len
 
 
 def get_batch(stream: TokenStream, dist_ctx: DistContext, step: int) -> Tensor:
@@ -549,13 +546,12 @@ def is_due(every: int, step: int) -> bool:
 def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     """Train until there is a reason to stop; returns it, for example "max_steps"."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    starts_short = get_seq_len(0.0, cfg) < cfg.seq_len
     loss, grad_norm = None, None  # of the previous step
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
             # All ranks agree on what is done and why to stop. step: the number of updates so far
             step = state.step
-            now = ask_ranks(state, stream, run, starts_short)
+            now = ask_ranks(state, stream, run)
             stop = why_stop(now, state, stream, run)
 
             # Once in a while: log

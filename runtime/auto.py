@@ -141,6 +141,10 @@ def choose_auto_values(cfg, checkpoint_flags: dict, stream: TokenStream, dist_ct
     if cfg.eval_every == -1:  # ten evaluations
         cfg = replace(cfg, eval_every=math.ceil(cfg.max_steps / 10))
 
+    # Short sequences are eighths of whole ones, and so do not begin at documents
+    if cfg.seq_len % 8 or cfg.doc_align:
+        cfg = replace(cfg, short_frac=0.0)
+
     # How it is computed
     if cfg.loss_chunk == -1:
         tokens = run_on_rank0(dist_ctx, lambda: choose_loss_chunk(cfg, device, vocab_size))

@@ -483,6 +483,8 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
         cfg = auto.choose_auto_values(cfg, {}, stream, CPU)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
+    aligned = make_config(minutes=5.0, doc_align=True)
+    assert auto.choose_auto_values(aligned, {}, stream, CPU).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs
     small = auto.choose_auto_values(make_config(ngram_rows=65536), {}, stream, CPU)
     assert small.ngram == (6 if vocab_size == 257 else 3)
