@@ -261,7 +261,7 @@ def find_run_to_resume(given: dict) -> Path | None:
         )
     folder = path if path.is_dir() else path.parent
     if not out_dir and (folder / "log.txt").exists():
-        out_dir = given["out_dir"] = str(folder)
+        given["out_dir"] = str(folder)
     return path
 
 

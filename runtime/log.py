@@ -117,7 +117,7 @@ class Log:
                 id_file.write_text(os.urandom(4).hex())
             self.wandb = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "train_gpt",
-                name=self.folder.name,
+                name=os.environ.get("WANDB_NAME") or self.folder.name,
                 id=id_file.read_text(),
                 resume="allow",
                 dir=self.folder,

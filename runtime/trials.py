@@ -5,8 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
-
+from common.values import env_int
 from runtime.summary import COMPLETE
 
 
@@ -22,7 +21,7 @@ def run_trials(cfg, train: Callable) -> None:
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])
 
-    if dist.is_initialized() and dist.get_rank() > 0:
+    if env_int("RANK", 0) > 0:
         return
     if len(losses) < cfg.trials:
         print(f"{len(losses)} of {cfg.trials} trials are complete; --resume auto continues")
