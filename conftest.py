@@ -107,7 +107,7 @@ def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg = make_config(**TINY | flags)
     dist_ctx = init_device_and_ranks(cfg)
-    cfg = choose_auto_values(cfg, stream_of(29000, 257), dist_ctx)
+    cfg = choose_auto_values(cfg, {}, stream_of(29000, 257), dist_ctx)
     return train_gpt.build(cfg, dist_ctx, 257, eot=256)
 
 

@@ -43,8 +43,7 @@ from ops.parallel import grad_values, reshard, sum_over_ranks, swap_weights, syn
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.dataset import open_stream
-from runtime.flag_checks import check_flags
-from runtime.flags import flag, flags_of_run, keep_flags, parse_flags
+from runtime.flags import GivenFlags, flag, flags_of_run, parse_flags
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import load_init_checkpoint
 from runtime.run import Run
@@ -98,9 +97,10 @@ PRESETS = {
 
 
 # Each field is a flag: flag(default, help, choices, const, min). const: the value of a bare --flag.
-# min: the smallest number allowed, by default 0. Command line, checks and log are derived from it
+# min: the smallest number allowed, by default 0. Command line, checks and log are derived from it.
+# GivenFlags adds `given`: the names of the flags that were given, which no automatic value replaces
 @dataclass(frozen=True)
-class Config:
+class Config(GivenFlags):
     """The flags of a run, made by make_config, which applies a preset (by default laptop).
 
     The defaults below are gpt2-small's.
@@ -150,8 +150,8 @@ class Config:
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
     # systems
     compile: str = flag("off", "torch.compile of blocks and loss", COMPILE_MODES, const="default")
-    dtype: str = flag("auto", "activation dtype; auto = bf16 if faster", ("auto", *DTYPES))
-    fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)", const=True)
+    dtype: str = flag("auto", "of activations; auto = bf16 if faster, else fp32", ("auto", *DTYPES))
+    fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)")
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
     checkpointing: str = flag("auto", "activations: none, selective, full, or a budget in (0, 1)")
@@ -161,9 +161,9 @@ class Config:
     grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
-    deterministic: bool = flag(False, "use only operations with reproducible results", const=True)
-    doc_align: bool = flag(False, "start sequences at documents; drop the remainder", const=True)
-    doc_mask: bool = flag(False, "mask attention across documents", const=True)
+    deterministic: bool = flag(False, "use only operations with reproducible results")
+    doc_align: bool = flag(False, "start sequences at documents; drop the remainder")
+    doc_mask: bool = flag(False, "mask attention across documents")
     # logging and checkpoints
     eval_every: int = flag(250, "steps between evaluations; 0 = at the end, -1 = a tenth", min=-1)
     eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
@@ -172,11 +172,7 @@ class Config:
     sample_every: int = flag(0, "steps between text samples; 0 = only at the end")
     log_every: int = flag(10, "steps between log lines", min=1)
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
-    wandb: bool = flag(False, "also log to Weights & Biases", const=True)
-
-    # Not a flag: the names of those that were given or come from a checkpoint. No other value is
-    # chosen for them
-    given: tuple = dataclasses.field(default=(), compare=False)
+    wandb: bool = flag(False, "also log to Weights & Biases")
 
     @property
     def is_compiled(self) -> bool:
@@ -193,10 +189,10 @@ class Config:
 
 
 def make_config(**flags) -> Config:
-    """Build and check a Config from the given flags. Raises UserError if one is invalid.
+    """Build a Config from the given flags. Raises UserError for an unknown name or a wrong value.
 
-    Automatic values (dtype auto, learning rates of 0, ...) are chosen later, by resolve_auto, when
-    data and device are known.
+    Flags that contradict each other are refused by train(). Automatic values (dtype auto, learning
+    rates of 0, ...) are chosen later, by resolve_auto, when data and device are known.
     """
     # implied: values that --params, --minutes or --init_from change. saved: with --resume the flags
     # of that run, with --init_from the shape of that model, else {}
@@ -205,9 +201,7 @@ def make_config(**flags) -> Config:
 
     # Later ones win
     values = preset | implied | saved | given
-    cfg = Config(**values, given=tuple(sorted(saved | given)))
-    check_flags(cfg)
-    return cfg
+    return Config(**values, given=tuple(sorted(saved | given)))
 
 
 def resolve_auto(
@@ -217,9 +211,9 @@ def resolve_auto(
 
     checkpoint_flags: the flags in the checkpoint that is resumed, or {}.
     """
-    # After a restart by torchrun, make_config has not seen the checkpoint
-    cfg = keep_flags(cfg, checkpoint_flags)
-    cfg = choose_auto_values(cfg, stream, dist_ctx)  # from the machine and the dataset
+    # From the machine and the dataset. A checkpoint's values are kept (after a restart by torchrun,
+    # make_config has not read it)
+    cfg = choose_auto_values(cfg, checkpoint_flags, stream, dist_ctx)
     muon_lr, adam_lr = learning_rates(cfg)
     return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
 
@@ -385,9 +379,7 @@ def get_momentum(step: int) -> float:
 
 def get_seq_len(progress: float, cfg: Config) -> int:
     """Sequence length at this fraction of the run: an eighth of seq_len in the first short_frac."""
-    # With doc_align, cutting would start some sequences in the middle of a document
-    can_shorten = cfg.seq_len % 8 == 0 and not cfg.doc_align
-    if progress < cfg.short_frac and can_shorten:
+    if progress < cfg.short_frac:
         return cfg.seq_len // 8
     return cfg.seq_len
 
@@ -559,13 +551,12 @@ def is_due(every: int, step: int) -> bool:
 def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     """Train until there is a reason to stop; returns it, for example "max_steps"."""
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    starts_short = get_seq_len(0.0, cfg) < cfg.seq_len
     loss, grad_norm = None, None  # of the previous step
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
             # All ranks agree on what is done and why to stop. step: the number of updates so far
             step = state.step
-            now = ask_ranks(state, stream, run, starts_short)
+            now = ask_ranks(state, stream, run)
             stop = why_stop(now, state, stream, run)
 
             # Once in a while: log

@@ -149,11 +149,11 @@ def run_python(*argv, env: dict | None = None) -> None:
 def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     """Build state, data and first batch as in the trainer. Raises UserError."""
     dist_ctx = init_device_and_ranks(cfg)
+    check_flags(cfg)
     check_device(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
     cfg = resolve_auto(cfg, dist_ctx, stream, {})
     stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
-    check_flags(cfg)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     return state, stream, get_batch(stream, dist_ctx, 0)
 

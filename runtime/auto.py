@@ -8,6 +8,7 @@ import torch
 
 from data.stream import TokenStream
 from runtime.flag_checks import has_window
+from runtime.flags import keep_flags
 from runtime.ranks import DistContext, run_on_rank0
 from runtime.sizes import choose_finetuning, choose_size, tokens_are_bytes, tokens_in_time
 from runtime.speed import DTYPES, faster_dtype, matmul_flops
@@ -17,12 +18,6 @@ NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in 
 
 # --------------------------------------------------------------------------------------------------
 # By the machine
-
-
-def choose_dtype(cfg, device: torch.device) -> str:
-    if cfg.dtype == "auto" and cfg.deterministic and device.type == "cpu":
-        return "fp32"  # bf16 would be chosen by timing
-    return faster_dtype(cfg.dtype, device, cfg.n_embd)
 
 
 def choose_loss_chunk(cfg, device: torch.device, vocab_size: int) -> int:
@@ -116,14 +111,19 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     return matmul_flops(device, dtype, 4096, 5e11)
 
 
-def choose_auto_values(cfg, stream: TokenStream, dist_ctx: DistContext):
+def choose_auto_values(cfg, checkpoint_flags: dict, stream: TokenStream, dist_ctx: DistContext):
     """Choose flags that are open: dtype, attn, n-grams, ...; with --minutes, sizes and steps.
 
-    Returns cfg with their values, the same on every rank, because rank 0 measures the speeds.
+    checkpoint_flags: those in the checkpoint that is resumed, which are kept, or {}. Returns cfg
+    with the values, the same on every rank, because rank 0 measures the speeds.
     """
+    cfg = keep_flags(cfg, checkpoint_flags)
     device = dist_ctx.device
     n_tokens, vocab_size = stream.train.n_tokens, stream.meta["vocab_size"]
-    cfg = replace(cfg, dtype=run_on_rank0(dist_ctx, lambda: choose_dtype(cfg, device)))
+    if cfg.dtype == "auto" and cfg.deterministic and device.type == "cpu":
+        cfg = replace(cfg, dtype="fp32")  # bf16 would be chosen by timing
+    dtype = run_on_rank0(dist_ctx, lambda: faster_dtype(cfg.dtype, device, cfg.n_embd))
+    cfg = replace(cfg, dtype=dtype)
 
     # Batch and steps; with --minutes also sizes, unless a resumed run has them
     shared = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)  # all ranks can share it
@@ -140,6 +140,10 @@ def choose_auto_values(cfg, stream: TokenStream, dist_ctx: DistContext):
         cfg = replace(cfg, max_steps=max(1, round(tokens / cfg.batch_tokens)))
     if cfg.eval_every == -1:  # ten evaluations
         cfg = replace(cfg, eval_every=math.ceil(cfg.max_steps / 10))
+
+    # Short sequences are eighths of whole ones, and so do not begin at documents
+    if cfg.seq_len % 8 or cfg.doc_align:
+        cfg = replace(cfg, short_frac=0.0)
 
     # How it is computed
     if cfg.loss_chunk == -1:

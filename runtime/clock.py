@@ -13,15 +13,12 @@ class Clock:
     def __init__(self, device: torch.device):
         self.device = device
         self.began = time.perf_counter()
-        self.trained_s = 0.0  # training steps
-        self.data_wait_s = 0.0  # of these, waiting for data
+        self.earlier_wall_time = 0.0  # of the starts before a resume
+        self.train_time = 0.0  # training steps of all starts
+        self.data_wait_s = 0.0  # waiting for data in this start, which is part of train_time
         self.last_step_s = 0.0
         self.typical_step_s = 0.0
         self.last_eval_s = 0.0
-
-        # Of the starts before a resume
-        self.earlier_wall_time = 0.0
-        self.earlier_train_time = 0.0
 
     @property
     def process_time(self) -> float:
@@ -33,11 +30,6 @@ class Clock:
         """Seconds of all starts of the run."""
         return self.earlier_wall_time + self.process_time
 
-    @property
-    def train_time(self) -> float:
-        """Seconds of training in all starts of the run."""
-        return self.earlier_train_time + self.trained_s
-
     @contextlib.contextmanager
     def timing_step(self):
         """Context of a training step, until the device has finished it."""
@@ -46,7 +38,7 @@ class Clock:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         took = time.perf_counter() - began
-        self.trained_s += took
+        self.train_time += took
         # A step that compiles or stalls does not tell how long the next one takes
         self.typical_step_s = min(self.last_step_s or took, took)
         self.last_step_s = took

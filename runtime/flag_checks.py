@@ -1,48 +1,28 @@
 """Rejects flags that contradict each other or cannot work on this device; warns of unused ones."""
 
-import math
 import re
 
 import torch
 
 from common.errors import UserError, compile_sentence
-from common.values import env_int, largest_divisor
+from common.values import env_int
 from ops.compile import keep_gcc_from_copying
 from runtime.ranks import DistContext
-from runtime.speed import faster_dtype
 
 AC_MODES = ("none", "selective", "full")
 
 
 def check_flags(cfg) -> None:
     """Raise UserError for flags that cannot go together."""
-    budget = activation_budget(cfg)
-
-    # The run
-    if cfg.trials > 1 and (cfg.target_val_loss or cfg.resume not in ("", "auto")):
-        raise UserError(
-            "--trials compares whole runs; remove --target_val_loss, and give no --resume other "
-            "than auto"
-        )
-    if cfg.trials > 1 and not cfg.out_dir and env_int("WORLD_SIZE", 1) > 1:
-        raise UserError("--trials on several ranks needs a folder that all share; give --out_dir")
-    if not cfg.out_dir and env_int("TORCHELASTIC_MAX_RESTARTS", 0) > 0:
+    if not cfg.out_dir and env_int("TORCHELASTIC_MAX_RESTARTS", 0):
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
 
-    if cfg.patience and not cfg.eval_every:
-        raise UserError(
-            f"--patience {cfg.patience} needs several evaluations, and --eval_every 0 makes only "
-            "the final one; give a different --eval_every, or --patience 0"
-        )
-
     # Sizes and schedule
-    if cfg.params == -1 and not cfg.minutes:
+    if cfg.params == -1 and (not cfg.minutes or cfg.init_from):
         raise UserError(
-            "--params -1 chooses the size that suits --minutes; add --minutes, or give a number of "
-            "parameters"
+            "--params -1 chooses the size of a new model that suits --minutes; add --minutes and "
+            "remove --init_from, or give a number of parameters"
         )
-    if cfg.params == -1 and cfg.init_from:
-        raise UserError("--params -1 chooses a size, but --init_from sets it; remove --params")
     if cfg.n_embd % (2 * cfg.n_head):
         raise UserError(
             f"--n_embd {cfg.n_embd} cannot be split into {cfg.n_head} heads of even dimension; "
@@ -58,41 +38,37 @@ def check_flags(cfg) -> None:
             "size of the dataset; give numbers"
         )
     if cfg.batch_tokens % cfg.seq_len:
-        near = max(1, round(cfg.batch_tokens / cfg.seq_len)) * cfg.seq_len
         raise UserError(
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; "
-            f"use --batch_tokens {near}"
+            "change one of them"
         )
     if cfg.warmup_frac + cfg.cooldown_frac > 1:
         raise UserError(
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to "
             "more than 1; lower one"
         )
-    if cfg.ngram_dropout != -1 and not 0 <= cfg.ngram_dropout < 1:
-        raise UserError(
-            f"--ngram_dropout is {cfg.ngram_dropout:g}; expected a probability below 1, or -1"
-        )
 
-    if cfg.embed_decay > 0 and cfg.optimizer == "adamw":
-        raise UserError(
-            f"--embed_decay {cfg.embed_decay:g} has no effect with --optimizer adamw, whose "
-            "--weight_decay applies to embeddings, too; remove it"
-        )
-
-    # How it is computed
-    if cfg.checkpointing not in ("auto", *AC_MODES) and not 0 < budget < 1:
+    # Activation checkpointing
+    if not re.fullmatch(r"auto|none|selective|full|0?\.\d+", cfg.checkpointing):
         raise UserError(
             f"--checkpointing is {cfg.checkpointing!r}; expected auto, none, selective, full, or a "
             "number between 0 and 1"
         )
-    if budget < 1 and not cfg.is_compiled:
+    is_flex_selective = cfg.attn == "flex" and cfg.checkpointing == "selective"
+    if (activation_budget(cfg) < 1 or is_flex_selective) and not cfg.is_compiled:
         raise UserError(
-            f"--checkpointing {cfg.checkpointing} is a budget for the compiler; add --compile"
+            f"--checkpointing {cfg.checkpointing} with --attn {cfg.attn} needs the compiler; add "
+            "--compile"
         )
-    if cfg.uses_cudagraphs and cfg.is_sharded:
+
+    # CUDA graphs, fp16
+    moves_activations = cfg.is_sharded or cfg.offload == "activations"
+    has_varlen_docs = cfg.attn == "varlen" and cfg.doc_mask
+    if cfg.uses_cudagraphs and (moves_activations or has_varlen_docs):
         raise UserError(
-            f"--compile {cfg.compile} records CUDA graphs, which FSDP breaks by moving weights; "
-            "use --compile max-autotune-no-cudagraphs or default"
+            f"--compile {cfg.compile} records CUDA graphs, which need fixed addresses and shapes, "
+            "not FSDP, offloaded activations, or documents in varlen; use "
+            "--compile max-autotune-no-cudagraphs or default"
         )
     if cfg.dtype == "fp16" and cfg.is_sharded:
         raise UserError(
@@ -110,13 +86,8 @@ def has_window(cfg) -> bool:
 def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     """Raise UserError for flags that cannot work here; return a warning per flag without effect."""
     device = dist_ctx.device
-    has_mask = has_window(cfg) or cfg.doc_mask
-    if cfg.params != -1:  # otherwise the batch is chosen later, so that the ranks can share it
-        seqs_per_rank(cfg, dist_ctx.world_size)
-    if cfg.is_compiled or cfg.attn == "flex":
-        check_compiler(device)
     if device.type == "cuda":
-        check_cuda(cfg, device, has_mask)
+        check_cuda(cfg)
     elif cfg.attn in ("flex", "cudnn", "efficient", "varlen", "fa3", "fa4"):
         raise UserError(
             f"--attn {cfg.attn} trains on CUDA only, not on {device.type}; "
@@ -124,79 +95,35 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
         )
     elif cfg.fp8:
         raise UserError(f"--fp8 needs CUDA, not {device.type}; remove it")
+    if cfg.is_compiled or cfg.attn == "flex":
+        check_compiler(device)
 
-    warnings = []
-    if device.type == "cuda":
-        if cfg.dtype in ("auto", "bf16") and not torch.cuda.is_bf16_supported(
-            including_emulation=False
-        ):
-            warnings.append(
-                "this GPU has no bf16, or emulates it, which is slower than fp32; --dtype fp16 "
-                "uses its tensor cores, if it has any"
-            )
-        if has_mask and cfg.attn in ("auto", "sdpa"):
-            warnings.append(
-                "SDPA cannot use its flash kernel with a window or document mask; "
-                "--attn flex or varlen can"
-            )
-    elif cfg.offload != "none":
-        warnings.append(
-            f"--offload {cfg.offload} has no effect on {device.type}, where everything is in host "
-            "memory already"
-        )
-    if cfg.short_frac and (cfg.seq_len % 8 or cfg.doc_align):
-        warnings.append(
-            "--short_frac has no effect with --doc_align or a --seq_len not divisible by 8"
-        )
-    if cfg.muon_lr and cfg.optimizer == "adamw":
-        warnings.append("--muon_lr has no effect with --optimizer adamw, which uses --adam_lr")
-    if cfg.shard_size and cfg.parallel != "hsdp":
-        warnings.append("--shard_size has no effect without --parallel hsdp")
-    if cfg.preset.startswith("gpt2") and not cfg.data:
-        warnings.append(
-            f"--preset {cfg.preset} without --data trains on Python's source, not on GPT-2's "
-            "tokens; for those, run `python data/prepare.py fineweb10B` and add "
-            "--data data/fineweb10B"
-        )
-    return warnings
+    is_adamw = cfg.optimizer == "adamw"
+    unused = {
+        "--offload": cfg.offload != "none" and device.type != "cuda",
+        "--short_frac": cfg.short_frac and (cfg.seq_len % 8 or cfg.doc_align),
+        "--muon_lr": cfg.muon_lr and is_adamw,
+        "--embed_decay": cfg.embed_decay > 0 and is_adamw,
+        "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
+    }
+    names = [name for name, is_unused in unused.items() if is_unused]
+    return [f"{name} has no effect with the other flags on {device.type}" for name in names]
 
 
-def check_cuda(cfg, device: torch.device, has_mask: bool) -> None:
-    """Raise UserError for flags that cannot work on this GPU, or not in this combination."""
-    dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip:  # AMD numbers its GPUs differently, so PyTorch decides
-        capability = (99, 0)
-    if cfg.attn in ("flash", "fa3", "fa4") and has_mask:
+def check_cuda(cfg) -> None:
+    """Raise UserError for flags that cannot go together on a GPU."""
+    if cfg.attn in ("flash", "fa3", "fa4") and (has_window(cfg) or cfg.doc_mask):
         raise UserError(
             f"--attn {cfg.attn} takes no mask, which --window and --doc_mask need; "
             "use --attn flex or varlen"
         )
-    needs_16_bits = cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4")
-    if needs_16_bits and (dtype == "fp32" or capability < (8, 0)):
-        raise UserError(
-            f"--attn {cfg.attn} needs bf16 or fp16 and a GPU of compute capability 8.0 or newer "
-            "(A100, RTX 30); add --bf16, or use --attn efficient"
-        )
-    if cfg.fp8 and (dtype != "bf16" or capability < (8, 9)):
-        raise UserError(
-            "--fp8 needs --dtype bf16 and a GPU of compute capability 8.9 or newer "
-            "(L4, RTX 40, H100); remove it"
-        )
+    if cfg.dtype == "fp32" and cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4"):
+        raise UserError(f"--attn {cfg.attn} needs bf16 or fp16, not fp32; use --attn efficient")
+    if cfg.fp8 and cfg.dtype not in ("auto", "bf16"):
+        raise UserError(f"--fp8 needs --dtype bf16, not {cfg.dtype}; remove it")
     if cfg.deterministic and (not cfg.micro_batch or cfg.attn in ("cudnn", "varlen")):
         raise UserError(
             "--deterministic on CUDA needs --micro_batch, and an --attn other than cudnn and varlen"
-        )
-    if cfg.attn == "flex" and cfg.checkpointing == "selective" and not cfg.is_compiled:
-        raise UserError(
-            "--checkpointing selective does not work with uncompiled FlexAttention; add --compile"
-        )
-    has_varlen_docs = cfg.attn == "varlen" and cfg.doc_mask
-    if cfg.uses_cudagraphs and (cfg.offload == "activations" or has_varlen_docs):
-        raise UserError(
-            f"--compile {cfg.compile} records CUDA graphs, which need activations at fixed "
-            "addresses and a fixed number of documents; use --compile max-autotune-no-cudagraphs "
-            "or default"
         )
 
 
@@ -210,16 +137,8 @@ def check_compiler(device: torch.device) -> None:
 
 
 def activation_budget(cfg) -> float:
-    """Return the fraction of activation memory that --checkpointing allows the compiler.
-
-    1 for the named modes, nan if it is not a number.
-    """
-    if cfg.checkpointing in ("auto", *AC_MODES):
-        return 1.0
-    try:
-        return float(cfg.checkpointing)
-    except ValueError:
-        return math.nan
+    """Return the fraction of activation memory that --checkpointing allows the compiler."""
+    return 1.0 if cfg.checkpointing.isalpha() else float(cfg.checkpointing)
 
 
 def ranks_per_copy(cfg, dist_ctx: DistContext) -> int:
@@ -233,10 +152,9 @@ def ranks_per_copy(cfg, dist_ctx: DistContext) -> int:
         return dist_ctx.world_size
     shard_size = cfg.shard_size or dist_ctx.local_world_size
     if dist_ctx.world_size % shard_size:
-        divisor = largest_divisor(dist_ctx.world_size, shard_size)
         raise UserError(
             f"--shard_size {shard_size} (by default the ranks per node) does not divide the "
-            f"{dist_ctx.world_size} ranks; use --shard_size {divisor}, or --parallel fsdp"
+            f"{dist_ctx.world_size} ranks; give a divisor of them, or use --parallel fsdp"
         )
     return shard_size
 
@@ -246,18 +164,15 @@ def seqs_per_rank(cfg, world_size: int) -> int:
 
     Raises UserError if the batch cannot be divided evenly among ranks or micro-batches.
     """
-    n_seqs = cfg.batch_tokens // cfg.seq_len
-    if n_seqs % world_size:
-        near = max(1, round(n_seqs / world_size)) * world_size * cfg.seq_len
+    n_seqs, rest = divmod(cfg.batch_tokens // cfg.seq_len, world_size)
+    if rest:
         raise UserError(
-            f"--batch_tokens {cfg.batch_tokens} is {n_seqs} sequences of {cfg.seq_len}, which "
-            f"{world_size} ranks cannot share evenly; use --batch_tokens {near}, or a different "
-            "number of ranks"
+            f"--batch_tokens {cfg.batch_tokens} cannot be shared evenly by {world_size} ranks; use "
+            f"a multiple of {world_size * cfg.seq_len}, or a different number of ranks"
         )
-    n_seqs //= world_size
     if cfg.micro_batch and n_seqs % cfg.micro_batch:
         raise UserError(
             f"--micro_batch {cfg.micro_batch} does not divide the {n_seqs} sequences that each "
-            f"rank takes per step; use --micro_batch {largest_divisor(n_seqs, cfg.micro_batch)}"
+            "rank takes per step; use a divisor of them"
         )
     return n_seqs

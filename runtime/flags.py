@@ -40,14 +40,23 @@ OTHER_NAMES = {
     "log_interval": "use --log_every",
     "epochs": "use --max_steps; the log says how many epochs that is",
     "wandb_log": "use --wandb",
-    "prefetch": "batches are always prepared in the background",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenFlags:
+    """Base of Config. given: names of the flags that were given or come from a checkpoint.
+
+    No other value is chosen for them.
+    """
+
+    given: tuple = dataclasses.field(default=(), compare=False)
 
 
 def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
     """Declare a field that is a flag.
 
-    const: the value of the flag without one, as in --compile. min: the least number.
+    const: the value of a bare flag, as in --compile (bool: true). min: the smallest number allowed.
     """
     metadata = dict(help=help, choices=tuple(choices), const=const, min=min)
     return dataclasses.field(default=default, metadata=metadata)
@@ -80,8 +89,6 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
         # Values from Python
         if kind is float and type(value) is int:
             value = float(value)
-        if kind is int and type(value) is float and value.is_integer():
-            value = int(value)
         if kind is str and isinstance(value, Path):
             value = str(value)
         if type(value) is not kind:
@@ -102,12 +109,6 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
     return checked
 
 
-def check_types(cfg):
-    """Check a Config that was made in Python; returns it with paths as texts. Raises UserError."""
-    known = {field.name: field for field in dataclasses.fields(cfg)}
-    return dataclasses.replace(cfg, **check_values(vars(cfg), known))
-
-
 # --------------------------------------------------------------------------------------------------
 # Command line
 
@@ -117,13 +118,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the flags")
 
 
-# Type of a flag -> how it is read, and what --help calls its value
-TYPES = {
-    int: (integer, "INT"),
-    float: (float, "FLOAT"),
-    bool: (boolean, "true|false"),
-    str: (str, "TEXT"),
-}
+# Type of a flag -> how its text is read
+READERS = {int: integer, float: float, bool: boolean, str: str}
 
 
 def parse_flags(
@@ -141,26 +137,22 @@ def parse_flags(
     )
     for field in fields:
         kind = type(field.default)
-        if kind not in TYPES:
+        if kind not in READERS:
             continue  # not a flag
-        read, metavar = TYPES[kind]
-        options = dict(type=read, metavar=metavar)
-        if field.metadata.get("choices"):
-            options.update(choices=field.metadata["choices"], metavar=None)
+        choices = field.metadata.get("choices", ())
+        options = dict(type=READERS[kind], metavar="|".join(choices) or kind.__name__)
 
-        # The value of the flag without one
+        # The value of a bare flag
         const = field.metadata.get("const") or kind is bool
         if const:
             options.update(nargs="?", const=const)
 
         # The help text, with the default in brackets
-        help_text = field.metadata.get("help", "")
+        help_text = field.metadata.get("help", "").replace("%", "%%")
         default = defaults.get(field.name, field.default)
-        if kind is bool:
-            default = str(default).lower()
         if default != "":
             help_text = f"{help_text} [{default}]"
-        parser.add_argument(f"--{field.name}", help=help_text.replace("%", "%%"), **options)
+        parser.add_argument(f"--{field.name}", help=help_text, **options)
 
     short = dict(dest="dtype", action="store_const", const="bf16")
     parser.add_argument("--bf16", **short, help="short for --dtype bf16")
@@ -173,14 +165,14 @@ def parse_flags(
 
 
 # --------------------------------------------------------------------------------------------------
-# Precedence: Config's defaults, then the preset, what --params, --minutes and --init_from change of
-# it, the flags in a checkpoint, those that are given. Later ones win
+# Precedence; later ones win: Config's defaults, the preset, flags that --params, --minutes and
+# --init_from imply, the flags in a checkpoint, those that are given
 
 
 def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[dict, dict, dict]:
-    """Return what flags imply, those that the run keeps from a checkpoint, and those given.
+    """Return the flags that others imply, those kept from a checkpoint, and those given.
 
-    --resume keeps all flags of the run, --init_from the model's shape. fields: of Config. Raises
+    --resume keeps all flags of the run, --init_from the model's shape. fields: Config's. Raises
     UserError for wrong names and values, and if it is unclear which run is meant.
     """
     known = {field.name: field for field in fields}
@@ -197,13 +189,13 @@ def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
         if not given.keys() & {"preset", "params"}:
             saved = saved_flags(Path(given["init_from"]))
             saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}
-    elif given.get("resume") and given.get("trials", 1) == 1:
+    elif given.get("resume"):
         saved = flags_to_resume(given, known)
-    return implied_flags(given, saved), check_values(saved, known), given
+    return implied_flags(given, saved), saved, given
 
 
 def implied_flags(given: dict, saved: dict) -> dict:
-    """What --params, --minutes and --init_from change of the preset."""
+    """Return what --params, --minutes and --init_from change in the preset."""
     implied = {}
     if given.get("params", 0) > 0:
         implied = flags_for_size(given["params"], given)
@@ -213,25 +205,19 @@ def implied_flags(given: dict, saved: dict) -> dict:
         # The model has learned from short sequences already. 0: from the size of the dataset
         implied |= dict(short_frac=0.0, batch_tokens=0)
         if "max_steps" not in given:
-            implied |= dict(max_steps=0, eval_every=-1)
-            if given.get("eval_every", -1):
-                implied["patience"] = 3  # until val_loss rises
+            implied |= dict(max_steps=0, eval_every=-1, patience=3)  # until val_loss rises
     return implied
 
 
 def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
-    """The flags of the run that --resume names, those aside that are given anew.
+    """Return the flags of the run that --resume names, except those that are given anew.
 
-    Sets given["out_dir"] to the run's folder where --resume names a run or a checkpoint.
+    Sets given["out_dir"] to the run's folder if --resume names a run or a checkpoint.
     """
     source = find_run_to_resume(given)
     saved = saved_flags(source) if source else {}
     if not saved:
         return {}
-    # A flag that is newer than the run has its default, not the preset's value
-    saved = {name: field.default for name, field in known.items()} | saved
-    if given.get("params") == -1:
-        del given["params"]  # the run has its size
     for name in ("preset", "params", "optimizer"):
         if given.get(name, saved[name]) != saved[name]:
             raise UserError(
@@ -241,7 +227,7 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
 
 
 def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:
-    """Find the flags in a checkpoint that a resumed run keeps: known ones not given anew."""
+    """Return the flags in a checkpoint that a resumed run keeps: known ones not given anew."""
     left_out = COMMAND_FLAGS | given.keys()
     if "max_steps" in given:
         left_out.add("minutes")
@@ -251,7 +237,7 @@ def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:
 
 
 def keep_flags(cfg, saved: dict):
-    """cfg with the flags in the checkpoint that it resumes, those aside that were given.
+    """Return cfg with the flags in the checkpoint that it resumes, except those that were given.
 
     After a restart by torchrun, and with --trials, make_config has not read the checkpoint.
     """
@@ -261,7 +247,7 @@ def keep_flags(cfg, saved: dict):
 
 
 def find_run_to_resume(given: dict) -> Path | None:
-    """The folder or file that --resume names; None if it is the folder of a run yet to be made."""
+    """Return the folder or file that --resume names; None if the run is yet to be made."""
     resume, out_dir = given["resume"], given.get("out_dir", "")
     if resume == "newest" and not out_dir:
         raise UserError("--resume does not say which run: add --out_dir and the run's folder")
@@ -275,14 +261,12 @@ def find_run_to_resume(given: dict) -> Path | None:
         )
     folder = path if path.is_dir() else path.parent
     if not out_dir and (folder / "log.txt").exists():
-        out_dir = given["out_dir"] = str(folder)
-    if path.is_dir() and path.resolve() == Path(out_dir).resolve():
-        given["resume"] = "newest"
+        given["out_dir"] = str(folder)
     return path
 
 
 def saved_flags(path: Path) -> dict:
-    """The flags in this checkpoint, or in the newest one of this folder that can be read.
+    """Return the flags in this checkpoint, or in the newest readable one of this folder.
 
     {} if there is none, which find_checkpoint reports.
     """

@@ -62,10 +62,9 @@ class Log:
         peak = peak_flops(self.dist_ctx.device, cfg.dtype) or math.nan
         self.peak_flops = peak * self.dist_ctx.world_size
         self.val_tokens = stream.num_eval_seqs(cfg.eval_tokens) * stream.seq_len
-        self.bits_per_nat = math.nan
-        counts = stream.meta["splits"].get("val") or {}
-        if counts.get("bytes"):
-            self.bits_per_nat = counts["tokens"] / counts["bytes"] / math.log(2)
+        counts = stream.meta["splits"].get("val") or dict(tokens=0)
+        tokens_per_byte = counts["tokens"] / (counts.get("bytes") or math.nan)
+        self.bits_per_nat = tokens_per_byte / math.log(2)
 
         # What was logged before the step that is resumed, the same on all ranks
         for row in run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step)):
@@ -84,9 +83,8 @@ class Log:
         path = self.folder / "metrics.jsonl"
         history = []
         if step and path.exists():
-            for row in read_rows(path.read_text(encoding="utf-8", errors="replace")):
-                if isinstance(row.get("step"), int) and row["step"] <= step:
-                    history.append(row)
+            rows = read_rows(path.read_text(encoding="utf-8", errors="replace"))
+            history = [row for row in rows if row["step"] <= step]
         with atomic_write(path) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in history)
         self.metrics = open(path, "a", encoding="utf-8")
@@ -184,16 +182,17 @@ class Log:
         mfu = speed * self.flops_per_token / self.peak_flops
         memory = peak_memory_mb(self.dist_ctx.device)
 
+        # Time so far and still to go
         left_s = self.clock.typical_step_s * (self.cfg.max_steps - state.step)
         if self.cfg.minutes:
             left_s = 60 * self.cfg.minutes - self.clock.wall_time
-        line = [f"loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f}"]
-        line += [f"{name} {value:.4g}" for name, value in metrics.items()]
-        line.append(f"{speed:,.0f} tok/s")
-        if math.isfinite(mfu):
-            line.append(f"mfu {mfu:.1%}")
-        line.append(f"{memory:,.0f} MiB")
-        line.append(f"{as_time(self.clock.wall_time)} < {as_time(left_s)}")
+        eta = f"{as_time(self.clock.wall_time)} < {as_time(left_s)}"
+
+        mfu_text = f"mfu {mfu:.1%} | " if math.isfinite(mfu) else ""
+        line = (
+            f"loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f} | {speed:,.0f} tok/s | "
+            f"{mfu_text}{memory:,.0f} MiB | {eta}"
+        )
         row = dict(
             step=state.step,
             train_loss=loss,
@@ -209,33 +208,31 @@ class Log:
     def evaluation(self, state, val_loss: float) -> None:
         """Log a validation loss, in nats per token, and state.metrics."""
         metrics = mean_over_ranks(self.dist_ctx, state.metrics)
-        # Where some targets are masked, nobody knows the others' bytes
+        # If some targets are masked, the number of bytes of the others is unknown
         val_bpb = math.nan
         if state.n_val_targets == self.val_tokens:
             val_bpb = val_loss * self.bits_per_nat
-        line = [f"val_loss {val_loss:.4f}"]
-        if math.isfinite(val_bpb):
-            line.append(f"val_bpb {val_bpb:.4f}")
-        line += [f"{name} {value:.4g}" for name, value in metrics.items()]
-        line.append(f"train_time {self.clock.train_time:.1f} s")
+        bpb_text = f"val_bpb {val_bpb:.4f} | " if math.isfinite(val_bpb) else ""
+        line = f"val_loss {val_loss:.4f} | {bpb_text}train_time {self.clock.train_time:.1f} s"
         row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
         self.evaluations.append(row)
         self.row(row, metrics, line)
 
-    def row(self, row: dict, metrics: dict, line: list[str]) -> None:
+    def row(self, row: dict, metrics: dict, line: str) -> None:
         """Record a row, to which the times are added, and metrics; print a line."""
         row["train_time_s"] = self.clock.train_time
         row["wall_time_s"] = self.clock.wall_time
         max_steps = str(self.cfg.max_steps)
-        self.info(" | ".join([f"step {row['step']:>{len(max_steps)}}/{max_steps}", *line]))
+        words = [f"step {row['step']:>{len(max_steps)}}/{max_steps}", line]
+        words += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        self.info(" | ".join(words))
         if not self.is_rank0:
             return
         values = nan_to_none(row | metrics)
         self.write(self.metrics, json.dumps(values))
         if self.wandb:
-            step = values.pop("step")
             try:
-                self.wandb.log(values, step=step)
+                self.wandb.log(values, step=row["step"])
             except Exception as error:  # whatever the service raises
                 self.wandb = None
                 self.info(f"WARNING: --wandb has failed ({error}); the run continues without it")

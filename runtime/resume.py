@@ -64,7 +64,7 @@ class InitCheckpoint:
         state.tokens = saved["tokens"]
         stream.eval_subset = saved["eval_part"]
         clock = saved["clock"]
-        run.clock.earlier_train_time = clock["train_time"]
+        run.clock.train_time = clock["train_time"]
         run.clock.earlier_wall_time = clock["wall_time"]
         # A finished run of --minutes stays finished: one more step and evaluation take as long
         run.clock.typical_step_s = clock["typical_step_s"]

@@ -17,7 +17,6 @@ from runtime.checkpoint import best_val_loss, save_after_error, save_best_weight
 from runtime.clock import Clock
 from runtime.device import init_device_and_ranks
 from runtime.flag_checks import check_device, check_flags
-from runtime.flags import check_types
 from runtime.log import Log
 from runtime.log_header import describe_run
 from runtime.process import restore_random_state
@@ -28,10 +27,7 @@ from runtime.summary import closing_lines, summarize
 
 
 class Run:
-    """What the parts of a run share.
-
-    signals: the names of the signals received.
-    """
+    """What the parts of a run share. signals: the names of those received."""
 
     def __init__(self, cfg, dist_ctx: DistContext, folder: Path, signals: list[str]):
         self.cfg = cfg
@@ -44,6 +40,7 @@ class Run:
         self.info = self.log.info
         self.eval_begin = 0  # from this step on, evaluations are on the same tokens
         self.bad_steps = 0  # in a row
+        self.saved_at_s = 0.0
         self.updating: list[bool] = []  # not empty amid an update of the weights
         self.state = None  # from begin() on
 
@@ -56,7 +53,6 @@ class Run:
         a checkpoint has been saved. Raises UserError.
         """
         with restore_random_state(), contextlib.ExitStack() as stack:
-            cfg = check_types(cfg)
             dist_ctx = init_device_and_ranks(cfg)
             folder = cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset))
             signals = stack.enter_context(catch_signals())
@@ -64,10 +60,10 @@ class Run:
             try:
                 run_on_rank0(dist_ctx, lambda: stack.enter_context(locked_folder(run.folder)))
                 stack.callback(run.log.close)
-                run.contexts = stack
                 with raise_on_all_ranks(dist_ctx):
                     check_flags(cfg)
-                    run.warnings = check_device(cfg, dist_ctx)
+                    for warning in check_device(cfg, dist_ctx):
+                        run.info(f"WARNING: {warning}")
                 yield run
             except Exception as error:
                 save_after_error(run, error)
@@ -77,45 +73,41 @@ class Run:
     def begin(self, state, stream: TokenStream) -> None:
         """Open the log and say what is in effect. Raises UserError."""
         self.first_step = self.saved_step = state.step
-        self.first_tokens = state.tokens
-        self.saved_at_s = 0.0
         self.log.begin(state, stream, self.eval_begin)
         # Best weights of a start that was killed are kept until there are better ones
         self.saved_val_loss = run_on_rank0(
             self.dist_ctx, lambda: best_val_loss(self, state, stream)
         )
-        with raise_on_all_ranks(self.dist_ctx):
-            if self.dist_ctx.rank == 0 and stream.vocabulary:
-                with atomic_write(self.folder / VOCABULARY_FILE) as file:
-                    file.write(stream.vocabulary.encode())
-        for line in describe_run(state, stream) + self.warnings:
+        if stream.vocabulary:
+            path, text = self.folder / VOCABULARY_FILE, stream.vocabulary.encode()
+            run_on_rank0(self.dist_ctx, lambda: path.write_bytes(text))
+        for line in describe_run(state, stream):
             self.info(line)
-
-        profiling = profile_steps(state.cfg.profile, state.cfg.max_steps - state.step, self)
-        self.profiler_step = self.contexts.enter_context(profiling)
 
         # For the checkpoint that is saved after an error
         self.state, self.stream = state, stream
         state.optimizer.register_step_pre_hook(lambda *_: self.updating.append(True))
         state.optimizer.register_step_post_hook(lambda *_: self.updating.clear())
 
-    def is_orphan(self) -> bool:
-        """True if torchrun, which started this rank, has been killed."""
-        return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid
-
     def is_asked_to_stop(self) -> bool:
-        """True if this rank has received a signal, or is an orphan."""
-        return bool(self.signals) or self.is_orphan()
+        """True if this rank has received a signal, or torchrun, which started it, was killed."""
+        is_orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid
+        return bool(self.signals) or is_orphan
 
     def any_rank_is_asked_to_stop(self) -> bool:
         return any_rank(self.dist_ctx, self.is_asked_to_stop())
 
     @contextlib.contextmanager
     def prefetching(self, get_batch: Callable):
-        """Context: a function that returns the next batch, of get_batch(step), read in advance."""
+        """Context of the training loop: a function that returns the next batch, read in advance.
+
+        get_batch(step) reads it. With --profile, steps are profiled.
+        """
         batches = prefetch(get_batch, self.first_step, depth=2)
         batches = read_on_all_ranks(self.dist_ctx, batches)
-        with contextlib.closing(batches):
+        steps_left = self.state.cfg.max_steps - self.first_step
+        profiling = profile_steps(self.state.cfg.profile, steps_left, self)
+        with contextlib.closing(batches), profiling as self.profiler_step:
             yield lambda: self.clock.wait_for(batches)
 
     def after_step(self, step: int, grad_norm: float) -> None:
@@ -132,7 +124,7 @@ class Run:
     def add_evaluation(self, state, val_loss: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
         self.log.evaluation(state, val_loss)
-        if math.isfinite(val_loss) and val_loss < self.saved_val_loss:
+        if val_loss < self.saved_val_loss:
             self.saved_val_loss = val_loss
             save_best_weights(state, self.stream, self)
 
@@ -150,16 +142,15 @@ class Run:
         Raises SavedInterrupt after Ctrl-C, RunError for a run that diverged, and on nodes that did
         not get the signal that ended it.
         """
-        if stopped_by == "signal" and self.is_asked_to_stop():
-            stopped_by = self.signals[0] if self.signals else "end of torchrun"
-
-        summary = summarize(self, self.state, self.stream, stopped_by)
+        if stopped_by == "signal" and self.signals:
+            stopped_by = self.signals[0]
+        summary = summarize(self, stopped_by)
         # A run that was complete before keeps its figures
         path = self.folder / "summary.json"
-        if self.dist_ctx.rank == 0 and (self.clock.trained_s or not path.exists()):
+        if self.dist_ctx.rank == 0 and (self.state.step > self.first_step or not path.exists()):
             with atomic_write(path) as file:
                 file.write(json.dumps(summary, indent=1).encode() + b"\n")
-        for line in closing_lines(self, self.state.cfg, summary):
+        for line in closing_lines(self, summary):
             self.info(line)
 
         if stopped_by == "SIGINT":

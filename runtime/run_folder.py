@@ -29,9 +29,8 @@ def locked_folder(folder: Path):
         lock_file.truncate(0)
         lock_file.write(f"process {os.getpid()} on {platform.node()}")
         lock_file.flush()
-        for partial in folder.glob(".tmp-*"):
-            if partial.is_file():
-                partial.unlink()
+        for partial in folder.glob(".tmp-*.*"):  # not a folder that prepare.py makes
+            partial.unlink()
         try:
             yield
         finally:

@@ -50,8 +50,7 @@ def batch_for_tokens(tokens: float) -> int:
 def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     """Choose flags for a model with about `params` parameters in its blocks.
 
-    given: flags that are fixed, by name, not yet checked. tokens: to train on; by default what
-    suits the size.
+    given: flags that are fixed, by name. tokens: to train on; by default what suits the size.
     """
     # The 12 n_layer n_embd^2 parameters of the blocks, with n_embd = 64 n_layer as in GPT-2 small
     n_embd = (16 * params / 3) ** (1 / 3)
@@ -60,8 +59,8 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     # Two layers at least, of less width: one cannot do induction
     if "n_layer" not in given and params < 18 * n_embd**2:
         n_embd = max(64, n_embd - multiple)
-    n_embd = max(1, given.get("n_embd", n_embd))
-    n_layer = max(1, given.get("n_layer", round(params / (12 * n_embd**2))))
+    n_embd = given.get("n_embd", n_embd)
+    n_layer = given.get("n_layer", max(1, round(params / (12 * n_embd**2))))
     n_head = 1
     for head_dim in (64, 128):
         if n_embd % head_dim == 0:
@@ -142,14 +141,9 @@ def choose_finetuning(cfg, n_tokens: int, multiple: int) -> dict:
     new model of this size trains on.
     """
     most_tokens = TOKENS_PER_PARAM * 12 * cfg.n_layer * cfg.n_embd**2
-    chosen = {}
-    batch_tokens = cfg.batch_tokens
-    if not batch_tokens:
-        n_multiples = 2 ** max(0, round(math.log2(n_tokens / 2 / multiple)))
-        most_multiples = max(1, batch_for_tokens(most_tokens) // multiple)
-        batch_tokens = multiple * min(n_multiples, most_multiples)
-        chosen["batch_tokens"] = batch_tokens
-    if not cfg.max_steps:
-        tokens = min(finetuning_tokens(n_tokens), most_tokens)
-        chosen["max_steps"] = max(1, round(tokens / batch_tokens))
-    return chosen
+    n_multiples = 2 ** max(0, round(math.log2(n_tokens / 2 / multiple)))
+    most_multiples = max(1, batch_for_tokens(most_tokens) // multiple)
+    batch_tokens = cfg.batch_tokens or multiple * min(n_multiples, most_multiples)
+    tokens = min(finetuning_tokens(n_tokens), most_tokens)
+    max_steps = cfg.max_steps or max(1, round(tokens / batch_tokens))
+    return dict(batch_tokens=batch_tokens, max_steps=max_steps)

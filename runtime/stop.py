@@ -27,23 +27,19 @@ class Now:
     is_save_due: bool  # by the clock, with --save_every 0
 
 
-def ask_ranks(state, stream: TokenStream, run, starts_short: bool) -> Now:
-    """Agree with the other ranks, in one exchange: where one is furthest, all are.
-
-    starts_short: the run begins with short sequences.
-    """
+def ask_ranks(state, stream: TokenStream, run) -> Now:
+    """Agree with the other ranks, in one exchange: where one is furthest, all are."""
     cfg, seconds = state.cfg, run.clock.process_time
     progress = state.step / cfg.max_steps
     if cfg.minutes:
-        short_frac = cfg.short_frac if starts_short else 0.0
         eval_size = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
-        progress = time_progress(run.clock, 60 * cfg.minutes, eval_size, short_frac)
+        progress = time_progress(run.clock, 60 * cfg.minutes, eval_size, cfg.short_frac)
         progress = max(progress, fraction_of_epochs(state, stream))
     is_time_up = cfg.max_minutes > 0 and seconds >= 60 * cfg.max_minutes
     is_save_due = not cfg.save_every and seconds - run.saved_at_s >= SAVE_EVERY_S
     own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
-    progress, is_signaled, is_time_up, is_save_due = max_over_ranks(state.dist_ctx, own)
-    return Now(progress, bool(is_signaled), bool(is_time_up), bool(is_save_due))
+    progress, *flags = max_over_ranks(state.dist_ctx, own)
+    return Now(progress, *map(bool, flags))
 
 
 def why_stop(now: Now, state, stream: TokenStream, run) -> str:

@@ -5,7 +5,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
+from common.values import env_int
+from runtime.summary import COMPLETE
 
 
 def run_trials(cfg, train: Callable) -> None:
@@ -15,16 +16,16 @@ def run_trials(cfg, train: Callable) -> None:
     for seed in range(cfg.seed, cfg.seed + cfg.trials):
         trial = dataclasses.replace(cfg, seed=seed, out_dir=f"{folder}/seed_{seed}", trials=1)
         summary = train(trial)
-        # A signal, --max_minutes
-        if summary["stopped_by"] not in ("max_steps", "minutes", "epochs", "patience"):
+        if summary["stopped_by"] not in COMPLETE:  # a signal, --max_minutes
             break
         losses.append(summary["val_loss"])
         seconds.append(summary["train_time_s"])
 
-    is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
-    if is_rank0 and len(losses) < cfg.trials:
+    if env_int("RANK", 0) > 0:
+        return
+    if len(losses) < cfg.trials:
         print(f"{len(losses)} of {cfg.trials} trials are complete; --resume auto continues")
-    elif is_rank0 and None not in losses:  # None: not finite
+    elif None not in losses:  # None: not finite
         mean, deviation = statistics.mean(losses), statistics.stdev(losses)
         print(
             f"{cfg.trials} trials in {folder}: val_loss {mean:.4f} +- {deviation:.4f}, "

