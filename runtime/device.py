@@ -29,11 +29,6 @@ def init_device_and_ranks(cfg) -> DistContext:
         local_rank=env_int("LOCAL_RANK", 0),
         local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
     )
-    if not 0 <= dist_ctx.rank < dist_ctx.world_size:
-        raise UserError(
-            f"RANK is {dist_ctx.rank} and WORLD_SIZE {dist_ctx.world_size}; start with torchrun, "
-            "which sets both, or unset both"
-        )
     if device.type == "cuda":
         n_devices = torch.cuda.device_count()
         if dist_ctx.local_rank >= n_devices:

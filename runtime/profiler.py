@@ -8,13 +8,12 @@ SKIPPED_STEPS = 3  # two, and one to warm the profiler up
 
 
 @contextlib.contextmanager
-def profile_steps(n_steps: int, steps_left: int, run):
+def profile_steps(n_steps: int, run):
     """Profile n_steps steps after the first three; yields a function to call after each step.
 
-    The trace goes to the folder of the Run, the table to its log. For 0 steps, or more than are
-    left, it does nothing.
+    The trace goes to the folder of the Run, the table to its log. For 0 steps it does nothing.
     """
-    if not n_steps or steps_left < n_steps + SKIPPED_STEPS:
+    if not n_steps:
         yield lambda: None
         return
 

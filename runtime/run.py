@@ -91,8 +91,7 @@ class Run:
         for line in describe_run(state, stream) + self.warnings:
             self.info(line)
 
-        profiling = profile_steps(state.cfg.profile, state.cfg.max_steps - state.step, self)
-        self.profiler_step = self.contexts.enter_context(profiling)
+        self.profiler_step = self.contexts.enter_context(profile_steps(state.cfg.profile, self))
 
         # For the checkpoint that is saved after an error
         self.state, self.stream = state, stream

@@ -83,8 +83,7 @@ def bf16_gain(width: int) -> float:
 
 def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.device) -> str:
     """Resolve "auto" to the dtype that a model was trained in, if the device is fast in that."""
-    if dtype != "auto":
-        return dtype
-    if trained_in == "fp32" or (trained_in == "fp16" and device.type == "cuda"):
+    has_dtype = trained_in == "fp32" or (trained_in == "fp16" and device.type == "cuda")
+    if dtype == "auto" and has_dtype:
         return trained_in
-    return faster_dtype("auto", device, n_embd)
+    return faster_dtype(dtype, device, n_embd)
