@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import math
-import re
 import time
 import zipfile
 from pathlib import Path
@@ -38,24 +37,22 @@ class CorruptCheckpointError(UserError):
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step in a checkpoint's name; -1 for any other file."""
-    match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
-    return int(match[1]) if match else -1
+    """Return the step in a checkpoint's name."""
+    return int(path.stem.removeprefix("ckpt_"))
 
 
 def best_val_loss(run, state, stream) -> float:
     """Return the validation loss of the folder's ckpt_best.pt; infinity if there is none.
 
-    If its model, its dataset or the tokens of its evaluation differ from ours, so that losses
-    cannot be compared, it is renamed.
+    If its model, its dataset or --eval_tokens differ from ours, so that losses cannot be compared,
+    it is renamed.
     """
     path = run.folder / BEST
     with contextlib.suppress(UserError):  # missing, or damaged
         best = read_checkpoint(path, verify=False)
-        evaluated = stream.num_eval_seqs(best["config"]["eval_tokens"])
-        theirs = best["model_config"], best["data"], evaluated
-        evaluated = stream.num_eval_seqs(state.cfg.eval_tokens)
-        ours = dataclasses.asdict(state.raw_model.cfg), stream.fingerprint(), evaluated
+        theirs = best["model_config"], best["data"], best["config"]["eval_tokens"]
+        model_config = dataclasses.asdict(state.raw_model.cfg)
+        ours = model_config, stream.fingerprint(), state.cfg.eval_tokens
         if theirs == ours:
             return best["val_loss"]
         kept = path.with_name(f"ckpt_best_{best['step']}.pt")
@@ -66,7 +63,8 @@ def best_val_loss(run, state, stream) -> float:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint files of a run's folder, newest first."""
-    found = [path for path in folder.glob("ckpt_*.pt") if checkpoint_step(path) >= 0]
+    found = folder.glob("ckpt_*.pt")
+    found = [path for path in found if path.stem.removeprefix("ckpt_").isdecimal()]
     return sorted(found, key=checkpoint_step, reverse=True)
 
 
@@ -235,7 +233,6 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
     run.saved_at_s = run.clock.process_time
     path = run.folder / f"ckpt_{state.step}.pt"
     checkpoint = collect_values(state, stream, run)
-    checkpoint["model"] = whole_tensors(dict(state.raw_model.state_dict()), "model", run)
     checkpoint["extra"] = whole_tensors(state.extra, "state.extra", run)
     for name, p in state.raw_model.named_parameters():
         tensors = state.optimizer.state.get(p, {})
@@ -270,17 +267,16 @@ def save_after_error(run, error: Exception) -> None:
 
 def save_best_weights(state, stream, run) -> None:
     """Save the weights just evaluated as ckpt_best.pt. Every rank must call it."""
-    checkpoint = collect_values(state, stream, run)
-    checkpoint["val_loss"] = run.saved_val_loss
     with state.evaluating():
-        checkpoint["model"] = whole_tensors(dict(state.raw_model.state_dict()), "model", run)
+        checkpoint = collect_values(state, stream, run)
+        checkpoint["val_loss"] = run.saved_val_loss
         failed = run_on_rank0(run.dist_ctx, lambda: write_file(run.folder / BEST, checkpoint, run))
     if failed:
         run.info(f"WARNING: {failed}")
 
 
 def collect_values(state, stream, run) -> dict:
-    """Collect a checkpoint's values except tensors."""
+    """Collect what both kinds of checkpoints hold. Every rank must call it."""
     return dict(
         step=state.step,
         tokens=state.tokens,
@@ -293,6 +289,7 @@ def collect_values(state, stream, run) -> dict:
         ),
         config=dataclasses.asdict(state.cfg),
         model_config=dataclasses.asdict(state.raw_model.cfg),
+        model=whole_tensors(dict(state.raw_model.state_dict()), "model", run),
         optimizer={},
         optimizer_groups=[],
         optimizer_type=type(state.optimizer).__name__,

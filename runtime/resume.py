@@ -65,8 +65,7 @@ class InitCheckpoint:
         run.clock.typical_step_s = clock["typical_step_s"]
         run.clock.last_eval_s = clock["last_eval_s"]
         run.eval_begin = clock["eval_begin"]
-        evaluated = stream.num_eval_seqs(saved["config"]["eval_tokens"])
-        if evaluated != stream.num_eval_seqs(state.cfg.eval_tokens):
+        if saved["config"]["eval_tokens"] != state.cfg.eval_tokens:
             run.eval_begin = state.step + 1
 
 
@@ -122,8 +121,8 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     path = Path(source)
     if path.is_dir():
         path = newest_valid(path, run)
-    read_checkpoint(path)
-    if resume and checkpoints and checkpoint_step(checkpoints[0]) > checkpoint_step(path):
+    step = read_checkpoint(path)["step"]
+    if resume and checkpoints and checkpoint_step(checkpoints[0]) > step:
         raise UserError(
             f"{folder} holds {checkpoints[0].name}, later than {path}; give another --out_dir to "
             "branch off"

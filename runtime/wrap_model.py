@@ -202,9 +202,7 @@ def dummy_step(
     model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # 16-bit gradients may have overflowed, and 0 times infinity would reach the weights
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
+    model.zero_grad(set_to_none=False)
     optimizer.step()
 
     # As in training, gradients and now also the optimizer's state are in memory
