@@ -104,8 +104,6 @@ def raise_on_all_ranks(dist_ctx: DistContext):
         yield
     except (TrainerError, OSError) as error:
         own_error = error
-    if not any_rank(dist_ctx, own_error is not None):
-        return
     for rank, error in enumerate(gather_objects(dist_ctx, own_error)):
         if error is not None:
             error.printed = rank != dist_ctx.rank
@@ -125,17 +123,15 @@ def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator) -> Iterator:
 
 def run_on_rank0(dist_ctx: DistContext, function):
     """Call function() on rank 0; return its result, or raise its TrainerError, on all ranks."""
-    answer = [None]
+    answer = None
     with raise_on_all_ranks(dist_ctx):
         if dist_ctx.rank == 0:
-            answer = [function()]
-    if dist_ctx.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
-    return answer[0]
+            answer = function()
+    return gather_objects(dist_ctx, answer)[0]
 
 
 def gather_objects(dist_ctx: DistContext, own) -> list:
-    """Gather every rank's object on every rank."""
+    """Gather every rank's object on every rank; waits for no GPU."""
     everyones = [own] * dist_ctx.world_size
     if dist_ctx.world_size > 1:
         dist.all_gather_object(everyones, own, group=dist_ctx.cpu_group)
@@ -143,16 +139,13 @@ def gather_objects(dist_ctx: DistContext, own) -> list:
 
 
 def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
-    """Return, on every rank, the elementwise maximum over ranks; waits for no GPU."""
-    largest = torch.tensor(values, dtype=torch.float64)
-    if dist_ctx.world_size > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
-    return largest.tolist()
+    """Return, on every rank, the elementwise maximum over ranks."""
+    return [max(column) for column in zip(*gather_objects(dist_ctx, values))]
 
 
 def any_rank(dist_ctx: DistContext, flag: bool) -> bool:
-    """Return True, on every rank, if the flag is set on any of them; waits for no GPU."""
-    return bool(max_over_ranks(dist_ctx, [flag])[0])
+    """Return True, on every rank, if the flag is set on any of them."""
+    return any(gather_objects(dist_ctx, flag))
 
 
 def mean_over_ranks(dist_ctx: DistContext, values: dict) -> dict[str, float]:
