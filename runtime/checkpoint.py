@@ -28,8 +28,8 @@ BEST = "ckpt_best.pt"  # the weights of the best evaluation
 
 PATIENCE_S = 120  # how long saving the final checkpoint of a run is retried
 
-# Settings of the optimizer that a resumed run takes from its flags, not from the checkpoint
-SET_BY_FLAGS = "lr initial_lr weight_decay betas momentum kind matrix_rows fused params".split()
+# Entries of the optimizer's groups that a resumed run makes anew; others are the checkpoint's
+MADE_ANEW = "lr initial_lr weight_decay betas momentum kind matrix_rows fused params".split()
 
 
 class CorruptCheckpointError(UserError):
@@ -51,8 +51,8 @@ def best_val_loss(run, state, stream) -> float:
     with contextlib.suppress(UserError):  # missing, or damaged
         best = read_checkpoint(path, verify=False)
         theirs = best["model_config"], best["data"], best["config"]["eval_tokens"]
-        model_config = dataclasses.asdict(state.raw_model.cfg)
-        ours = model_config, stream.fingerprint(), state.cfg.eval_tokens
+        shape = dataclasses.asdict(state.raw_model.cfg)
+        ours = shape, stream.fingerprint(), state.cfg.eval_tokens
         if theirs == ours:
             return best["val_loss"]
         kept = path.with_name(f"ckpt_best_{best['step']}.pt")
@@ -100,11 +100,10 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
                 f"{path} cannot be read now ({reason}), and is kept; try again once that is "
                 "resolved, or --resume an older one with a different --out_dir"
             ) from None
-        kind, found = CorruptCheckpointError, "damaged, or not"
-        if is_whole:
-            kind, found = UserError, "intact, but not"
+        kind = UserError if is_whole else CorruptCheckpointError
+        found = "intact, but" if is_whole else "damaged, or"
         raise kind(
-            f"{path} is {found} a checkpoint of this version of the trainer "
+            f"{path} is {found} not a checkpoint of this version of the trainer "
             f"({type(error).__name__}); use a different one, or the source that made it"
         ) from None
     return checkpoint
@@ -182,10 +181,10 @@ def load_optimizer(
             "use --init_from"
         )
 
-    # Settings: those decided by flags are ours, the others the checkpoint's
+    # Settings: those that flags decide are ours, the others the checkpoint's
     groups = optimizer.state_dict()["param_groups"]
     for group, saved in zip(groups, checkpoint["optimizer_groups"]):
-        group.update({name: saved[name] for name in saved if name not in SET_BY_FLAGS})
+        group.update({name: saved[name] for name in saved if name not in MADE_ANEW})
 
     # State: PyTorch numbers parameters in the order of the groups; the checkpoint has names
     names = {p: name for name, p in model.named_parameters()}
@@ -209,10 +208,9 @@ def load_extra(model: nn.Module, saved: dict) -> dict:
     def load(path: tuple, value):
         if not isinstance(value, Tensor):
             return value
+        value = value.clone()  # no longer mapped from the file
         name = getattr(path[-1], "key", "")
-        if name in params:
-            return shard_like(value, params[name])
-        return value.clone().to(model.device)
+        return shard_like(value, params[name]) if name in params else value.to(model.device)
 
     return tree_map_with_path(load, saved)
 

@@ -75,8 +75,7 @@ def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
     Raises UserError.
     """
     # torchrun restarts a job with the flags it had, and not every node counts restarts
-    is_restart = env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    is_restart = any_rank(run.dist_ctx, is_restart)
+    is_restart = any_rank(run.dist_ctx, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0)
     path, resumes = run_on_rank0(run.dist_ctx, lambda: find_checkpoint(cfg, run, is_restart))
     if path is None:
         return None
