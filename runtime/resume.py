@@ -111,7 +111,7 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     if saved and not resume and not is_restart:
         raise UserError(
             f"{folder} already holds {saved[0].name}; add --resume auto to continue, or give "
-            "another --out_dir, if you like with --init_from that file"
+            "another --out_dir, with --init_from to start from these weights"
         )
 
     source = cfg.init_from if resume in ("", "auto") else resume
