@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import errno
 import math
-import re
 import time
 import zipfile
 from pathlib import Path
@@ -17,46 +16,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from common.errors import RunError, UserError, is_out_of_memory
 from common.files import atomic_write
 from data.tokenizers import get_tokenizer
-from ops.parallel import shard_like, state_to_full, to_full, to_local
+from ops.parallel import shard_like, state_to_full, to_local
 from runtime.ranks import run_on_rank0
 
-# The file format. It also has "vocabulary", a text or None
-CHECKPOINT_SCHEMA = dict(
-    step=int,
-    tokens=int,
-    clock=dict,  # in seconds
-    config=dict,  # the flags
-    model_config=dict,
-    model=dict,  # name -> tensor
-    optimizer=dict,  # parameter -> its state
-    optimizer_groups=list,
-    optimizer_type=str,
-    scaler=dict,
-    extra=dict,  # TrainState.extra
-    tokenizer=str,
-    data=str,  # fingerprint of the dataset
-    position=dict,  # of the stream
-    eval_part=str,
-)
 BEST = "ckpt_best.pt"  # the weights of the best evaluation
 
 PATIENCE_S = 120  # how long saving the final checkpoint of a run is retried
 
-# Settings of the optimizer that a resumed run takes from its flags, not from the checkpoint
-SET_BY_FLAGS = (
-    "lr",
-    "initial_lr",
-    "weight_decay",
-    "betas",
-    "momentum",
-    "kind",
-    "matrix_rows",
-    "fused",
-)
+# Entries of the optimizer's groups that a resumed run makes anew; others are the checkpoint's
+MADE_ANEW = "lr initial_lr weight_decay betas momentum kind matrix_rows fused params".split()
 
 
 class CorruptCheckpointError(UserError):
@@ -64,35 +37,34 @@ class CorruptCheckpointError(UserError):
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step in a checkpoint's name; -1 for any other file."""
-    match = re.fullmatch(r"ckpt_(\d+)\.pt", path.name)
-    return int(match[1]) if match else -1
+    """Return the step in a checkpoint's name."""
+    return int(path.stem.removeprefix("ckpt_"))
 
 
 def best_val_loss(run, state, stream) -> float:
-    """Return the validation loss of the folder's ckpt_best.pt.
+    """Return the validation loss of the folder's ckpt_best.pt; infinity if there is none.
 
-    Infinity if there is none for this model and dataset. If it was evaluated on other tokens, so
-    that losses cannot be compared, it is renamed.
+    If its model, its dataset or --eval_tokens differ from ours, so that losses cannot be compared,
+    it is renamed.
     """
     path = run.folder / BEST
     with contextlib.suppress(UserError):  # missing, or damaged
         best = read_checkpoint(path, verify=False)
-        model_config = dataclasses.asdict(state.raw_model.cfg)
-        if (best["model_config"], best["data"]) != (model_config, stream.fingerprint()):
-            return math.inf
-        n_seqs = stream.num_eval_seqs(best["config"]["eval_tokens"])
-        if n_seqs == stream.num_eval_seqs(state.cfg.eval_tokens):
+        theirs = best["model_config"], best["data"], best["config"]["eval_tokens"]
+        shape = dataclasses.asdict(state.raw_model.cfg)
+        ours = shape, stream.fingerprint(), state.cfg.eval_tokens
+        if theirs == ours:
             return best["val_loss"]
         kept = path.with_name(f"ckpt_best_{best['step']}.pt")
         path.rename(kept)
-        run.info(f"{path} is now {kept.name}, because it was evaluated on other tokens")
+        run.info(f"{path} is now {kept.name}, because its loss cannot be compared with this run's")
     return math.inf
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint files of a run's folder, newest first."""
-    found = [path for path in folder.glob("ckpt_*.pt") if checkpoint_step(path) >= 0]
+    found = folder.glob("ckpt_*.pt")
+    found = [path for path in found if path.stem.removeprefix("ckpt_").isdecimal()]
     return sorted(found, key=checkpoint_step, reverse=True)
 
 
@@ -111,10 +83,9 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
         with zipfile.ZipFile(path) as archive:
             if verify and archive.testzip():
                 raise ValueError("a checksum differs")
-        is_whole = verify
+        is_whole = True
         checkpoint = load_mapped(path)
-        has_types = [type(checkpoint[key]) is kind for key, kind in CHECKPOINT_SCHEMA.items()]
-        if not all(has_types):
+        if "optimizer_groups" not in checkpoint:
             raise ValueError("it has other content")
     except FileNotFoundError:
         raise UserError(
@@ -129,14 +100,11 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict:
                 f"{path} cannot be read now ({reason}), and is kept; try again once that is "
                 "resolved, or --resume an older one with a different --out_dir"
             ) from None
-        if is_whole:
-            raise UserError(
-                f"{path} is intact, but not a checkpoint of this version of the trainer "
-                f"({type(error).__name__}); use the source that made it"
-            ) from None
-        raise CorruptCheckpointError(
-            f"{path} is damaged, or not a checkpoint of this version of the trainer "
-            f"({type(error).__name__}); use a different one"
+        kind = UserError if is_whole else CorruptCheckpointError
+        found = "intact, but" if is_whole else "damaged, or"
+        raise kind(
+            f"{path} is {found} not a checkpoint of this version of the trainer "
+            f"({type(error).__name__}); use a different one, or the source that made it"
         ) from None
     return checkpoint
 
@@ -164,21 +132,14 @@ def with_eval_weights(checkpoint: dict) -> dict:
 
 def model_config(checkpoint: dict, kind: type, path):
     """Return the model's configuration as an instance of `kind`, GPTConfig. Raises UserError."""
-    advice = "use the source that made it, a copy of which is in its run's folder"
     saved = checkpoint["model_config"]
-    if saved.get("version") != kind().version:
-        raise UserError(
-            f"{path} holds version {saved.get('version')} of the model, but this is version "
-            f"{kind().version}, which gives different results; {advice}"
-        )
-    try:
-        cfg = kind(**saved)
-        cfg.layer_windows()
-    except (TypeError, ValueError, AttributeError):
-        raise UserError(
-            f"{path} does not fit this GPTConfig, its model being {saved}; {advice}"
-        ) from None
-    return cfg
+    version = kind().version
+    if saved["version"] == version and saved.keys() <= vars(kind()).keys():
+        return kind(**saved)
+    raise UserError(
+        f"{path} does not fit version {version} of the model, its configuration being {saved}; use "
+        "the source that made it, a copy of which is in its run's folder"
+    )
 
 
 def document_token(checkpoint: dict) -> int | None:
@@ -188,18 +149,16 @@ def document_token(checkpoint: dict) -> int | None:
     return get_tokenizer(checkpoint["tokenizer"], checkpoint.get("vocabulary")).eot
 
 
-def load_weights(model: nn.Module, checkpoint: dict, path, may_differ: tuple = ()) -> None:
+def load_weights(model: nn.Module, checkpoint: dict, path) -> None:
     """Copy a checkpoint's weights and buffers into the model, before it is sharded.
 
-    Raises UserError if names, shapes or fields of the configuration differ, except those in
-    may_differ.
+    Raises UserError if names, shapes or fields of the configuration differ. The context length may.
     """
-    saved = dataclasses.asdict(model_config(checkpoint, type(model.cfg), path))
-    ours = dataclasses.asdict(model.cfg)
     differ = []
-    for name in ours:
-        if saved[name] != ours[name] and name not in may_differ:
-            differ.append(f"{name} {saved[name]} there and {ours[name]} here")
+    for name, theirs in checkpoint["model_config"].items():
+        ours = getattr(model.cfg, name, None)
+        if theirs != ours and name != "seq_len":
+            differ.append(f"{name} {theirs} there and {ours} here")
     try:
         if not differ:
             model.load_state_dict(checkpoint["model"])
@@ -216,38 +175,29 @@ def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict, path
 ) -> None:
     """Copy a checkpoint's optimizer state into ours. Raises UserError if the optimizers differ."""
-    groups = optimizer.state_dict()["param_groups"]
-    saved_groups = checkpoint["optimizer_groups"]
     if checkpoint["optimizer_type"] != type(optimizer).__name__:
         raise UserError(
             f"{path} was saved by {checkpoint['optimizer_type']}; resume with that optimizer, or "
             "use --init_from"
         )
 
-    # Settings: those decided by flags are ours, the others the checkpoint's
-    if len(groups) == len(saved_groups):
-        for group, saved in zip(groups, saved_groups):
-            for name, value in saved.items():
-                if name not in SET_BY_FLAGS or name not in group:
-                    group[name] = value
+    # Settings: those that flags decide are ours, the others the checkpoint's
+    groups = optimizer.state_dict()["param_groups"]
+    for group, saved in zip(groups, checkpoint["optimizer_groups"]):
+        group.update({name: saved[name] for name in saved if name not in MADE_ANEW})
 
     # State: PyTorch numbers parameters in the order of the groups; the checkpoint has names
-    numbers = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            numbers[p] = len(numbers)
+    names = {p: name for name, p in model.named_parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     states = {}
-    for name, p in model.named_parameters():
-        saved = checkpoint["optimizer"].get(name)
-        if not saved or p not in numbers:
-            continue
-        state = dict(saved)
-        for key, value in saved.items():
+    for number, p in enumerate(params):
+        state = dict(checkpoint["optimizer"].get(names.get(p), {}))
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 state[key] = shard_like(value.clone(), p)  # no longer mapped from the file
                 if value.shape != p.shape:  # for example a number per row: a plain tensor
                     state[key] = to_local(state[key])
-        states[numbers[p]] = state
+        states[number] = state
     optimizer.load_state_dict(dict(state=states, param_groups=groups))
 
 
@@ -255,18 +205,14 @@ def load_extra(model: nn.Module, saved: dict) -> dict:
     """Load TrainState.extra onto the model's device; tensors named like a parameter are sharded."""
     params = dict(model.named_parameters())
 
-    def load(value, name: str = ""):
-        if isinstance(value, dict):
-            return {key: load(item, key) for key, item in value.items()}
-        if isinstance(value, list):
-            return [load(item) for item in value]
+    def load(path: tuple, value):
         if not isinstance(value, Tensor):
             return value
-        if name in params:
-            return shard_like(value, params[name])
-        return value.clone().to(model.device)
+        value = value.clone()  # no longer mapped from the file
+        name = getattr(path[-1], "key", "")
+        return shard_like(value, params[name]) if name in params else value.to(model.device)
 
-    return load(saved)
+    return tree_map_with_path(load, saved)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,15 +231,12 @@ def save_checkpoint(state, stream, run, required: bool = False) -> None:
     run.saved_at_s = run.clock.process_time
     path = run.folder / f"ckpt_{state.step}.pt"
     checkpoint = collect_values(state, stream, run)
-    checkpoint["model"] = whole_tensors(state.raw_model.state_dict(keep_vars=True), "model", run)
     checkpoint["extra"] = whole_tensors(state.extra, "state.extra", run)
     for name, p in state.raw_model.named_parameters():
-        if p in state.optimizer.state:
-            tensors = state.optimizer.state[p]
-            checkpoint["optimizer"][name] = whole_tensors(tensors, name, run, param=p)
-    for group in state.optimizer.state_dict()["param_groups"]:
-        del group["params"]
-        checkpoint["optimizer_groups"].append(whole_tensors(group, "param_groups", run))
+        tensors = state.optimizer.state.get(p, {})
+        checkpoint["optimizer"][name] = whole_tensors(tensors, name, run, param=p)
+    groups = state.optimizer.state_dict()["param_groups"]
+    checkpoint["optimizer_groups"] = whole_tensors(groups, "param_groups", run)
 
     def write() -> bool:
         failed = write_file(path, checkpoint, run)
@@ -322,18 +265,16 @@ def save_after_error(run, error: Exception) -> None:
 
 def save_best_weights(state, stream, run) -> None:
     """Save the weights just evaluated as ckpt_best.pt. Every rank must call it."""
-    checkpoint = collect_values(state, stream, run)
-    checkpoint["val_loss"] = run.saved_val_loss
     with state.evaluating():
-        weights = state.raw_model.state_dict(keep_vars=True)
-        checkpoint["model"] = whole_tensors(weights, "model", run)
-    failed = run_on_rank0(run.dist_ctx, lambda: write_file(run.folder / BEST, checkpoint, run))
+        checkpoint = collect_values(state, stream, run)
+        checkpoint["val_loss"] = run.saved_val_loss
+        failed = run_on_rank0(run.dist_ctx, lambda: write_file(run.folder / BEST, checkpoint, run))
     if failed:
         run.info(f"WARNING: {failed}")
 
 
 def collect_values(state, stream, run) -> dict:
-    """Collect a checkpoint's values except tensors."""
+    """Collect what both kinds of checkpoints hold. Every rank must call it."""
     return dict(
         step=state.step,
         tokens=state.tokens,
@@ -346,6 +287,7 @@ def collect_values(state, stream, run) -> dict:
         ),
         config=dataclasses.asdict(state.cfg),
         model_config=dataclasses.asdict(state.raw_model.cfg),
+        model=whole_tensors(dict(state.raw_model.state_dict()), "model", run),
         optimizer={},
         optimizer_groups=[],
         optimizer_type=type(state.optimizer).__name__,
@@ -392,33 +334,24 @@ def insist(path: Path, checkpoint: dict, run, failed: str) -> None:
         run.info(f"WARNING: {failed}; saved as {other} instead; --resume {other} continues")
 
 
-def whole_tensors(value, name: str, run, param: Tensor | None = None):
-    """Copy nested values for a checkpoint, with whole tensors on the CPU of rank 0.
+def whole_tensors(values, name: str, run, param: Tensor | None = None):
+    """Return nested values for a checkpoint, with whole tensors on the CPU of rank 0.
 
     Every rank must call it, because shards are gathered. param: the parameter to which the values
     belong as optimizer state. Raises UserError for values of types that a checkpoint cannot hold.
     """
-    copies: dict[Tensor, Tensor] = {}  # a tied parameter is copied once
 
-    def copy(value, name: str):
-        if isinstance(value, np.generic):
-            value = value.item()
+    def whole(path: tuple, value):
         if isinstance(value, Tensor):
-            if value not in copies:
-                full = value.detach()
-                full = to_full(full) if param is None else state_to_full(full, param)
-                on_rank0 = run.dist_ctx.rank == 0
-                copies[value] = full.to("cpu", copy=True) if on_rank0 else torch.empty(0)
-            return copies[value]
-        if isinstance(value, dict):
-            return {key: copy(item, f"{name}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [copy(item, name) for item in value]
+            full = state_to_full(value.detach(), param)
+            return full.cpu() if run.dist_ctx.rank == 0 else None
+        if isinstance(value, np.generic):
+            return value.item()
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise UserError(
-            f"{name} is a {type(value).__name__}; a checkpoint holds tensors, numbers, texts, "
-            "lists, dicts"
+            f"{name}{keystr(path)} is a {type(value).__name__}; a checkpoint holds tensors, "
+            "numbers, texts, lists, dicts"
         )
 
-    return copy(value, name)
+    return tree_map_with_path(whole, values)

@@ -1,5 +1,6 @@
 """Open the dataset of a run on all ranks."""
 
+import contextlib
 from pathlib import Path
 
 from common.errors import UserError
@@ -7,7 +8,7 @@ from data.prepare import parse_args, prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
-from runtime.ranks import DistContext, any_rank, check_same_on_all_ranks, raise_on_all_ranks
+from runtime.ranks import DistContext, check_same_on_all_ranks, raise_on_all_ranks
 
 
 def open_stream(cfg, dist_ctx: DistContext) -> TokenStream:
@@ -29,17 +30,17 @@ def open_stream(cfg, dist_ctx: DistContext) -> TokenStream:
             vocab_size=cfg.vocab_size,
             doc_align=cfg.doc_align,
         )
-    facts = {f"the shards of {path} with hash": stream.fingerprint()[:12]}
-    for key in ("tokenizer", "vocabulary", "vocab_size", "eot"):
-        facts[f"a meta.json with {key}"] = stream.meta.get(key)
-    advice = f"give every node the same data in {path}"
-    check_same_on_all_ranks(dist_ctx, facts, advice)
+    # For example, a node may lack meta.json, and would assume GPT-2's tokenizer
+    facts = {
+        f"the shards of {path} with hash": stream.fingerprint()[:12],
+        "a meta.json with tokenizer": stream.meta["tokenizer"],
+    }
+    check_same_on_all_ranks(dist_ctx, facts, f"give every node the same data in {path}")
 
     # Training does without a tokenizer; sampling needs it on all ranks, as under FSDP all take part
-    try:
-        stream.tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
-    except UserError:
-        stream.tokenizer = None
-    if any_rank(dist_ctx, stream.tokenizer is None):
-        stream.tokenizer = None
+    stream.tokenizer = None
+    with contextlib.suppress(UserError):
+        with raise_on_all_ranks(dist_ctx):
+            tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+        stream.tokenizer = tokenizer
     return stream

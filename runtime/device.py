@@ -29,11 +29,6 @@ def init_device_and_ranks(cfg) -> DistContext:
         local_rank=env_int("LOCAL_RANK", 0),
         local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
     )
-    if not 0 <= dist_ctx.rank < dist_ctx.world_size:
-        raise UserError(
-            f"RANK is {dist_ctx.rank} and WORLD_SIZE {dist_ctx.world_size}; start with torchrun, "
-            "which sets both, or unset both"
-        )
     if device.type == "cuda":
         n_devices = torch.cuda.device_count()
         if dist_ctx.local_rank >= n_devices:
@@ -79,11 +74,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        found = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE)
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def device_summary(dist_ctx: DistContext) -> str:

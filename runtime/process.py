@@ -59,9 +59,8 @@ def restore_random_state():
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(python_state)

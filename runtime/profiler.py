@@ -4,17 +4,14 @@ import contextlib
 
 import torch
 
-SKIPPED_STEPS = 3  # two, and one to warm the profiler up
-
 
 @contextlib.contextmanager
-def profile_steps(n_steps: int, steps_left: int, run):
+def profile_steps(n_steps: int, run):
     """Profile n_steps steps after the first three; yields a function to call after each step.
 
-    The trace goes to the folder of the Run, the table to its log. For 0 steps, or more than are
-    left, it does nothing.
+    The trace goes to the folder of the Run, the table to its log. For 0 steps it does nothing.
     """
-    if not n_steps or steps_left < n_steps + SKIPPED_STEPS:
+    if not n_steps:
         yield lambda: None
         return
 
@@ -27,7 +24,7 @@ def profile_steps(n_steps: int, steps_left: int, run):
         averages = profiler.key_averages()
         run.info(averages.table(sort_by=sort_by, row_limit=10, max_name_column_width=60))
 
-    schedule = torch.profiler.schedule(wait=SKIPPED_STEPS - 1, warmup=1, active=n_steps, repeat=1)
+    schedule = torch.profiler.schedule(wait=2, warmup=1, active=n_steps, repeat=1)
     # There is one cycle: acc_events keeps PyTorch 2.11 from warning of others
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report, acc_events=True)
     with profiler:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from common.files import SOURCE_FILES, sha256_of_file
 from ops.parallel import to_full
 
 RENDEZVOUS_TIMEOUT_S = 600.0  # as torchrun's for nodes
-LAUNCHER_VARIABLES = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -60,12 +58,6 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
     restarts differently. So each start has a random prefix for its keys. Rank 0 writes it for each
     rank until all have answered; each rank first deletes a prefix left by a dead rank 0.
     """
-    missing = [name for name in LAUNCHER_VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise UserError(
-            f"WORLD_SIZE is {world_size}, but {', '.join(missing)} are not set; start with "
-            "torchrun, which sets them all, or unset WORLD_SIZE"
-        )
     timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
     deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
     try:
@@ -82,8 +74,8 @@ def rendezvous(rank: int, world_size: int, device_type: str) -> dist.Store:
             store.delete_key(f"prefix for rank {rank}")
             prefix = store.get(f"prefix for rank {rank}").decode()
             store.add(f"{prefix} joined", 1)
-    except dist.DistError as error:
-        endpoint = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    except (dist.DistError, ValueError) as error:  # ValueError: a variable is not set
+        endpoint = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank} did not meet the other ranks at {endpoint} ({error}); start the same "
             "command on every node, with torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:29500, "
@@ -112,7 +104,7 @@ def raise_on_all_ranks(dist_ctx: DistContext):
         yield
     except (TrainerError, OSError) as error:
         own_error = error
-    if not any_rank(dist_ctx, own_error is not None):
+    if not any_rank(dist_ctx, own_error is not None):  # in each step: cheap
         return
     for rank, error in enumerate(gather_objects(dist_ctx, own_error)):
         if error is not None:
@@ -133,17 +125,15 @@ def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator) -> Iterator:
 
 def run_on_rank0(dist_ctx: DistContext, function):
     """Call function() on rank 0; return its result, or raise its TrainerError, on all ranks."""
-    answer = [None]
+    answer = None
     with raise_on_all_ranks(dist_ctx):
         if dist_ctx.rank == 0:
-            answer = [function()]
-    if dist_ctx.world_size > 1:
-        dist.broadcast_object_list(answer, src=0, group=dist_ctx.cpu_group)
-    return answer[0]
+            answer = function()
+    return gather_objects(dist_ctx, answer)[0]
 
 
 def gather_objects(dist_ctx: DistContext, own) -> list:
-    """Gather every rank's object on every rank."""
+    """Gather every rank's object on every rank; waits for no GPU."""
     everyones = [own] * dist_ctx.world_size
     if dist_ctx.world_size > 1:
         dist.all_gather_object(everyones, own, group=dist_ctx.cpu_group)
@@ -151,7 +141,7 @@ def gather_objects(dist_ctx: DistContext, own) -> list:
 
 
 def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
-    """Return, on every rank, the elementwise maximum over ranks; waits for no GPU."""
+    """Return, on every rank, the elementwise maximum over ranks: one small all-reduce on CPUs."""
     largest = torch.tensor(values, dtype=torch.float64)
     if dist_ctx.world_size > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=dist_ctx.cpu_group)
@@ -159,7 +149,7 @@ def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
 
 
 def any_rank(dist_ctx: DistContext, flag: bool) -> bool:
-    """Return True, on every rank, if the flag is set on any of them; waits for no GPU."""
+    """Return True, on every rank, if the flag is set on any of them."""
     return bool(max_over_ranks(dist_ctx, [flag])[0])
 
 
@@ -179,24 +169,18 @@ def mean_over_ranks(dist_ctx: DistContext, values: dict) -> dict[str, float]:
 
 def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
     """Raise UserError, on every rank, if a rank's value of a fact differs from rank 0's."""
-    everyones = gather_objects(dist_ctx, (platform.node(), facts))
-    host0, facts0 = everyones[0]
-    for rank, (host, facts) in enumerate(everyones):
-        for name in facts0 | facts:
-            value0 = facts0.get(name, "none")
-            value = facts.get(name, "none")
-            if value != value0:
+    everyones = gather_objects(dist_ctx, facts)
+    for rank, theirs in enumerate(everyones):
+        for name, value in everyones[0].items():
+            if theirs.get(name) != value:
                 raise UserError(
-                    f"rank {rank} on {host} has {name} {value}, "
-                    f"and rank 0 on {host0} has {value0}; {advice}",
+                    f"rank {rank} has {name} {theirs.get(name)}, and rank 0 has {value}; {advice}",
                     printed=dist_ctx.rank > 0,
                 )
 
 
 def check_ranks(cfg, dist_ctx: DistContext) -> None:
     """Raise UserError, on every rank, if one differs from rank 0 in flags, code or PyTorch."""
-    if dist_ctx.world_size == 1:
-        return
     facts = {f"--{name}": value for name, value in vars(cfg).items()}
     facts["PyTorch"] = torch.__version__
     for name, path in SOURCE_FILES.items():

@@ -35,29 +35,24 @@ class InitCheckpoint:
         Raises UserError if they do not fit the model.
         """
         checkpoint = self.checkpoint if self.resumes else with_eval_weights(self.checkpoint)
-        may_differ = () if self.resumes else ("seq_len",)
-        load_weights(model, checkpoint, self.path, may_differ)
+        load_weights(model, checkpoint, self.path)
 
     def restore(self, state, stream, run) -> None:
-        """Continue: the state of optimizer and loss scale, steps, clock, and what changes keep.
+        """Restore the optimizer, loss scale, step, clock and TrainState.extra.
 
-        Raises UserError for another dataset, another place in it, or another optimizer.
+        Raises UserError if the stream or the optimizer differs.
         """
         saved, path = self.checkpoint, self.path
-        if saved["data"] != stream.fingerprint():
-            raise UserError(
-                f"{path} was trained on other data than {stream.folder} holds now; give the same "
-                f"--data, or start a new run with --init_from {path}"
-            )
+        was = saved["data"], saved["position"]
         position = stream.stream_state(saved["step"])
-        was = {key: saved["position"].get(key) for key in position}
-        if was != position:
+        if was != (stream.fingerprint(), position):
             raise UserError(
-                f"{path} continues at another place of the stream ({was}, not {position}); give "
-                f"its --seed, --seq_len, --batch_tokens and --doc_align, or use --init_from {path}"
+                f"{path} was trained on other data than {stream.folder} holds, or in another order "
+                f"({saved['position']}, not {position}); give its --data, --seed, --seq_len, "
+                f"--batch_tokens and --doc_align, or start a new run with --init_from {path}"
             )
         load_optimizer(state.raw_model, state.optimizer, saved, path)
-        if state.scaler.is_enabled() and saved["scaler"]:
+        if saved["scaler"]:
             state.scaler.load_state_dict(saved["scaler"])
         state.extra.update(load_extra(state.raw_model, saved["extra"]))
         state.step = saved["step"]
@@ -70,14 +65,8 @@ class InitCheckpoint:
         run.clock.typical_step_s = clock["typical_step_s"]
         run.clock.last_eval_s = clock["last_eval_s"]
         run.eval_begin = clock["eval_begin"]
-        evaluated = stream.num_eval_seqs(saved["config"]["eval_tokens"])
-        if evaluated != stream.num_eval_seqs(state.cfg.eval_tokens):
+        if saved["config"]["eval_tokens"] != state.cfg.eval_tokens:
             run.eval_begin = state.step + 1
-        if state.step > state.cfg.max_steps and not state.cfg.minutes:
-            raise UserError(
-                f"{path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; "
-                "give more"
-            )
 
 
 def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
@@ -86,8 +75,7 @@ def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
     Raises UserError.
     """
     # torchrun restarts a job with the flags it had, and not every node counts restarts
-    is_restart = env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    is_restart = any_rank(run.dist_ctx, is_restart)
+    is_restart = any_rank(run.dist_ctx, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0)
     path, resumes = run_on_rank0(run.dist_ctx, lambda: find_checkpoint(cfg, run, is_restart))
     if path is None:
         return None
@@ -112,25 +100,18 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     """
     folder, resume = run.folder, cfg.resume
     checkpoints = list_checkpoints(folder)
-    if checkpoints and is_restart:
+    saved = [*checkpoints, *folder.glob("ckpt_*.damaged")]
+    if saved and (resume == "auto" or is_restart):
         resume = "newest"  # what the job has saved, not what it was started from
-    if checkpoints and not resume:
-        raise UserError(
-            f"{folder} already holds {checkpoints[0].name}; add --resume to continue, or give "
-            "another --out_dir"
-        )
-    if resume == "newest" or (resume == "auto" and checkpoints):
+    if resume == "newest":
         return newest_valid(folder, run), True
-    if not checkpoints and (folder / BEST).exists():
-        if not resume and not is_restart:
-            raise UserError(
-                f"{folder} holds {BEST}, the only weights of a run that was killed; start from "
-                f"them with --init_from {folder / BEST} and another --out_dir, or delete it"
-            )
-        run.info(f"{folder} has no checkpoint to resume: {BEST} stays until there are better")
-    if resume in ("", "auto") and any(folder.glob("ckpt_*.damaged")):
+
+    # Nothing is overwritten, not even the best weights alone of a run that was killed
+    saved += folder.glob(BEST)
+    if saved and not resume and not is_restart:
         raise UserError(
-            f"{folder} holds damaged checkpoints only; give another --out_dir, or delete them"
+            f"{folder} already holds {saved[0].name}; add --resume auto to continue, or give "
+            "another --out_dir, with --init_from to start from these weights"
         )
 
     source = cfg.init_from if resume in ("", "auto") else resume
@@ -139,8 +120,8 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     path = Path(source)
     if path.is_dir():
         path = newest_valid(path, run)
-    read_checkpoint(path)
-    if resume and checkpoints and checkpoint_step(checkpoints[0]) > checkpoint_step(path):
+    step = read_checkpoint(path)["step"]
+    if resume and checkpoints and checkpoint_step(checkpoints[0]) > step:
         raise UserError(
             f"{folder} holds {checkpoints[0].name}, later than {path}; give another --out_dir to "
             "branch off"

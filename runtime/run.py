@@ -105,8 +105,7 @@ class Run:
         """
         batches = prefetch(get_batch, self.first_step, depth=2)
         batches = read_on_all_ranks(self.dist_ctx, batches)
-        steps_left = self.state.cfg.max_steps - self.first_step
-        profiling = profile_steps(self.state.cfg.profile, steps_left, self)
+        profiling = profile_steps(self.state.cfg.profile, self)
         with contextlib.closing(batches), profiling as self.profiler_step:
             yield lambda: self.clock.wait_for(batches)
 

@@ -54,7 +54,7 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: flo
     w = torch.ones(width, 4 * width, dtype=dtype, device=device)
     seconds = []
     deadline = time.perf_counter() + 0.1
-    while not seconds or time.perf_counter() < deadline:
+    while time.perf_counter() < deadline:
         began = time.perf_counter()
         (x @ w)[0, 0].item()  # waits for the device
         seconds.append(time.perf_counter() - began)
@@ -65,11 +65,10 @@ def faster_dtype(dtype: str, device: torch.device, n_embd: int) -> str:
     """Resolve "auto" to bf16 on GPUs that have it and CPUs whose matmuls are faster in it."""
     if dtype != "auto":
         return dtype
-    is_faster = False
     if device.type == "cuda":
         is_faster = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
-        is_faster = bf16_gain(min(n_embd, 512)) >= BF16_GAIN
+    else:
+        is_faster = device.type == "cpu" and bf16_gain(min(n_embd, 512)) >= BF16_GAIN
     return "bf16" if is_faster else "fp32"
 
 
@@ -83,8 +82,7 @@ def bf16_gain(width: int) -> float:
 
 def sampling_dtype(dtype: str, trained_in: str, n_embd: int, device: torch.device) -> str:
     """Resolve "auto" to the dtype that a model was trained in, if the device is fast in that."""
-    if dtype != "auto":
-        return dtype
-    if trained_in == "fp32" or (trained_in == "fp16" and device.type == "cuda"):
+    has_dtype = trained_in == "fp32" or (trained_in == "fp16" and device.type == "cuda")
+    if dtype == "auto" and has_dtype:
         return trained_in
-    return faster_dtype("auto", device, n_embd)
+    return faster_dtype(dtype, device, n_embd)

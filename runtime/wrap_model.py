@@ -51,14 +51,9 @@ def wrap_model(
     # 3. Micro-batch
     micro_batch = choose_micro_batch(model, cfg, make_optimizer, ac_modes, n_seqs, dist_ctx)
 
-    # 4. Compile. Compiled blocks store less for backward, so twice as many sequences may fit
+    # 4. Compile
     if cfg.is_compiled:
         apply_compile(model, cfg.compile, activation_budget(cfg), device)
-        larger = largest_divisor(n_seqs, min(2 * micro_batch, MOST_TOKENS // cfg.seq_len))
-        is_tried = device.type == "cuda" and not cfg.micro_batch and not cfg.is_sharded
-        if is_tried and larger > micro_batch and not cfg.uses_cudagraphs:
-            if step_fits(model, cfg, make_optimizer, larger, dist_ctx):
-                micro_batch = larger
 
     # 5. Offload activations
     if cfg.offload == "activations" and device.type == "cuda":
@@ -169,7 +164,7 @@ def step_fits(
     try:
         dummy_step(model, make_optimizer(cfg, model), micro_batch, cfg.seq_len)
         needed = torch.cuda.max_memory_allocated()
-    except (RuntimeError, MemoryError) as error:
+    except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
     if dist_ctx.world_size > 1:
@@ -207,9 +202,7 @@ def dummy_step(
     model(x, x).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     # 16-bit gradients may have overflowed, and 0 times infinity would reach the weights
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
+    model.zero_grad(set_to_none=False)
     optimizer.step()
 
     # As in training, gradients and now also the optimizer's state are in memory

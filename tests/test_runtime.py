@@ -204,7 +204,7 @@ def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypa
 
 def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path, capsys):
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=plain)), capsys)
-    assert code == 2 and "already holds ckpt_20.pt; add --resume" in err
+    assert code == 2 and "already holds ckpt_20.pt; add --resume auto" in err
     flags = flags_of(TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=1))
     with locked_folder(tmp_path / "run"):
         code, err = run_main(flags, capsys)
@@ -372,8 +372,9 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     for path in folder.glob("ckpt_*.pt"):
         path.unlink()
     argv = flags_of(TINY | common | dict(out_dir=folder))
-    assert "holds damaged checkpoints only" in run_main(argv, capsys)[1]
-    assert "has no valid checkpoint" in run_main([*argv, "--resume"], capsys)[1]
+    assert ".pt.damaged; add --resume auto to continue" in run_main(argv, capsys)[1]
+    for resume in ("--resume", "--resume=auto"):
+        assert "has no valid checkpoint" in run_main([*argv, resume], capsys)[1]
 
 
 NO_MAP = RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")
@@ -462,15 +463,15 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
     write_shard(other / "a_train_2.bin", np.zeros(50, dtype=np.uint16))
     (other / "meta.json").write_text(json.dumps(meta))
     common = TINY | dict(data=data, out_dir=tmp_path / "run", resume=list_checkpoints(plain)[0])
-    elsewhere = "continues at another place of the stream"
+    elsewhere = "was trained on other data than "
     shapes = "does not fit this model (n_layer 2 there and 3 here, n_embd 32 there and 64"
     missing = 'Missing key(s) in state_dict: "head.weight".); use'
-    version = "holds version 1 of the model, but this is version 4"
+    version = "does not fit this model (version 1 there and 4 here); use"
     for change, sentence in [
         (dict(n_embd=64, n_layer=3), shapes),
         (dict(resume=tmp_path / "ckpt_19.pt"), missing),
         (dict(resume=tmp_path / "ckpt_20.pt"), version),
-        (dict(data=other), "was trained on other data"),
+        (dict(data=other), elsewhere),
         (dict(optimizer="adamw"), "--optimizer adamw is for new runs"),
         (dict(seed=1), elsewhere),
         (dict(batch_tokens=1024), elsewhere),
@@ -632,7 +633,7 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     for path in list_checkpoints(tmp_path / "run"):
         path.unlink()
     code, err = run_main(flags_of(flags), capsys)
-    assert code == 2 and f"start from them with --init_from {best}" in err
+    assert code == 2 and "already holds ckpt_best.pt; add --resume auto to continue" in err
     kept = []
     save = run_module.save_best_weights
     monkeypatch.setattr(
@@ -645,8 +646,9 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     log = read_log(tmp_path / "run")
     assert "val_loss has risen from 1.5000, its lowest" in log
     assert re.search(r"next: python sample.py --run \S+ --best\n", log) and "longer:" not in log
-    code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
-    assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
+    # With fewer steps it is over, and keeps its figures
+    assert run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)[0] == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 9
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
@@ -681,6 +683,7 @@ def test_the_best_weights_of_another_model_do_not_count(data, plain, tmp_path):
         torch.save(best, tmp_path / name / "ckpt_best.pt")
         tiny_run(tmp_path / name, **dict(data=data, max_steps=1, resume="auto") | flags)
         assert read_checkpoint(tmp_path / name / "ckpt_best.pt")["val_loss"] > 1
+        assert read_checkpoint(tmp_path / name / "ckpt_best_20.pt")["val_loss"] == 0.01  # is kept
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
