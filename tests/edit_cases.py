@@ -33,7 +33,7 @@ class Plain:
 
     def __init__(self, w: dict[str, Tensor], cfg, training: bool = True, seed: int = 0):
         self.w, self.cfg, self.training, self.seed = w, cfg, training, seed
-        self.head_dim = cfg.n_embd // cfg.n_head
+        self.head_dim, self.n_kv_head = cfg.n_embd // cfg.n_head, cfg.n_head
 
     def embed(self, x: Tensor) -> Tensor:
         out = self.w["wte.weight"][x]
@@ -49,24 +49,23 @@ class Plain:
         half = self.head_dim // 4
         position, i = torch.arange(x.size(1)).double(), torch.arange(half).double()
         angle = torch.outer(position, 10000.0 ** (-i / half))[:, None]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        a, b, *rest = x.split(half, -1)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), -1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin, *rest), -1)
 
     def bias(self, length: int) -> Tensor:
         return torch.zeros(length, length)
 
     def heads(self, x: Tensor, i: int) -> list[Tensor]:
         """Queries, keys and values (B, T, heads, head_dim)."""
-        parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).chunk(3, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in parts)
-        return [q, k, self.with_values(v, x, i)]
-
-    def with_values(self, v: Tensor, x: Tensor, i: int) -> Tensor:
+        n = self.n_kv_head
+        qkv = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.cfg.n_head, n, n), 2)
         gate = torch.sigmoid(x @ self.w[f"blocks.{i}.attn.gate.weight"].T)[..., None]
-        return v + 2 * gate * self.w["value_embed.weight"][self.idx][
-            ..., : v.flatten(2).size(2)
-        ].view(v.shape)
+        embedded = self.w["value_embed.weight"][self.idx].unflatten(-1, (-1, self.head_dim))
+        v = v + 2 * gate * embedded[:, :, :n]
+        repeats = self.cfg.n_head // n
+        return [q, k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)]
 
     def attn(self, x: Tensor, i: int) -> Tensor:
         length, (q, k, v) = x.size(1), self.heads(x, i)
@@ -74,11 +73,8 @@ class Plain:
         k = torch.cat((k[..., :half], before(k[..., half:])), -1)
         q, k, v = (t.transpose(1, 2) for t in (self.rotate(q), self.rotate(k), v))
         scores = q @ k.mT / self.head_dim**0.5 + self.bias(length)
-        distance, window = (
-            torch.arange(length)[:, None] - torch.arange(length),
-            self.cfg.layer_windows()[i],
-        )
-        seen = (distance >= 0) & (distance < (window or length))
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        seen &= seen.triu(1 - (self.cfg.layer_windows()[i] or length))
         y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         return y.transpose(1, 2).flatten(2) @ self.w[f"blocks.{i}.attn.proj.weight"].T
 
@@ -99,7 +95,8 @@ class Plain:
         self.idx, x = idx, self.first(idx)
         for i in range(self.cfg.n_layer):
             x = self.block(x, i)
-        return rms_norm(x)
+        self.x = rms_norm(x)
+        return self.x
 
     def capped(self, x: Tensor, head: str = "head.weight") -> Tensor:
         logits, cap = x @ self.w[head].T, self.cfg.softcap
@@ -158,38 +155,30 @@ class Weighted(Plain):
 
 class SecondHead(Plain):
     def loss(self, idx, y):
-        x, n = self.backbone(idx), y.size(1)
-        loss = self.token_losses(self.capped(x), y).sum() / (y >= 0).sum()
-        second = self.token_losses(self.capped(x[:, : n - 1], "second_head.weight"), y[:, 1:]).sum()
-        return loss + 0.3 * second / (y >= 0).sum() if self.training else loss
+        loss, logits = super().loss(idx, y), self.capped(self.x[:, :-1], "second_head.weight")
+        second = self.token_losses(logits, y[:, 1:]).sum() / (y >= 0).sum()
+        return loss + 0.3 * second if self.training else loss
 
 
 class Contrastive(Plain):
     def loss(self, idx, y):
-        loss, x = super().loss(idx, y), self.backbone(idx)
-        n = x.size(1)
-        pairs = [
-            F.relu(F.cosine_similarity(x[:, i], x[:, j]) - 0.5) for i in range(n) for j in range(i)
-        ]
-        return loss + 0.1 * torch.stack(pairs).sum(0).mean() / n**2 if self.training else loss
+        loss, n = super().loss(idx, y), idx.size(1)
+        pairs = F.cosine_similarity(self.x[:, :, None], self.x[:, None], dim=-1).tril(-1)
+        return loss + 0.1 * F.relu(pairs - 0.5).sum() / len(idx) / n**2 if self.training else loss
 
 
 class Experts(Plain):
-    """One expert at a time, for the tokens that are its own."""
+    """Every expert for every token, and all results but one multiplied by 0."""
 
     def mlp(self, x, i):
-        width, out, parts = x.size(-1), torch.zeros_like(x), []
-        fc, proj = self.w[f"blocks.{i}.mlp.fc.weight"], self.w[f"blocks.{i}.mlp.proj.weight"]
-        p = (x @ self.w[f"blocks.{i}.mlp.router.weight"].T).softmax(-1)
-        for e in range(4):
-            own, rows = p.argmax(-1) == e, slice(e * width, (e + 1) * width)
-            out[own] = (
-                p[..., e][own][:, None]
-                * (F.leaky_relu(x[own] @ fc[rows].T, 0.5) ** 2)
-                @ proj[:, rows].T
-            )
-            parts.append(own.float().mean(1) * p[..., e].mean(1))
-        self.balance = self.balance + 4 * torch.stack(parts).sum(0).mean()
+        n, out = 4, 0
+        weights = [self.w[f"blocks.{i}.mlp.{name}.weight"] for name in ("router", "fc", "proj")]
+        p = (x @ weights[0].T).softmax(-1)
+        chosen = F.one_hot(p.argmax(-1), n)
+        for e, (fc, proj) in enumerate(zip(weights[1].chunk(n), weights[2].chunk(n, 1))):
+            hidden = F.leaky_relu(x @ fc.T, 0.5) ** 2
+            out = out + (p * chosen)[..., e : e + 1] * (hidden @ proj.T)
+        self.balance = self.balance + n * (chosen.float().mean(1) * p.mean(1)).sum(-1).mean()
         return out
 
     def backbone(self, idx):
@@ -206,19 +195,16 @@ class Tied(Plain):
 
 
 class Grouped(Plain):
-    def heads(self, x, i):
-        parts = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).split(
-            (x.size(-1), x.size(-1) // 2, x.size(-1) // 2), -1
-        )
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in parts)
-        shared = [n // 2 for n in range(self.cfg.n_head)]
-        return [q, k[:, :, shared], self.with_values(v, x, i)[:, :, shared]]
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.n_kv_head = self.cfg.n_head // 2
 
 
 class Alibi(Plain):
     def bias(self, length):
-        distance = torch.tensor([[float(q - k) for k in range(length)] for q in range(length)])
-        return torch.stack([-distance / 2**n for n in range(1, self.cfg.n_head + 1)])
+        place = torch.arange(length)
+        slopes = 2.0 ** -torch.arange(1, self.cfg.n_head + 1)
+        return (place - place[:, None]) * slopes[:, None, None]
 
 
 class Positions(Plain):
@@ -245,7 +231,6 @@ class Case:
     """What a worked edit computes, and what it promises."""
 
     plain: type[Plain] = Plain
-    any_layout: bool = True  # the same for any micro-batches
     flags: dict = field(default_factory=dict)
     holds: object = None  # a function of the run that says whether something else holds
 
@@ -259,18 +244,9 @@ def pages(repo: Path):
     sys.path.insert(0, str(repo))
     importlib.invalidate_caches()
     try:
-        names = (
-            "train_gpt",
-            "model",
-            "sample",
-            "inference.generation",
-            "runtime.checkpoint",
-            "runtime.device",
-            "runtime.auto",
-        )
-        yield SimpleNamespace(
-            **{name.split(".")[-1]: importlib.import_module(name) for name in names}
-        )
+        names = ("train_gpt", "model", "sample", "inference.generation")
+        found = {name.split(".")[-1]: importlib.import_module(name) for name in names}
+        yield SimpleNamespace(**found)
     finally:
         sys.path.remove(str(repo))
         for name in [name for name in sys.modules if name.split(".")[0] in OURS]:

@@ -71,13 +71,3 @@ def test_an_edit_of_a_line_changes_what_is_trained(line, compiled, monkeypatch):
         edited = gradients(SOURCE.replace(line, EDITS[line]), compiled, patch)
     change = edited["head.weight"] - plain["head.weight"]
     assert change.norm() > 0.01 * plain["head.weight"].norm()
-
-
-@pytest.mark.parametrize("compiled", ["cpu", "cuda"])
-def test_compiling_the_loss_changes_nothing(compiled, monkeypatch):
-    with monkeypatch.context() as patch:
-        plain = gradients(SOURCE, None, patch)
-    with monkeypatch.context() as patch:
-        found = gradients(SOURCE, compiled, patch)
-    for name, grad in plain.items():
-        assert (found[name] - grad).norm() <= 1e-5 * grad.norm(), name

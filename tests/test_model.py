@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -10,20 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
 import sample
 import train_gpt
 from common.errors import UserError
-from conftest import built, compile_with, final, random_gpt, rows, tiny_run
+from conftest import (
+    assert_weights_equal,
+    built,
+    compile_with,
+    final,
+    random_gpt,
+    rows,
+    tiny_run,
+)
 from inference import generation, int8
 from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token
 from inference.int8 import quantize, round_to_int8
 from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
-from ops.checkpointing import apply_ac, selective_ac_policy
+from ops.checkpointing import apply_ac
 from ops.compile import apply_compile
 from ops.functional import (
     CpuLeakyReLUSquared,
@@ -34,6 +42,12 @@ from ops.functional import (
 from ops.linear import Fp8Linear, apply_fp8, linear
 from ops.loss import chunked_loss
 from tests.edit_cases import Plain
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 
 
 def tokens(n=2, length=24, size=70, seed=0) -> torch.Tensor:
@@ -53,42 +67,50 @@ def explicit_mask(idx: torch.Tensor, window: int, eot: int | None) -> torch.Tens
                 seen[row, 0, query, key] = True
                 if text[key] == eot:  # a document begins here
                     break
-    return seen
+    return seen.to(idx.device)
 
 
-@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-@pytest.mark.parametrize(
-    "window, eot, biased", [(0, None, 0), (40, None, 0), (0, 3, 0), (40, 3, 1), (999, None, 0)]
-)
-@pytest.mark.parametrize("backend", ["sdpa", "math", "blocked", "flex"])
-def test_attention_against_pytorchs_with_a_mask(backend, window, eot, biased, dtype, most):
-    if backend == "flex" and (biased or dtype == torch.bfloat16):
-        pytest.skip("FlexAttention adds no bias here")
-    qkvd = torch.randn(4, 2, 3, 290, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    idx = tokens(2, 290, 50)
+# Which dtypes each backend takes, and how close it is in them
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+BACKENDS = {
+    "cpu": dict(sdpa=CLOSE, math=CLOSE, blocked=CLOSE, flex=CLOSE),
+    "cuda": dict.fromkeys("flash cudnn efficient flex varlen".split(), {torch.bfloat16: 0.03}),
+}
+
+
+@pytest.mark.parametrize("window, eot", [(0, None), (40, None), (40, 3), (999, 3)])
+@DEVICES
+def test_attention_against_pytorchs_with_a_mask(device, window, eot):
+    for backend, close in BACKENDS[device].items():
+        if backend != "flash" or window == 0:  # flash takes no mask
+            assert_attention(backend, close, device, window, eot)
+
+
+def assert_attention(backend, close: dict, device: str, window: int, eot: int | None) -> None:
+    generator, length = torch.Generator().manual_seed(0), 290 if device == "cpu" else 256
+    qkvd = torch.randn(4, 2, 3, length, 64, generator=generator).to(device)
+    idx = tokens(2, length, 50).to(device)
     exact_mask = explicit_mask(idx, window, eot)
-    if biased:
-        generator = torch.Generator().manual_seed(1)
-        bias = torch.randn(3, 290, 290, generator=generator).to(dtype)
-        exact_mask = torch.where(exact_mask, bias.double(), -math.inf)
     mask = attention_mask(backend, may_attend, idx, window, eot)
-    if biased:
-        mask = torch.where(mask, bias, -math.inf)
 
-    def with_gradients(function, kind) -> list[torch.Tensor]:
-        *qkv, dy = qkvd.to(kind).unbind()
-        inputs = [t.clone().requires_grad_() for t in qkv]
-        if backend == "flex":  # it has no backward pass on a CPU
-            return [function(*qkv)]
-        out = function(*inputs)
-        return [out, *torch.autograd.grad(out, inputs, dy)]
+    def ours(q, k, v):
+        return attention(q, k, v, mask, backend, window)
 
     def exact(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, exact_mask)
 
-    ours = with_gradients(lambda q, k, v: attention(q, k, v, mask, backend, window), dtype)
-    for got, want in zip(ours, with_gradients(exact, torch.float64)):
-        assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
+    def with_gradients(function, dtype, computed_in) -> list[torch.Tensor]:
+        *qkv, dy = qkvd.to(dtype).to(computed_in).unbind()
+        if (backend, device) == ("flex", "cpu"):  # it has no backward pass there
+            return [function(*qkv)]
+        inputs = [t.clone().requires_grad_() for t in qkv]
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, dy)]
+
+    for dtype, most in close.items():
+        wants = with_gradients(exact, dtype, torch.float64)
+        for got, want in zip(with_gradients(ours, dtype, dtype), wants):
+            assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm(), backend
 
 
 def test_varlen_takes_offsets():
@@ -124,25 +146,15 @@ def test_model_against_its_description(shape):
     assert gpt(idx, targets.fill_(-1)).item() == 0
 
 
-def test_bf16_model_is_close_and_keeps_fp32_weights():
-    exact, rounded = random_gpt(), random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10)
-    idx = tokens()
-    a, b = exact(idx, idx), rounded(idx, idx)
-    assert b.dtype == torch.float32 and a.item() != b.item() == pytest.approx(a.item(), rel=2e-2)
-    a.backward()
-
-    def gradients(share: float) -> list[torch.Tensor]:
-        """With the loss multiplied by a micro-batch's share of the targets, and that undone."""
-        rounded.zero_grad()
-        (rounded(idx, idx) * share).backward()
-        return [p.grad / share for p in rounded.parameters()]
-
-    grads = gradients(1)
-    for p, got in zip(exact.parameters(), grads):
-        assert got.dtype == torch.float32
-        assert F.cosine_similarity(p.grad.flatten(), got.flatten(), dim=0) > 0.995
-    scaled_grads = gradients(1 / 491520)  # which bf16 would round by 0.3 %
-    ratios = [(scaled * g).sum() / g.square().sum() for g, scaled in zip(grads, scaled_grads)]
+def test_a_small_weight_of_a_micro_batch_is_not_rounded():
+    """The loss times a micro-batch's share of the targets, which bf16 would round by 0.3 %."""
+    gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10), tokens()
+    params = list(gpt.parameters())
+    grads = torch.autograd.grad(gpt(idx, idx), params)
+    scaled_grads = torch.autograd.grad(gpt(idx, idx) / 491520, params)
+    ratios = []
+    for grad, scaled in zip(grads, scaled_grads):
+        ratios.append(491520 * (scaled * grad).sum() / grad.square().sum())
     assert sum(ratios) / len(ratios) == pytest.approx(1, abs=1.5e-3)
 
 
@@ -168,22 +180,22 @@ def exact_loss(logits, targets, softcap: float) -> torch.Tensor:
     return F.cross_entropy(logits, targets, ignore_index=-1)
 
 
+FUSED = (FusedCrossEntropy.apply, bounded_cross_entropy)
+
+
 @pytest.mark.parametrize(
     "dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 2**-7), (torch.float16, 2**-9)]
 )
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
 @pytest.mark.parametrize(
-    "function, softcaps",
+    "function, softcap",
     [
-        (cross_entropy, (0.0, 15.0, 80.0)),
-        (FusedCrossEntropy.apply, (0.7, 15.0, 30.0)),
-        (bounded_cross_entropy, (0.7, 15.0, 30.0)),
+        *itertools.product([cross_entropy], (0.0, 15.0, 80.0)),
+        *itertools.product(FUSED, (0.7, 15.0, 30.0)),
     ],
 )
-@pytest.mark.parametrize("number", range(3))
-def test_cross_entropy_and_its_gradient_in_float64(function, softcaps, number, scale, dtype, rtol):
+def test_cross_entropy_and_its_gradient_in_float64(function, softcap, scale, dtype, rtol):
     """The page's and those that are put in its place; sure mistakes, masked targets."""
-    softcap = softcaps[number]
     generator = torch.Generator().manual_seed(0)
     logits = (scale * torch.randn(20, 50, generator=generator)).to(dtype).requires_grad_()
     targets = torch.cat([torch.randint(-1, 50, (18,), generator=generator), logits[18:].argmin(-1)])
@@ -197,31 +209,20 @@ def test_cross_entropy_and_its_gradient_in_float64(function, softcaps, number, s
     torch.testing.assert_close(grad.double(), exact.double(), rtol=rtol, atol=2e-7)
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 7, 48, 1000])
-def test_a_loss_in_chunks_is_that_of_all_tokens(chunk):
-    """Value and gradients of the mean over targets, though chunks have more or fewer, or none."""
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (48, 30))
-    targets = torch.randint(-1, 30, (48,), generator=generator)
-    targets[7:14] = -1
-    unused, frozen = torch.ones(1, requires_grad=True), torch.ones(1)
-    rows = []
+@pytest.mark.parametrize("chunk", [0, 7, 1000])
+def test_chunks_of_the_loss_have_their_size(chunk):
+    """And may have no targets; unused and frozen parameters may be listed."""
+    x, w = torch.ones(48, 16, requires_grad=True), torch.ones(30, 16, requires_grad=True)
+    listed, n_rows = [w, torch.ones(1, requires_grad=True), torch.ones(1)], []
 
     def function(x, y):
-        rows.append(len(x))
+        n_rows.append(len(x))
         return cross_entropy(x @ w.T, y, 15.0)
 
-    loss = chunked_loss(function, [w, unused, frozen], x, targets, chunk)
-    assert max(rows) == min(chunk or 48, 48)
-    exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    want = exact_loss(exact[0] @ exact[1].T, targets, 15)
-    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
-    grads = torch.autograd.grad(loss / 3, (x, w))
-    for got, grad in zip(grads, torch.autograd.grad(want / 3, exact)):
-        torch.testing.assert_close(got.double(), grad, rtol=1e-4, atol=1e-6)
-    with torch.no_grad():
-        torch.testing.assert_close(chunked_loss(function, [], x, targets, chunk), loss)
-    nothing = chunked_loss(function, [w], x, torch.full((48,), -1), chunk)
+    loss = chunked_loss(function, listed, x, torch.zeros(48, dtype=torch.int64), chunk)
+    assert max(n_rows) == min(chunk or 48, 48)
+    assert loss.item() == pytest.approx(math.log(30)) and torch.autograd.grad(loss, w)[0].any()
+    nothing = chunked_loss(function, listed, x, torch.full((48,), -1), chunk)
     assert nothing == 0 and not any(g.any() for g in torch.autograd.grad(nothing, (x, w)))
 
 
@@ -255,12 +256,10 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
 def test_ngrams_end_at_documents():
     gpt, idx = random_gpt(ngram=3, ngram_rows=1 << 20), torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
     whole = gpt.embed(idx, 9)
-    assert torch.equal(gpt.embed(idx, 4), whole[:, 5:])
     gpt.eot = 4  # starts a document
     masked = gpt.embed(idx, 9)
     assert torch.equal(masked[:, :5], whole[:, :5]) and not torch.equal(masked[:, 6], whole[:, 6])
     assert torch.equal(masked[:, 5:], gpt.embed(idx[:, 5:], 4))
-    assert torch.equal(masked[:, 6:], gpt.embed(idx, 3))
 
 
 def test_the_second_layer_starts_by_looking_for_what_followed(monkeypatch):
@@ -289,15 +288,14 @@ def test_dropped_ngrams():
         expected = torch.where(is_dropped[..., None], words, words + (whole - words) / 0.6)
         torch.testing.assert_close(got, expected)
         steps.append(is_dropped.float())
-        # Whatever rows are beside it; evaluation and sampling drop nothing
+        # Whatever rows are beside it
         assert torch.equal(gpt.embed(idx[3:5], 24), got[3:5])
-        assert torch.equal(gpt.eval().embed(idx, 24), whole)
-        gpt.train()
+    assert torch.equal(gpt.eval().embed(idx, 24), whole)
     dropped = torch.stack(steps)
-    assert not any(torch.equal(dropped[0], other) for other in dropped[1:])
+    assert not torch.equal(dropped[0], dropped[1])
     assert dropped.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
-    assert (dropped.mean(0) - 0.4).abs().max() < 0.25
-    assert (dropped.mean((1, 2)) - 0.4).abs().max() < 0.18
+    # Of each token, and in each step
+    assert max((dropped.mean(dims) - 0.4).abs().max() for dims in (0, (1, 2))) < 0.25
 
 
 # --------------------------------------------------------------------------------------------------
@@ -321,19 +319,18 @@ def likeliest_uncached(gpt, prompt, n_tokens, context) -> list[int]:
     return idx[0, -n_tokens:].tolist()
 
 
-@pytest.mark.parametrize("eot", [None, 3])
 @pytest.mark.parametrize(
-    "shape, std",
+    "shape, eot",
     [
-        (dict(), 0.4),
-        (dict(window="SL:5"), 0.4),
-        (dict(ngram=3), 0.5),
-        (dict(ngram=4, window="SSL:7"), 0.4),
+        (dict(std=0.4), 3),
+        (dict(std=0.4, window="SL:5"), None),
+        (dict(std=0.5, ngram=3), None),
+        (dict(std=0.4, ngram=4, window="SSL:7"), 3),
     ],
 )
-def test_generation_with_cache_is_generation_without(shape, std, eot):
+def test_generation_with_cache_is_generation_without(shape, eot):
     """Prompts of several lengths at once; beyond 24 tokens, each layer has a window of them."""
-    short, long = random_gpt(**shape, std=std), random_gpt(**shape | dict(seq_len=100), std=std)
+    short, long = (random_gpt(**shape, seq_len=seq_len) for seq_len in (24, 100))
     long.windows = [window or 24 for window in short.windows]
     short.eot = long.eot = eot
     prompts = [prompt.clone() for prompt in PROMPTS]
@@ -350,13 +347,12 @@ def test_the_cache_is_as_large_as_it_must_be():
 
 
 def test_without_a_cache_the_context_is_read_again():
-    gpt = random_gpt(std=0.3)
-    (text,) = likeliest(gpt, PROMPTS[:1], 40, use_cache=False)
-    text = torch.tensor(PROMPTS[0].tolist() + text)
+    gpt, text = random_gpt(std=0.3), PROMPTS[0].tolist()
+    text += likeliest(gpt, PROMPTS[:1], 40, use_cache=False)[0]
     for i in range(9, 49):
-        assert gpt(text[None, max(0, i - 24) : i])[0, -1, :65].argmax() == text[i]
+        assert [text[i : i + 1]] == likeliest(gpt, [torch.tensor(text[:i])], 1)
     with pytest.raises(ValueError, match="got 25 tokens; the model's context is 24"):
-        gpt(text[None, :25])
+        gpt(torch.tensor([text[:25]]))
     with pytest.raises(UserError, match="equally long"):
         next(generate(gpt, PROMPTS, n_tokens=5, vocab_size=65, use_cache=False))
 
@@ -365,63 +361,57 @@ def rms_norm(x):
     return F.rms_norm(x, (24,), eps=2**-23)  # as in fp32
 
 
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize(
     "ours, plain",
     [
         (CpuRMSNorm.apply, rms_norm),
-        (CpuLeakyReLUSquared.apply, lambda x: torch.where(x > 0, x, x / 2).square()),
+        (CpuLeakyReLUSquared.apply, lambda x: F.leaky_relu(x, 0.5).square()),
     ],
     ids=["norm", "leaky_relu_squared"],
 )
-def test_eager_functions_are_pytorchs(ours, plain):
+def test_eager_functions_are_pytorchs(ours, plain, dtype, most):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 7, 2, 24, dtype=torch.float64, generator=generator)[:, :, 1:]
+    x, grad = torch.randn(2, 4, 7, 2, 24, generator=generator)[..., 1:, :].to(dtype)
     x[0, 0] = 0
-    grad = torch.randn(x.shape, dtype=torch.float64, generator=generator)
-
-    def with_gradient(function, dtype, kind) -> list[torch.Tensor]:
-        leaf = x.to(dtype).to(kind).requires_grad_()
-        y = function(leaf)
-        return [y, *torch.autograd.grad(y, leaf, grad.to(dtype).to(kind))]
-
-    for dtype, most in ((torch.float32, 1e-6), (torch.bfloat16, 0.01)):
-        found = with_gradient(ours, dtype, dtype)
-        for got, want in zip(found, with_gradient(plain, dtype, torch.float64)):
-            assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
-    leaf = x.float().requires_grad_()
+    leaf, exact = x.requires_grad_(), x.detach().double().requires_grad_()
+    found, wants = [ours(leaf)], [plain(exact)]
+    found += torch.autograd.grad(found[0], leaf, grad, retain_graph=True)
+    wants += torch.autograd.grad(wants[0], exact, grad.double())
+    for got, want in zip(found, wants):
+        assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(ours(leaf).sum(), leaf, create_graph=True)
+        torch.autograd.grad(found[0].sum(), leaf, create_graph=True)
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    p = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = p.log().repeat(4000, 1)
     draws = torch.rand((4000, 1), generator=torch.Generator().manual_seed(0))
-    p = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0)[:, 0], minlength=4) / 4000
-    torch.testing.assert_close(p, logits[0].exp(), atol=0.03, rtol=0)
+    found = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0)[:, 0])
+    torch.testing.assert_close(found / 4000, p, atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
-    cases = ((2, 1.0, 2), (0, 0.8, 2), (0, 0.81, 3), (0, 1e-9, 1), (9, 1.0, 4))
-    for top_k, top_p, n in cases:
+    for top_k, top_p, n in ((2, 1.0, 2), (0, 0.8, 2), (0, 0.81, 3), (0, 1e-9, 1), (9, 1.0, 4)):
         drawn = sample_token(logits, draws, 1.0, top_k, top_p)
         assert drawn.unique().tolist() == list(range(n))
     assert not sample_token(logits, draws, 0, 0, 1.0).any()
 
 
-@pytest.mark.parametrize("in_int8", [False, True])
-def test_one_compiled_step_serves_all_models_and_texts(in_int8, monkeypatch):
+def test_one_compiled_step_serves_all_models_and_texts(monkeypatch):
     """Traced as the compiler does, without guards, and run by PyTorch."""
     compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="eager")
     monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function))
     monkeypatch.setattr(int8, "FEW_ROWS", 0)  # the kernel for a few rows rounds them to bf16
     step = compile_decode_step(torch.device("cpu"))
-    other = dict(ngram=3, n_embd=28)
     # A row alone is multiplied by sums
-    for shape, prompts in (({}, PROMPTS[:1]), ({}, PROMPTS[:4]), (other, PROMPTS[:1])):
-        gpt = random_gpt(window="SL:5", std=0.3, **shape)
-        fast = quantize(copy.deepcopy(gpt)) if in_int8 else gpt
-        if in_int8:
+    for shape, prompts in (({}, PROMPTS[:1]), ({}, PROMPTS[:4]), (dict(ngram=3), PROMPTS[:1])):
+        gpt = random_gpt(window="SL:5", n_layer=2, std=0.4, **shape)
+        fast = gpt
+        if shape:
+            fast = quantize(copy.deepcopy(gpt))
             round_weights(gpt)
         for part in (prompts, [prompt // 2 for prompt in prompts]):
-            assert likeliest(fast, part, 40, step=step) == likeliest(gpt, part, 40)
+            assert likeliest(fast, part, 30, step=step) == likeliest(gpt, part, 30)
     cache, draws = KVCache(gpt, torch.tensor([1])), torch.full((1, 1), 0.99)
     idx, options = torch.tensor([[1]]), dict(vocab_size=65, top_k=0, top_p=1.0)
     generation.decode_step(gpt, idx, cache, draws, temperature=0, **options)
@@ -441,20 +431,19 @@ def round_weights(gpt) -> None:
         p.copy_(rounded)
 
 
-@pytest.mark.parametrize("shape", [dict(), dict(ngram=3), dict(n_embd=24)])
+@pytest.mark.parametrize("shape", [dict(ngram=3), dict(n_embd=24)])
 @torch.no_grad()
 def test_int8_is_close(shape):
     """Against the model of the rounded weights, and within a few per cent of the one before."""
-    gpt, idx = random_gpt(**shape, vocab_size=128, loss_chunk=16), torch.arange(48).view(2, 24)
-    rounded, whole = copy.deepcopy(gpt), quantize(copy.deepcopy(gpt))
-    round_weights(rounded)
-    torch.testing.assert_close(whole(idx), rounded(idx), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(whole(idx, idx), rounded(idx, idx), rtol=1e-4, atol=1e-4)
-    assert (whole(idx, idx) / gpt(idx, idx) - 1).abs() < 0.02
+    gpt, idx = random_gpt(**shape, vocab_size=128, loss_chunk=16), tokens(size=128)
+    n_bytes, before = sum(p.nbytes for p in gpt.parameters()), gpt(idx, idx)
+    whole = quantize(copy.deepcopy(gpt))
+    round_weights(gpt)
+    torch.testing.assert_close(whole(idx), gpt(idx), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole(idx, idx), gpt(idx, idx), rtol=1e-4, atol=1e-4)
+    assert (whole(idx, idx) / before - 1).abs() < 0.02
     few = torch.randn(3, gpt.cfg.n_embd)  # the kernel of few rows computes in bf16
-    want = few @ whole.head.weight.T
-    assert ((whole.head(few) - want).norm() / want.norm()) < 0.01
-    n_bytes = sum(p.nbytes for p in gpt.parameters())
+    torch.testing.assert_close(whole.head(few), few @ whole.head.weight.T, rtol=0.01, atol=0.02)
     assert sum(b.nbytes for b in whole.state_dict().values()) < 0.32 * n_bytes
 
 
@@ -484,7 +473,6 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     monkeypatch.setattr(model.MLP, "forward", with_dropout)
     gpt, idx = random_gpt(n_layer=6), tokens(8)
     kept, grads, flops = {}, {}, {}
-    names = list(gpt.state_dict())
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     for mode in ("none", "selective", "full", "none"):
         for block in gpt.blocks:
@@ -499,21 +487,14 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
         flops[mode] = counter.get_total_flops()
         grads[mode] = [p.grad for p in gpt.parameters()]
         torch.testing.assert_close(grads[mode], grads["none"])
-        assert list(gpt.state_dict()) == names and type(gpt.blocks[0]).__name__ == "Block"
-        torch.testing.assert_close(copy.deepcopy(gpt).eval()(idx), gpt.eval()(idx))
-        gpt.train()
+        assert type(copy.deepcopy(gpt).blocks[0]).__name__ == "Block"
     # But for the outputs of matmuls, kept apart
     assert max(kept["full"], kept["selective"]) < 0.2 * kept["none"], kept
     assert flops["selective"] == flops["none"] < flops["full"], flops
-    saved = {"mm.default", "_scaled_dot_product_flash_attention.default"}
-    for name in (*saved, "mul.Tensor", "tanh.default"):
-        policy = selective_ac_policy(None, f"aten.{name}")
-        assert (policy == CheckpointPolicy.MUST_SAVE) == (name in saved)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_what_is_compiled_can_be_traced(checkpointing, monkeypatch):
-    """As one graph each, with all that a flag adds to them, as for a GPU; on a CPU."""
+def test_what_is_compiled_can_be_traced(monkeypatch):
+    """As one graph each, with all that flags add to them, as for a GPU; on a CPU."""
 
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
@@ -525,14 +506,11 @@ def test_what_is_compiled_can_be_traced(checkpointing, monkeypatch):
     gpt.eot, gpt.ngram_dropout, gpt.attn_backend = 3, 0.2, "blocked"
     apply_fp8(gpt.blocks[0].mlp)
     apply_fp8(gpt.head)
-    apply_ac(gpt.blocks[0], checkpointing)
-    want = gpt(idx, idx)
-    want_grads = torch.autograd.grad(want, list(gpt.parameters()))
+    apply_ac(gpt.blocks[0], "selective")
+    params, want = list(gpt.parameters()), gpt(idx, idx)
+    want_grads = torch.autograd.grad(want, params)
     apply_compile(gpt, "default", 1.0, torch.device("cuda"))
-    got = gpt(idx, idx)
-    grads = torch.autograd.grad(got, list(gpt.parameters()))
-    assert got.item() == pytest.approx(want.item(), rel=0.01)
-    for ours, exact in zip(grads, want_grads):
+    for ours, exact in zip(torch.autograd.grad(gpt(idx, idx), params), want_grads):
         assert (ours - exact).norm() <= 0.1 * exact.norm()
     with torch.no_grad():
         assert gpt(idx, idx).item() == pytest.approx(want.item(), rel=0.01)
@@ -542,28 +520,30 @@ def test_budget_of_the_compiler_acts(monkeypatch):
     kept, idx = {}, torch.zeros((8, 32), dtype=torch.int64)
     compile_with(monkeypatch, "aot_eager_decomp_partition")
     for budget in ("0.1", "0.3"):
-        state = built(compile="default", checkpointing=budget, loss_chunk=0)
+        state = built(compile="default", checkpointing=budget, loss_chunk=100, n_layer=1)
         with saved_for_backward() as storages:
             state.raw_model(idx, idx).backward()
         kept[budget] = sum(storages.values())
     assert kept["0.1"] < 0.9 * kept["0.3"], kept
 
 
-def test_blocks_and_the_loss_share_a_compilation_and_evaluation_has_its_own(monkeypatch):
+@pytest.mark.parametrize("device, n_graphs", [("cpu", 1), ("cuda", 2)])
+def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs, monkeypatch):
     """In eval mode and without gradients, as what people add to a block may ask for."""
-    gpt, idx = random_gpt(loss_chunk=24), tokens()
-    counter, want = CompileCounterWithBackend("aot_eager"), gpt(idx, idx)
-    want_grads = torch.autograd.grad(want, list(gpt.parameters()))
+    gpt, idx = random_gpt(loss_chunk=24, n_layer=2), tokens()
+    counter, params = CompileCounterWithBackend("aot_eager"), list(gpt.parameters())
+    want = gpt(idx, idx)
+    want_grads = torch.autograd.grad(want, params)
     compile_with(monkeypatch, counter)
-    apply_compile(gpt, "default", 1.0, torch.device("cpu"))
-    grads = torch.autograd.grad(gpt(idx, idx), list(gpt.parameters()))
+    apply_compile(gpt, "default", 1.0, torch.device(device))
+    grads = torch.autograd.grad(gpt(idx, idx), params)
     torch.testing.assert_close(grads, want_grads, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == 2  # a block, and the loss
     gpt.eval()
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(gpt(idx, idx), want.detach())
-        assert counter.frame_count == 3  # on a CPU the loss only in training
+        assert counter.frame_count == 2 + n_graphs  # on a CPU the loss only in training
     assert not any("_orig_mod" in name for name in gpt.state_dict())
 
 
@@ -578,23 +558,24 @@ def scaled_mm():
 
 # e4m3 has 3 bits of mantissa: a number moves by 2**-4 at most, by 0.026 in root mean square, a
 # product by 0.037.
-def test_fp8_products_are_close(scaled_mm):
+@DEVICES
+def test_fp8_products_are_close(device, scaled_mm):
     torch.manual_seed(0)
-    x, w = torch.randn(4, 16, 256).bfloat16(), torch.randn(48, 256).bfloat16()
-    sizes = torch.tensor([0.0, 1e-20, 1e-4, 1.0, 300.0, 1e6, 1e30])
-    x *= sizes[torch.arange(64) % 7].view(4, 16, 1)
-    grad = (torch.randn(4, 16, 48) * sizes[torch.arange(64) % 5].view(4, 16, 1)).bfloat16()
+    sizes = torch.tensor([0.0, 1e-20, 1e-4, 1.0, 300.0, 1e6, 1e30])[torch.arange(64) % 7, None]
+    x, w = (sizes * torch.randn(64, 256)).bfloat16(), torch.randn(48, 256).bfloat16()
+    grad = (sizes.flip(0) * torch.randn(64, 48)).clamp(max=1e4).bfloat16()
     w[3] = 0
     w[5] *= 1e-4
-    got = Fp8Linear.apply(x.requires_grad_(), w.requires_grad_())
-    assert got.dtype == torch.bfloat16 and got.shape == (4, 16, 48) and not got[..., 3].any()
+    x, w, grad = (t.to(device).requires_grad_() for t in (x, w, grad))
+    got = Fp8Linear.apply(x.view(4, 16, 256), w).flatten(0, 1)
+    assert got.dtype == torch.bfloat16 and not got[:, 3].any()
     dx, dw = torch.autograd.grad(got, (x, w), grad)
-    want, want_dx = x.float() @ w.float().T, grad.float() @ w.float()
     # e4m3, and e5m2. Each row has its scale; rows of zeros stay zeros
-    for ours, exact, most in ((got, want, 0.06), (dx, want_dx, 0.12)):
+    wants = ((got, x.float() @ w.float().T, 0.06), (dx, grad.float() @ w.float(), 0.12))
+    for ours, exact, most in wants:
         error = (ours - exact).double().norm(dim=-1)
         assert ours.isfinite().all() and (error <= most * exact.double().norm(dim=-1)).all()
-    assert torch.equal(dw, grad.flatten(0, 1).T @ x.flatten(0, 1))
+    assert torch.equal(dw, grad.T @ x)
 
 
 def test_fp8_takes_layers_by_their_type(scaled_mm):
@@ -611,18 +592,14 @@ def test_fp8_takes_layers_by_their_type(scaled_mm):
 
 
 def test_fp16_skips_bad_steps_and_continues(data, noisy, tmp_path, monkeypatch):
-    from torch.amp import GradScaler
-
-    monkeypatch.setattr(torch.amp, "GradScaler", partial(GradScaler, init_scale=2.0**26))
-    flags = dict(data=data, dtype="fp16", max_steps=30, save_every=15, keep=0)
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**22)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    flags = dict(data=data, dtype="fp16", max_steps=12, save_every=6, keep=0)
     tiny_run(tmp_path / "run", init_from=noisy, **flags)
     saved, losses = final(tmp_path / "run"), rows(tmp_path / "run", "train_loss")
-    assert saved["scaler"]["scale"] < 2.0**26
-    assert all(w.isfinite().all() for w in saved["model"].values())
-    assert losses[-1] < losses[0] - 0.5
-    tiny_run(tmp_path / "again", resume=tmp_path / "run" / "ckpt_15.pt", **flags)
-    again = final(tmp_path / "again")["model"]
-    assert all(torch.equal(again[name], w) for name, w in saved["model"].items())
+    assert saved["scaler"]["scale"] < 2.0**22 and losses[-1] < losses[0] - 0.5
+    tiny_run(tmp_path / "again", resume=tmp_path / "run" / "ckpt_6.pt", **flags)
+    assert_weights_equal(tmp_path / "again", tmp_path / "run")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -634,22 +611,19 @@ def mix_into_mlp(monkeypatch, mix) -> None:
     monkeypatch.setattr(model.MLP, "forward", lambda self, x: forward(self, x + mix(x)))
 
 
-MIXES = {  # what an MLP may add to its input, and see later tokens by
+SEES_LATER = {  # how an MLP may see later tokens
     "mean": lambda x: x.mean(1, keepdim=True),
-    "next": lambda x: torch.cat((x[:, 1:], x[:, -1:]), 1),
     "rolled": lambda x: x.roll(1, 1),  # the last token comes before the first
 }
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, dict(dtype="bf16", attn="blocked", checkpointing="full")], ids=["plain", "bf16"]
-)
-def test_a_model_that_sees_later_tokens_is_refused(flags, monkeypatch):
-    for mix in MIXES.values():
-        mix_into_mlp(monkeypatch, mix)
+@pytest.mark.parametrize("mix", SEES_LATER)
+def test_a_model_that_sees_later_tokens_is_refused(mix, monkeypatch):
+    flags = dict(dtype="bf16", attn="blocked", checkpointing="full")
+    with monkeypatch.context() as patch:
+        mix_into_mlp(patch, SEES_LATER[mix])
         with pytest.raises(UserError, match="logits change with later tokens"):
             built(**flags)
-        monkeypatch.undo()
     mix_into_mlp(monkeypatch, lambda x: x.cumsum(1))
     built(**flags)
 

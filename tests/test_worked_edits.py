@@ -1,6 +1,8 @@
 """Each worked edit of docs/edits.md, in a copy: compared with plain PyTorch, resumed, sampled."""
 
 import contextlib
+import copy
+import functools
 import io
 import itertools
 import math
@@ -18,6 +20,7 @@ import torch
 from common.values import derive_seed
 from conftest import ROOT, TINY, make_data, rows, run_ranks
 from data.shards import write_shard
+from test_train import difference
 from tests import edit_cases as plain
 from tests.edit_cases import Case, Plain, pages
 
@@ -26,6 +29,7 @@ FLAGS = TINY | dict(
     micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep=0
 )
 EQUALS, EOT = 61, 256
+BASE = "base/ckpt_4.pt"
 
 
 def worked_edits() -> dict[str, str]:
@@ -54,17 +58,15 @@ def answers(x, y):
 def only_answers_count(run) -> bool:
     """Also in evaluation."""
     x, y = run.batch[:, :-1], answers(run.batch[:, :-1], run.batch[:, 1:])
-    want, cfg = Plain(run.weights, run.state.raw_model.cfg).loss(x, y).item(), run.state.cfg
+    model_cfg, cfg = run.state.raw_model.cfg, run.state.cfg
     stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
-    batches = [map(torch.from_numpy, batch) for batch in stream.eval_batches(cfg.eval_tokens, 8)]
-    x_val, y_val = (torch.cat(parts) for parts in zip(*batches))
-    plain = Plain(run.checkpoint["model"], run.state.raw_model.cfg)
-    evaluated = plain.loss(x_val, torch.where(y_val < 0, y_val, answers(x_val, y_val))).item()
-    same = math.isclose(rows(run.folder, "train_loss")[0], want, rel_tol=2e-6)
-    same &= math.isclose(rows(run.folder, "val_loss")[-1], evaluated, rel_tol=2e-6)
+    (x_val, y_val), *_ = (map(torch.from_numpy, b) for b in stream.eval_batches(2048, 99))
+    evaluated = Plain(run.checkpoint["model"], model_cfg).loss(x_val, answers(x_val, y_val))
+    same = math.isclose(rows(run.folder, "val_loss")[-1], evaluated, rel_tol=2e-6)
+    trained_on = Plain(run.weights, model_cfg).loss(x, y)
+    same &= math.isclose(rows(run.folder, "train_loss")[0], trained_on, rel_tol=2e-6)
     same &= not any(rows(run.folder, "val_bpb"))  # the answers' bytes are not counted
-    some = (y >= 0).any(1)
-    return same and 0.1 < some.float().mean() < 0.9
+    return same and 0.1 < (y >= 0).any(1).float().mean() < 0.9
 
 
 def sources_are_mixed(run) -> bool:
@@ -100,72 +102,70 @@ def texts_are_longer_than_the_context(run) -> bool:
     return len(list(steps)) == 60
 
 
+def assert_steps(run, shape: tuple, update, **group):
+    """Steps of an edited optimizer change a matrix as this function of its gradients says."""
+    torch.manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(shape))
+    w, settings = p.detach().clone(), dict(params=[p], lr=0.1, weight_decay=0.2)
+    optimizer = run.ours.model.Optimizer([settings | group])
+    for _ in range(3):
+        p.grad = torch.randn(shape)
+        optimizer.step()
+        w = 0.98 * w - 0.1 * update(p.grad)
+    torch.testing.assert_close(p.detach(), w, rtol=1e-4, atol=1e-5)
+
+
 def lion_is_lion(run) -> bool:
     """Chen et al. 2023, algorithm 2."""
-    torch.manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(4, 3))
-    w, m = p.detach().clone(), torch.zeros(4, 3)
-    group = dict(params=[p], kind="lion", lr=0.1, betas=(0.9, 0.99), weight_decay=0.2)
-    optimizer = run.ours.model.Optimizer([group])
-    for _ in range(3):
-        p.grad = torch.randn(4, 3)
-        optimizer.step()
-        w = w - 0.1 * ((0.9 * m + 0.1 * p.grad).sign() + 0.2 * w)
-        m = 0.99 * m + 0.01 * p.grad
-    trained = run.checkpoint["optimizer"]["head.weight"].keys() == {"momentum"}
-    return trained and torch.allclose(p, w) and torch.allclose(optimizer.state[p]["momentum"], m)
+    m = torch.zeros(4, 3)
+
+    def update(grad):
+        changed = (0.9 * m + 0.1 * grad).sign()
+        m.lerp_(grad, 0.01)
+        return changed
+
+    assert_steps(run, (4, 3), update, kind="lion", betas=(0.9, 0.99))
+    return run.checkpoint["optimizer"]["head.weight"].keys() == {"momentum"}
 
 
 def rows_are_evened(run) -> bool:
     """As Li et al. 2025, but v begins at what is expected; for a matrix and its transpose."""
-    page = run.ours.model
     for shape in ((4, 6), (6, 4)):
-        torch.manual_seed(0)
-        p = torch.nn.Parameter(torch.randn(shape))
-        w, v = p.detach().clone(), torch.full(shape[:1], 1 / shape[1])
-        group = dict(params=[p], kind="muon", lr=0.1, momentum=0.0, weight_decay=0.2)
-        optimizer = page.Optimizer([group | dict(matrix_rows=(shape[0],))])
-        for _ in range(3):
-            p.grad = torch.randn(shape)
-            optimizer.step()
-            update = page.newton_schulz(p.grad[None])[0]
-            update *= max(1.0, shape[0] / shape[1]) ** 0.5
-            v = 0.95 * v + 0.05 * update.square().mean(1)
-            w = 0.98 * w - 0.1 * update / (update.size(1) * v[:, None]).sqrt()
-        torch.testing.assert_close(p.detach(), w, rtol=1e-4, atol=1e-5)
+        v, scale = torch.full(shape[:1], 1 / shape[1]), max(1.0, shape[0] / shape[1]) ** 0.5
+
+        def update(grad, v=v, scale=scale):
+            found = scale * run.ours.model.newton_schulz(grad[None])[0]
+            v.lerp_(found.square().mean(1), 0.05)
+            return found / (found.size(1) * v[:, None]).sqrt()
+
+        assert_steps(run, shape, update, kind="muon", momentum=0.0, matrix_rows=shape[:1])
     return run.checkpoint["optimizer"]["blocks.0.mlp.fc.weight"]["row_square"].shape == (128, 1)
 
 
 def layers_have_their_rates(run) -> bool:
-    rates = {
-        p: group["initial_lr"]
-        for group in run.state.optimizer.param_groups
-        for p in group["params"]
-    }
-    pairs = zip(*(block.parameters() for block in run.state.raw_model.blocks))
-    return all(math.isclose(rates[second], 0.9 * rates[first]) for first, second in pairs)
+    rates = {}
+    for group in run.state.optimizer.param_groups:
+        rates |= dict.fromkeys(group["params"], group["initial_lr"])
+    first, second = ([*block.parameters()] for block in run.state.raw_model.blocks)
+    return all(math.isclose(rates[b], 0.9 * rates[a]) for a, b in zip(first, second))
 
 
 def average_is_what_is_evaluated(run) -> bool:
-    average = run.after[0]
+    expected = run.after[0]
     for weights in run.after:
-        average = {name: 0.9 * w + 0.1 * weights[name] for name, w in average.items()}
-    return all(
-        torch.allclose(w, average[name], atol=1e-6) for name, w in run.sampled.named_parameters()
-    )
+        expected = {name: 0.9 * w + 0.1 * weights[name] for name, w in expected.items()}
+    found = dict(run.sampled.named_parameters())
+    return all(torch.allclose(found[name], w, atol=1e-6) for name, w in expected.items())
 
 
 def embedding_stays(run) -> bool:
-    kept = torch.equal(run.checkpoint["model"]["wte.weight"], run.weights["wte.weight"])
-    return (
-        kept
-        and not run.checkpoint["optimizer"].get("wte.weight")
-        and "head.weight" in run.checkpoint["optimizer"]
-    )
+    weights, state = run.checkpoint["model"], run.checkpoint["optimizer"]
+    kept = torch.equal(weights["wte.weight"], run.weights["wte.weight"])
+    return kept and not state.get("wte.weight") and "head.weight" in state
 
 
 def what_fits_is_loaded(run) -> bool:
-    base = torch.load(run.base, weights_only=True)["model"]
+    base = torch.load(BASE, weights_only=True)["model"]
     loaded = all(torch.equal(run.weights[name], w) for name, w in base.items())
     return (
         loaded
@@ -176,7 +176,7 @@ def what_fits_is_loaded(run) -> bool:
 
 
 def base_stays(run) -> bool:
-    base, now = torch.load(run.base, weights_only=True)["model"], run.checkpoint["model"]
+    base, now = torch.load(BASE, weights_only=True)["model"], run.checkpoint["model"]
     moved = [
         name for name in now if "lora" in name and not torch.equal(now[name], run.weights[name])
     ]
@@ -193,25 +193,20 @@ def student_is_taught(run) -> bool:
     """The first half's weights are the teacher; the second half begins anew."""
     cfg, teacher, student = run.state.cfg, run.checkpoint["extra"]["teacher"], run.sampled
     noise(student, derive_seed(cfg.seed, "student"))
-    weights = {name: p.detach().clone().requires_grad_() for name, p in student.named_parameters()}
     stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
     batch = torch.from_numpy(stream.batch(2))
     x, y = batch[:, :-1], batch[:, 1:].clone()
     probs = Plain(teacher, student.cfg).logits(x).softmax(-1)
 
     def plain_loss():
-        ours = Plain(weights, student.cfg)
+        ours = Plain(dict(student.state_dict()), student.cfg)
         soft = -(probs * ours.logits(x).log_softmax(-1)).sum(-1)
         return (ours.loss(x, y) + soft[y >= 0].mean()) / 2
 
-    want = plain_loss()
-    grads = torch.autograd.grad(want, list(weights.values()))
-    norm = torch.stack([grad.norm() for grad in grads]).norm()
-    same = np.allclose(figures(run.folder)[:, 2], [want.item(), norm.item()], rtol=1e-5)
+    same = math.isclose(rows(run.folder, "train_loss")[2], plain_loss(), rel_tol=1e-5)
     y[:, ::5] = y[1] = -1
     same &= torch.allclose(student(x, y, probs), plain_loss(), rtol=1e-5)
     same &= rows(run.folder, "lr") == 2 * rows(run.folder, "lr")[:2]
-    same &= run.checkpoint["optimizer"]["head.weight"]["step"].item() == 2
     return same and all(torch.equal(w, run.after[1][name]) for name, w in teacher.items())
 
 
@@ -219,7 +214,7 @@ CASES = {
     "A flag": Case(flags=dict(min_lr_frac=0.5), holds=rates(lambda x: 0.5 + 0.5 * x)),
     "A learning-rate schedule": Case(holds=rates(lambda x: 0.5 - 0.5 * math.cos(math.pi * x))),
     "A parameter": Case(plain.Scaled),
-    "Dropout": Case(plain.Dropped, any_layout=False),
+    "Dropout": Case(plain.Dropped),
     "Layers left out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
     "A buffer": Case(plain.MeanSubtracted),
     "Label smoothing": Case(plain.Smoothed),
@@ -241,14 +236,17 @@ CASES = {
     "An average of the weights": Case(holds=average_is_what_is_evaluated),
     "Frozen parameters": Case(holds=embedding_stays),
     "A part of a checkpoint": Case(
-        flags=dict(n_layer=3, init_from="base.pt"), holds=what_fits_is_loaded
+        flags=dict(n_layer=3, init_from=BASE), holds=what_fits_is_loaded
     ),
-    "Fine-tuning by LoRA": Case(plain.LowRank, flags=dict(init_from="base.pt"), holds=base_stays),
+    "Fine-tuning by LoRA": Case(plain.LowRank, flags=dict(init_from=BASE), holds=base_stays),
     "A mixture of sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
     "Your own metric": Case(holds=figure_is_logged),
 }
 # The others: 12
 MOST_LINES = {"A student of the model": 22, "Grouped queries": 19, "A mixture of sources": 40}
+# Of the run that is compared, 4 for the others: draws differ between micro-batches, and answers are
+# in some of them only
+MICRO_BATCH = {"Dropout": 16, "Loss on answers alone": 1}
 RANKS = (
     "Layers left out",
     "A buffer",
@@ -269,54 +267,49 @@ def noise(model, seed: int) -> None:
 
 def edited(title: str, repo: Path) -> Path:
     """A copy of the sources with a worked edit."""
+    ignored = shutil.ignore_patterns("python", "__pycache__", "*.bin")
     for name in COPIED:
-        if (ROOT / name).is_file():
-            repo.mkdir(exist_ok=True)
-            shutil.copy(ROOT / name, repo / name)
-        else:
-            shutil.copytree(
-                ROOT / name,
-                repo / name,
-                ignore=shutil.ignore_patterns("python", "__pycache__", "*.bin"),
-            )
+        copy = shutil.copy
+        if (ROOT / name).is_dir():
+            copy = functools.partial(shutil.copytree, ignore=ignored)
+        repo.mkdir(exist_ok=True)
+        copy(ROOT / name, repo / name)
     edits = worked_edits()
-    for diff in filter(
-        None, (title == "Fine-tuning by LoRA" and edits["A part of a checkpoint"], edits[title])
-    ):
-        done = subprocess.run(
-            ["patch", "-p1", "-F0"], input=diff, text=True, cwd=repo, capture_output=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    diff = edits[title]
+    if title == "Fine-tuning by LoRA":
+        diff = edits["A part of a checkpoint"] + diff
+    done = subprocess.run(
+        ["patch", "-p1", "-F0"], input=diff, text=True, cwd=repo, capture_output=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return repo
 
 
-def trained(ours, folder: Path, at_first=None, **flags) -> SimpleNamespace:
-    """A run of an edited page; at_first(state, batch) is called before its first step."""
+def trained(ours, folder: Path, case: Case | None = None, **flags) -> SimpleNamespace:
+    """A run of an edited page; with a case, its first step is compared with plain PyTorch."""
     run = SimpleNamespace(ours=ours, folder=folder, after=[])
     page, step = ours.train_gpt, ours.train_gpt.train_step
 
     def train_step(state, batch, progress):
-        if state.step == 0 and at_first:
-            at_first(state, batch)
+        if state.step == 0:
+            run.weights, run.batch = copy.deepcopy(state.raw_model.state_dict()), batch
+            if case:
+                assert_plain(case, state, batch)
         result, run.state = step(state, batch, progress), state
-        run.after.append(
-            {name: p.detach().clone() for name, p in state.raw_model.named_parameters()}
-        )
+        run.after.append(copy.deepcopy(dict(state.raw_model.named_parameters())))
         return result
 
     page.sample_text, page.init_weights, page.train_step = (lambda *_: ""), noise, train_step
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            page.train(page.make_config(**FLAGS | flags, out_dir=str(folder)))
-    finally:
-        page.train_step = step
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        page.train(page.make_config(**FLAGS | flags, out_dir=str(folder)))
+    page.train_step = step
     run.said = said.getvalue()
     return run
 
 
-def figures(folder: Path) -> np.ndarray:
+def figures(run) -> np.ndarray:
     """Losses and gradient norms, float64 (2, steps)."""
-    return np.array([rows(folder, "train_loss"), rows(folder, "grad_norm")])
+    return np.array([rows(run.folder, "train_loss"), rows(run.folder, "grad_norm")])
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +327,11 @@ def base(tmp_path_factory):
     return folder
 
 
+def gradients(named: dict) -> dict[str, torch.Tensor]:
+    kept = {name: w.grad for name, w in named.items() if w.grad is not None}
+    return {f"gradient of {name}": grad for name, grad in kept.items()}
+
+
 def assert_plain(case: Case, state, batch) -> None:
     """The loss and its gradients are those of plain PyTorch, in chunks too.
 
@@ -341,26 +339,21 @@ def assert_plain(case: Case, state, batch) -> None:
     """
     model, x, y = state.raw_model, batch[:3, :-1], batch[:3, 1:].clone()
     y[:, ::5] = y[1] = -1
-    weights = {
-        name: w.detach().clone().requires_grad_(w.is_floating_point())
-        for name, w in model.state_dict().items()
-    }
     model.step_seed = 14  # every other layer is left out
+    weights = copy.deepcopy(model.state_dict(keep_vars=True))
     torch.manual_seed(1)
     theirs = case.plain(weights, model.cfg, True, model.step_seed).loss(x, y)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    wants = torch.autograd.grad(theirs, [weights[name] for name, _ in named], allow_unused=True)
+    theirs.backward()
+    trained_names = dict(model.named_parameters())
+    wants = gradients({name: weights[name] for name in trained_names}) | dict(loss=theirs)
     for model.loss_chunk in (16, 0):
         torch.manual_seed(1)
         ours = model(x, y)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-        grads = torch.autograd.grad(ours, [p for _, p in named], allow_unused=True)
+        ours.backward()
+        found = gradients(dict(model.named_parameters())) | dict(loss=ours)
+        assert not difference(found, wants, rtol=2e-6)
         model.load_state_dict(weights)  # buffers that the pass has written
-        for (name, _), grad, want in zip(named, grads, wants):
-            assert (grad is None) == (want is None), name
-            if grad is not None:
-                apart = (grad.to_dense() - want).norm() / want.norm().clamp(min=1)
-                assert apart <= 2e-6, (name, apart)
+        model.zero_grad()
 
 
 @torch.no_grad()
@@ -374,44 +367,23 @@ def assert_samples(case: Case, run, path: Path) -> None:
 
 
 @pytest.mark.parametrize("title", CASES)
-def test_a_worked_edit_is_right(title, base, tmp_path):
-    case, first = CASES[title], {}
-
-    def at_first(state, batch):
-        first.update(
-            weights={k: v.detach().clone() for k, v in state.raw_model.state_dict().items()},
-            batch=batch,
-        )
-        assert_plain(case, state, batch)
-
-    data = ",".join(str(base / part) for part in case.flags.get("data", "data").split(","))
-    flags = case.flags | dict(data=data)
-    if "init_from" in flags:
-        flags["init_from"] = str(base / "base" / "ckpt_4.pt")
+def test_a_worked_edit_is_right(title, base, tmp_path, monkeypatch):
+    monkeypatch.chdir(base)
+    case, flags = CASES[title], dict(data="data") | CASES[title].flags
     with pages(edited(title, tmp_path / "repo")) as ours:
-        run = trained(ours, tmp_path / "run", at_first, **flags)
-        run.checkpoint, run.base = (
-            torch.load(tmp_path / "run" / "ckpt_4.pt", weights_only=True),
-            base / "base" / "ckpt_4.pt",
-        )
-        run.weights, run.batch = first["weights"], first["batch"]
-        assert_samples(case, run, tmp_path / "run" / "ckpt_4.pt")
-        resume = flags | dict(resume=str(tmp_path / "run" / "ckpt_2.pt"))
-        resume.pop("init_from", None)  # the run's own
-        trained(ours, tmp_path / "rest", **resume)
-        assert np.array_equal(figures(tmp_path / "rest"), figures(tmp_path / "run")[:, 2:])
-        other = torch.load(tmp_path / "rest" / "ckpt_4.pt", weights_only=True)
+        run = trained(ours, tmp_path / "run", case, **flags)
+        path = tmp_path / "run" / "ckpt_4.pt"
+        run.checkpoint = torch.load(path, weights_only=True)
+        assert_samples(case, run, path)
+        resume = flags | dict(init_from="", resume=str(tmp_path / "run" / "ckpt_2.pt"))
+        rest = trained(ours, tmp_path / "rest", **resume)
+        assert np.array_equal(figures(rest), figures(run)[:, 2:])
+        other = torch.load(rest.folder / "ckpt_4.pt", weights_only=True)
         for part in ("model", "optimizer", "extra"):
             torch.testing.assert_close(other[part], run.checkpoint[part], rtol=0, atol=0)
-        layout = dict(
-            micro_batch=(1 if "answers" in title else 4) if case.any_layout else 16,
-            loss_chunk=100,
-            checkpointing="full",
-        )
-        trained(ours, tmp_path / "again", **flags | layout)
-        np.testing.assert_allclose(
-            figures(tmp_path / "again"), figures(tmp_path / "run"), rtol=2e-5
-        )
+        layout = dict(micro_batch=MICRO_BATCH.get(title, 4), loss_chunk=100, checkpointing="full")
+        again = trained(ours, tmp_path / "again", **flags, **layout)
+        np.testing.assert_allclose(figures(again), figures(run), rtol=2e-5)
         assert case.holds is None or case.holds(run)
 
 
@@ -426,17 +398,17 @@ def test_every_worked_edit_has_a_case_and_is_small():
 
 
 def test_two_ranks_train_worked_edits_as_one(base, tmp_path):
+    alone = {}
     for title in RANKS:
         flags = CASES[title].flags | dict(data=str(base / "data"), micro_batch=8)
         with pages(edited(title, tmp_path / title)) as ours:
-            trained(ours, tmp_path / "alone" / title, **flags)
+            alone[title] = figures(trained(ours, tmp_path / "alone" / title, **flags))
     (tmp_path / "data").symlink_to(base / "data")
     done = run_ranks(tmp_path, __file__, tmp_path)
     assert done.codes == [0, 0], [text[-3000:] for text in done.stderr]
     for parallel, title in itertools.product(("ddp", "fsdp"), RANKS):
-        rtol = 2e-5 if CASES[title].any_layout else 2e-2
-        found, want = (figures(tmp_path / name / title) for name in (parallel, "alone"))
-        np.testing.assert_allclose(found, want, rtol=rtol, err_msg=f"{parallel}: {title}")
+        found = SimpleNamespace(folder=tmp_path / parallel / title)
+        np.testing.assert_allclose(figures(found), alone[title], rtol=2e-5, err_msg=title)
 
 
 def main(folder: Path) -> None:
