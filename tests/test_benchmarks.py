@@ -156,7 +156,8 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
 
 
 def test_an_experiment_of_the_trainer(data, tmp_path):
-    flags = SMALL + f" --repeats 1 --max_steps 20 --eval_every 5 --eval_tokens 2048 --data {data}"
+    flags = SMALL + f" --repeats 1 --max_steps 12 --eval_every 3 --eval_tokens 2048 --data {data}"
+    flags += " --dtype fp32 --attn sdpa"
     report = measured(tmp_path, "experiment", flags + " --flags=--adam_lr=1e-9 --flags=")
     row, every = report["experiment"]
     base, edit = row["runs"][0]["base"], row["runs"][0]["edit"]
@@ -167,7 +168,7 @@ def test_an_experiment_of_the_trainer(data, tmp_path):
 
 def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 2"
-    sizes += " --ngram_rows 512 --vocab_size 1024"
+    sizes += " --ngram_rows 512 --vocab_size 1024 --batch_tokens 2048 --dtype fp32 --attn sdpa"
     rows = measured(tmp_path, "memory", sizes)["memory"]
     adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
     table = 4 * 512 * 64 / 2**20

@@ -12,7 +12,7 @@ import torch
 import export
 import sample
 from common.errors import UserError
-from conftest import ROOT, TINY, final, flags_of, rows, run_main, tiny_run
+from conftest import ROOT, TINY, final, flags_of, run_main, tiny_run
 from data import corpus, prepare, tokenizers
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
@@ -25,7 +25,6 @@ from data.tokenizers import (
     read_vocabulary,
     train_vocabulary,
 )
-from runtime.checkpoint import read_checkpoint
 from train_gpt import make_config, train
 
 SCRIPTS = (
@@ -227,45 +226,38 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "LARGE_VOCAB_BYTES", 3 * 10**5)
     for name, n_bytes in (("a", 600_000), ("half", 50_000), ("small", 20_000)):
         (tmp_path / f"{name}.txt").write_bytes(text[:n_bytes])
-    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(text[:100_000]))
-    assert (tmp_path / "packed.txt.gz").stat().st_size < prepare.BPE_BYTES
-    for number, (name, options, tokenizer, vocab_size) in enumerate(
-        [
-            ("a.txt", {}, "bpe", 1024),
-            ("half.txt", {}, "bpe", 512),
-            # By the text for training alone, and by about what .gz holds
-            ("small.txt", dict(val=[tmp_path / "half.txt"]), "bytes", 257),
-            ("packed.txt.gz", {}, "bpe", 512),
-            ("small.txt", dict(tokenizer="bpe"), "bpe", 512),
-            ("small.txt", dict(vocab_size=300), "bpe", 300),  # can only mean bpe
-        ]
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(text[:100_000]))  # has less than BPE_BYTES
+    for name, options, tokenizer, vocab_size in (
+        ("a.txt", {}, "bpe", 1024),
+        # By the text for training alone, and by about what .gz holds
+        ("small.txt", dict(val=[tmp_path / "half.txt"]), "bytes", 257),
+        ("packed.gz", {}, "bpe", 512),
+        ("small.txt", dict(tokenizer="bpe"), "bpe", 512),
+        ("small.txt", dict(vocab_size=300), "bpe", 300),  # can only mean bpe
     ):
-        meta = load_meta(prepared(tmp_path / name, tmp_path / str(number), **options))
+        out = tmp_path / f"{name}-{len(options)}-{vocab_size}"
+        meta = load_meta(prepared(tmp_path / name, out, **options))
         assert (meta["tokenizer"], meta["vocab_size"]) == (tokenizer, vocab_size)
         said = capsys.readouterr().out.startswith(f"tokenizer {tokenizer}, for ")
         assert said == (not {"tokenizer", "vocab_size"} & options.keys())
 
 
-def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
+def test_races_are_evaluated_on_the_first_tokens(data, tmp_path):
+    """And a run on those of its checkpoint."""
     stream = TokenStream(data, 32, 512)
-    assert stream.eval_subset == "spread"
     assert stream.eval_starts(1024)[:3].tolist() == [0, 4 * 32, 8 * 32]
     assert stream.eval_starts(0).tolist() == list(range(0, 135 * 32, 32))
     bare = shutil.copytree(data, tmp_path / "bare")
     meta = json.loads((data / "meta.json").read_text())
     meta["source"] = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
     (bare / "meta.json").write_text(json.dumps(meta))
-    assert TokenStream(bare, 32, 512).eval_subset == "first"
+    assert TokenStream(bare, 32, 512).eval_starts(1024)[:3].tolist() == [0, 32, 64]
     (bare / "meta.json").unlink()
     assert TokenStream(bare, 32, 512).eval_subset == "first"
-    flags = dict(data=data, max_steps=2, save_every=1, keep=0, eval_every=1, eval_tokens=512)
-    tiny_run(tmp_path / "run", **flags)
-    old = read_checkpoint(tmp_path / "run" / "ckpt_1.pt")
-    losses = {}
-    for part in ("spread", "first"):
-        torch.save(old | dict(eval_part=part), tmp_path / f"{part}.pt")
-        tiny_run(tmp_path / part, **flags, resume=tmp_path / f"{part}.pt")
-        log = (tmp_path / part / "log.txt").read_text()
-        assert part in log.split("evaluation on ")[1].splitlines()[0]
-        losses[part] = rows(tmp_path / part, "val_loss")[-1]
-    assert rows(tmp_path / "run", "val_loss")[-1] == losses["spread"] != losses["first"]
+    flags = dict(data=data, max_steps=2, eval_tokens=512)
+    spread = tiny_run(tmp_path / "run", **flags)
+    old = final(tmp_path / "run") | dict(eval_part="first")
+    torch.save(old, tmp_path / "old.pt")
+    first = tiny_run(tmp_path / "first", **flags, resume=tmp_path / "old.pt")
+    assert (spread["eval_part"], first["eval_part"]) == ("spread", "first")
+    assert first["val_loss"] != spread["val_loss"]
