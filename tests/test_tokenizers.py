@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from data.tokenizers import (
     read_vocabulary,
     train_vocabulary,
 )
-from train_gpt import make_config, train
 
 SCRIPTS = (
     "Plain words, don't they'll, 12345 and 3.14159.\n\n\tdef f(x):\n        return x**2  # done\n",
@@ -98,17 +98,12 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
     assert tokenizer.decode_bytes(tokenizer.encode_raw(raw)) == kept
 
 
-@pytest.mark.parametrize(
-    "name, says",
-    [
-        ("gpt3", "gpt2, bytes, integers:N, or bpe"),
-        ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes"),
-    ],
-)
-def test_tokenizers_that_cannot_be_loaded(name, says, monkeypatch):
+def test_tokenizers_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)
-    with pytest.raises(UserError, match=says):
-        get_tokenizer(name)
+    with pytest.raises(UserError, match="gpt2, bytes, integers:N, or bpe"):
+        get_tokenizer("gpt3")
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR .* --tokenizer bytes"):
+        get_tokenizer("gpt2")
 
 
 def test_long_words_are_cut_for_training(monkeypatch):
@@ -149,36 +144,39 @@ def test_a_folder_has_its_vocabulary_and_only_learns_from_training(notes, text):
     assert train_vocabulary([tokenizer.decode_bytes(part[1:]) for part in documents], 400) == kept
 
 
-def test_runs_and_checkpoints_carry_the_vocabulary(notes, tmp_path):
-    gone = shutil.copytree(notes, tmp_path / "gone")
-    flags = TINY | dict(data=str(gone), vocab_size=448, max_steps=2, save_every=1, keep=0)
-    train(make_config(**flags, out_dir=str(tmp_path / "run")))
-    kept = read_vocabulary(notes)
-    assert read_vocabulary(tmp_path / "run") == kept == final(tmp_path / "run")["vocabulary"]
-    train(make_config(**flags | dict(max_steps=3), out_dir=str(tmp_path / "run"), resume="newest"))
+@pytest.fixture(scope="module")
+def trained(notes, tmp_path_factory) -> Path:
+    """A run on a copy of the folder, which is gone since."""
+    folder = tmp_path_factory.mktemp("trained")
+    gone, run = shutil.copytree(notes, folder / "gone"), folder / "run"
+    flags = dict(vocab_size=448, max_steps=1)
+    tiny_run(run, data=gone, **flags)
+    tiny_run(run, **flags | dict(max_steps=2), resume="newest")
     shutil.rmtree(gone)
-    model, tokenizer = sample.load(tmp_path / "run" / "ckpt_3.pt", "cpu", "fp32")
+    return run
+
+
+def test_runs_and_checkpoints_carry_the_vocabulary(notes, trained, tmp_path):
+    kept = read_vocabulary(notes)
+    assert read_vocabulary(trained) == kept == final(trained)["vocabulary"]
+    model, tokenizer = sample.load(trained / "ckpt_2.pt", "cpu", "fp32")
     assert tokenizer.decode_bytes(tokenizer.encode("déjà vu")) == "déjà vu".encode()
-    out = tmp_path / "out" / "model.safetensors"
-    out.parent.mkdir()
     pytest.importorskip("safetensors")
-    assert export.main([str(tmp_path / "run"), "--to", "safetensors", "--out", str(out)]) == 0
-    assert read_vocabulary(out.parent) == kept
+    out = tmp_path / "model.safetensors"
+    assert export.main([str(trained), "--to", "safetensors", "--out", str(out)]) == 0
+    assert read_vocabulary(tmp_path) == kept
 
 
-def test_another_vocabulary_is_refused(notes, tmp_path, capsys, text):
-    flags = TINY | dict(vocab_size=448, max_steps=1)
-    train(make_config(**flags, data=str(notes), out_dir=str(tmp_path / "run")))
+def test_another_vocabulary_is_refused(trained, tmp_path, capsys, text):
     (tmp_path / "a.txt").write_bytes(text[50000:150000])
     prepared(tmp_path / "a.txt", tmp_path / "other", tokenizer="bpe", vocab_size=400)
-    prepared(tmp_path / "a.txt", tmp_path / "same", tokenizer=str(tmp_path / "run"))
-    start = flags | dict(init_from=str(tmp_path / "run"))
+    prepared(tmp_path / "a.txt", tmp_path / "same", tokenizer=str(trained))
     for name, expected in (("other", 2), ("same", 0)):
-        argv = flags_of(start | dict(data=tmp_path / name, out_dir=tmp_path / f"run_{name}"))
-        code, err = run_main(argv, capsys)
+        flags = dict(data=tmp_path / name, out_dir=tmp_path / f"run_{name}", init_from=trained)
+        code, err = run_main(flags_of(TINY | flags | dict(vocab_size=448, max_steps=1)), capsys)
         assert code == expected
         if code:
-            assert "another tokenizer (bpe)" in err and f"--tokenizer {tmp_path / 'run'}" in err
+            assert "another tokenizer (bpe)" in err and f"--tokenizer {trained}" in err
 
 
 def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path):
