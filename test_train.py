@@ -577,18 +577,19 @@ def test_evaluation_is_in_eval_mode(data):
     stream = open_stream(state.cfg, state.dist_ctx)
     for module in add_noise(state.raw_model).modules():
         module.register_forward_pre_hook(lambda module, _: modes.add(module.training))
-    for function in (train_gpt.evaluate, train_gpt.sample_text):
+    for name in ("evaluate", "sample_text"):
+        function = getattr(train_gpt, name)
         found = [function(state, stream) for _ in range(2)]
         assert True not in modes, (
-            f"{function.__name__} calls a module in training mode, in which dropout is active: "
+            f"{name} calls a module in training mode, in which dropout is active: "
             "call the model that `with state.evaluating() as model` puts into eval mode"
         )
         assert found[0] == found[1], (
-            f"{function.__name__} gives {found[0]}, and {found[1]} the next time: evaluate on the "
+            f"{name} gives {found[0]}, and {found[1]} the next time: evaluate on the "
             "same tokens, and change nothing"
         )
         assert state.raw_model.training, (
-            f"{function.__name__} leaves the model in eval mode, in which the next step would "
+            f"{name} leaves the model in eval mode, in which the next step would "
             "train without dropout: put it back, as state.evaluating() does"
         )
 
