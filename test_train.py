@@ -588,7 +588,8 @@ def test_evaluation_is_in_eval_mode(data):
             f"{name} gives {found[0]}, and {found[1]} the next time: evaluate on the "
             "same tokens, and change nothing"
         )
-        assert state.raw_model.training, (
+        is_training = state.raw_model.training
+        assert is_training, (
             f"{name} leaves the model in eval mode, in which the next step would "
             "train without dropout: put it back, as state.evaluating() does"
         )
