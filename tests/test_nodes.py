@@ -158,6 +158,7 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
 MISTAKES = {  # case -> its sentence
     "flags": "rank 1 on HOST has --max_steps 5, and rank 0 on HOST has 4; start all ranks",
     "code": "rank 1 on HOST has a model.py of hash 000000000000, and rank 0 on HOST has",
+    "torch": f"rank 1 on HOST has PyTorch 2.9.9, and rank 0 on HOST has {torch.__version__};",
     "shard_size": "does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
     "data": "rank 1 on HOST has the shards of other with hash ",
     "no_data": "there is no folder nowhere",
@@ -187,6 +188,8 @@ def mistaken_rank(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank and name == "code":
                 patch.setattr(ranks, "sha256_of_file", other_hash)
+            if rank and name == "torch":
+                patch.setattr(torch, "__version__", "2.9.9")
             print(f"== {name}", file=sys.stderr, flush=True)
             codes[name] = train_gpt.main(flags + more.get(name, "").split())
     check_agreement(device.init_device_and_ranks(make_config(device="cpu")))
