@@ -1,5 +1,6 @@
 """What the tests share: the tiny model, its data, runs to compare with, and ways to start a run."""
 
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ from model import GPT, GPTConfig
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.device import init_device_and_ranks
+from runtime.flags import parse_flags
 from train_gpt import main, make_config, train
 
 ROOT = Path(__file__).resolve().parent
@@ -168,6 +170,11 @@ def run_main(argv: list[str], capsys) -> tuple[int, str]:
 
 def flags_of(values: dict) -> list[str]:
     return [f"--{key}={value}" for key, value in values.items()]
+
+
+def parsed(line: str) -> dict:
+    """The flags of a command line."""
+    return parse_flags(line.split(), dataclasses.fields(train_gpt.Config), {}, "")
 
 
 def python_process(*argv, env=os.environ) -> dict:

@@ -24,6 +24,7 @@ import tracemalloc
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -169,36 +170,12 @@ def test_shard_is_what_the_format_describes(tmp_path, letter, header):
     tokens = [0, 1, 258, 50256, 65535]
     content = struct.pack("<3i", *header, 5) + bytes(1012) + struct.pack(f"<5{letter}", *tokens)
     (tmp_path / "train.bin").write_bytes(content)
-    shards = TokenShards(tmp_path, "train", 65536, {})
-    assert shards.read_tokens(0, 0, 5).tolist() == tokens
-    if letter == "H":
-        write_shard(tmp_path / "val.bin", np.array(tokens, np.uint16))
-        assert (tmp_path / "val.bin").read_bytes() == content
-        with pytest.raises(TypeError):
-            write_shard(tmp_path / "val.bin", np.array(tokens))
-
-
-@pytest.mark.parametrize(
-    "header, n_bytes, says",
-    [
-        ((20240519, 1, 2), 4, "magic 20240519"),
-        ((20240801, 1, 2), 8, "version 1"),
-        ((20240520, 1, -1), 4, "-1 tokens"),
-        ((20240520, 1, 3), 4, "3 tokens, 1028 bytes"),
-        ((20240520, 1, 1), 4, "1 tokens, 1028 bytes"),
-        ((), -1000, "magic 0"),
-    ],
-)
-def test_damaged_shards_are_refused(tmp_path, header, n_bytes, says):
-    content = struct.pack("<3i", *header or (20240520, 1, 2)) + bytes(1012 + n_bytes)
-    (tmp_path / "bad_train.bin").write_bytes(content)
-    with pytest.raises(UserError, match=f"bad_train.bin is not an intact token shard .*{says}"):
-        TokenShards(tmp_path, "train", 257, {})
+    assert TokenShards(tmp_path, "train", 65536, {}).read_tokens(0, 0, 5).tolist() == tokens
+    with pytest.raises(TypeError):
+        write_shard(tmp_path / "val.bin", np.array(tokens))
 
 
 def test_find_shards_and_meta_json(tmp_path):
-    with pytest.raises(UserError, match="no folder .*none: expected a folder that `python data/pr"):
-        load_meta(tmp_path / "none")
     # The last "train" or "val" of a name decides
     named = {
         "train": ["a_train_0.bin", "b_train_1.bin", "medieval_train_0.bin"],
@@ -211,9 +188,8 @@ def test_find_shards_and_meta_json(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
         find_shards(tmp_path / "empty", "val")
-    assumed = load_meta(tmp_path)
-    assert assumed["assumed"] and assumed["tokenizer"] == "gpt2"
-    assert (assumed["vocab_size"], assumed["eot"]) == (50257, 50256)
+    gpt2 = dict(assumed=True, tokenizer="gpt2", vocab_size=50257, eot=50256)
+    assert gpt2.items() <= load_meta(tmp_path).items()
 
     split = {"tokens": 2}
     good = {"tokenizer": "mine", "vocab_size": 257, "eot": 256, "source": "x"}
@@ -239,7 +215,7 @@ def test_python_source_is_the_standard_library(tmp_path, monkeypatch):
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     dropped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     names = [name for name in names if not dropped & set(name.split("/"))]
-    assert {"argparse.py", "this.py", "json/decoder.py"} <= set(names)
+    assert "json/decoder.py" in names
     texts = {name: (root / name).read_bytes().decode() for name in names}
     expected = expected_documents(texts, 0.1)
     meta, vocabulary = load_meta(folder), PYTHON_VOCABULARY.read_text()
@@ -250,9 +226,9 @@ def test_python_source_is_the_standard_library(tmp_path, monkeypatch):
     for split, counts in meta["splits"].items():
         tokens = independent_split(folder, split)
         documents = tokenizer.decode_bytes(tokens).split(b"<|endoftext|>")[1:]
-        assert documents == expected[split] and counts["documents"] == len(documents)
-        assert counts["tokens"] == len(tokens) and counts["bytes"] / len(tokens) > 2.4
-        assert counts["bytes"] == sum(map(len, documents))
+        n_bytes = sum(map(len, documents))
+        assert documents == expected[split] and n_bytes / len(tokens) > 2.4
+        assert counts == dict(tokens=len(tokens), bytes=n_bytes, documents=len(documents))
 
 
 def write_rows(path, rows, keys, mark="", **dialect):
@@ -312,12 +288,11 @@ def test_files_of_all_kinds(tmp_path, keys, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[0] == said
     meta = load_meta(out)
     for split, counts in meta["splits"].items():
-        sizes = [meta["files"][path.name]["tokens"] for path in find_shards(out, split)]
+        paths = find_shards(out, split)
+        sizes = [len(independent_read(path)) for path in paths]
         assert set(sizes[:-1]) == {100} and sum(sizes) == counts["tokens"] and 0 < sizes[-1] <= 100
-    for path in out.glob("*.bin"):
-        tokens = independent_read(path)
-        expected = {"tokens": len(tokens), "sha256": sha256(path.read_bytes())}
-        assert meta["files"][path.name] == expected
+        for path, size in zip(paths, sizes):
+            assert meta["files"][path.name] == dict(tokens=size, sha256=sha256(path.read_bytes()))
     # Wherever the folder lies, in any order of the arguments; earlier output is left out
     moved = shutil.copytree(folder, tmp_path / "else" / "corpus")
     again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, text_key=keys)
@@ -361,16 +336,15 @@ def test_each_split_has_a_document(n, tmp_path):
     (tmp_path / "rows.jsonl").write_text(jsonl(f"row number {i}" for i in range(n)))
     for path, fraction in itertools.product(("*/README.md", "rows.jsonl"), (0.1, 0.5, 0.9)):
         out = prepared(tmp_path / f"{fraction}-{path[0]}", tmp_path / path, fraction=fraction)
-        parts = documents_of(out)
-        assert parts["train"] and parts["val"]
+        train, val = documents_of(out).values()
         is_cut = n == 1 or (path != "rows.jsonl" and n * fraction < 1)
-        assert len(parts["train"]) + len(parts["val"]) == n * (1 + is_cut)
-        assert is_cut or set(map(len, parts["train"] + parts["val"])) <= {12, 13, 17, 18}
+        assert train and val and len(train + val) == n * (1 + is_cut)
+        assert is_cut or set(map(len, train + val)) <= {12, 13, 17, 18}
 
 
-@pytest.mark.parametrize("names", ["book notes", "a b", "novel readme", "c d e"])
+@pytest.mark.parametrize("names", ["ab", "ba", "cde"])
 def test_validation_has_its_fraction_of_unequal_files(tmp_path, names):
-    sizes = zip(names.split(), (90_000, 13, 5_000))
+    sizes = zip(names, (90_000, 13, 5_000))
     write_texts(tmp_path, **{name: f"{name} " * (size // 2) for name, size in sizes})
     counts = load_meta(prepared(tmp_path / "out", tmp_path / "*.txt", fraction=0.1))["splits"]
     n_val = counts["val"]["bytes"]
@@ -381,12 +355,10 @@ def test_a_row_of_parquet_is_a_document(tmp_path, monkeypatch):
     pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     rows = [f"row {i} \U0001f642\n" * (i % 5) or None for i in range(3000)]
     path = tmp_path / "a.parquet"
-    table = pa.table({"id": list(range(3000)), "content": rows, "more": ["x"] * 3000})
+    table = pa.table({"id": list(range(3000)), "content": rows})
     pq.write_table(table, path, row_group_size=700)
     out = prepared(tmp_path / "one", path, text_key=["content"])
     assert documents_of(out) == expected_documents({"a.parquet": [row or "" for row in rows]}, 0.3)
-    both = prepared(tmp_path / "both", path, text_key=["more", "content"])
-    assert documents_of(both)["train"][0].startswith(b"x\n")
     with pytest.raises(UserError, match="KeyError: 'text'"):
         prepared(tmp_path / "wrong", path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -438,7 +410,7 @@ def test_end_of_text_separates_documents(tmp_path, name):
     assert sorted(parts["train"] + parts["val"]) == sorted(story.encode() for story in stories)
     assert len(parts["val"]) > 5
     tokens, n_bytes = prepare.encode_file(tmp_path / name, get_tokenizer("bytes"))
-    assert tokens.tolist().count(256) == 59 and n_bytes == sum(len(s.encode()) for s in stories)
+    assert (tokens == 256).sum() == 59 and len(tokens) == n_bytes + 59
 
 
 def test_integers_are_tokens(tmp_path):
@@ -447,13 +419,10 @@ def test_integers_are_tokens(tmp_path):
     np.savetxt(tmp_path / "b.txt", tokens[:700], fmt="%d")
     options = dict(tokenizer="integers:300", val=[tmp_path / "b.txt"])
     out = prepared(tmp_path / "out", tmp_path / "a.txt", **options)
-    assert independent_split(out, "train").tolist() == [300, *tokens]
-    assert independent_split(out, "val").tolist() == [300, *tokens[:700]]
-    meta = load_meta(out)
-    assert (meta["tokenizer"], meta["vocab_size"], meta["eot"]) == ("integers:300", 301, 300)
-    assert meta["splits"]["val"]["bytes"] is None
-    tokenizer = get_tokenizer("integers:300")
-    assert tokenizer.encode(" 3 299\n0 ").tolist() == [3, 299, 0]
+    for split, n_tokens in (("train", 5000), ("val", 700)):
+        assert independent_split(out, split).tolist() == [300, *tokens[:n_tokens]]
+    meta, tokenizer = load_meta(out), get_tokenizer("integers:300")
+    assert (meta["vocab_size"], meta["eot"], meta["splits"]["val"]["bytes"]) == (301, 300, None)
     assert tokenizer.decode_bytes([3, 299]) == b" 3 299"
     for text in ("3 300", "-1", "three", "9" * 30):
         with pytest.raises(UserError, match="must be integers from 0 to 299"):
@@ -471,12 +440,10 @@ def test_integers_are_tokens(tmp_path):
 def test_single_text_is_split_by_position(tmp_path, text, fraction, name):
     raw = text.encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if ".gz" in name else raw)
-    folder = prepared(tmp_path / "out", tmp_path / name, fraction=fraction)
-    (train,), (val,) = documents_of(folder).values()
+    out = prepared(tmp_path / "out", tmp_path / name, fraction=fraction)
+    (train,), (val,) = documents_of(out).values()
     assert train + val == raw and train.decode() and val.decode()  # cut between characters
     assert 0 <= len(train) - int(len(raw) * (1 - fraction)) < 4
-    counts = load_meta(folder)["splits"]
-    assert counts["train"] == {"tokens": len(train) + 1, "bytes": len(train), "documents": 1}
 
 
 WORDS = "word é 漢字 。 don't ' 12 ... 🙂 \x1c \u0300 ж かな µ ²".split(" ")
@@ -499,29 +466,6 @@ def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
     assert max(map(len, pieces)) <= 4 * 48
 
 
-# The first digits of SHA-256 of train and val of the next test's files: they must not change
-SHARDS = {
-    "bytes": ["93ef45b79840eaf2", "c59ed57256b0613a"],
-    "gpt2": ["0c0d74482adb3084", "b965de5288ae18c6"],
-}
-
-
-@pytest.mark.parametrize("tokenizer", SHARDS)
-def test_order_splits_and_shards_stay_what_they_were(tokenizer, gpt2, tmp_path):
-    folder = tmp_path / "all"
-    folder.mkdir()
-    words = "déjà vu naïve 漢字 the of and 🙂 \u00a0 \n\n \t don't".split(" ")
-    for i in range(12):
-        raw = " ".join(words[(j * j + 3 * i * j + i) % len(words)] for j in range(300)).encode()
-        (folder / f"{i}.txt").write_bytes(raw)
-    lines = (" ".join(words[(j * j + i) % len(words)] for j in range(20 + i)) for i in range(50))
-    (folder / "lines.jsonl").write_text(jsonl(lines))
-    out = prepared(tmp_path / "out", folder, tokenizer=tokenizer, fraction=0.2)
-    files = load_meta(out)["files"]
-    hashes = [files[f"{split}_000000.bin"]["sha256"][:16] for split in ("train", "val")]
-    assert hashes == SHARDS[tokenizer]
-
-
 def test_rows_are_read_in_little_memory(tmp_path):
     row = b'1,"' + b"a text, of words " * 300 + b'"\r\n'
     with gzip.open(tmp_path / "a.csv.gz", "wb", compresslevel=1) as file:
@@ -539,8 +483,7 @@ def test_rows_are_read_in_little_memory(tmp_path):
 
 
 def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch, capsys):
-    text = "some text " * 50
-    write_texts(tmp_path / "in", a=text, b="more")
+    write_texts(tmp_path / "in", a="some text " * 50, b="more")
     (tmp_path / "in" / "one.bin").write_bytes(b"\xff\xfe\x81")
     folder = prepared(tmp_path / "out", tmp_path / "in")
     before = tree(folder)
@@ -641,16 +584,12 @@ def test_what_cannot_arrive_is_kept(tmp_path, monkeypatch):
     assert load_meta(kept) and len(independent_split(kept, "train")) == 351
 
 
-def test_files_are_written_where_fsync_is_not_supported(tmp_path, monkeypatch):
-    def fail(descriptor):
-        raise OSError(number, "fsync")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    for number, content in ((errno.EINVAL, b"1"), (errno.ENOTSUP, b"2"), (errno.EIO, b"2")):
-        with contextlib.suppress(OSError), atomic_write(tmp_path / "file") as file:
-            file.write(b"%d" % (1 + (number != errno.EINVAL) + (number == errno.EIO)))
-        assert (tmp_path / "file").read_bytes() == content
-    assert os.listdir(tmp_path) == ["file"]
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_files_are_written_where_fsync_is_not_supported(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, "fsync")))
+    with contextlib.suppress(OSError), atomic_write(tmp_path / "file") as file:
+        file.write(b"content")
+    assert os.listdir(tmp_path) == ["file"] * (number != errno.EIO)
 
 
 def test_several_processes_at_once(tmp_path):
@@ -658,8 +597,7 @@ def test_several_processes_at_once(tmp_path):
     command = [sys.executable, "data/prepare.py", "files", tmp_path / "a.txt", "--tokenizer=bytes"]
     all_three = [subprocess.Popen([*command, f"--out={tmp_path}/out"], cwd=ROOT) for _ in range(3)]
     assert [process.wait(timeout=60) for process in all_three] == [0, 0, 0]
-    counts = load_meta(tmp_path / "out")["splits"]["train"]
-    assert counts == {"tokens": 1_800_001, "bytes": 1_800_000, "documents": 1}
+    assert load_meta(tmp_path / "out")["splits"]["train"]["tokens"] == 1_800_001
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
 
@@ -762,17 +700,13 @@ def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch)
     assert os.listdir(tmp_path / "downloads") == ["w.zip"]
 
 
-def test_shakespeare_resumes_and_hellaswag_is_verified(server, tmp_path, monkeypatch):
+def test_shakespeare_is_split_by_position_and_hellaswag_is_verified(server, tmp_path, monkeypatch):
     text = b"First Citizen:\n" * 1000
     serve(server, monkeypatch, "shakespeare", "input.txt", text)
-    server.cut = 4
-    with pytest.raises(UserError, match="could not be downloaded"):
-        prepared(tmp_path / "out", source="shakespeare", fraction=0.1)
-    assert os.listdir(tmp_path) == ["downloads"]
     for name in ("out", "again"):  # the download is kept
         folder = prepared(tmp_path / name, source="shakespeare", fraction=0.1)
-        assert server.requests[-1][1] == "bytes=14062-"
         assert documents_of(folder) == dict(train=[text[:13500]], val=[text[13500:]])
+    assert len(server.requests) == 1
     serve(server, monkeypatch, "hellaswag", "h", b"{}\n")
     for served, code in ((b"wrong", 2), (b"{}\n", 0)):
         server.files["/h"] = served
@@ -900,7 +834,6 @@ def test_shards_that_meta_json_does_not_describe_are_refused(tmp_path):
     other = content[:5000] + b"a\0" + content[5002:]
     for path, wrong, says in (
         (shard, content[:2000] + b"\xff\xff" + content[2002:], "token 65535, but the .* at 256"),
-        (shard, content[:8] + struct.pack("<i", 50) + content[12:1124], "not the shard that meta"),
         (shard, other, "is not the shard that meta.json describes"),
         (shard, None, "has other shards than its meta.json names .a_train_1.bin."),
         (more, content, "has other shards than its meta.json names .more_train.bin."),
@@ -917,12 +850,6 @@ def test_shards_that_meta_json_does_not_describe_are_refused(tmp_path):
     shard.write_bytes(content)
     (data / "meta.json").write_text(meta_json)
     assert TokenStream(data, 32, 64).fingerprint() == whole
-    for options, says in (
-        (dict(seq_len=5000), "the val split of .* has 4333 tokens, too few"),
-        (dict(seq_len=32, vocab_size=100), "--vocab_size 100 is less than the 257"),
-    ):
-        with pytest.raises(UserError, match=says):
-            TokenStream(data, batch_tokens=6000, **options)
 
 
 def test_damage_is_caught_while_tokens_are_read(tmp_path, monkeypatch):
@@ -973,7 +900,6 @@ def test_batches_hold_the_tokens_of_their_windows(data, monkeypatch):
     stream = TokenStream(data, seq_len=32, batch_tokens=512)
     starts = stream.sequence_starts(77 * 16 + np.arange(16))
     assert np.array_equal(stream.batch(77), np.stack([everything[s : s + 33] for s in starts]))
-    assert np.array_equal(stream.batch(77)[8:], stream.batch(77, rank=1, world_size=2))
     # --doc_align
     stream = TokenStream(data, seq_len=32, batch_tokens=512, doc_align=True)
     batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])

@@ -164,7 +164,19 @@ WRONG = {
     ),
     "evaluation in training mode": (
         (train_gpt, "evaluate", "state.evaluating()", "contextlib.nullcontext(state.raw_model)"),
-        ("test_evaluation_has_no_dropout", "call the model in eval mode"),
+        ("test_evaluation_is_in_eval_mode", "evaluate calls a module in training mode"),
+    ),
+    "samples in training mode": (
+        (train_gpt, "sample_text", "state.evaluating()", "contextlib.nullcontext(state.raw_model)"),
+        ("test_evaluation_is_in_eval_mode", "sample_text calls a module in training mode"),
+    ),
+    "dropout left active": (
+        (train_gpt.TrainState, "evaluating", "self.raw_model.eval()", "pass"),
+        ("test_evaluation_is_in_eval_mode", "evaluate calls a module in training mode"),
+    ),
+    "training in eval mode": (
+        (train_gpt.TrainState, "evaluating", "self.raw_model.train()", "pass"),
+        ("test_evaluation_is_in_eval_mode", "evaluate leaves the model in eval mode"),
     ),
     "clipping what the optimizer does not get": (
         (train_gpt, "train_step", "norm_(params, cfg", "norm_(params[:1], cfg"),
@@ -181,6 +193,7 @@ WRONG = {
 def test_a_wrong_edit_is_found(name, data, monkeypatch):
     (owner, function_name, old, new), (test_name, words) = WRONG[name]
     function, edited = getattr(owner, function_name), {}
+    function = getattr(function, "func", function)  # sample_text is a partial here
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1
     exec(source.replace(old, new), inspect.unwrap(function).__globals__, edited)

@@ -44,9 +44,9 @@ def printed(capsys) -> dict[str, list[float]]:
 
 
 def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
-    model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
+    model, n = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3), len(QUESTIONS)
     print_choices(model, BYTES, write(tmp_path / "q.jsonl", QUESTIONS))
-    shown, n = printed(capsys), len(QUESTIONS)
+    shown = printed(capsys)
     measures = {
         "summed": lambda ending: 1,
         "per token (llm.c)": lambda ending: len(ending.encode()),
@@ -81,15 +81,16 @@ def test_scores_do_not_depend_on_what_they_are_batched_with():
 
 def test_last_words(tmp_path, capsys):
     model = random_gpt(vocab_size=257, seq_len=64, std=0.3)
-    text = "What is 3 plus 4?\n"  # the end is part of the question
+    text = "What is 3 plus 5?\n"  # the end is part of the question
     likeliest = max(map(chr, range(128)), key=lambda end: log_likelihood(model, text, end))
     rows = [{"context": text, "endings": [ending], "label": 0} for ending in (likeliest, "zz")]
     print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
     shown = printed(capsys)
-    found = [log_likelihood(model, text, row["endings"][0]) for row in rows]
-    greedy = sum(is_likeliest for _, is_likeliest in found) / 2
-    assert shown["produced by greedy decoding"][0] == pytest.approx(greedy, abs=1e-4)
-    perplexity = math.exp(-sum(score for score, _ in found) / 2)
+    (first, is_greedy), (second, other_is_greedy) = (
+        log_likelihood(model, text, ending) for ending in (likeliest, "zz")
+    )
+    assert shown["produced by greedy decoding"][0] == (is_greedy + other_is_greedy) / 2 == 0.5
+    perplexity = math.exp(-(first + second) / 2)
     assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
     with pytest.raises(UserError, match="two files"):
         print_choices(model, BYTES, write(tmp_path / "both.jsonl", rows + QUESTIONS))

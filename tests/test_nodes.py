@@ -2,10 +2,10 @@
 
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 
 import train_gpt
 from common.errors import UserError, exit_process
@@ -24,9 +25,10 @@ from conftest import (
     assert_same_run,
     final,
     flags_of,
+    forked,
     free_port,
     make_data,
-    python_process,
+    parsed,
     rows,
     run_main,
     run_ranks,
@@ -47,39 +49,22 @@ from runtime.ranks import (
 from train_gpt import make_config
 
 CASES = {  # of two nodes of two ranks each
-    "ddp_half": dict(micro_batch=4, save_every=10, keep=0),
-    "ddp_bf16": dict(micro_batch=2, grad_comm="bf16", bucket_cap_mb=1, max_steps=5),
-    "hsdp": dict(parallel="hsdp", micro_batch=2, checkpointing="full", save_every=10, keep=0),
-    "hsdp_resumed": dict(parallel="hsdp", micro_batch=4, resume="ddp_half/ckpt_10.pt"),
-    "hsdp_thin": dict(
-        parallel="hsdp", micro_batch=4, n_embd=2, n_head=1, n_layer=3, init_from="", max_steps=5
-    ),
-    "hsdp_bf16": dict(parallel="hsdp", micro_batch=2, grad_comm="bf16", max_steps=5),
+    "ddp_half": "--micro_batch 4 --save_every 10 --keep 0",
+    "ddp_bf16": "--micro_batch 2 --grad_comm bf16 --bucket_cap_mb 1 --max_steps 5",
+    "hsdp": "--parallel hsdp --micro_batch 2 --checkpointing full --save_every 10 --keep 0",
+    "hsdp_resumed": "--parallel hsdp --micro_batch 4 --resume",
+    "hsdp_thin": "--parallel hsdp --micro_batch 4 --n_embd 2 --n_head 1 --n_layer 3 --max_steps 5",
+    "hsdp_bf16": "--parallel hsdp --micro_batch 2 --grad_comm bf16 --max_steps 5",
 }
-STARTED: list[subprocess.Popen] = []  # agents
 
 
-@pytest.fixture(autouse=True)
-def no_agent_stays():
-    """What a failed test has started ends with it."""
-    yield
-    for agent in STARTED:
-        if agent.poll() is None:  # its ranks end with it, or when they miss the others
-            agent.terminate()
-            agent.wait(30)
-    STARTED.clear()
-
-
-def start_node(port: int, output: Path, *argv, host: bool) -> subprocess.Popen:
+def start_node(folder: Path, port: int, *argv, host: bool) -> multiprocessing.Process:
     """Start one of two torchrun agents, with `ARGV` as its rank. host: it has the rendezvous."""
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    torchrun += ["--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}"]
-    torchrun += [f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,is_host={int(host)}"]
-    torchrun += ["--monitor-interval=0.2", "--max-restarts=1"]
-    with open(output, "a") as file:
-        process = python_process(*torchrun, __file__, *argv)
-        STARTED.append(subprocess.Popen(**process, stdout=file, stderr=file))
-    return STARTED[-1]
+    options = ["--nnodes=2", "--nproc_per_node=1", "--monitor-interval=0.2", "--max-restarts=1"]
+    options += ["--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}"]
+    options += [f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,is_host={int(host)}"]
+    outputs = folder / "stdout.txt", folder / "stderr.txt"
+    return forked(torch.distributed.run.__file__, *options, __file__, *argv, outputs=outputs)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,13 +73,15 @@ def start_node(port: int, output: Path, *argv, host: bool) -> subprocess.Popen:
 
 def run_cases(folder: Path) -> None:
     """Train all cases on a rank; report.json says of each if all ranks' weights are equal."""
+    train_gpt.sample_text = lambda *_: ""  # slow with four ranks
     report = {}
-    for name, case in CASES.items():
-        flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt")) | case
-        if "resume" in case:
-            flags["resume"] = str(folder / case["resume"])
-            del flags["init_from"]  # the run's own
-        cfg = make_config(**flags, out_dir=str(folder / name))
+    for name, line in CASES.items():
+        flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt"))
+        if name == "hsdp_resumed":
+            line += f" {folder}/ddp_half/ckpt_10.pt"
+        if name in ("hsdp_resumed", "hsdp_thin"):
+            del flags["init_from"]
+        cfg = make_config(**flags | parsed(line), out_dir=str(folder / name))
         model = train_gpt.train(cfg, return_model=True)[1]
         weights = b"".join(to_full(p.detach()).numpy().tobytes() for p in model.parameters())
         hashes = [None] * dist.get_world_size()
@@ -131,7 +118,7 @@ def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
     assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(CASES, True)
     for case in ("ddp_half", "hsdp"):
         assert_same_run(two_nodes / case, plain)
-    tiny_run(tmp_path / "thin", data=data, **CASES["hsdp_thin"] | dict(parallel="auto"))
+    tiny_run(tmp_path / "thin", data=data, n_embd=2, n_head=1, n_layer=3, max_steps=5)
     assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
     # To bf16's rounding, and not to fp32's
     expected = np.array(rows(plain, "grad_norm")[:5])
@@ -189,26 +176,23 @@ def mistaken_rank(folder: Path) -> None:
     def other_hash(path):
         return "0" * 64 if path.name == "model.py" else sha256(path)
 
-    changes = {
-        "code": (ranks, "sha256_of_file", other_hash),
-        "torch": (torch, "__version__", "2.9.9"),
-    }
     more = {
-        "flags": dict(max_steps=4 + rank),
-        "shard_size": dict(parallel="hsdp", shard_size=3),
-        "batch": dict(batch_tokens=480, micro_batch=5),
-        "data": dict(data="other"),
-        "no_data": dict(data="nowhere"),
-        "unseen": dict(out_dir="run", resume="auto"),
+        "flags": f"--max_steps {4 + rank}",
+        "shard_size": "--parallel hsdp --shard_size 3",
+        "data": "--data other",
+        "no_data": "--data nowhere",
+        "unseen": "--out_dir run --resume auto",
     }
     codes = {}
     for name in MISTAKES:
-        flags = TINY | dict(data="data", max_steps=4, out_dir=f"out_{name}") | more.get(name, {})
+        flags = flags_of(TINY | dict(data="data", max_steps=4, out_dir=f"out_{name}"))
         with pytest.MonkeyPatch.context() as patch:
-            if rank and name in changes:
-                patch.setattr(*changes[name])
+            if rank and name == "code":
+                patch.setattr(ranks, "sha256_of_file", other_hash)
+            if rank and name == "torch":
+                patch.setattr(torch, "__version__", "2.9.9")
             print(f"== {name}", file=sys.stderr, flush=True)
-            codes[name] = train_gpt.main(flags_of(flags))
+            codes[name] = train_gpt.main(flags + more.get(name, "").split())
     check_agreement(device.init_device_and_ranks(make_config(device="cpu")))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
@@ -270,7 +254,7 @@ def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monke
     """Each node then waits for the others alone, at its own agent's store, or at nobody's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port if hosted else free_port()
-    monkeypatch.setattr(ranks, "RENDEZVOUS_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(ranks, "RENDEZVOUS_TIMEOUT_S", 0.5)
     set_place(monkeypatch, rank, port, hosted)
     code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
     assert code == 2
@@ -333,9 +317,14 @@ def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):
     such an address, and a second restart is due when it gives up.
     """
     (tmp_path / "data").symlink_to(data)
-    port, output = free_port(), tmp_path / "output.txt"
-    nodes = [start_node(port, output, "mortal", tmp_path, host=host) for host in (True, False)]
-    assert [node.wait(120) for node in nodes] == [0, 0], output.read_text()[-5000:]
+    port = free_port()
+    nodes = [start_node(tmp_path, port, "mortal", tmp_path, host=host) for host in (True, False)]
+    for node in nodes:
+        node.join(120)
+    codes = [node.exitcode for node in nodes]
+    for node in nodes:
+        node.terminate()  # its rank ends with it
+    assert codes == [0, 0], (tmp_path / "stderr.txt").read_text()[-5000:]
     tiny_run(tmp_path / "whole", data=data, eval_every=3, micro_batch=2)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert (tmp_path / "run" / "log.txt").read_text().count("resumed from") == 1

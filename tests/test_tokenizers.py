@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import export
 import sample
 from common.errors import UserError
-from conftest import ROOT, TINY, final, flags_of, rows, run_main, tiny_run
+from conftest import ROOT, TINY, final, flags_of, run_main, tiny_run
 from data import corpus, prepare, tokenizers
 from data.shards import PYTHON_VOCABULARY, load_meta
 from data.stream import TokenStream
@@ -25,8 +26,6 @@ from data.tokenizers import (
     read_vocabulary,
     train_vocabulary,
 )
-from runtime.checkpoint import read_checkpoint
-from train_gpt import make_config, train
 
 SCRIPTS = (
     "Plain words, don't they'll, 12345 and 3.14159.\n\n\tdef f(x):\n        return x**2  # done\n",
@@ -99,17 +98,12 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
     assert tokenizer.decode_bytes(tokenizer.encode_raw(raw)) == kept
 
 
-@pytest.mark.parametrize(
-    "name, says",
-    [
-        ("gpt3", "gpt2, bytes, integers:N, or bpe"),
-        ("gpt2", "TIKTOKEN_CACHE_DIR .* --tokenizer bytes"),
-    ],
-)
-def test_tokenizers_that_cannot_be_loaded(name, says, monkeypatch):
+def test_tokenizers_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)
-    with pytest.raises(UserError, match=says):
-        get_tokenizer(name)
+    with pytest.raises(UserError, match="gpt2, bytes, integers:N, or bpe"):
+        get_tokenizer("gpt3")
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR .* --tokenizer bytes"):
+        get_tokenizer("gpt2")
 
 
 def test_long_words_are_cut_for_training(monkeypatch):
@@ -150,36 +144,39 @@ def test_a_folder_has_its_vocabulary_and_only_learns_from_training(notes, text):
     assert train_vocabulary([tokenizer.decode_bytes(part[1:]) for part in documents], 400) == kept
 
 
-def test_runs_and_checkpoints_carry_the_vocabulary(notes, tmp_path):
-    gone = shutil.copytree(notes, tmp_path / "gone")
-    flags = TINY | dict(data=str(gone), vocab_size=448, max_steps=2, save_every=1, keep=0)
-    train(make_config(**flags, out_dir=str(tmp_path / "run")))
-    kept = read_vocabulary(notes)
-    assert read_vocabulary(tmp_path / "run") == kept == final(tmp_path / "run")["vocabulary"]
-    train(make_config(**flags | dict(max_steps=3), out_dir=str(tmp_path / "run"), resume="newest"))
+@pytest.fixture(scope="module")
+def trained(notes, tmp_path_factory) -> Path:
+    """A run on a copy of the folder, which is gone since."""
+    folder = tmp_path_factory.mktemp("trained")
+    gone, run = shutil.copytree(notes, folder / "gone"), folder / "run"
+    flags = dict(vocab_size=448, max_steps=1)
+    tiny_run(run, data=gone, **flags)
+    tiny_run(run, **flags | dict(max_steps=2), resume="newest")
     shutil.rmtree(gone)
-    model, tokenizer = sample.load(tmp_path / "run" / "ckpt_3.pt", "cpu", "fp32")
+    return run
+
+
+def test_runs_and_checkpoints_carry_the_vocabulary(notes, trained, tmp_path):
+    kept = read_vocabulary(notes)
+    assert read_vocabulary(trained) == kept == final(trained)["vocabulary"]
+    model, tokenizer = sample.load(trained / "ckpt_2.pt", "cpu", "fp32")
     assert tokenizer.decode_bytes(tokenizer.encode("déjà vu")) == "déjà vu".encode()
-    out = tmp_path / "out" / "model.safetensors"
-    out.parent.mkdir()
     pytest.importorskip("safetensors")
-    assert export.main([str(tmp_path / "run"), "--to", "safetensors", "--out", str(out)]) == 0
-    assert read_vocabulary(out.parent) == kept
+    out = tmp_path / "model.safetensors"
+    assert export.main([str(trained), "--to", "safetensors", "--out", str(out)]) == 0
+    assert read_vocabulary(tmp_path) == kept
 
 
-def test_another_vocabulary_is_refused(notes, tmp_path, capsys, text):
-    flags = TINY | dict(vocab_size=448, max_steps=1)
-    train(make_config(**flags, data=str(notes), out_dir=str(tmp_path / "run")))
+def test_another_vocabulary_is_refused(trained, tmp_path, capsys, text):
     (tmp_path / "a.txt").write_bytes(text[50000:150000])
     prepared(tmp_path / "a.txt", tmp_path / "other", tokenizer="bpe", vocab_size=400)
-    prepared(tmp_path / "a.txt", tmp_path / "same", tokenizer=str(tmp_path / "run"))
-    start = flags | dict(init_from=str(tmp_path / "run"))
+    prepared(tmp_path / "a.txt", tmp_path / "same", tokenizer=str(trained))
     for name, expected in (("other", 2), ("same", 0)):
-        argv = flags_of(start | dict(data=tmp_path / name, out_dir=tmp_path / f"run_{name}"))
-        code, err = run_main(argv, capsys)
+        flags = dict(data=tmp_path / name, out_dir=tmp_path / f"run_{name}", init_from=trained)
+        code, err = run_main(flags_of(TINY | flags | dict(vocab_size=448, max_steps=1)), capsys)
         assert code == expected
         if code:
-            assert "another tokenizer (bpe)" in err and f"--tokenizer {tmp_path / 'run'}" in err
+            assert "another tokenizer (bpe)" in err and f"--tokenizer {trained}" in err
 
 
 def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path):
@@ -227,45 +224,38 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "LARGE_VOCAB_BYTES", 3 * 10**5)
     for name, n_bytes in (("a", 600_000), ("half", 50_000), ("small", 20_000)):
         (tmp_path / f"{name}.txt").write_bytes(text[:n_bytes])
-    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(text[:100_000]))
-    assert (tmp_path / "packed.txt.gz").stat().st_size < prepare.BPE_BYTES
-    for number, (name, options, tokenizer, vocab_size) in enumerate(
-        [
-            ("a.txt", {}, "bpe", 1024),
-            ("half.txt", {}, "bpe", 512),
-            # By the text for training alone, and by about what .gz holds
-            ("small.txt", dict(val=[tmp_path / "half.txt"]), "bytes", 257),
-            ("packed.txt.gz", {}, "bpe", 512),
-            ("small.txt", dict(tokenizer="bpe"), "bpe", 512),
-            ("small.txt", dict(vocab_size=300), "bpe", 300),  # can only mean bpe
-        ]
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(text[:100_000]))  # has less than BPE_BYTES
+    for name, options, tokenizer, vocab_size in (
+        ("a.txt", {}, "bpe", 1024),
+        # By the text for training alone, and by about what .gz holds
+        ("small.txt", dict(val=[tmp_path / "half.txt"]), "bytes", 257),
+        ("packed.gz", {}, "bpe", 512),
+        ("small.txt", dict(tokenizer="bpe"), "bpe", 512),
+        ("small.txt", dict(vocab_size=300), "bpe", 300),  # can only mean bpe
     ):
-        meta = load_meta(prepared(tmp_path / name, tmp_path / str(number), **options))
+        out = tmp_path / f"{name}-{len(options)}-{vocab_size}"
+        meta = load_meta(prepared(tmp_path / name, out, **options))
         assert (meta["tokenizer"], meta["vocab_size"]) == (tokenizer, vocab_size)
         said = capsys.readouterr().out.startswith(f"tokenizer {tokenizer}, for ")
         assert said == (not {"tokenizer", "vocab_size"} & options.keys())
 
 
-def test_races_and_old_runs_are_evaluated_on_the_first_tokens(data, tmp_path):
+def test_races_are_evaluated_on_the_first_tokens(data, tmp_path):
+    """And a run on those of its checkpoint."""
     stream = TokenStream(data, 32, 512)
-    assert stream.eval_subset == "spread"
     assert stream.eval_starts(1024)[:3].tolist() == [0, 4 * 32, 8 * 32]
     assert stream.eval_starts(0).tolist() == list(range(0, 135 * 32, 32))
     bare = shutil.copytree(data, tmp_path / "bare")
     meta = json.loads((data / "meta.json").read_text())
     meta["source"] = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
     (bare / "meta.json").write_text(json.dumps(meta))
-    assert TokenStream(bare, 32, 512).eval_subset == "first"
+    assert TokenStream(bare, 32, 512).eval_starts(1024)[:3].tolist() == [0, 32, 64]
     (bare / "meta.json").unlink()
     assert TokenStream(bare, 32, 512).eval_subset == "first"
-    flags = dict(data=data, max_steps=2, save_every=1, keep=0, eval_every=1, eval_tokens=512)
-    tiny_run(tmp_path / "run", **flags)
-    old = read_checkpoint(tmp_path / "run" / "ckpt_1.pt")
-    losses = {}
-    for part in ("spread", "first"):
-        torch.save(old | dict(eval_part=part), tmp_path / f"{part}.pt")
-        tiny_run(tmp_path / part, **flags, resume=tmp_path / f"{part}.pt")
-        log = (tmp_path / part / "log.txt").read_text()
-        assert part in log.split("evaluation on ")[1].splitlines()[0]
-        losses[part] = rows(tmp_path / part, "val_loss")[-1]
-    assert rows(tmp_path / "run", "val_loss")[-1] == losses["spread"] != losses["first"]
+    flags = dict(data=data, max_steps=2, eval_tokens=512)
+    spread = tiny_run(tmp_path / "run", **flags)
+    old = final(tmp_path / "run") | dict(eval_part="first")
+    torch.save(old, tmp_path / "old.pt")
+    first = tiny_run(tmp_path / "first", **flags, resume=tmp_path / "old.pt")
+    assert (spread["eval_part"], first["eval_part"]) == ("spread", "first")
+    assert first["val_loss"] != spread["val_loss"]
