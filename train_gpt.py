@@ -48,7 +48,7 @@ from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import load_init_checkpoint
 from runtime.run import Run
 from runtime.speed import DTYPES
-from runtime.stop import ask_ranks, why_stop
+from runtime.stop import agree_on_status, why_stop
 from runtime.trials import run_trials
 from runtime.wrap_model import wrap_model
 
@@ -512,7 +512,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     step on each rank, with the loss of train_step. Raises UserError, RunError, or KeyboardInterrupt
     after Ctrl-C, once a checkpoint has been saved.
     """
-    # Device and ranks; the flags, checked; the run's folder, its clock and its log
+    # Set up device and ranks; check the flags; open the run's folder, clock and log
     with Run.open(cfg) as run:
         cfg, dist_ctx = run.cfg, run.dist_ctx
 
@@ -521,12 +521,12 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         init = load_init_checkpoint(cfg, run, stream)
         resuming = init is not None and init.resumes
 
-        # Automatic values. With --minutes they may include the batch size
+        # Automatic values, which may include the batch size
         saved_flags = init.checkpoint["config"] if resuming else {}
         cfg = resolve_auto(cfg, dist_ctx, stream, saved_flags)
         stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
 
-        # Model and optimizer
+        # Model and optimizer; with --resume, also the state of optimizer, steps and clock
         with raise_on_all_ranks(dist_ctx):
             vocab_size, eot = stream.meta["vocab_size"], stream.meta["eot"]
             state = build(cfg, dist_ctx, vocab_size, eot=eot, init=init)
@@ -554,24 +554,26 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     loss, grad_norm = None, None  # of the previous step
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
-            # All ranks agree on what is done and why to stop. step: the number of updates so far
+            # How far is the run, and is there a reason to stop? All ranks have the same answers.
+            # step: the number of updates so far
             step = state.step
-            now = ask_ranks(state, stream, run)
-            stop = why_stop(now, state, stream, run)
+            status = agree_on_status(state, stream, run)
+            stop = why_stop(status, state, stream, run)
 
             # Once in a while: log
             if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
                 run.log.step(state, loss, grad_norm)
 
             # Once in a while: save a checkpoint. At the end of the run it must succeed
-            if stop or is_due(cfg.save_every, step) or now.is_save_due:
+            if stop or is_due(cfg.save_every, step) or status.is_save_due:
                 save_checkpoint(state, stream, run, required=bool(stop))
 
             # After a signal there may be little time left; diverged weights need no evaluation
             if stop in ("signal", "diverged"):
                 break
 
-            # Once in a while: evaluate. The loss may have reached its target, or stopped improving
+            # Once in a while: evaluate, unless a resumed run did so at this step. The loss may have
+            # reached its target, or stopped improving
             if (stop or is_due(cfg.eval_every, step)) and step != run.log.last_eval_step:
                 with run.clock.timing_evaluation():
                     val_loss = evaluate(state, stream, run.any_rank_is_asked_to_stop)
@@ -579,7 +581,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     stop = "signal"
                     break
                 run.add_evaluation(state, val_loss)  # saves the weights if they are the best so far
-                stop = why_stop(now, state, stream, run)
+                stop = why_stop(status, state, stream, run)
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
@@ -590,12 +592,12 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 
             # A single training step
             with run.clock.timing_step():
-                loss, grad_norm = train_step(state, next_batch(), now.progress)
-            run.after_step(state.step, grad_norm)  # too many bad gradients in a row end the run
+                loss, grad_norm = train_step(state, next_batch(), status.progress)
+            run.after_step(state.step, grad_norm)  # counts bad gradients, for why_stop
             if on_step:
                 on_step(state, loss)
 
-    # If the evaluation ended the run, this step has not been saved yet
+    # If an evaluation ended the run, this step is saved now; else nothing happens
     save_checkpoint(state, stream, run, required=True)
     return stop
 

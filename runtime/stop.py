@@ -18,7 +18,7 @@ LONG_STEP = 1.7
 
 
 @dataclass
-class Now:
+class Status:
     """Where a run is between two steps, the same on all ranks."""
 
     progress: float  # the fraction of the run that is done, which schedules follow
@@ -27,8 +27,8 @@ class Now:
     is_save_due: bool  # by the clock, with --save_every 0
 
 
-def ask_ranks(state, stream: TokenStream, run) -> Now:
-    """Agree with the other ranks, in one exchange: where one is furthest, all are."""
+def agree_on_status(state, stream: TokenStream, run) -> Status:
+    """Exchange the status of all ranks: where one is furthest, all are."""
     cfg, seconds = state.cfg, run.clock.process_time
     progress = state.step / cfg.max_steps
     if cfg.minutes:
@@ -39,24 +39,24 @@ def ask_ranks(state, stream: TokenStream, run) -> Now:
     is_save_due = not cfg.save_every and seconds - run.saved_at_s >= SAVE_EVERY_S
     own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
     progress, *flags = max_over_ranks(state.dist_ctx, own)
-    return Now(progress, *map(bool, flags))
+    return Status(progress, *map(bool, flags))
 
 
-def why_stop(now: Now, state, stream: TokenStream, run) -> str:
+def why_stop(status: Status, state, stream: TokenStream, run) -> str:
     """The strongest reason to end the run at this step; "" if there is none."""
     cfg = state.cfg
     # A step is made before anything but completion ends the run, so that a job that is restarted
     # often still progresses
     has_trained = state.step > run.first_step
-    if has_trained and now.is_signaled:
+    if has_trained and status.is_signaled:
         return "signal"
     if run.bad_steps >= MAX_BAD_STEPS:
         return "diverged"
-    if has_trained and now.is_time_up:
+    if has_trained and status.is_time_up:
         return "max_minutes"
     if cfg.minutes and fraction_of_epochs(state, stream) >= 1:
         return "epochs"
-    if now.progress >= 1:
+    if status.progress >= 1:
         return "minutes" if cfg.minutes else "max_steps"
 
     # The evaluations so far
