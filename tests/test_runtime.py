@@ -61,7 +61,7 @@ from runtime.log import SECTION, Log
 from runtime.ranks import DistContext
 from runtime.resume import newest_valid
 from runtime.run_folder import locked_folder
-from runtime.stop import MAX_BAD_STEPS, Now, time_progress, why_stop
+from runtime.stop import MAX_BAD_STEPS, Status, time_progress, why_stop
 from runtime.trials import run_trials
 from train_gpt import get_batch, get_lr_multiplier, get_seq_len, make_config, train
 
@@ -249,7 +249,7 @@ def test_the_strongest_reason_ends_a_run():
         run = SimpleNamespace(first_step=40, bad_steps=bad_steps)
         run.log = SimpleNamespace(evaluations=rows[:losses])
         state = SimpleNamespace(step=step, cfg=make_config(**cfg))
-        return why_stop(Now(progress, *flags, is_save_due=1), state, stream, run)
+        return why_stop(Status(progress, *flags, is_save_due=1), state, stream, run)
 
     ends = dict(target_val_loss=1.2, patience=1)
     assert why(target_val_loss=0.9, patience=2) == why(patience=1, losses=2) == ""
