@@ -3,15 +3,14 @@
 Differences from GPT-2:
 - RMSNorm without gains, also on queries and keys (QK norm)
 - rotary position embeddings on half of each head
-- the other half of each key is taken from the previous token (partial key offset)
+- the other half of each key comes from the previous token (partial key offset)
 - value embeddings, with a gate per head
 - optional embeddings of hashed n-grams, added to the token embeddings
 - squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
 - output projections, gates and head start at zero; the second layer starts as an induction head
 
-In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels of
-attention, chunks of the loss, float8, hashes of n-grams, and exchange between ranks. In inference/:
-generation.
+In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels, chunks of
+the loss, float8, hashes of n-grams, exchange between ranks. In inference/: generation.
 """
 
 import re
@@ -45,8 +44,8 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 6
     n_embd: int = 768
-    window: str = "L"  # a letter per layer, tiled: L full, S sliding; SSSL:256 sets the width of S
-    ngram: int = 0  # n-grams of 2 to so many tokens have an embedding; below 2: none
+    window: str = "L"  # a letter per layer, tiled: L full, S sliding (seq_len / 4, or as in SL:256)
+    ngram: int = 0  # longest n-gram that has an embedding (3: bigrams and trigrams); 0: none
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
@@ -58,12 +57,11 @@ class GPTConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated by position: half of them, an even number."""
+        """Dimensions of a head that are rotated by position: half of them."""
         return 2 * (self.head_dim // 4)
 
     def layer_windows(self) -> list[int]:
         """How many keys a query attends to in each layer, its own included; 0 is all of them."""
-        # By default, S attends to a quarter of the context
         pattern, _, width = self.window.partition(":")
         window = int(width) if width else max(1, self.seq_len // 4)
         if window >= self.seq_len:
@@ -87,7 +85,8 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    matmul = staticmethod(linear)  # F.linear, faster for a single row; --fp8 sets a float8 matmul
+    # F.linear, faster for a single row. --fp8 replaces it in some layers by a float8 matmul
+    matmul = staticmethod(linear)
 
     def __init__(self, n_in: int, n_out: int | list[int]):
         rows = [n_out] if isinstance(n_out, int) else n_out
@@ -123,12 +122,11 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
-    """True where a query may attend to a key. All attention masks are built from this function.
+    """True where a query may attend to a key. All masks are built from this, except varlen's.
 
-    If an edit allows keys outside of the window, note that --attn blocked and the KV cache never
-    read those, and that --attn varlen has a mask of its own.
+    Keys outside of the window are never read by --attn blocked and the KV cache.
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
-    query_doc, key_doc: the numbers of their documents, with --doc_mask.
+    query_doc, key_doc: numbers of documents, with --doc_mask.
     """
     allowed = key <= query
     if window:
@@ -143,7 +141,7 @@ def attention(
 ) -> Tensor:
     """Softmax attention. q, k, v: (B, n_head, T, head_dim).
 
-    attn_backend: "auto" and "sdpa" let PyTorch choose the kernel; or a key of ATTENTION_KERNELS.
+    attn_backend: a key of ATTENTION_KERNELS, or PyTorch's choice: "sdpa" (on a GPU also "auto").
     mask: None for plain causal attention, otherwise of the type that the backend takes.
     window: the mask's, for kernels that skip whole blocks of keys.
     """
@@ -169,7 +167,7 @@ class AttnContext(NamedTuple):
 def previous_token(x: Tensor, ctx: AttnContext, cache_name: str) -> Tensor:
     """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
 
-    cache_name: under which the KV cache keeps the newest x, unique in the layer.
+    cache_name: under which the KV cache keeps the newest x; different for each call in a layer.
     """
     if ctx.kv_cache is None:
         before = shift_right(x)
@@ -211,10 +209,9 @@ class CausalSelfAttention(nn.Module):
     def init_as_induction_head(self) -> None:
         """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token.
 
-        Then the product of a normalized query and key is largest where their tokens are equal. So
-        the layer attends to the token after an earlier occurrence of the query's token, and can
-        copy it: an induction head (Olsson et al. 2022). From random weights, some runs never learn
-        that. Starting from a known pattern is mimetic initialization (Trockman and Kolter 2023).
+        A query then matches the keys that follow its own token, so the layer can copy what came
+        after an earlier occurrence: an induction head (Olsson et al. 2022). From random weights,
+        some runs never learn that. It is mimetic initialization (Trockman and Kolter 2023).
         """
         w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
         w_q = w_q.view(self.n_head, self.head_dim, -1)
@@ -308,7 +305,7 @@ class GPT(nn.Module):
         self.attn_backend = attn_backend
         self.eot = eot
         self.ngram_dropout = ngram_dropout
-        self.step_seed = 0  # of n-gram dropout; the trainer sets it in each step
+        self.step_seed = 0  # for n-gram dropout, equal on all ranks; the trainer sets it per step
         self.windows = cfg.layer_windows()
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -348,7 +345,7 @@ class GPT(nn.Module):
             position = torch.arange(T, device=idx.device)
             masks = self.attention_masks(idx, self.attn_backend)
         else:
-            # tokens: a few earlier ones, for n-grams, then idx. position: (T,) or (B, T)
+            # tokens: a few earlier ones, for n-grams, then idx. position: idx's, (T,) or (B, T)
             tokens, position, masks = cache.read(self, idx)
 
         # The same inputs for all blocks
@@ -382,8 +379,7 @@ class GPT(nn.Module):
         if self.ngrams is None:
             return x
 
-        # Each n-gram selects a row of the table by its hash; dropout gives some a weight of 0.
-        # rows, weights: (B, T, ngram - 1)
+        # Rows of the table, by each n-gram's hash, and weights, which dropout sets to 0 for some
         rows, weights = hash_ngrams(
             tokens,
             T,
@@ -398,7 +394,7 @@ class GPT(nn.Module):
     def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, object]:
         """The attention mask of each window, for idx (B, T), in the form that the backend takes.
 
-        None if it is plain causal attention. Prompts in generation use the backend "sdpa".
+        None if it is plain causal attention. attn_backend: for prompts in generation always "sdpa".
         """
         masks = {}
         for window in set(self.windows):
@@ -421,8 +417,8 @@ class GPT(nn.Module):
         """The mean of token_loss over all targets (B, T), in chunks of `loss_chunk` tokens."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # chunked_loss calls token_loss chunk by chunk. It computes gradients already in the forward
-        # pass, so that a chunk's logits are freed at once: those of x, and of parameters in use
+        # chunked_loss computes gradients (of x, and of parameters in use) already in the forward
+        # pass, so that the logits of one chunk are freed before the next
         params = list(self.parameters())
         return chunked_loss(self.token_loss, params, x, targets, chunk=self.loss_chunk)
 
@@ -438,7 +434,7 @@ class GPT(nn.Module):
             longest = window or T
             attended += sum(min(position, longest) for position in range(1, T + 1)) / T
 
-        # All parameters except those of tables, which are looked up
+        # All parameters except tables, which are looked up (n-grams, too, are an nn.Embedding)
         matmul_weights = 0
         for module in self.modules():
             if not isinstance(module, nn.Embedding):
@@ -498,7 +494,7 @@ PARAM_TABLE = [
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
-    # About the standard deviation that nn.Linear has by default
+    # nn.Linear's default is a standard deviation of sqrt(1 / 3) / sqrt(inputs), about the same
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
@@ -518,20 +514,18 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialize the parameters of PARAM_TABLE, and the second layer as an induction head.
+    """Initialize the parameters of PARAM_TABLE, then the second layer to copy (docs/rates.md).
 
-    Values are drawn on the CPU for the whole parameter, seeded by its name, so they do not depend
-    on device, sharding or other parameters.
+    Whole parameters are drawn on the CPU, seeded by their names: independent of all else.
     """
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            # 63 bits of the seed
+            # >> 1: a seed of 63 bits, which fits int64
             generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
-    # The second layer learns to copy most reliably if it starts so (docs/rates.md)
     if len(model.blocks) > 1:
         model.blocks[1].attn.init_as_induction_head()
 
@@ -548,8 +542,7 @@ def optimizer_groups(
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
     weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
-    embed_decay: what a step at the peak rate takes of embeddings, as a fraction: multiplied by
-    ParamSpec.decay, not by the learning rate.
+    embed_decay: what a step at the peak rate takes of embeddings, times ParamSpec.decay.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -576,7 +569,7 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                # The optimizer multiplies it by lr
+                # Divided by the peak rate, because a step multiplies it by the current one
                 weight_decay=spec.decay * embed_decay / lr if lr else 0.0,
             )
 
@@ -624,7 +617,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     gram = gram / scale
     x = x / scale.sqrt()
 
-    # Apply one quintic after the other
+    # One quintic after the other
     for i, (a, b, c) in enumerate(POLAR_EXPRESS_COEFFS):
         if i > 0:
             gram = x @ x.mT
@@ -637,10 +630,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def normalize_rows(x: Tensor) -> Tensor:
-    """Give the rows of each matrix in x (M, rows, cols) one norm, and keep its Frobenius norm.
+    """Scale the rows of each matrix in x (M, rows, cols) to equal norms; its own norm stays.
 
-    Every neuron's update is then equally large. NorMuon (Li et al. 2025) divides rows by a running
-    root mean square instead. Zero rows stay zero.
+    Each neuron's update is then equally large (NorMuon, Li et al. 2025, with a running mean).
     """
 
     def frobenius_norm(t: Tensor) -> Tensor:
@@ -677,14 +669,14 @@ class Optimizer(torch.optim.Optimizer):
 
     Matrices of one shape are stacked and updated together.
 
-    groups: from optimizer_groups. ns_dtype: dtype of Newton-Schulz. eps: for Adam and RMSprop
-    offload: keep momentum and Adam's means in pinned CPU memory
+    groups: from optimizer_groups. ns_dtype: of Newton-Schulz. eps: for Adam and RMSprop.
+    offload: keep momentum and Adam's means in pinned CPU memory.
     """
 
     def __init__(
         self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False
     ):
-        # fused is for torch's load_state_dict, which then leaves Adam's `step` on the device
+        # torch's load_state_dict reads `fused`: if True, it puts Adam's `step` on the device
         super().__init__(groups, dict(fused=True))
         self.ns_dtype = ns_dtype
         self.eps = eps
@@ -696,7 +688,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             update = getattr(self, group["kind"])  # muon, adam or rmsprop, below
             params = [p for p in group["params"] if p.grad is not None]
-            for same_shape in equal_shapes(params):  # updated together, as many as memory allows
+            for same_shape in equal_shapes(params):  # a limited number at a time
                 update(group, same_shape)
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
@@ -705,13 +697,12 @@ class Optimizer(torch.optim.Optimizer):
         grads = [to_local(p.grad) for p in params]
         lr, beta = group["lr"], group["momentum"]
 
-        # Momentum, and Nesterov's step. With --offload, state_tensors yields copies on the device,
-        # and writes them back at the end
+        # Momentum, and Nesterov's step. state_tensors: with --offload, copies that are written back
         with state_tensors(self, "momentum", params) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # Orthogonalize whole matrices, a share of them on each rank (ops/parallel.py)
+        # Orthogonalize whole matrices, a share on each rank; updates are sharded like weights again
         updates = on_whole_matrices(
             lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
         )

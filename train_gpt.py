@@ -7,8 +7,7 @@
 
 From Python: `summary = train(make_config(n_layer=2, max_steps=100))`.
 
-In this file: 1 config, 2 build, 3 one training step and evaluation, 4 the training loop, 5 command
-line. The model and its optimizer are in model.py.
+In this file: 1 config, 2 build, 3 step and evaluation, 4 loop, 5 command line. See model.py, too.
 """
 
 import contextlib
@@ -68,11 +67,11 @@ PRESETS = {
         n_embd=128,
         seq_len=2048,
         window="SL:512",  # the first layer attends to 512 tokens, the second to all
-        ngram=-1,
+        ngram=-1,  # with embeddings of n-grams, of an automatic length
         ngram_rows=524288,
         batch_tokens=8192,
         max_steps=300,
-        short_frac=0.7,
+        short_frac=0.7,  # 70 % of the run on sequences of seq_len / 8
         eval_every=150,
         eval_tokens=262144,
     ),
@@ -98,12 +97,12 @@ PRESETS = {
 
 # Each field is a flag: flag(default, help, choices, const, min). const: the value of a bare --flag.
 # min: the smallest number allowed, by default 0. Command line, checks and log are derived from it.
-# GivenFlags adds `given`: the names of the flags that were given, which no automatic value replaces
+# GivenFlags adds the field `given`: the names of flags that automatic choices leave alone
 @dataclass(frozen=True)
 class Config(GivenFlags):
-    """The flags of a run, made by make_config, which applies a preset (by default laptop).
+    """The flags of a run. Make it with make_config, which applies a preset: laptop, unless given.
 
-    The defaults below are gpt2-small's.
+    The values below are for all that a preset does not name; they suit gpt2-small.
     """
 
     # run
@@ -111,14 +110,14 @@ class Config(GivenFlags):
     data: str = flag("", "folder from data/prepare.py; default: the source of Python itself")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue the run in out_dir, or at PATH; auto: if there is one", const="newest"
+        "", "continue the run in out_dir, or that at PATH; auto: or start it", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "choose a size, in parameters, e.g. 10M; -1 = for --minutes", min=-1)
+    params: int = flag(0, "choose a size by its parameters, such as 10M; -1 = by --minutes", min=-1)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
@@ -165,7 +164,7 @@ class Config(GivenFlags):
     doc_align: bool = flag(False, "start sequences at documents; drop the remainder")
     doc_mask: bool = flag(False, "mask attention across documents")
     # logging and checkpoints
-    eval_every: int = flag(250, "steps between evaluations; 0 = at the end, -1 = a tenth", min=-1)
+    eval_every: int = flag(250, "steps between evaluations; 0: at the end, -1: ten in all", min=-1)
     eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
     save_every: int = flag(0, "steps between checkpoints; 0 = every ten minutes")
     keep: int = flag(2, "number of newest checkpoints to keep; 0 = all")
@@ -191,11 +190,11 @@ class Config(GivenFlags):
 def make_config(**flags) -> Config:
     """Build a Config from the given flags. Raises UserError for an unknown name or a wrong value.
 
-    Flags that contradict each other are refused by train(). Automatic values (dtype auto, learning
-    rates of 0, ...) are chosen later, by resolve_auto, when data and device are known.
+    train() refuses flags that contradict each other, and replaces automatic values (resolve_auto).
     """
-    # implied: values that --params, --minutes or --init_from change. saved: with --resume the flags
-    # of that run, with --init_from the shape of that model, else {}
+    # given: the flags, checked
+    # saved: the flags of the run that --resume continues, or the shape of --init_from's model
+    # implied: what follows from --params, --minutes or --init_from
     implied, saved, given = flags_of_run(flags, dataclasses.fields(Config))
     preset = PRESETS[given.get("preset") or saved.get("preset") or "laptop"]
 
@@ -205,15 +204,12 @@ def make_config(**flags) -> Config:
 
 
 def resolve_auto(
-    cfg: Config, dist_ctx: DistContext, stream: TokenStream, checkpoint_flags: dict
+    cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved_flags: dict
 ) -> Config:
-    """Replace every automatic value (dtype auto, learning rates of 0, ...) by this run's own.
-
-    checkpoint_flags: the flags in the checkpoint that is resumed, or {}.
-    """
-    # From the machine and the dataset. A checkpoint's values are kept (after a restart by torchrun,
-    # make_config has not read it)
-    cfg = choose_auto_values(cfg, checkpoint_flags, stream, dist_ctx)
+    """Replace automatic values. saved_flags: the flags of a resumed checkpoint, or {}."""
+    # From the machine and the dataset; flags of a resumed checkpoint stay (make_config did not know
+    # them if torchrun has restarted the run)
+    cfg = choose_auto_values(cfg, saved_flags, stream, dist_ctx)
     muon_lr, adam_lr = learning_rates(cfg)
     return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
 
@@ -254,15 +250,15 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
-    n_val_targets: int = 0  # of the last evaluation
+    n_val_targets: int = 0  # in the newest evaluation, for the log
 
     # For your own use: values to log. name -> number or 0-d tensor, averaged over ranks and logged
     # with every training and evaluation line, until you change or delete it
     metrics: dict = dataclasses.field(default_factory=dict)
 
-    # For your own use: kept in checkpoints. Tensors, numbers, strings, lists and dicts. Tensors are
-    # sharded like a parameter if its name is their key in a dict. If you set
-    # extra["eval_weights"] (name -> tensor, such as an EMA), evaluation and sampling use them
+    # For your own use: kept in checkpoints. Tensors, numbers, strings, lists, dicts; in a dict, a
+    # tensor under a parameter's name is sharded like it. If you set extra["eval_weights"]
+    # (name -> tensor, such as an EMA), evaluation and sampling use them
     extra: dict = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -320,9 +316,9 @@ def build(
     if init:
         init.load_weights(raw_model)
 
-    # fp8, activation checkpointing, compile, DDP or FSDP. Steps on dummy data, with an optimizer of
-    # their own, compile the model and find the micro-batch that fits; weights do not change.
-    # seq_lens: the lengths of all sequences in the run, each of which is compiled
+    # Apply fp8, activation checkpointing, compile, DDP or FSDP. wrap_model then makes steps on
+    # dummy data, with an optimizer of its own, to compile the model for each sequence length of the
+    # run and to find the micro-batch that fits. It leaves the weights unchanged
     seq_lens = {get_seq_len(percent / 100, cfg) for percent in range(101)}
     model, micro_batch = wrap_model(raw_model, cfg, make_optimizer, dist_ctx, seq_lens)
 
@@ -350,8 +346,8 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
-        # Per step, at the peak rate: the total decay is that of a run of any length (Wang and
-        # Aitchison 2024)
+        # What one step at the peak rate takes of an embedding: max_steps of them leave
+        # exp(-embed_decay) of it, in a run of any length (Wang and Aitchison 2024)
         embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
     )
     # In fp16 runs Newton-Schulz uses fp32, because GPUs that need fp16 lack bf16
@@ -423,9 +419,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The model returns the mean loss over a micro-batch's targets that are not -1 (0 if there are
-    # none). Each mean is weighted by its share of all targets. DDP and FSDP divide gradients by the
-    # number of ranks; dividing by the targets per rank cancels that
+    # The loss is the mean over all targets of the global batch that are not -1. The model returns a
+    # micro-batch's mean (0 without targets), so weight that by its number of targets / n_targets.
+    # DDP and FSDP average gradients over the ranks: undo that by n_targets / world_size
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -439,7 +435,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Gradient norm, for the log; clipping. grad_values: p.grad, if it is sparse without its zeros
+    # Gradient norm, for the log; clipping. grad_values(p): p.grad, or the rows of a sparse one
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([grad_values(p) for p in params])
@@ -512,7 +508,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
     step on each rank, with the loss of train_step. Raises UserError, RunError, or KeyboardInterrupt
     after Ctrl-C, once a checkpoint has been saved.
     """
-    # Set up device and ranks; check the flags; open the run's folder, clock and log
+    # Set up device and ranks; check the flags; make the run's folder; start its clock
     with Run.open(cfg) as run:
         cfg, dist_ctx = run.cfg, run.dist_ctx
 
@@ -534,7 +530,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
                 init.restore(state, stream, run)
         del init  # its tensors
 
-        # Open the log and say what is in effect; train; write the summary
+        # Begin the log with what is in effect; train; write the summary
         run.begin(state, stream)
         stopped_by = loop(state, stream, run, on_step)
         summary = run.finish(stopped_by)
@@ -572,8 +568,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             if stop in ("signal", "diverged"):
                 break
 
-            # Once in a while: evaluate, unless a resumed run did so at this step. The loss may have
-            # reached its target, or stopped improving
+            # Once in a while: evaluate, unless a resumed run did so at this step
             if (stop or is_due(cfg.eval_every, step)) and step != run.log.last_eval_step:
                 with run.clock.timing_evaluation():
                     val_loss = evaluate(state, stream, run.any_rank_is_asked_to_stop)
@@ -581,6 +576,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     stop = "signal"
                     break
                 run.add_evaluation(state, val_loss)  # saves the weights if they are the best so far
+                # Ask again: the loss may have reached its target, or stopped improving
                 stop = why_stop(status, state, stream, run)
 
             # Once in a while: sample from the model
@@ -597,7 +593,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             if on_step:
                 on_step(state, loss)
 
-    # If an evaluation ended the run, this step is saved now; else nothing happens
+    # An evaluation may have ended the run after the save above. (A step is not saved twice)
     save_checkpoint(state, stream, run, required=True)
     return stop
 

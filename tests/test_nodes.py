@@ -179,6 +179,7 @@ def mistaken_rank(folder: Path) -> None:
     more = {
         "flags": f"--max_steps {4 + rank}",
         "shard_size": "--parallel hsdp --shard_size 3",
+        "batch": "--batch_tokens 480",
         "data": "--data other",
         "no_data": "--data nowhere",
         "unseen": "--out_dir run --resume auto",
