@@ -159,8 +159,8 @@ MISTAKES = {  # case -> its sentence
     "flags": "rank 1 has --max_steps 5, and rank 0 has 4; start all ranks",
     "code": "rank 1 has a model.py of hash 000000000000, and rank 0 has",
     "torch": f"rank 1 has PyTorch 2.9.9, and rank 0 has {torch.__version__};",
-    "shard_size": "does not divide the 2 ranks; use --shard_size 2, or --parallel fsdp",
-    "batch": "which 2 ranks cannot share evenly; use --batch_tokens 512",
+    "shard_size": "does not divide the 2 ranks; give a divisor of them, or use --parallel fsdp",
+    "batch": "cannot be shared evenly by 2 ranks; use a multiple of 64",
     "data": "rank 1 has the shards of other with hash ",
     "no_data": "there is no folder nowhere",
     "unseen": "and rank 0 has 0.0; start all ranks with the same command, and "
@@ -179,7 +179,7 @@ def mistaken_rank(folder: Path) -> None:
     more = {
         "flags": f"--max_steps {4 + rank}",
         "shard_size": "--parallel hsdp --shard_size 3",
-        "batch": "--batch_tokens 480",
+        "batch": "--batch_tokens 480 --micro_batch 5",
         "data": "--data other",
         "no_data": "--data nowhere",
         "unseen": "--out_dir run --resume auto",
