@@ -333,7 +333,13 @@ def _read_documents(files, keys):
 def _has_separator(stream):
     """Return True if a text file contains <|endoftext|>."""
     begin = stream.tell()
-    is_found = any(END_OF_TEXT in line for line in stream)
+    end = b""
+    is_found = False
+    block = stream.read(PIECE)
+    while block and not is_found and b"\0" not in block:  # a zero is not in a text
+        is_found = END_OF_TEXT in end + block
+        end = block[-len(END_OF_TEXT) :]
+        block = stream.read(PIECE)
     stream.seek(begin)
     return is_found
 

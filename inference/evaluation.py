@@ -55,7 +55,7 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     The text is tokenized as in data/prepare.py. Raises UserError.
     """
     seq_len = model.cfg.seq_len
-    if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz", ".npy"):
+    if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz"):
         raise UserError(
             f"{path} is not a plain text file; --perplexity needs one, so write its texts into one"
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import tree_map_with_path
 
 from common.errors import RunError, UserError, is_out_of_memory
 from common.files import atomic_write
@@ -341,17 +341,23 @@ def whole_tensors(values, name: str, run, param: Tensor | None = None):
     belong as optimizer state. Raises UserError for values of types that a checkpoint cannot hold.
     """
 
-    def whole(path: tuple, value):
+    def whole(value, name: str):
+        if isinstance(value, np.ndarray):
+            value = torch.as_tensor(value)
         if isinstance(value, Tensor):
             full = state_to_full(value.detach(), param)
             return full.cpu() if run.dist_ctx.rank == 0 else None
+        if isinstance(value, dict):
+            return {key: whole(item, f"{name}[{key!r}]") for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [whole(item, name) for item in value]
         if isinstance(value, np.generic):
             return value.item()
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise UserError(
-            f"{name}{keystr(path)} is a {type(value).__name__}; a checkpoint holds tensors, "
-            "numbers, texts, lists, dicts"
+            f"{name} is a {type(value).__name__}; a checkpoint holds tensors, numbers, texts, "
+            "lists, dicts"
         )
 
-    return tree_map_with_path(whole, values)
+    return whole(values, name)

@@ -8,6 +8,7 @@ from common.errors import UserError, compile_sentence
 from common.values import env_int
 from ops.compile import keep_gcc_from_copying
 from runtime.ranks import DistContext
+from runtime.speed import faster_dtype
 
 AC_MODES = ("none", "selective", "full")
 
@@ -16,6 +17,14 @@ def check_flags(cfg) -> None:
     """Raise UserError for flags that cannot go together."""
     if not cfg.out_dir and env_int("TORCHELASTIC_MAX_RESTARTS", 0):
         raise UserError("torchrun --max-restarts needs a folder to resume from; give --out_dir")
+
+    if cfg.trials > 1 and (cfg.target_val_loss or cfg.resume not in ("", "auto")):
+        raise UserError(
+            "--trials compares whole runs; it goes with --resume auto, but not with a different "
+            "--resume or with --target_val_loss"
+        )
+    if cfg.trials > 1 and not cfg.out_dir and env_int("WORLD_SIZE", 1) > 1:
+        raise UserError("--trials on several ranks needs a folder that all know; give --out_dir")
 
     # Sizes and schedule
     if cfg.params == -1 and (not cfg.minutes or cfg.init_from):
@@ -46,6 +55,11 @@ def check_flags(cfg) -> None:
         raise UserError(
             f"--warmup_frac {cfg.warmup_frac} and --cooldown_frac {cfg.cooldown_frac} add up to "
             "more than 1; lower one"
+        )
+
+    if cfg.ngram_dropout != -1 and not 0 <= cfg.ngram_dropout < 1:
+        raise UserError(
+            f"--ngram_dropout is {cfg.ngram_dropout:g}; expected a probability below 1, or -1"
         )
 
     # Activation checkpointing
@@ -87,7 +101,7 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
     """Raise UserError for flags that cannot work here; return a warning per flag without effect."""
     device = dist_ctx.device
     if device.type == "cuda":
-        check_cuda(cfg)
+        check_cuda(cfg, device)
     elif cfg.attn in ("flex", "cudnn", "efficient", "varlen", "fa3", "fa4"):
         raise UserError(
             f"--attn {cfg.attn} trains on CUDA only, not on {device.type}; "
@@ -107,20 +121,41 @@ def check_device(cfg, dist_ctx: DistContext) -> list[str]:
         "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
     }
     names = [name for name, is_unused in unused.items() if is_unused]
-    return [f"{name} has no effect with the other flags on {device.type}" for name in names]
+    warnings = [f"{name} has no effect with the other flags on {device.type}" for name in names]
+    if device.type == "cuda" and cfg.attn in ("auto", "sdpa") and (has_window(cfg) or cfg.doc_mask):
+        warnings.append(
+            "a window or document mask keeps SDPA from its flash kernel; use --attn flex or varlen"
+        )
+    if cfg.preset.startswith("gpt2") and not cfg.data:
+        warnings.append(
+            f"--preset {cfg.preset} without --data trains on Python's source, not GPT-2's tokens; "
+            "run `python data/prepare.py fineweb10B`, and add --data data/fineweb10B"
+        )
+    return warnings
 
 
-def check_cuda(cfg) -> None:
-    """Raise UserError for flags that cannot go together on a GPU."""
+def check_cuda(cfg, device: torch.device) -> None:
+    """Raise UserError for flags that cannot work on this GPU, or not together."""
+    dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip:  # AMD's numbers mean something else
+        capability = (99, 0)
     if cfg.attn in ("flash", "fa3", "fa4") and (has_window(cfg) or cfg.doc_mask):
         raise UserError(
             f"--attn {cfg.attn} takes no mask, which --window and --doc_mask need; "
             "use --attn flex or varlen"
         )
-    if cfg.dtype == "fp32" and cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4"):
-        raise UserError(f"--attn {cfg.attn} needs bf16 or fp16, not fp32; use --attn efficient")
-    if cfg.fp8 and cfg.dtype not in ("auto", "bf16"):
-        raise UserError(f"--fp8 needs --dtype bf16, not {cfg.dtype}; remove it")
+    needs_16_bits = cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4")
+    if needs_16_bits and (dtype == "fp32" or capability < (8, 0)):
+        raise UserError(
+            f"--attn {cfg.attn} needs bf16 or fp16 and a GPU of compute capability 8.0 or newer "
+            "(A100, RTX 30); use --attn efficient"
+        )
+    if cfg.fp8 and (dtype != "bf16" or capability < (8, 9)):
+        raise UserError(
+            "--fp8 needs --dtype bf16 and a GPU of compute capability 8.9 or newer (L4, RTX 40, "
+            "H100); remove it"
+        )
     if cfg.deterministic and (not cfg.micro_batch or cfg.attn in ("cudnn", "varlen")):
         raise UserError(
             "--deterministic on CUDA needs --micro_batch, and an --attn other than cudnn and varlen"

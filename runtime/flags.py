@@ -218,6 +218,8 @@ def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
     saved = saved_flags(source) if source else {}
     if not saved:
         return {}
+    if given.get("params") == -1:
+        del given["params"]  # the run has its size
     for name in ("preset", "params", "optimizer"):
         if given.get(name, saved[name]) != saved[name]:
             raise UserError(

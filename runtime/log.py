@@ -114,7 +114,7 @@ class Log:
             # A resumed run continues its own
             id_file = self.folder / "wandb_id"
             if not step or not id_file.exists():
-                id_file.write_text(os.urandom(4).hex())
+                id_file.write_text(os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
             self.wandb = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "train_gpt",
                 name=os.environ.get("WANDB_NAME") or self.folder.name,
@@ -139,8 +139,10 @@ class Log:
                 with contextlib.suppress(OSError):  # a full disk has been reported
                     file.close()
         if self.wandb:
-            with contextlib.suppress(Exception):  # whatever the service raises
+            try:
                 self.wandb.finish()
+            except Exception as error:  # whatever the service raises
+                print_line(f"WARNING: --wandb could not finish ({error})")
 
     # ----------------------------------------------------------------------------------------------
     # Lines and rows

@@ -53,16 +53,22 @@ def configure_process(cfg, dist_ctx: DistContext) -> None:
 
 @contextlib.contextmanager
 def restore_random_state():
-    """Context that leaves random generators as they were.
+    """Context that leaves random generators, determinism and matmul precision as they were.
 
     Otherwise, a random search over runs would draw the same values after each run.
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()
+    precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices):
             yield
     finally:
+        torch.set_float32_matmul_precision(precision)
+        if deterministic != torch.are_deterministic_algorithms_enabled():
+            torch.use_deterministic_algorithms(deterministic)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 

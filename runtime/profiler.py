@@ -11,6 +11,11 @@ def profile_steps(n_steps: int, run):
 
     The trace goes to the folder of the Run, the table to its log. For 0 steps it does nothing.
     """
+    steps_left = run.state.cfg.max_steps - run.state.step
+    if n_steps and steps_left < n_steps + 3:
+        run.info(
+            f"WARNING: --profile {n_steps} needs {n_steps + 3} steps, and {steps_left} are left"
+        )
     if not n_steps:
         yield lambda: None
         return

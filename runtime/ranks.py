@@ -181,7 +181,7 @@ def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], adv
 
 def check_ranks(cfg, dist_ctx: DistContext) -> None:
     """Raise UserError, on every rank, if one differs from rank 0 in flags, code or PyTorch."""
-    facts = {f"--{name}": value for name, value in vars(cfg).items()}
+    facts = {f"--{name}": value for name, value in vars(cfg).items() if name != "given"}
     facts["PyTorch"] = torch.__version__
     for name, path in SOURCE_FILES.items():
         facts[f"a {name} of hash"] = sha256_of_file(path)[:12]

@@ -67,6 +67,11 @@ class InitCheckpoint:
         run.eval_begin = clock["eval_begin"]
         if saved["config"]["eval_tokens"] != state.cfg.eval_tokens:
             run.eval_begin = state.step + 1
+        if state.step > state.cfg.max_steps and not state.cfg.minutes:
+            raise UserError(
+                f"{self.path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; "
+                "give more"
+            )
 
 
 def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
@@ -101,7 +106,8 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     folder, resume = run.folder, cfg.resume
     checkpoints = list_checkpoints(folder)
     saved = [*checkpoints, *folder.glob("ckpt_*.damaged")]
-    if saved and (resume == "auto" or is_restart):
+    is_own_folder = bool(resume) and Path(resume).resolve() == folder.resolve()
+    if is_own_folder or (saved and (resume == "auto" or is_restart)):
         resume = "newest"  # what the job has saved, not what it was started from
     if resume == "newest":
         return newest_valid(folder, run), True

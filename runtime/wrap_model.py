@@ -51,9 +51,14 @@ def wrap_model(
     # 3. Micro-batch
     micro_batch = choose_micro_batch(model, cfg, make_optimizer, ac_modes, n_seqs, dist_ctx)
 
-    # 4. Compile
+    # 4. Compile. Compiled blocks keep less for backward: twice as many sequences may fit
     if cfg.is_compiled:
         apply_compile(model, cfg.compile, activation_budget(cfg), device)
+        larger = largest_divisor(n_seqs, min(2 * micro_batch, MOST_TOKENS // cfg.seq_len))
+        is_tried = device.type == "cuda" and not cfg.micro_batch and not cfg.is_sharded
+        if is_tried and larger > micro_batch and not cfg.uses_cudagraphs:
+            if step_fits(model, cfg, make_optimizer, larger, dist_ctx):
+                micro_batch = larger
 
     # 5. Offload activations
     if cfg.offload == "activations" and device.type == "cuda":

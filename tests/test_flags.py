@@ -220,6 +220,8 @@ DEVICE_CASES = (
     ("cpu", dict(attn="flex"), "--attn flex trains on CUDA only, not on cpu"),
     ("cuda", dict(attn="flash", doc_mask=True), "--attn flash takes no mask"),
     ("cuda", dict(attn="cudnn", dtype="fp32"), "--attn cudnn needs bf16 or fp16"),
+    ("t4", dict(attn="flash", dtype="fp16"), "a GPU of compute capability 8.0"),
+    ("t4", dict(fp8=True, dtype="bf16"), "a GPU of compute capability 8.9"),
     ("cpu", dict(fp8=True), "--fp8 needs CUDA, not cpu"),
     ("cuda", dict(fp8=True, dtype="fp16"), "--fp8 needs --dtype bf16"),
     ("cuda", dict(deterministic=True), "--deterministic on CUDA needs --micro_batch"),
@@ -239,11 +241,15 @@ NO_EFFECT_CASES = (
 
 
 def check_device(kind: str, **flags) -> list[str]:
-    """The warnings on a device."""
+    """The warnings on a device that is good enough for everything, or on an older GPU ("t4")."""
     cfg = make_config(**dict(seq_len=1024, window="L") | flags)
+    capability = (7, 5) if kind == "t4" else (9, 0)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: kind != "t4")
         patch.setattr(flag_checks, "check_compiler", lambda device: None)
-        return flag_checks.check_device(cfg, DistContext(torch.device(kind)))
+        device = torch.device("cuda" if kind == "t4" else kind)
+        return flag_checks.check_device(cfg, DistContext(device))
 
 
 @pytest.mark.parametrize("case, sentence", FLAG_CASES)

@@ -646,9 +646,8 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     log = read_log(tmp_path / "run")
     assert "val_loss has risen from 1.5000, its lowest" in log
     assert re.search(r"next: python sample.py --run \S+ --best\n", log) and "longer:" not in log
-    # With fewer steps it is over, and keeps its figures
-    assert run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)[0] == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 9
+    code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
+    assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
@@ -1181,3 +1180,20 @@ def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
 
 if __name__ == "__main__":
     ranks_script(Path(sys.argv[1]), sys.argv[2])
+
+
+def test_a_run_with_minutes_and_params_is_continued_by_the_same_command(data, tmp_path, capsys):
+    flags = TINY | dict(data=data, out_dir=tmp_path / "run", minutes=1, params=-1, resume="auto")
+    for name in ("n_layer", "n_head", "n_embd", "batch_tokens", "max_steps"):
+        del flags[name]
+    for _ in range(2):
+        assert run_main(flags_of(flags | dict(max_minutes=0.01)), capsys) == (0, "")
+
+
+def test_a_damaged_checkpoint_is_passed_over_in_a_run_that_is_named(data, tmp_path, capsys):
+    tiny_run(tmp_path / "run", data=data, max_steps=6, save_every=2, keep=0)
+    newest = tmp_path / "run" / "ckpt_6.pt"
+    newest.write_bytes(newest.read_bytes()[:3000])
+    flags = ["--resume", str(tmp_path / "run"), "--max_steps", "7"]
+    assert run_main(flags, capsys)[0] == 0
+    assert newest.with_suffix(".pt.damaged").exists() and (tmp_path / "run" / "ckpt_7.pt").exists()
