@@ -107,10 +107,10 @@ class Config(GivenFlags):
 
     # run
     preset: str = flag("laptop", "sizes and schedule; any other flag overrides it", PRESETS)
-    data: str = flag("", "folder from data/prepare.py; default: the source of Python itself")
+    data: str = flag("", "folder from data/prepare.py; default: Python's own source code")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue the run in out_dir, or that at PATH; auto: or start it", const="newest"
+        "", "continue out_dir's run, or PATH's; auto: start one if there is none", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
