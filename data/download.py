@@ -144,6 +144,13 @@ def prepare_hellaswag(out):
     print_line(f"next: python sample.py --run RUN --choices {path}")
 
 
+def fineweb_hashes():
+    """Return the SHA-256 of the shards that records may use: name -> hex."""
+    lines = Path(__file__).with_name("fineweb10B.sha256").read_text().splitlines()
+    pairs = [line.split() for line in lines]
+    return {name: sha256 for sha256, name in pairs}
+
+
 def prepare_fineweb(out, shards, command):
     """Download the FineWeb shards that are not in the folder `out` yet, and write meta.json.
 
@@ -159,12 +166,13 @@ def prepare_fineweb(out, shards, command):
         f"{folder}: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB"
     )
 
+    known = fineweb_hashes()
     files = {}
     n_tokens = {"train": 0, "val": 0}
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
-        sha256 = download(FINEWEB + name, folder / name)
+        sha256 = download(FINEWEB + name, folder / name, known.get(name))
         length, _ = check_shard(folder / name)
         files[name] = {"tokens": length, "sha256": sha256}
         n_tokens[split] += length

@@ -14,6 +14,7 @@ from statistics import mean, median, stdev
 import torch
 
 from common.errors import UserError
+from data.download import fineweb_hashes
 from records import source
 from runtime.log import SECTION
 
@@ -22,12 +23,15 @@ SHAKESPEARE = {  # files made by `data/prepare.py shakespeare`
     "val_000000.bin": "2130c5424137786d6e83983090afb3dda627e81db7f23ece0ea31c72f3b719d9",
 }
 FINEWEB = dict(
-    targets={"fineweb-3.28": 3.28}, files=None, tokens="", val_tokens=10485760, rows=50304
+    targets={"fineweb-3.28": 3.28},
+    files=fineweb_hashes(),
+    tokens="",
+    val_tokens=10485760,
+    rows=50304,
 )
 GPT2_SMALL = dict(n_layer=12, n_head=6, n_embd=768, seq_len=1024, batch_tokens=524288)
-# Folder of records/ -> targets by name, SHA-256 of the data (None: not known yet, so no record is
-# accepted), the token counts as in log.txt, tokens per validation, rows of the head, beginning of
-# the machine's name, fixed flags
+# Folder of records/ -> targets by name, SHA-256 of the shards that may be used, the token counts as
+# in log.txt, tokens per validation, rows of the head, beginning of the machine's name, fixed flags
 TRACKS = {
     "laptop": dict(
         targets={"shakespeare-1.8857": 1.8857, "shakespeare-1.4697": 1.4697},
@@ -37,7 +41,7 @@ TRACKS = {
         rows=320,
         device="1 x cpu",
     ),
-    "single-gpu": FINEWEB | dict(device="1 x cuda"),
+    "gpu-1": FINEWEB | dict(device="1 x cuda"),
     "8-gpus": FINEWEB | dict(device="8 x cuda"),
     "steps": FINEWEB | dict(device="", fixed=GPT2_SMALL),
 }
@@ -176,8 +180,6 @@ def record_violations(record: Record) -> Iterator[str]:
         equal = run["losses"].items() & other["losses"].items()
         if len(equal) > 2:
             yield f"{run['name']} and {other['name']} share {len(equal)} losses: one is a copy"
-    if record.track["files"] is None:
-        yield "no hash of the track's data is known yet; add those of a verified download to TRACKS"
 
 
 def run_violations(record: Record, run: dict) -> Iterator[str]:
@@ -217,7 +219,8 @@ def run_violations(record: Record, run: dict) -> Iterator[str]:
         yield f"the track fixes {', '.join(wrong)}"
     if track["tokens"] not in run["log"]:
         yield f"log.txt does not say {track['tokens']!r} about the data"
-    if track["files"] not in (None, summary["files"]):
+    used = summary["files"]
+    if not used.items() <= track["files"].items() or not any("val" in name for name in used):
         yield "trained or validated on data that are not the track's"
     missing = track["val_tokens"] - summary["val_tokens"]
     if not 0 <= missing < min(flags["seq_len"], track["val_tokens"] // 100):

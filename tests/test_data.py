@@ -646,12 +646,15 @@ def test_downloads_are_verified(server, tmp_path, capsys):
     assert done.stdout == "https://mirror.example/datasets/kjj0/fineweb10B-gpt2/resolve/main/\n"
 
 
-def test_fineweb(server, tmp_path, capsys):
+def test_fineweb(server, tmp_path, capsys, monkeypatch):
+    assert len(download.fineweb_hashes()) == 32
     base, entries = "/fineweb10B-gpt2/resolve/main/", {}
     for number, name in enumerate(("val_000000", "train_000001", "train_000002")):
         name = f"fineweb_{name}.bin"
         entries[name] = write_shard(tmp_path / name, np.full(10 + number, number, dtype=np.uint16))
     content = {base + name: (tmp_path / name).read_bytes() for name in entries}
+    known = {name: entry["sha256"] for name, entry in list(entries.items())[:2]}
+    monkeypatch.setattr(download, "fineweb_hashes", lambda: known)
     folder, command = tmp_path / "fw", ["fineweb10B", "--out", f"{tmp_path}/fw", "--shards"]
     server.files |= dict(list(content.items())[:2])
     # It fails, resumes, is there
@@ -668,6 +671,10 @@ def test_fineweb(server, tmp_path, capsys):
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
     assert prepare.main([*command, "3"]) == 2
     assert "000003.bin is not an intact token shard" in capsys.readouterr().err
+    known["fineweb_train_000003.bin"] = "0" * 64
+    (folder / "fineweb_train_000003.bin").unlink()
+    assert prepare.main([*command, "3"]) == 2
+    assert f"instead of {'0' * 64}" in capsys.readouterr().err
     assert load_meta(folder)["files"] == meta["files"]
     assert prepare.main(["fineweb10B", "--out", str(make_data(tmp_path / "other"))]) == 2
     assert "holds other data" in capsys.readouterr().err
