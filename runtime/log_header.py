@@ -37,8 +37,8 @@ def describe_run(state, stream: TokenStream) -> list[str]:
         f"weight_decay {cfg.weight_decay:g}, embed_decay {cfg.embed_decay:.2g}",
         f"batch: {cfg.batch_tokens:,} tokens = {n_ranks} ranks x "
         f"{grad_accum_steps} grad_accum_steps x {state.micro_batch} micro_batch x "
-        f"{cfg.seq_len} seq_len",
-        f"steps: {cfg.max_steps:,}{' (about)' if cfg.minutes else ''}, {epochs:.2f} epochs",
+        f"{cfg.seq_len} seq_len; "
+        f"{cfg.max_steps:,} steps{' (about)' if cfg.minutes else ''}, {epochs:.2f} epochs",
     ]
     if stream.tokenizer is None:
         lines.append("no samples will be printed, because a rank has no tokenizer for this data")
