@@ -645,3 +645,14 @@ def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(
     assert sample.main([*argv, "--no_cache"]) == 0
     with pytest.raises(UserError):
         check_cache(random_gpt(std=0.3))
+
+
+@torch.no_grad()
+def test_an_edit_of_may_attend_masks_without_a_window_too(monkeypatch):
+    page, idx = model, torch.arange(12)[None]
+    windowed = random_gpt(window="S:3", seq_len=16)
+    edited = random_gpt(window="L", seq_len=16)
+    plain = page.may_attend
+    assert not torch.allclose(edited(idx), windowed(idx), atol=1e-3)
+    monkeypatch.setattr(page, "may_attend", lambda query, key, *_: plain(query, key, 3))
+    torch.testing.assert_close(edited(idx), windowed(idx))
