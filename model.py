@@ -44,7 +44,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 6
     n_embd: int = 768
-    window: str = "L"  # a letter per layer, tiled: L full, S sliding (seq_len / 4, or as in SL:256)
+    window: str = "L"  # letters, tiled: L full, S sliding, seq_len / 4 keys; "SL:256": 256 keys
     ngram: int = 0  # longest n-gram that has an embedding (3: bigrams and trigrams); 0: none
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
@@ -85,7 +85,7 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    # F.linear, faster for a single row. --fp8 replaces it in some layers by a float8 matmul
+    # As F.linear, but faster for a single row. --fp8 sets a float8 matmul here, in some layers
     matmul = staticmethod(linear)
 
     def __init__(self, n_in: int, n_out: int | list[int]):
@@ -122,9 +122,9 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
-    """True where a query may attend to a key. All masks are built from this, except varlen's.
+    """True where a query may attend to a key: edit this to change the mask.
 
-    Keys outside of the window are never read by --attn blocked and the KV cache.
+    --attn varlen does not use it; --attn blocked and the KV cache read no key outside the window.
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
     query_doc, key_doc: numbers of documents, with --doc_mask.
     """
@@ -141,7 +141,7 @@ def attention(
 ) -> Tensor:
     """Softmax attention. q, k, v: (B, n_head, T, head_dim).
 
-    attn_backend: a key of ATTENTION_KERNELS, or PyTorch's choice: "sdpa" (on a GPU also "auto").
+    attn_backend: "sdpa" or "auto" for PyTorch's kernels, or a key of ATTENTION_KERNELS.
     mask: None for plain causal attention, otherwise of the type that the backend takes.
     window: the mask's, for kernels that skip whole blocks of keys.
     """
@@ -167,7 +167,7 @@ class AttnContext(NamedTuple):
 def previous_token(x: Tensor, ctx: AttnContext, cache_name: str) -> Tensor:
     """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
 
-    cache_name: under which the KV cache keeps the newest x; different for each call in a layer.
+    cache_name: the KV cache's key for the newest x; each call in a layer needs its own.
     """
     if ctx.kv_cache is None:
         before = shift_right(x)
@@ -345,7 +345,7 @@ class GPT(nn.Module):
             position = torch.arange(T, device=idx.device)
             masks = self.attention_masks(idx, self.attn_backend)
         else:
-            # tokens: a few earlier ones, for n-grams, then idx. position: idx's, (T,) or (B, T)
+            # Adds idx. Returns earlier tokens, for n-grams, and idx; its positions; masks by window
             tokens, position, masks = cache.read(self, idx)
 
         # The same inputs for all blocks
@@ -394,7 +394,7 @@ class GPT(nn.Module):
     def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, object]:
         """The attention mask of each window, for idx (B, T), in the form that the backend takes.
 
-        None if it is plain causal attention. attn_backend: for prompts in generation always "sdpa".
+        None if it is plain causal attention. attn_backend: self's, or "sdpa" for generation.
         """
         masks = {}
         for window in set(self.windows):
@@ -417,8 +417,8 @@ class GPT(nn.Module):
         """The mean of token_loss over all targets (B, T), in chunks of `loss_chunk` tokens."""
         x = x.flatten(0, 1)  # (B * T, C)
         targets = targets.flatten()
-        # chunked_loss computes gradients (of x, and of parameters in use) already in the forward
-        # pass, so that the logits of one chunk are freed before the next
+        # To free a chunk's logits before the next, chunked_loss computes gradients in the forward
+        # pass: of x, and of the parameters that token_loss uses (here the head's)
         params = list(self.parameters())
         return chunked_loss(self.token_loss, params, x, targets, chunk=self.loss_chunk)
 
@@ -514,9 +514,9 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialize the parameters of PARAM_TABLE, then the second layer to copy (docs/rates.md).
+    """Initialize the parameters of PARAM_TABLE; make the second layer an induction head.
 
-    Whole parameters are drawn on the CPU, seeded by their names: independent of all else.
+    Each is drawn unsharded on the CPU, from a seed by its name: the same in any layout.
     """
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
@@ -542,7 +542,7 @@ def optimizer_groups(
 
     optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
     weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
-    embed_decay: what a step at the peak rate takes of embeddings, times ParamSpec.decay.
+    embed_decay: the fraction of embeddings that a step at the peak rate removes.
     """
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
@@ -569,7 +569,7 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                # Divided by the peak rate, because a step multiplies it by the current one
+                # A step multiplies it by the current rate, so divide by the peak rate
                 weight_decay=spec.decay * embed_decay / lr if lr else 0.0,
             )
 
@@ -632,7 +632,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 def normalize_rows(x: Tensor) -> Tensor:
     """Scale the rows of each matrix in x (M, rows, cols) to equal norms; its own norm stays.
 
-    Each neuron's update is then equally large (NorMuon, Li et al. 2025, with a running mean).
+    Each neuron's update is then equally large, as in NorMuon (Li et al. 2025) on average.
     """
 
     def frobenius_norm(t: Tensor) -> Tensor:
@@ -676,7 +676,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False
     ):
-        # torch's load_state_dict reads `fused`: if True, it puts Adam's `step` on the device
+        # For torch's load_state_dict alone: with fused=True it leaves Adam's `step` on the device
         super().__init__(groups, dict(fused=True))
         self.ns_dtype = ns_dtype
         self.eps = eps
@@ -697,7 +697,7 @@ class Optimizer(torch.optim.Optimizer):
         grads = [to_local(p.grad) for p in params]
         lr, beta = group["lr"], group["momentum"]
 
-        # Momentum, and Nesterov's step. state_tensors: with --offload, copies that are written back
+        # Momentum, zeros at first, and Nesterov's step. With --offload, the block copies it back
         with state_tensors(self, "momentum", params) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)

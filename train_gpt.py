@@ -96,13 +96,13 @@ PRESETS = {
 
 
 # Each field is a flag: flag(default, help, choices, const, min). const: the value of a bare --flag.
-# min: the smallest number allowed, by default 0. Command line, checks and log are derived from it.
-# GivenFlags adds the field `given`: the names of flags that automatic choices leave alone
+# min: the smallest number allowed, by default 0. Command line, checks and log are derived from it
 @dataclass(frozen=True)
 class Config(GivenFlags):
     """The flags of a run. Make it with make_config, which applies a preset: laptop, unless given.
 
-    The values below are for all that a preset does not name; they suit gpt2-small.
+    The values below are for all that a preset does not name; they suit gpt2-small. GivenFlags adds
+    `given`: names of the flags that the user has set, which automatic choices do not change.
     """
 
     # run
@@ -110,14 +110,14 @@ class Config(GivenFlags):
     data: str = flag("", "folder from data/prepare.py; default: Python's own source code")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue out_dir's run, or PATH's; auto: start one if there is none", const="newest"
+        "", "continue out_dir's run; PATH: that run; auto: if there is one", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "choose a size by its parameters, such as 10M; -1 = by --minutes", min=-1)
+    params: int = flag(0, "choose a size of so many parameters; -1 = to suit --minutes", min=-1)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
@@ -143,7 +143,7 @@ class Config(GivenFlags):
     minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
-    patience: int = flag(0, "after an epoch, stop once N evaluations bring no gain; 0 disables")
+    patience: int = flag(0, "after one epoch, stop at N evaluations without gain; 0 disables")
     short_frac: float = flag(0.0, "train this first part of the run on sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
@@ -153,7 +153,7 @@ class Config(GivenFlags):
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)")
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
-    checkpointing: str = flag("auto", "activations: none, selective, full, or a budget in (0, 1)")
+    checkpointing: str = flag("auto", "recompute: none, selective, full, or keep this fraction")
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
     shard_size: int = flag(0, "ranks per copy of the weights with hsdp; 0 = those of a node")
@@ -161,7 +161,7 @@ class Config(GivenFlags):
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
     deterministic: bool = flag(False, "use only operations with reproducible results")
-    doc_align: bool = flag(False, "start sequences at documents; drop the remainder")
+    doc_align: bool = flag(False, "start each sequence with a document; drop what is too long")
     doc_mask: bool = flag(False, "mask attention across documents")
     # logging and checkpoints
     eval_every: int = flag(250, "steps between evaluations; 0: at the end, -1: ten in all", min=-1)
@@ -192,23 +192,23 @@ def make_config(**flags) -> Config:
 
     train() refuses flags that contradict each other, and replaces automatic values (resolve_auto).
     """
-    # given: the flags, checked
+    # passed: the flags, checked
     # saved: the flags of the run that --resume continues, or the shape of --init_from's model
     # implied: what follows from --params, --minutes or --init_from
-    implied, saved, given = flags_of_run(flags, dataclasses.fields(Config))
-    preset = PRESETS[given.get("preset") or saved.get("preset") or "laptop"]
+    implied, saved, passed = flags_of_run(flags, dataclasses.fields(Config))
+    preset = PRESETS[passed.get("preset") or saved.get("preset") or "laptop"]
 
     # Later ones win
-    values = preset | implied | saved | given
-    return Config(**values, given=tuple(sorted(saved | given)))
+    values = preset | implied | saved | passed
+    return Config(**values, given=tuple(sorted(saved | passed)))
 
 
 def resolve_auto(
     cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved_flags: dict
 ) -> Config:
     """Replace automatic values. saved_flags: the flags of a resumed checkpoint, or {}."""
-    # From the machine and the dataset; flags of a resumed checkpoint stay (make_config did not know
-    # them if torchrun has restarted the run)
+    # From the machine and the dataset. saved_flags are in cfg already, except after a restart by
+    # torchrun, whose make_config has not seen the checkpoint
     cfg = choose_auto_values(cfg, saved_flags, stream, dist_ctx)
     muon_lr, adam_lr = learning_rates(cfg)
     return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
@@ -256,9 +256,9 @@ class TrainState:
     # with every training and evaluation line, until you change or delete it
     metrics: dict = dataclasses.field(default_factory=dict)
 
-    # For your own use: kept in checkpoints. Tensors, numbers, strings, lists, dicts; in a dict, a
-    # tensor under a parameter's name is sharded like it. If you set extra["eval_weights"]
-    # (name -> tensor, such as an EMA), evaluation and sampling use them
+    # For your own use: kept in checkpoints. Tensors, numbers, strings, lists, dicts; a dict from
+    # names of parameters to tensors is sharded like these. If extra["eval_weights"] is such a dict,
+    # of an EMA for example, evaluation and sampling use it
     extra: dict = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -346,8 +346,8 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
-        # What one step at the peak rate takes of an embedding: max_steps of them leave
-        # exp(-embed_decay) of it, in a run of any length (Wang and Aitchison 2024)
+        # The fraction that an embedding loses per step at the peak rate. In a run of any length,
+        # (1 - fraction)^max_steps = exp(-embed_decay) (Wang and Aitchison 2024)
         embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
     )
     # In fp16 runs Newton-Schulz uses fp32, because GPUs that need fp16 lack bf16
@@ -419,9 +419,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over all targets of the global batch that are not -1. The model returns a
-    # micro-batch's mean (0 without targets), so weight that by its number of targets / n_targets.
-    # DDP and FSDP average gradients over the ranks: undo that by n_targets / world_size
+    # Loss = sum over the global batch's targets that are not -1, / n_targets. The model returns a
+    # micro-batch's mean (0 without targets); times its number of targets, that is its sum. DDP and
+    # FSDP divide gradients by the number of ranks, so multiply by it
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -429,13 +429,13 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with sync_gradients(state.model, is_last):  # all-reduce only after the last (FSDP: each)
+        with sync_gradients(state.model, is_last):  # DDP's all-reduce is in the last alone
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Gradient norm, for the log; clipping. grad_values(p): p.grad, or the rows of a sparse one
+    # Gradient norm, for the log; clipping. grad_values: p.grad, or a sparse one's rows (n-grams)
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([grad_values(p) for p in params])
@@ -523,7 +523,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
 
         # Model and optimizer; with --resume, also the state of optimizer, steps and clock
-        with raise_on_all_ranks(dist_ctx):
+        with raise_on_all_ranks(dist_ctx):  # if one fails, the others do not wait for it
             vocab_size, eot = stream.meta["vocab_size"], stream.meta["eot"]
             state = build(cfg, dist_ctx, vocab_size, eot=eot, init=init)
             if resuming:
@@ -550,8 +550,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
     loss, grad_norm = None, None  # of the previous step
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
-            # How far is the run, and is there a reason to stop? All ranks have the same answers.
-            # step: the number of updates so far
+            # status: progress, signals and whether a save is due, the same on all ranks. stop: the
+            # reason to end the run, or "". step: the number of updates so far
             step = state.step
             status = agree_on_status(state, stream, run)
             stop = why_stop(status, state, stream, run)
@@ -576,7 +576,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                     stop = "signal"
                     break
                 run.add_evaluation(state, val_loss)  # saves the weights if they are the best so far
-                # Ask again: the loss may have reached its target, or stopped improving
+                # Ask again: this loss may have reached the target, or be one too many without gain
                 stop = why_stop(status, state, stream, run)
 
             # Once in a while: sample from the model
@@ -593,7 +593,7 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             if on_step:
                 on_step(state, loss)
 
-    # An evaluation may have ended the run after the save above. (A step is not saved twice)
+    # If the evaluation ended the run, this step is not saved yet. (If it is, nothing happens)
     save_checkpoint(state, stream, run, required=True)
     return stop
 
