@@ -32,7 +32,7 @@ def memory_case(cfg: Config):
     gradients = [grad_values(p) for p in weights if p.grad is not None]
     state_tensors = []
     for values in state.optimizer.state.values():
-        state_tensors += [value for value in values.values() if isinstance(value, torch.Tensor)]
+        state_tensors += filter(torch.is_tensor, values.values())
     row = dict(
         weights=sum(tensor.nbytes for tensor in weights) / MIB,
         gradients=sum(tensor.nbytes for tensor in gradients) / MIB,
