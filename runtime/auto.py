@@ -111,13 +111,13 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     return matmul_flops(device, dtype, 4096, 5e11)
 
 
-def choose_auto_values(cfg, checkpoint_flags: dict, stream: TokenStream, dist_ctx: DistContext):
+def choose_auto_values(cfg, saved_flags: dict, stream: TokenStream, dist_ctx: DistContext):
     """Choose flags that are open: dtype, attn, n-grams, ...; with --minutes, sizes and steps.
 
-    checkpoint_flags: those in the checkpoint that is resumed, which are kept, or {}. Returns cfg
+    saved_flags: those in the checkpoint that is resumed, which are kept, or {}. Returns cfg
     with the values, the same on every rank, because rank 0 measures the speeds.
     """
-    cfg = keep_flags(cfg, checkpoint_flags)
+    cfg = keep_flags(cfg, saved_flags)
     device = dist_ctx.device
     n_tokens, vocab_size = stream.train.n_tokens, stream.meta["vocab_size"]
     if cfg.dtype == "auto" and cfg.deterministic and device.type == "cpu":

@@ -83,8 +83,9 @@ class Log:
         path = self.folder / "metrics.jsonl"
         history = []
         if step and path.exists():
-            rows = read_rows(path.read_text(encoding="utf-8", errors="replace"))
-            history = [row for row in rows if row["step"] <= step]
+            for row in read_rows(path.read_text(encoding="utf-8", errors="replace")):
+                if isinstance(row.get("step"), int) and row["step"] <= step:
+                    history.append(row)
         with atomic_write(path) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in history)
         self.metrics = open(path, "a", encoding="utf-8")

@@ -52,7 +52,7 @@ def configure_process(cfg, dist_ctx: DistContext) -> None:
 
 
 @contextlib.contextmanager
-def restore_random_state():
+def restore_process_state():
     """Context that leaves random generators, determinism and matmul precision as they were.
 
     Otherwise, a random search over runs would draw the same values after each run.

@@ -19,7 +19,7 @@ from runtime.device import init_device_and_ranks
 from runtime.flag_checks import check_device, check_flags
 from runtime.log import Log
 from runtime.log_header import describe_run
-from runtime.process import restore_random_state
+from runtime.process import restore_process_state
 from runtime.profiler import profile_steps
 from runtime.ranks import DistContext, any_rank, raise_on_all_ranks, read_on_all_ranks, run_on_rank0
 from runtime.run_folder import locked_folder
@@ -52,7 +52,7 @@ class Run:
         Yields the Run. An error that ends it is written to log.txt, whichever rank it is on, after
         a checkpoint has been saved. Raises UserError.
         """
-        with restore_random_state(), contextlib.ExitStack() as stack:
+        with restore_process_state(), contextlib.ExitStack() as stack:
             dist_ctx = init_device_and_ranks(cfg)
             folder = cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset))
             signals = stack.enter_context(catch_signals())
@@ -78,9 +78,10 @@ class Run:
         self.saved_val_loss = run_on_rank0(
             self.dist_ctx, lambda: best_val_loss(self, state, stream)
         )
-        if stream.vocabulary:
-            path, text = self.folder / VOCABULARY_FILE, stream.vocabulary.encode()
-            run_on_rank0(self.dist_ctx, lambda: path.write_bytes(text))
+        with raise_on_all_ranks(self.dist_ctx):
+            if self.dist_ctx.rank == 0 and stream.vocabulary:
+                with atomic_write(self.folder / VOCABULARY_FILE) as file:
+                    file.write(stream.vocabulary.encode())
         for line in describe_run(state, stream):
             self.info(line)
 

@@ -540,7 +540,10 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
         tiny_run(tmp_path / "run", **common)
     assert "ended: Traceback" in read_log(tmp_path / "run")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write('\x00\x00\n{"step": 11, "train_loss": 9}\n{"step": 12, "tra')
+        file.write(
+            '[1]\n{"loss": 2}\n\x00\x00\n{"step": "x"}\n'
+            '{"step": 11, "train_loss": 9}\n{"step": 12, "tra'
+        )
     tiny_run(tmp_path / "run", **common, resume="newest")
     assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
     assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
