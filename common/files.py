@@ -25,9 +25,9 @@ def read_rows(metrics: str) -> list[dict]:
     """Parse the rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
     rows = []
     for line in metrics.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             rows.append(json.loads(line))
-    return rows
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def new_run_folder(name: str) -> Path:
