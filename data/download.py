@@ -12,7 +12,8 @@ from data.shards import DATA_DIR, check_shard, load_meta, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
-FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/main/"
+# At a commit, so that it cannot change
+FINEWEB = f"{HUB}/kjj0/fineweb10B-gpt2/resolve/889765ea1f903759787add96995d81171b632d0c/"
 # The URL and the SHA-256 of each source
 DOWNLOADS = {
     "shakespeare": (
@@ -159,7 +160,7 @@ def prepare_fineweb(out, shards, command):
     folder = Path(out or DATA_DIR / "fineweb10B")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
-        if meta["source"] != FINEWEB:
+        if "/fineweb10B-gpt2/resolve/" not in meta["source"]:  # any endpoint and commit
             raise UserError(f"{folder} holds other data: choose a different --out")
         shards = max(shards, len(meta["files"]) - 1)
     print_line(

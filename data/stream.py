@@ -231,7 +231,7 @@ class TokenStream:
                 )
 
         # Speedruns evaluate the first tokens, on FineWeb and on shards without meta.json
-        is_fineweb = self.meta["source"].endswith("/fineweb10B-gpt2/resolve/main/")
+        is_fineweb = "/fineweb10B-gpt2/resolve/" in self.meta["source"]
         self.eval_subset = "first" if is_fineweb or "assumed" in self.meta else "spread"
 
     def sequence_starts(self, index):

@@ -33,7 +33,7 @@ from common.errors import RunError, UserError
 from common.files import atomic_write
 from conftest import ROOT, make_data, run_python
 from data import corpus, download, prepare, tokenizers
-from data.shards import PYTHON_VOCABULARY, find_shards, load_meta, write_shard
+from data.shards import PYTHON_VOCABULARY, find_shards, load_meta, write_meta, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from data.tokenizers import get_tokenizer
 
@@ -643,7 +643,8 @@ def test_downloads_are_verified(server, tmp_path, capsys):
     assert os.listdir(tmp_path) == ["y"] and capsys.readouterr().out.count("trying again") == 6
     code = "from data.download import FINEWEB; print(FINEWEB)"
     done = run_python("-c", code, env=dict(os.environ, HF_ENDPOINT="https://mirror.example/"))
-    assert done.stdout == "https://mirror.example/datasets/kjj0/fineweb10B-gpt2/resolve/main/\n"
+    pinned = r"https://mirror\.example/datasets/kjj0/fineweb10B-gpt2/resolve/[0-9a-f]{40}/\n"
+    assert re.fullmatch(pinned, done.stdout)
 
 
 def test_fineweb(server, tmp_path, capsys, monkeypatch):
@@ -668,6 +669,10 @@ def test_fineweb(server, tmp_path, capsys, monkeypatch):
     assert meta["splits"] == {"train": {"tokens": 23}, "val": {"tokens": 10}}
     assert meta["files"] == entries
     assert TokenStream(folder, 4, 8).eval_subset == "first"
+    # A folder from another endpoint or commit goes on
+    write_meta(folder, meta | dict(source="https://x/kjj0/fineweb10B-gpt2/resolve/main/"))
+    assert TokenStream(folder, 4, 8).eval_subset == "first"
+    assert prepare.main([*command, "2"]) == 0
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
     assert prepare.main([*command, "3"]) == 2
     assert "000003.bin is not an intact token shard" in capsys.readouterr().err
