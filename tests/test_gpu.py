@@ -1,4 +1,7 @@
-"""What needs a GPU: `python -m pytest -m gpu`."""
+"""What needs a GPU: `python -m pytest -m gpu`.
+
+In four processes on one card: `PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.2` and `-n 4`.
+"""
 
 import warnings
 
@@ -73,7 +76,10 @@ def started(**flags) -> tuple:
     return built(device="cuda", **flags), batches
 
 
-def test_gpu_run_leaves_the_generator_as_it_was_and_takes_allocator_settings(data, tmp_path):
+def test_gpu_run_leaves_the_generator_as_it_was_and_takes_allocator_settings(
+    data, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)  # it would come before --alloc_conf
     torch.manual_seed(5)
     drawn = torch.rand(3, device="cuda")
     # The first run of a process also starts CUDA
