@@ -1,4 +1,4 @@
-# On a card, in the repository's root, with .gpu from pack.sh: bash records/bench/2026-11-29_step/run.sh [LINE...]
+# On a card, in the repository's root, with .gpu from pack.sh: bash records/bench/2026-11-28_step/run.sh [LINE...]
 # LINE: some of those below, by name; without any, all, in order, as far as LIMIT seconds suffice.
 # DRY=1: tiny sizes on a CPU. PLACE: a folder instead of .gpu. Its logs lie in $OUT
 cd "$(dirname "$0")/../../.."
@@ -62,7 +62,7 @@ lscpu | grep "Model name"; nproc; cat $place/versions/*/VERSION
 # Name, the seconds that it may take, log. First alone, one after the other
 line nanogpt 80 nanogpt.log bash -c nanogpt
 line base 80 sweep.log bash -c "version base"
-for name in $(grep -v "^#" records/bench/2026-11-29_step/versions.txt | cut -d" " -f1); do
+for name in $(grep -v "^#" records/bench/2026-11-28_step/versions.txt | cut -d" " -f1); do
     [ $name = base ] || [ $name = all ] || line $name 65 sweep.log bash -c "version $name"
 done
 line all 65 sweep.log bash -c "version all"

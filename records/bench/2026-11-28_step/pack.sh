@@ -1,9 +1,9 @@
 # Before a card is had: makes .gpu, which goes to it with the working tree (git must ignore it: .git/info/exclude).
-#     NANOGPT=FOLDER bash records/bench/2026-11-29_step/pack.sh
+#     NANOGPT=FOLDER bash records/bench/2026-11-28_step/pack.sh
 # NANOGPT: a git repository of karpathy/nanoGPT. TIKTOKEN_CACHE_DIR: GPT-2's vocabulary. PLACE: a folder instead of .gpu
 set -eu
 cd "$(dirname "$0")/../../.."
-here=$PWD/records/bench/2026-11-29_step place=${PLACE:-.gpu}
+here=$PWD/records/bench/2026-11-28_step place=${PLACE:-.gpu}
 mkdir -p $place/versions $place/nanoGPT/data/mine $place/tiktoken
 place=$(realpath $place)
 cp "$TIKTOKEN_CACHE_DIR"/* $place/tiktoken/
