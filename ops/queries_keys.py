@@ -18,7 +18,7 @@ def queries_and_keys(
     """
     is_half = 4 * cos.size(-1) == qk.size(-1)
     if qk.is_cuda and torch.compiler.is_compiling() and kv_cache is None and is_half:
-        return fused_queries_and_keys(qk, cos, sin, doc_starts)
+        return FusedQueriesAndKeys.apply(qk, cos, sin, doc_starts)
 
     q, k = norm(qk).chunk(2, dim=2)
     k = partial_key_offset(k, 2 * cos.size(-1), doc_starts, kv_cache)
@@ -67,19 +67,8 @@ def previous_token(x: Tensor, doc_starts: Tensor | None, kv_cache, cache_name: s
 # here too
 
 
-def fused_queries_and_keys(
-    qk: Tensor, cos: Tensor, sin: Tensor, doc_starts: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As queries_and_keys without a cache, where half of each head is rotated."""
-    # For all dimensions of a head: those that are not rotated are multiplied by 1, partners by 0
-    rest = qk.size(-1) - 2 * cos.size(-1)
-    cos = F.pad(torch.cat((cos, cos), dim=-1), (0, rest), value=1.0)
-    sin = F.pad(torch.cat((sin, -sin), dim=-1), (0, rest))
-    return FusedQueriesAndKeys.apply(qk, cos, sin, doc_starts)
-
-
 class FusedQueriesAndKeys(torch.autograd.Function):
-    """Queries and keys in one pass, and their gradient in another.
+    """queries_and_keys in one pass, and its gradient in another, where half a head is rotated.
 
     A rotation keeps the norm, so that both share a pass. Where a key takes the previous token's
     dimensions, that token's input is normalized again.
@@ -87,52 +76,42 @@ class FusedQueriesAndKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qk, cos, sin, doc_starts):
-        """cos, sin: (T, 1, head_dim)."""
-        ctx.save_for_backward(qk, cos, sin, doc_starts)
+        # For all of a head: dimensions that are not rotated are multiplied by 1, partners by 0
+        rest = qk.size(3) // 2
+        cos = F.pad(torch.cat((cos, cos), dim=-1), (0, rest), value=1.0)
+        sin = F.pad(torch.cat((sin, -sin), dim=-1), (0, rest))
+        # True for the dimensions of keys that come from the previous token
         n_head = qk.size(2) // 2
-        x = qk.float()
-        scale = inverse_rms(x)  # before the shift; after it, Inductor would store x in fp32
-        # The keys of the previous token, and zeros in the queries' place, which are not read
-        before = F.pad(qk[:, :, n_head:], (0, 0, n_head, 0, 1, -1))
-        if doc_starts is not None:
-            before = before.masked_fill(doc_starts[..., None, None], 0)
-        before = before.float()
+        is_offset = torch.ones((n_head, rest), dtype=torch.bool, device=qk.device)
+        is_offset = F.pad(is_offset, (rest, 0, n_head, 0))
+        ctx.save_for_backward(qk, cos, sin, is_offset, doc_starts)
 
-        y = (x * cos + swap_pairs(x) * sin) * scale
-        y = torch.where(is_offset(qk), before * inverse_rms(before), y)
+        # The norm before the shift: in the other order, Inductor would store x in fp32
+        x = norm(qk.float())
+        before = previous_token(qk[:, :, n_head:], doc_starts, None, "")
+        before = norm(F.pad(before, (0, 0, n_head, 0)).float())
+        y = torch.where(is_offset, before, x * cos + swap_pairs(x) * sin)
         return y.to(qk.dtype).chunk(2, dim=2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dq, dk):
-        qk, cos, sin, doc_starts = ctx.saved_tensors
+        qk, cos, sin, is_offset, doc_starts = ctx.saved_tensors
         # What a key took from the previous token gives that token its gradient
         after = dk
         if doc_starts is not None:
             after = after.masked_fill(doc_starts[..., None, None], 0)
-        after = F.pad(after, (0, 0, dq.size(2), 0, -1, 1))
-        dy = torch.where(is_offset(qk), after, torch.cat((dq, dk), dim=2)).float()
+        after = F.pad(after, (0, 0, dk.size(2), 0, -1, 1))
+        dy = torch.where(is_offset, after, torch.cat((dq, dk), dim=2)).float()
 
         # Rotate back; then the gradient of RMSNorm
         dy = dy * cos - swap_pairs(dy) * sin
         x = qk.float()
-        scale = inverse_rms(x)
-        projection = (dy * x).mean(-1, keepdim=True) * scale.square()
-        dx = (dy - x * projection) * scale
+        scale = (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
+        x = x * scale
+        dx = (dy - x * (dy * x).mean(-1, keepdim=True)) * scale
         return dx.to(qk.dtype), None, None, None
-
-
-def inverse_rms(x: Tensor) -> Tensor:
-    return (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
 
 
 def swap_pairs(x: Tensor) -> Tensor:
     """Exchange 0..R/2 and R/2..R, the pairs of a rotation; and, for the same shape, the rest."""
     return x.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
-
-
-def is_offset(qk: Tensor) -> Tensor:
-    """True in the second half of each key, which partial_key_offset takes from the token before."""
-    head = torch.arange(qk.size(2), device=qk.device)[:, None]
-    channel = torch.arange(qk.size(3), device=qk.device)
-    return (2 * head >= qk.size(2)) & (2 * channel >= qk.size(3))
