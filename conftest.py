@@ -28,7 +28,8 @@ import torch.distributed as dist
 import train_gpt
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
-from model import GPT, GPTConfig
+from model import GPT, Block, GPTConfig
+from ops.compile import apply_compile
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
 from runtime.device import init_device_and_ranks
@@ -149,6 +150,15 @@ def compile_with(monkeypatch, backend) -> None:
         return compiled(function, **options | dict(mode=None, options=None, backend=backend))
 
     monkeypatch.setattr(torch, "compile", compile)
+
+
+def block_options(monkeypatch, mode, device) -> dict:
+    """The options of Inductor with which apply_compile compiles a block."""
+    taken = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "compile", lambda self, options, **_: taken.append(options))
+        apply_compile(random_gpt(n_layer=1), mode, 1.0, torch.device(device))
+    return taken[0]
 
 
 # --------------------------------------------------------------------------------------------------

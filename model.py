@@ -25,11 +25,12 @@ from torch.optim.adamw import adamw
 
 from common.values import derive_seed
 from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention
-from ops.functional import cross_entropy, leaky_relu_squared, norm, shift_right, softcap
+from ops.functional import cross_entropy, leaky_relu_squared, norm, softcap
 from ops.linear import linear
 from ops.loss import chunked_loss
 from ops.ngrams import NgramEmbedding, hash_ngrams, rmsprop_rows_
 from ops.parallel import equal_shapes, on_whole_matrices, state_tensors, to_local
+from ops.queries_keys import queries_and_keys
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -109,18 +110,6 @@ def rotary_cos_sin(position: Tensor, cfg: GPTConfig, dtype: torch.dtype) -> tupl
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of x's first R dimensions by angles that grow with the position.
-
-    Su et al. 2021. x: (B, T, n_head, head_dim). cos, sin: (T, 1, R/2) or (B, T, 1, R/2).
-    """
-    half = cos.size(-1)
-    x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
-    y1 = x1 * cos + x2 * sin
-    y2 = x2 * cos - x1 * sin
-    return torch.cat((y1, y2, rest), dim=-1)
-
-
 def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
     """True where a query may attend to a key: edit this to change the mask.
 
@@ -164,34 +153,6 @@ class AttnContext(NamedTuple):
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
 
 
-def previous_token(x: Tensor, ctx: AttnContext, cache_name: str) -> Tensor:
-    """The previous token's x (B, T, ...), or zeros where a sequence or document starts.
-
-    cache_name: the KV cache's key for the newest x; each call in a layer needs its own.
-    """
-    if ctx.kv_cache is None:
-        before = shift_right(x)
-    else:
-        before = ctx.kv_cache.shift(cache_name, x)
-    starts = ctx.doc_starts
-    if starts is not None:
-        while starts.dim() < x.dim():
-            starts = starts[..., None]
-        before = before.masked_fill(starts, 0)
-    return before
-
-
-def partial_key_offset(k: Tensor, rotary_dim: int, ctx: AttnContext) -> Tensor:
-    """Take the dimensions beyond rotary_dim of each key from the previous token.
-
-    Half of key j then describes token j - 1. A query that looks for its own token A thus finds the
-    token after an earlier A: induction in one layer instead of two (NanoGPT speedrun).
-    k: (B, T, n_head, head_dim).
-    """
-    k_rot, k_pass = k.split((rotary_dim, k.size(-1) - rotary_dim), dim=-1)
-    return torch.cat((k_rot, previous_token(k_pass, ctx, "key")), dim=-1)
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with QK norm (Henry et al. 2020) and value embeddings (speedrun)."""
 
@@ -229,11 +190,8 @@ class CausalSelfAttention(nn.Module):
         gate = 2 * self.gate(x).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
-        # QK norm, for both at once; then key offset and positions
-        q, k = norm(qk).split(self.n_head, dim=2)
-        k = partial_key_offset(k, self.rotary_dim, ctx)
-        q = apply_rotary_emb(q, ctx.cos, ctx.sin)
-        k = apply_rotary_emb(k, ctx.cos, ctx.sin)
+        # QK norm, key offset and positions
+        q, k = queries_and_keys(qk, ctx.cos, ctx.sin, ctx.doc_starts, ctx.kv_cache)
 
         # Heads before positions: (B, n_head, T, head_dim)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -69,12 +69,15 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     # overlap all-reduce with backward
     torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.activation_memory_budget = budget
+    options = dict(torch._inductor.list_mode_options(mode))
     if device.type == "cuda":
         reduce_short_rows_at_once()
+        # Else the gradient of queries and keys takes two kernels, and a tensor in fp32 between them
+        options |= dict(realize_reads_threshold=30, realize_opcount_threshold=60)
     else:
         keep_gcc_from_copying()
     for block in model.blocks:
-        block.compile(mode=mode, fullgraph=True, dynamic=False)
+        block.compile(options=options, fullgraph=True, dynamic=False)
 
     # The loss without CUDA graphs, which would copy each chunk's logits into their memory
     mode_of_loss = WITHOUT_CUDAGRAPHS.get(mode, mode)

@@ -3,10 +3,13 @@
 In four processes on one card: `PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.2` and `-n 4`.
 """
 
+import math
+import re
 import warnings
 
 import pytest
 import torch
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import ops.checkpointing
 import train_gpt
@@ -14,7 +17,9 @@ from benchmarks import attention as bench_attention
 from benchmarks import ladder
 from conftest import (
     TINY,
+    add_noise,
     assert_same_run,
+    block_options,
     built,
     flags_of,
     measured,
@@ -27,6 +32,7 @@ from inference.int8 import quantize
 from model import GPT, GPTConfig
 from ops.checkpointing import OFFLOAD_MIN_NUMEL, apply_offload, pack_to_host
 from ops.compile import apply_compile
+from ops.queries_keys import queries_and_keys
 from runtime.wrap_model import dummy_step
 
 pytestmark = [
@@ -104,6 +110,45 @@ def test_gpu_run_matches_cpu_run(case, data, noisy, plain, tmp_path, packed):
     least_times = 2 * TINY["max_steps"] if "offload activations" in case else 0
     assert len(packed) >= least_times and bool(packed) == bool(least_times)
     assert set(packed) <= {OFFLOAD_MIN_NUMEL}
+
+
+@pytest.mark.parametrize("has_docs", [False, True], ids=["", "documents"])
+def test_gpu_queries_and_keys_take_one_kernel_each_way(has_docs, monkeypatch):
+    qkv = torch.randn(4, 1024, 18, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    angle = torch.rand(1024, 1, 32, device="cuda")
+    doc_starts = torch.rand(4, 1024, device="cuda") < 0.01 if has_docs else None
+    options = block_options(monkeypatch, "default", "cuda")
+    compiled = torch.compile(queries_and_keys, fullgraph=True, dynamic=False, options=options)
+
+    def computed(function) -> list[torch.Tensor]:
+        q, k = function(qkv[:, :, :12], angle.cos().bfloat16(), angle.sin().bfloat16(), doc_starts)
+        return [q, k, *torch.autograd.grad((q, k), qkv, (k.detach(), q.detach()))]
+
+    with fresh_cache():
+        found, codes = run_and_get_code(computed, compiled)
+    # Others make tables of cos and sin
+    n_large = []
+    for code in codes:
+        sizes = []
+        for hints in re.findall(r"size_hints=\{(.*?)\}", code):
+            sizes.append(math.prod(int(n) for n in re.findall(r": (\d+)", hints)))
+        n_large.append(sum(size >= 2**20 for size in sizes))
+    assert n_large in ([1, 1], [])  # []: where Inductor is replaced
+    for ours, eager in zip(found, computed(queries_and_keys)):
+        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_gpu_compiled_block_is_the_plain_one(doc_mask):
+    results = []
+    for compile in ("off", "default"):
+        state, batches = started(compile=compile, doc_mask=doc_mask, dtype="fp32", n_layer=2)
+        x, y = batches[0][:, :-1].cuda(), batches[0][:, 1:].cuda()
+        loss = add_noise(state.raw_model)(x, y)
+        params = list(state.raw_model.parameters())
+        results.append([loss, *torch.autograd.grad(loss, params)])
+    for ours, plain in zip(*results):
+        assert (ours - plain).norm() <= 1e-4 * plain.norm()
 
 
 def test_gpu_trial_takes_the_memory_of_a_step():

@@ -19,8 +19,10 @@ import train_gpt
 from common.errors import UserError
 from conftest import (
     assert_weights_equal,
+    block_options,
     built,
     compile_with,
+    compiler_works,
     final,
     random_gpt,
     rows,
@@ -41,6 +43,7 @@ from ops.functional import (
 )
 from ops.linear import Fp8Linear, apply_fp8, linear
 from ops.loss import chunked_loss
+from ops.queries_keys import FusedQueriesAndKeys, queries_and_keys
 from tests.edit_cases import Plain
 
 ON_GPU = [
@@ -384,6 +387,44 @@ def test_eager_functions_are_pytorchs(ours, plain, dtype, most):
         torch.autograd.grad(found[0].sum(), leaf, create_graph=True)
 
 
+@pytest.mark.parametrize("has_docs", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [
+        ("eager", torch.float32),
+        ("eager", torch.bfloat16),
+        ("aot_eager", torch.float32),
+        ("inductor", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_fused_queries_and_keys_are_the_plain_ones(backend, dtype, has_docs):
+    if backend == "inductor" and not compiler_works():
+        pytest.skip("torch.compile finds no working compiler here")
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2, 9, 9, 16, generator=generator)
+    qkv[0, 5] *= 1e-3  # so small that the norm's epsilon matters
+    grads = torch.randn(2, 2, 9, 3, 16, generator=generator).to(dtype)
+    angle = 10 * torch.rand(9, 1, 4, generator=generator)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    doc_starts = torch.rand(2, 9, generator=generator) < 0.3 if has_docs else None
+
+    def computed(function, dtype) -> list[torch.Tensor]:
+        leaf = qkv.to(grads.dtype).to(dtype).requires_grad_()
+        qk = leaf[:, :, :6]
+        q, k = function(qk, cos.to(dtype), sin.to(dtype), doc_starts)
+        return [q, k, *torch.autograd.grad((q, k), leaf, [*grads.to(dtype)])]
+
+    torch._dynamo.reset()
+    fused = torch.compile(FusedQueriesAndKeys.apply, backend=backend, fullgraph=True)
+    # Exact but for the rounding of results: half a unit in the last place of bf16
+    rtol = 1e-5 if dtype == torch.float32 else 2**-8
+    for ours, exact in zip(computed(fused, dtype), computed(queries_and_keys, torch.float32)):
+        assert ours.dtype == dtype
+        atol = 1e-6 * exact.abs().max().item()
+        torch.testing.assert_close(ours.float(), exact, rtol=rtol, atol=atol)
+
+
 def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = p.log().repeat(4000, 1)
@@ -499,6 +540,9 @@ def test_what_is_compiled_can_be_traced(monkeypatch):
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
 
+    def fused_without_cache(qk, cos, sin, doc_starts, kv_cache):
+        return FusedQueriesAndKeys.apply(qk, cos, sin, doc_starts)
+
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     compile_with(monkeypatch, "aot_eager")
     shape = dict(n_layer=1, vocab_size=80, window="S:9", ngram=3)
@@ -509,6 +553,7 @@ def test_what_is_compiled_can_be_traced(monkeypatch):
     apply_ac(gpt.blocks[0], "selective")
     params, want = list(gpt.parameters()), gpt(idx, idx)
     want_grads = torch.autograd.grad(want, params)
+    monkeypatch.setattr(model, "queries_and_keys", fused_without_cache)
     apply_compile(gpt, "default", 1.0, torch.device("cuda"))
     for ours, exact in zip(torch.autograd.grad(gpt(idx, idx), params), want_grads):
         assert (ours - exact).norm() <= 0.1 * exact.norm()
@@ -545,6 +590,16 @@ def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs,
             torch.testing.assert_close(gpt(idx, idx), want.detach())
         assert counter.frame_count == 2 + n_graphs  # on a CPU the loss only in training
     assert not any("_orig_mod" in name for name in gpt.state_dict())
+
+
+@pytest.mark.parametrize("mode", torch._inductor.list_mode_options())
+def test_blocks_are_compiled_as_the_mode_says(mode, monkeypatch):
+    thresholds = dict(realize_reads_threshold=30, realize_opcount_threshold=60)
+    wanted = torch._TorchCompileInductorWrapper(mode, None, False).config
+    for device, more in (("cpu", {}), ("cuda", thresholds)):
+        options = block_options(monkeypatch, mode, device)
+        found = torch._TorchCompileInductorWrapper(None, options, False).config
+        assert found == wanted | more
 
 
 @pytest.fixture
