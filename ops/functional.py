@@ -43,6 +43,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
     """
     if 0 < cap < 35:  # beyond that, probabilities would underflow
         if torch.compiler.is_compiling():
+            if logits.requires_grad and logits.dtype == torch.bfloat16 and is_nvidia(logits):
+                from ops.triton_loss import TritonCrossEntropy  # Triton is for GPUs alone
+
+                return TritonCrossEntropy.apply(logits, targets, cap)
             return bounded_cross_entropy(logits, targets, cap)
         if trains_eagerly(logits):
             return FusedCrossEntropy.apply(logits, targets, cap)
@@ -54,6 +58,11 @@ def shift_right(x: Tensor) -> Tensor:
     # Per dimension, from the last: how much is added before and after. -1 drops the last position
     padding = [0, 0] * (x.dim() - 2) + [1, -1]
     return F.pad(x, padding)
+
+
+def is_nvidia(x: Tensor) -> bool:
+    """True if x is on an NVIDIA GPU; AMD's are "cuda" as well."""
+    return x.is_cuda and torch.version.cuda is not None
 
 
 def trains_eagerly(x: Tensor) -> bool:

@@ -69,7 +69,9 @@ class ChunkedLoss(torch.autograd.Function):
         for i, dtype in enumerate(ctx.dtypes):
             if grads[i] is not None:
                 grads[i] = (grads[i] * grad).to(dtype)
-        return None, None, (dx.float() * grad).to(dx.dtype), None, *grads
+        # By a number in fp32: a tensor of one dimension is not rounded to dx's dtype
+        scaled = torch.mul(dx, grad.view(1), out=torch.empty_like(dx))
+        return None, None, scaled, None, *grads
 
 
 def loss_scale(x: Tensor) -> float:
