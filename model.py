@@ -191,7 +191,7 @@ class CausalSelfAttention(nn.Module):
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
         # QK norm, key offset and positions
-        q, k = queries_and_keys(qk, ctx.cos, ctx.sin, ctx.doc_starts, ctx.kv_cache)
+        q, k = queries_and_keys(qk, self.n_head, ctx.cos, ctx.sin, ctx.doc_starts, ctx.kv_cache)
 
         # Heads before positions: (B, n_head, T, head_dim)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

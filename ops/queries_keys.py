@@ -8,19 +8,24 @@ from ops.functional import norm, shift_right
 
 
 def queries_and_keys(
-    qk: Tensor, cos: Tensor, sin: Tensor, doc_starts: Tensor | None = None, kv_cache=None
+    qk: Tensor,
+    n_head: int,
+    cos: Tensor,
+    sin: Tensor,
+    doc_starts: Tensor | None = None,
+    kv_cache=None,
 ) -> tuple[Tensor, Tensor]:
     """Normalize queries and keys, take half of each key from the previous token, and rotate both.
 
-    qk: (B, T, 2 * n_head, head_dim), queries first. cos, sin: (T, 1, R/2), or (B, T, 1, R/2) in
-    generation. doc_starts: bool (B, T), True where a document starts, or None. kv_cache: a
-    LayerCache in generation. Returns q and k, (B, T, n_head, head_dim).
+    qk: (B, T, heads, head_dim): n_head queries, then keys. cos, sin: (T, 1, R/2), or (B, T, 1, R/2)
+    in generation. doc_starts: bool (B, T), True where a document starts, or None. kv_cache: a
+    LayerCache in generation. Returns q and k.
     """
     is_half = 4 * cos.size(-1) == qk.size(-1)
     if qk.is_cuda and torch.compiler.is_compiling() and kv_cache is None and is_half:
-        return FusedQueriesAndKeys.apply(qk, cos, sin, doc_starts)
+        return FusedQueriesAndKeys.apply(qk, n_head, cos, sin, doc_starts)
 
-    q, k = norm(qk).chunk(2, dim=2)
+    q, k = norm(qk).split((n_head, qk.size(2) - n_head), dim=2)
     k = partial_key_offset(k, 2 * cos.size(-1), doc_starts, kv_cache)
     return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
 
@@ -75,14 +80,14 @@ class FusedQueriesAndKeys(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, qk, cos, sin, doc_starts):
+    def forward(ctx, qk, n_head, cos, sin, doc_starts):
         # For all of a head: dimensions that are not rotated are multiplied by 1, partners by 0
         rest = qk.size(3) // 2
         cos = F.pad(torch.cat((cos, cos), dim=-1), (0, rest), value=1.0)
         sin = F.pad(torch.cat((sin, -sin), dim=-1), (0, rest))
         # True for the dimensions of keys that come from the previous token
-        n_head = qk.size(2) // 2
-        is_offset = torch.ones((n_head, rest), dtype=torch.bool, device=qk.device)
+        n_keys = qk.size(2) - n_head
+        is_offset = torch.ones((n_keys, rest), dtype=torch.bool, device=qk.device)
         is_offset = F.pad(is_offset, (rest, 0, n_head, 0))
         ctx.save_for_backward(qk, cos, sin, is_offset, doc_starts)
 
@@ -91,7 +96,7 @@ class FusedQueriesAndKeys(torch.autograd.Function):
         before = previous_token(qk[:, :, n_head:], doc_starts, None, "")
         before = norm(F.pad(before, (0, 0, n_head, 0)).float())
         y = torch.where(is_offset, before, x * cos + swap_pairs(x) * sin)
-        return y.to(qk.dtype).chunk(2, dim=2)
+        return y.to(qk.dtype).split((n_head, n_keys), dim=2)
 
     @staticmethod
     def backward(ctx, dq, dk):
@@ -100,7 +105,7 @@ class FusedQueriesAndKeys(torch.autograd.Function):
         after = dk
         if doc_starts is not None:
             after = after.masked_fill(doc_starts[..., None, None], 0)
-        after = F.pad(after, (0, 0, dk.size(2), 0, -1, 1))
+        after = F.pad(after, (0, 0, dq.size(2), 0, -1, 1))
         dy = torch.where(is_offset, after, torch.cat((dq, dk), dim=2)).float()
 
         # Rotate back; then the gradient of RMSNorm
@@ -109,7 +114,7 @@ class FusedQueriesAndKeys(torch.autograd.Function):
         scale = (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
         x = x * scale
         dx = (dy - x * (dy * x).mean(-1, keepdim=True)) * scale
-        return dx.to(qk.dtype), None, None, None
+        return dx.to(qk.dtype), None, None, None, None
 
 
 def swap_pairs(x: Tensor) -> Tensor:

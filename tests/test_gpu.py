@@ -121,7 +121,8 @@ def test_gpu_queries_and_keys_take_one_kernel_each_way(has_docs, monkeypatch):
     compiled = torch.compile(queries_and_keys, fullgraph=True, dynamic=False, options=options)
 
     def computed(function) -> list[torch.Tensor]:
-        q, k = function(qkv[:, :, :12], angle.cos().bfloat16(), angle.sin().bfloat16(), doc_starts)
+        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        q, k = function(qkv[:, :, :12], 6, cos, sin, doc_starts)
         return [q, k, *torch.autograd.grad((q, k), qkv, (k.detach(), q.detach()))]
 
     with fresh_cache():
