@@ -142,6 +142,16 @@ def compiler_works() -> bool:
         return False
 
 
+@functools.cache
+def triton_runs() -> bool:
+    """False on emulated GPUs, where Triton's kernels do nothing."""
+    from ops.triton_loss import scale_
+
+    x = torch.ones(1, 1, device="cuda")
+    scale_(x, torch.tensor(2.0, device="cuda"))
+    return x.item() == 2
+
+
 def compile_with(monkeypatch, backend) -> None:
     """Have torch.compile take this backend, and no mode."""
     compiled = torch.compile

@@ -12,6 +12,7 @@ import torch
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import ops.checkpointing
+import ops.functional
 import train_gpt
 from benchmarks import attention as bench_attention
 from benchmarks import ladder
@@ -26,6 +27,7 @@ from conftest import (
     random_gpt,
     run_python,
     tiny_run,
+    triton_runs,
 )
 from inference.generation import compile_decode_step, generate, tokens_to_cpu
 from inference.int8 import quantize
@@ -39,6 +41,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def loss_on_emulated_devices(monkeypatch):
+    """The plain one: its Triton kernel would do nothing."""
+    if not triton_runs():
+        monkeypatch.setattr(ops.functional, "is_nvidia", lambda x: False)
+
 
 GPU_SAME = {
     "eager": dict(),
