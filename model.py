@@ -50,7 +50,7 @@ class GPTConfig:
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 4  # raise it if you change what is computed: older checkpoints are then refused
+    version: int = 5  # raise it if you change what is computed: older checkpoints are then refused
 
     @property
     def head_dim(self) -> int:
@@ -153,6 +153,9 @@ class AttnContext(NamedTuple):
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
 
 
+GATE_CHANNELS = 16  # of n_embd
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with QK norm (Henry et al. 2020) and value embeddings (speedrun)."""
 
@@ -163,8 +166,8 @@ class CausalSelfAttention(nn.Module):
         self.rotary_dim = cfg.rotary_dim
         # W_q, W_k and W_v in one weight
         self.qkv = Linear(cfg.n_embd, [cfg.n_embd, cfg.n_embd, cfg.n_embd])
-        # Gate of the value embeddings, one per head
-        self.gate = Linear(cfg.n_embd, cfg.n_head)
+        # Gate of the value embeddings, one per head, from few channels, which is as good and faster
+        self.gate = Linear(min(GATE_CHANNELS, cfg.n_embd), cfg.n_head)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def init_as_induction_head(self) -> None:
@@ -187,7 +190,7 @@ class CausalSelfAttention(nn.Module):
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
 
         # Each head adds its part of the value embedding, times a gate between 0 and 2
-        gate = 2 * self.gate(x).sigmoid()  # (B, T, n_head)
+        gate = 2 * self.gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
         # QK norm, key offset and positions

@@ -54,12 +54,12 @@ class Attention(nn.Module):
         self.n_head = cfg.n_head
         self.rotary_dim = cfg.n_embd // cfg.n_head // 4 * 2
         self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
-        self.gate = nn.Linear(cfg.n_embd, cfg.n_head, bias=False)
+        self.gate = nn.Linear(min(16, cfg.n_embd), cfg.n_head, bias=False)
         self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
 
     def forward(self, x, cos, sin, doc_starts, mask, value_embed):
         q, k, v = self.qkv(x).unflatten(-1, (3 * self.n_head, -1)).split(self.n_head, dim=2)
-        gate = 2 * self.gate(x).sigmoid()
+        gate = 2 * self.gate(x[..., :16]).sigmoid()
         v = v + gate[..., None] * value_embed.view(v.shape)
         q, k = norm(q), norm(k)
 

@@ -61,7 +61,7 @@ class Plain:
         n = self.n_kv_head
         qkv = (x @ self.w[f"blocks.{i}.attn.qkv.weight"].T).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.cfg.n_head, n, n), 2)
-        gate = torch.sigmoid(x @ self.w[f"blocks.{i}.attn.gate.weight"].T)[..., None]
+        gate = torch.sigmoid(x[..., :16] @ self.w[f"blocks.{i}.attn.gate.weight"].T)[..., None]
         embedded = self.w["value_embed.weight"][self.idx].unflatten(-1, (-1, self.head_dim))
         v = v + 2 * gate * embedded[:, :, :n]
         repeats = self.cfg.n_head // n
