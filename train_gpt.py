@@ -88,7 +88,7 @@ PRESETS = {
         eval_tokens=262144,
     ),
     # GPT-2's depths and widths, mostly with fewer, wider heads
-    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768),
+    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, ngram=2, ngram_rows=251520),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000),
@@ -139,7 +139,7 @@ class Config(GivenFlags):
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens; 0 = from the dataset's size")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
-    max_steps: int = flag(5000, "optimizer steps; 0 = from the dataset's size")
+    max_steps: int = flag(3250, "optimizer steps; 0 = from the dataset's size")
     minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")

@@ -30,7 +30,7 @@ line() { # NAME SECONDS LOG COMMAND...: if it was asked for, and so much time is
     grep "^SET\|^iter 12\|passed\|failed\|skipped\|tokens/s" $OUT/../line.log | cut -c1-250
 }
 version() { # NAME FLAGS: steps of a version in .gpu/versions, and their kernels
-    cat $place/versions/$1/VERSION && cd $place/versions/$1 && REPO=. python3 $sweep "{\"prof\":1$2$tiny}"
+    cat $place/versions/$1/VERSION && cd $place/versions/$1 && REPO=. python3 $sweep "{\"ngram\":0,\"prof\":1$2$tiny}"
 }
 sizes() { # PRESET...: of the working tree, 4 steps and 4 that are timed
     for size in "$@"; do REPO=. python3 $sweep "{\"preset\":\"$size\",\"batch_tokens\":131072,\"n\":4,\"prof\":1$tiny}"; done
@@ -67,6 +67,7 @@ for name in $(grep -v "^#" records/bench/2026-11-28_step/versions.txt | cut -d" 
 done
 line all 65 sweep.log bash -c "version all"
 line base-fp8 60 sweep.log bash -c "version base ',\"fp8\":true'"
+line ngram 65 sweep.log bash -c "version all ',\"ngram\":2'"  # the preset; a later key wins
 line all-fp8 60 sweep.log bash -c "version all ',\"fp8\":true'"
 line large 90 sweep.log bash -c "sizes gpt2-large"
 line xl 120 sweep.log bash -c "sizes gpt2-xl"
