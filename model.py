@@ -61,6 +61,11 @@ class GPTConfig:
         """Dimensions of a head that are rotated by position: half of them."""
         return 2 * (self.head_dim // 4)
 
+    @property
+    def gate_dim(self) -> int:
+        """Channels of x that gates read: as good as all of them, and faster on a GPU (nanochat)."""
+        return min(16, self.n_embd)
+
     def layer_windows(self) -> list[int]:
         """How many keys a query attends to in each layer, its own included; 0 is all of them."""
         pattern, _, width = self.window.partition(":")
@@ -153,9 +158,6 @@ class AttnContext(NamedTuple):
     kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
 
 
-GATE_CHANNELS = 16  # of n_embd
-
-
 class CausalSelfAttention(nn.Module):
     """Multi-head attention with QK norm (Henry et al. 2020) and value embeddings (speedrun)."""
 
@@ -166,8 +168,8 @@ class CausalSelfAttention(nn.Module):
         self.rotary_dim = cfg.rotary_dim
         # W_q, W_k and W_v in one weight
         self.qkv = Linear(cfg.n_embd, [cfg.n_embd, cfg.n_embd, cfg.n_embd])
-        # Gate of the value embeddings, one per head, from few channels, which is as good and faster
-        self.gate = Linear(min(GATE_CHANNELS, cfg.n_embd), cfg.n_head)
+        # Gate of the value embeddings, one per head
+        self.gate = Linear(cfg.gate_dim, cfg.n_head)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
     def init_as_induction_head(self) -> None:
@@ -190,7 +192,7 @@ class CausalSelfAttention(nn.Module):
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
 
         # Each head adds its part of the value embedding, times a gate between 0 and 2
-        gate = 2 * self.gate(x[..., :GATE_CHANNELS]).sigmoid()  # (B, T, n_head)
+        gate = 2 * self.gate(x[..., : self.gate.in_features]).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
         # QK norm, key offset and positions

@@ -44,6 +44,7 @@ from inference.generation import KVCache, gather_positions, next_logits
 from inference.int8 import quantize
 from model import GPT, GPTConfig, get_spec
 from ops.parallel import to_full
+from ops.queries_keys import FusedQueriesAndKeys, queries_and_keys
 from runtime import wrap_model
 from runtime.checkpoint import load_weights
 from runtime.dataset import open_stream
@@ -459,6 +460,24 @@ def test_flags_reach_the_model():
         changed = dataclasses.replace(cfg, **{field.name: other})
         assert getattr(train_gpt.gpt_config(changed, 257), field.name) == other, (
             f"--{field.name} does not reach the model: pass it on in gpt_config"
+        )
+
+
+def test_queries_and_keys_on_a_gpu():
+    """Compiled on a GPU, the page's queries_and_keys is a function with its own gradient."""
+    qk = torch.randn(2, 7, 4, 16, requires_grad=True)
+    angle = torch.rand(7, 1, 4)
+    doc_starts = torch.rand(2, 7) < 0.3
+    args = (qk, 2, angle.cos(), angle.sin(), doc_starts)
+    results = []
+    for function in (queries_and_keys, FusedQueriesAndKeys.apply):
+        q, k = function(*args)
+        results.append((q, k, *torch.autograd.grad((q, k), qk, (k.detach(), q.detach()))))
+    for plain, fused in zip(*results):
+        found = difference(fused, plain, "queries, keys or their gradient")
+        assert not found, (
+            f"{found}: in ops/queries_keys.py, change FusedQueriesAndKeys as well, or write your "
+            "formula in model.py"
         )
 
 

@@ -124,7 +124,7 @@ class Config(GivenFlags):
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
     vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, rounded up")
-    # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash; for small models
+    # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
     ngram: int = flag(0, "hashed n-gram embeddings up to length N; 0 disables, -1 = auto", min=-1)
     ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
     ngram_dropout: float = flag(-1.0, "dropout of n-grams; -1 = from the number of epochs", min=-1)

@@ -69,7 +69,7 @@ class ChunkedLoss(torch.autograd.Function):
         for i, dtype in enumerate(ctx.dtypes):
             if grads[i] is not None:
                 grads[i] = (grads[i] * grad).to(dtype)
-        # By a number in fp32: a tensor of one dimension is not rounded to dx's dtype
+        # grad.view(1): a tensor without dimensions would be rounded to dx's dtype first
         scaled = torch.mul(dx, grad.view(1), out=torch.empty_like(dx))
         return None, None, scaled, None, *grads
 

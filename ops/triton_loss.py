@@ -17,7 +17,7 @@ class TritonCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, cap):
-        d = logits.clone()  # the compiler makes no copy unless the logits are used again
+        d = logits.clone()  # compiled, this is no copy, unless something else reads the logits
         losses = torch.empty(len(d), device=d.device)
         loss_and_gradient_(d, losses, targets, cap)
         n = (targets >= 0).sum().clamp(min=1)
@@ -40,14 +40,14 @@ def loss_and_gradient_(logits: Tensor, losses: Tensor, targets: Tensor, cap: flo
 
     Both are 0 where a target is -1.
     """
-    # 32 warps: two rows on each multiprocessor, so that the L2 cache holds all rows being read
+    # 32 warps: two rows on an H100's multiprocessor, so that the L2 cache holds all rows being read
     sizes = dict(N=logits.size(1), CAP=cap, BLOCK=8192, num_warps=32)
     loss_kernel[(len(logits),)](logits, losses, targets, **sizes)
 
 
 @torch.library.custom_op("gpt::scale_", mutates_args=["x"])
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply x (N, V) by a factor, fp32 (), in place. One of 1, as of a chunk's loss, is free."""
+    """Multiply x (N, V) by a factor, fp32 (), in place. 1, as for a chunk, takes no time."""
     scale_kernel[(len(x),)](x, factor, N=x.size(1), BLOCK=8192)
 
 

@@ -21,22 +21,17 @@ NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in 
 
 
 def choose_loss_chunk(cfg, device: torch.device, vocab_size: int) -> int:
-    """On a GPU, as many tokens as have logits of a tenth of its memory, up to 65,536."""
+    """On a GPU, as many tokens as have logits of a tenth of its memory, up to 32,768."""
     if device.type != "cuda":
         return 2048
     if cfg.dtype == "fp16":
         return 4096  # the head's gradient is a sum over the tokens of a chunk, and could overflow
-    # Logits and their gradient, which in bf16 takes their place (ops/triton_loss.py); eager, also
-    # three tensors of their size in fp32
-    bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize
-    if not cfg.is_compiled:
-        bytes_per_logit += 12
-    elif cfg.dtype == "bf16" and 0 < cfg.softcap < 35:
-        bytes_per_logit = 2
+    # Logits and their gradient; eager, also three tensors of their size in fp32
+    bytes_per_logit = 2 * DTYPES[cfg.dtype].itemsize + (0 if cfg.is_compiled else 12)
     memory = torch.cuda.get_device_properties(device).total_memory
     memory *= torch.cuda.get_per_process_memory_fraction()
     fitting = 0.1 * memory / (bytes_per_logit * (cfg.vocab_size or vocab_size))
-    return max(1024, min(65536, 2 ** int(math.log2(fitting))))
+    return max(1024, min(32768, 2 ** int(math.log2(fitting))))
 
 
 def choose_attention(cfg) -> str:

@@ -69,7 +69,7 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     n_params = 12 * n_layer * n_embd**2
     tokens = tokens or TOKENS_PER_PARAM * n_params
     batch_tokens = max(1, given.get("batch_tokens", batch_for_tokens(tokens)))
-    # As in the presets: what was measured for a width of 128, n-grams only for small models
+    # As in the presets: what was measured for a width of 128, n-grams for small models
     is_narrow = n_embd <= 256
     return dict(
         n_layer=n_layer,

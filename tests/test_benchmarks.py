@@ -164,7 +164,7 @@ def test_bench_memory(tmp_path):
     sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 2"
     sizes += " --ngram_rows 512 --vocab_size 1024 --batch_tokens 2048 --dtype fp32 --attn sdpa"
     rows = measured(tmp_path, "memory", sizes)["memory"]
-    adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 64) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
+    adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 16) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
     table = 4 * 512 * 64 / 2**20
     for row in rows:
         assert row["weights"] == pytest.approx(adam + muon + table)

@@ -318,7 +318,8 @@ def test_learning_rates_by_rule():
     def rates(**flags):
         return train_gpt.learning_rates(make_config(**flags))
 
-    assert rates(preset="gpt2-small") == (0.02, 0.006)  # the NanoGPT speedrun's
+    speedrun = rates(preset="gpt2-small", max_steps=5000)
+    assert speedrun == (0.02, 0.006)
     assert rates() == pytest.approx((0.03, 0.012), rel=0.1)  # what was tuned by hand for laptop
     # The best of 0.002, 0.004, 0.008, 0.016
     assert rates(optimizer="adamw")[1] == pytest.approx(0.008, rel=0.05)
