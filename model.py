@@ -166,6 +166,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = cfg.n_head
         self.head_dim = cfg.head_dim
         self.rotary_dim = cfg.rotary_dim
+        self.gate_dim = cfg.gate_dim
         # W_q, W_k and W_v in one weight
         self.qkv = Linear(cfg.n_embd, [cfg.n_embd, cfg.n_embd, cfg.n_embd])
         # Gate of the value embeddings, one per head
@@ -192,7 +193,7 @@ class CausalSelfAttention(nn.Module):
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
 
         # Each head adds its part of the value embedding, times a gate between 0 and 2
-        gate = 2 * self.gate(x[..., : self.gate.in_features]).sigmoid()  # (B, T, n_head)
+        gate = 2 * self.gate(x[..., : self.gate_dim]).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
 
         # QK norm, key offset and positions
