@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.errors import UserError, print_line
 from common.files import sha256_of_file
-from data.shards import DATA_DIR, check_shard, load_meta, write_meta
+from data.shards import DATA_DIR, check_shard, is_fineweb, load_meta, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
@@ -160,7 +160,7 @@ def prepare_fineweb(out, shards, command):
     folder = Path(out or DATA_DIR / "fineweb10B")
     if (folder / "meta.json").exists():
         meta = load_meta(folder)
-        if "/fineweb10B-gpt2/resolve/" not in meta["source"]:  # any endpoint and commit
+        if not is_fineweb(meta):
             raise UserError(f"{folder} holds other data: choose a different --out")
         shards = max(shards, len(meta["files"]) - 1)
     print_line(

@@ -102,6 +102,11 @@ def load_meta(folder):
     return meta
 
 
+def is_fineweb(meta):
+    """True for the shards of `prepare.py fineweb10B`, from any endpoint and commit."""
+    return "/fineweb10B-gpt2/resolve/" in meta["source"]
+
+
 def write_meta(folder, meta):
     """Write meta.json of a prepared folder."""
     with atomic_write(folder / "meta.json") as file:

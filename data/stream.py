@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import UserError
 from common.files import sha256_of_file
 from common.values import derive_seed
-from data.shards import HEADER_BYTES, check_shard, find_shards, load_meta
+from data.shards import HEADER_BYTES, check_shard, find_shards, is_fineweb, load_meta
 from data.tokenizers import read_vocabulary
 
 
@@ -231,8 +231,8 @@ class TokenStream:
                 )
 
         # Speedruns evaluate the first tokens, on FineWeb and on shards without meta.json
-        is_fineweb = "/fineweb10B-gpt2/resolve/" in self.meta["source"]
-        self.eval_subset = "first" if is_fineweb or "assumed" in self.meta else "spread"
+        is_race = is_fineweb(self.meta) or "assumed" in self.meta
+        self.eval_subset = "first" if is_race else "spread"
 
     def sequence_starts(self, index):
         """Return the starts of the training sequences with these numbers, int64 (len(index),).
