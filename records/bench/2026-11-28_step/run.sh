@@ -35,6 +35,7 @@ version() { # NAME FLAGS: steps of a version in .gpu/versions, and their kernels
 sizes() { # PRESET...: of the working tree, 4 steps and 4 that are timed
     for size in "$@"; do REPO=. python3 $sweep "{\"preset\":\"$size\",\"batch_tokens\":131072,\"n\":4,\"prof\":1$tiny}"; done
 }
+tiles() { PYTHONPATH=$place/versions/mlp python3 records/bench/2026-11-28_step/codegen/mlp_tiles.py; }
 autotune() { ENABLE_PERSISTENT_TMA_MATMUL=1 version all ',"compile":"max-autotune-no-cudagraphs"'; }
 nanogpt() {
     for part in train val; do tail -qc +1025 $DATA/*${part}*.bin > $place/nanoGPT/data/mine/$part.bin; done
@@ -50,7 +51,7 @@ sample() {
         python3 sample.py --run $run/run --device $device --prompt "def" --max_new_tokens ${NEW:-512} $options
     done
 }
-export -f version sizes autotune nanogpt tests sample
+export -f version sizes tiles autotune nanogpt tests sample
 export place sweep tiny flags nano device root
 
 {
@@ -62,13 +63,19 @@ lscpu | grep "Model name"; nproc; cat $place/versions/*/VERSION
 # Name, the seconds that it may take, log. First alone, one after the other
 line nanogpt 80 nanogpt.log bash -c nanogpt
 line base 80 sweep.log bash -c "version base"
-for name in $(grep -v "^#" records/bench/2026-11-28_step/versions.txt | cut -d" " -f1); do
-    [ $name = base ] || [ $name = all ] || line $name 65 sweep.log bash -c "version $name"
+names=$(grep -v "^#" records/bench/2026-11-28_step/versions.txt | cut -d" " -f1)
+for name in $(sed "1d; /^all/,\$d" <<< "$names"); do
+    line $name 65 sweep.log bash -c "version $name"
 done
 line all 65 sweep.log bash -c "version all"
 line base-fp8 60 sweep.log bash -c "version base ',\"fp8\":true'"
 line ngram 65 sweep.log bash -c "version all ',\"ngram\":2'"  # the preset; a later key wins
 line all-fp8 60 sweep.log bash -c "version all ',\"fp8\":true'"
+for name in $(sed "1,/^all/d" <<< "$names"); do  # those of fp8* with --fp8
+    case $name in fp8*) more=',"fp8":true' ;; *) more= ;; esac
+    line $name 65 sweep.log bash -c "version $name '$more'"
+done
+line tiles 90 tiles.log bash -c tiles
 line large 90 sweep.log bash -c "sizes gpt2-large"
 line xl 120 sweep.log bash -c "sizes gpt2-xl"
 line autotune 240 sweep.log bash -c autotune
