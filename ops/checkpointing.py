@@ -44,14 +44,15 @@ def checkpointed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Modul
         return plain_class
     kept = selective_ac_policy if mode == "selective" else []
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    # Before PyTorch 2.13, without them the compiler would keep the results of autograd.Functions
+    is_old = torch.__version__ < "2.13"
 
     def forward(self, *inputs):
         if not torch.is_grad_enabled():
             return plain_class.forward(self, *inputs)
         function = functools.partial(plain_class.forward, self)
         options = dict(use_reentrant=False)
-        # Before PyTorch 2.13, without it the compiler would keep the results of autograd.Functions
-        if mode == "selective" or torch.compiler.is_compiling():
+        if mode == "selective" or (is_old and torch.compiler.is_compiling()):
             options["context_fn"] = contexts
         return checkpoint(function, *inputs, **options)
 
