@@ -42,15 +42,18 @@ def checkpointed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Modul
     """Make the subclass whose forward pass is checkpointed, one for all blocks."""
     if mode == "none":
         return plain_class
-    options = dict(use_reentrant=False)
-    if mode == "selective":
-        contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
-        options["context_fn"] = contexts
+    kept = selective_ac_policy if mode == "selective" else []
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    # Before PyTorch 2.13, without them the compiler would keep the results of autograd.Functions
+    is_old = torch.__version__ < "2.13"
 
     def forward(self, *inputs):
         if not torch.is_grad_enabled():
             return plain_class.forward(self, *inputs)
         function = functools.partial(plain_class.forward, self)
+        options = dict(use_reentrant=False)
+        if mode == "selective" or (is_old and torch.compiler.is_compiling()):
+            options["context_fn"] = contexts
         return checkpoint(function, *inputs, **options)
 
     attributes = dict(forward=forward, plain_class=plain_class, ac_mode=mode)

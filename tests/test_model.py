@@ -536,14 +536,36 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     assert flops["selective"] == flops["none"] < flops["full"], flops
 
 
+def fused_without_cache(*args):
+    """FusedQueriesAndKeys in place of queries_and_keys, as compiled for a GPU."""
+    return FusedQueriesAndKeys.apply(*args[:-1])  # without kv_cache
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_checkpointing_recomputes_what_is_in_an_autograd_function(mode, monkeypatch):
+    """It keeps no more bytes than with plain operations. PyTorch 2.13 sees to that itself."""
+    compile_with(monkeypatch, "aot_eager_decomp_partition")
+    gpt, idx = random_gpt(n_layer=2), tokens(8)
+    weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
+    kept, grads = [], []
+    for function in (queries_and_keys, fused_without_cache):
+        monkeypatch.setattr(model, "queries_and_keys", function)
+        for block in gpt.blocks:
+            apply_ac(block, mode)
+        apply_compile(gpt, "default", 1.0, torch.device("cpu"))
+        with saved_for_backward() as storages:
+            loss = gpt.backbone(idx).square().mean(0).sum()
+        kept.append(sum(size for pointer, size in storages.items() if pointer not in weights))
+        grads.append(torch.autograd.grad(loss, list(gpt.blocks.parameters())))
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
+    assert kept[1] <= kept[0], kept
+
+
 def test_what_is_compiled_can_be_traced(monkeypatch):
     """As one graph each, with all that flags add to them, as for a GPU; on a CPU."""
 
     def scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum):
         return ((a.float() * scale_a) @ (b.float() * scale_b)).to(out_dtype)
-
-    def fused_without_cache(*args):
-        return FusedQueriesAndKeys.apply(*args[:-1])  # without kv_cache
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     compile_with(monkeypatch, "aot_eager")
