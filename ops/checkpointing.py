@@ -44,7 +44,7 @@ def checkpointed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Modul
         return plain_class
     kept = selective_ac_policy if mode == "selective" else []
     contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-    # Before PyTorch 2.13, without them the compiler would keep the results of autograd.Functions
+    # Without these contexts, PyTorch before 2.13, compiled, keeps results of autograd.Functions
     is_old = torch.__version__ < "2.13"
 
     def forward(self, *inputs):
