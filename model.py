@@ -7,7 +7,8 @@ Differences from GPT-2:
 - value embeddings, with a gate per head
 - optional embeddings of hashed n-grams, added to the token embeddings
 - squared leaky ReLU; no biases; no dropout, except of n-grams; an untied head, soft-capped logits
-- output projections, gates and head start at zero; the last layer starts as an induction head
+- output projections, gates and head start at zero; the last layer without a window starts as an
+  induction head
 
 In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels, chunks of
 the loss, float8, hashes of n-grams, exchange between ranks. In inference/: generation.
@@ -478,7 +479,8 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialize the parameters of PARAM_TABLE; make the last layer an induction head.
+    """Initialize the parameters of PARAM_TABLE; make the last layer without a window, if there are
+    several layers, an induction head.
 
     Each is drawn unsharded on the CPU, from a seed by its name: the same in any layout.
     """
@@ -491,7 +493,9 @@ def init_weights(model: GPT, seed: int) -> None:
             param.copy_(init(values, generator))
 
     if len(model.blocks) > 1:
-        model.blocks[-1].attn.init_as_induction_head()
+        unlimited = [b for b, window in zip(model.blocks, model.windows) if window == 0]
+        block = unlimited[-1] if unlimited else model.blocks[-1]
+        block.attn.init_as_induction_head()
 
 
 def optimizer_groups(

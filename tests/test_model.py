@@ -265,8 +265,10 @@ def test_ngrams_end_at_documents():
     assert torch.equal(masked[:, 5:], gpt.embed(idx[:, 5:], 4))
 
 
-def test_the_last_layer_starts_by_looking_for_what_followed(monkeypatch):
-    found, gpt = [], GPT(GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=64))
+@pytest.mark.parametrize("window, head", [("L", 2), ("SL:8", 1), ("S:8", 2)])
+def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
+    cfg = GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=64, window=window)
+    found, gpt = [], GPT(cfg)
     train_gpt.init_weights(gpt, seed=0)
 
     def watch(q, k, v, *_):
@@ -277,7 +279,8 @@ def test_the_last_layer_starts_by_looking_for_what_followed(monkeypatch):
 
     monkeypatch.setattr(model, "attention", watch)
     gpt(torch.randperm(70, generator=torch.Generator().manual_seed(0))[:12].repeat(2)[None])
-    assert found[2].all() and max(found[i].float().mean() for i in (0, 1)) < 0.4
+    assert found.pop(head).all()
+    assert max(layer.float().mean() for layer in found) < 0.4
 
 
 def test_dropped_ngrams():
