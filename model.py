@@ -479,8 +479,7 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialize the parameters of PARAM_TABLE; make the last layer without a window, if there are
-    several layers, an induction head.
+    """Initialize the parameters of PARAM_TABLE; make one of several layers an induction head.
 
     Each is drawn unsharded on the CPU, from a seed by its name: the same in any layout.
     """
@@ -492,6 +491,7 @@ def init_weights(model: GPT, seed: int) -> None:
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
+    # The last layer without a window; from the second, deep models end higher (docs/rates.md)
     if len(model.blocks) > 1:
         unlimited = [b for b, window in zip(model.blocks, model.windows) if window == 0]
         block = unlimited[-1] if unlimited else model.blocks[-1]
