@@ -43,7 +43,7 @@ from benchmarks.memory import bench_memory
 from benchmarks.plot import X_AXES, Y_AXES, bench_plot
 from benchmarks.profile import bench_profile
 from benchmarks.scaling import bench_scaling
-from common.errors import UserError, command, exit_process
+from common.errors import UserError, exit_process, run_command
 from common.values import cpu_cores, nan_to_none
 from records.check import check_record, pack
 from records.rerun import rerun
@@ -132,7 +132,6 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
     return name, Bench(flags, options)
 
 
-@command
 def main(argv: list[str]) -> int:
     """Run a benchmark; returns the exit code, 1 if a case failed or rules are broken."""
     name, bench = parse(argv)
@@ -161,4 +160,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))
+    exit_process(run_command(main, sys.argv[1:]))

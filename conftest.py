@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
+from common.errors import run_command
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
 from model import GPT, Block, GPTConfig
@@ -184,7 +185,7 @@ def tiny_run(out_dir, **flags) -> dict:
 def run_main(argv: list[str], capsys) -> tuple[int, str]:
     """Exit code and standard error of train_gpt.py's command line, run in this process."""
     capsys.readouterr()
-    code = main(argv)
+    code = run_command(main, argv)
     return code, capsys.readouterr().err
 
 
@@ -357,7 +358,9 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
     """The JSON of a benchmark run in a tiny form."""
     import bench
 
-    assert bench.main([name, *flags.split(), "--json", str(folder / "out.json")]) == code
+    assert (
+        run_command(bench.main, [name, *flags.split(), "--json", str(folder / "out.json")]) == code
+    )
     report = json.loads((folder / "out.json").read_text())
     assert report["machine"]["torch"] == torch.__version__
     assert report["benchmark"] == name and name in report["command"]

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from common.errors import UserError, command
+from common.errors import UserError, run_command
 from common.files import atomic_write
 from data.tokenizers import VOCABULARY_FILE, Tokenizer, get_tokenizer
 from inference.generation import freeze, random_tokens
@@ -236,7 +236,6 @@ def export(path: Path, kind: str, out: Path) -> None:
     print(f"{path} -> {out}: {kind}, {size:,} bytes")
 
 
-@command
 def main(argv: list[str]) -> None:
     """Run the export that the command line describes."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
@@ -257,4 +256,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 import torch
 
-from common.errors import UserError, command, discard_output
+from common.errors import UserError, discard_output, run_command
 from common.values import printable
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.evaluation import print_choices, print_perplexity
@@ -325,7 +325,6 @@ def run(args) -> None:
             print_samples(prompts, model, tokenizer, args, step)
 
 
-@command
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit code."""
     parser = make_parser()
@@ -343,4 +342,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Errors and seeds, data, model
-from common.errors import command, exit_process
+from common.errors import exit_process, run_command
 from common.values import derive_seed
 from data.stream import TokenStream
 from inference.generation import check_causal, sample_continuation
@@ -604,7 +604,6 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 HELP = "Train a GPT. In brackets: the defaults of --preset laptop."
 
 
-@command
 def main(argv: list[str]) -> None:
     """Train as the command line says. `command` prints errors and turns them into an exit code."""
     cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], HELP))
@@ -617,4 +616,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))
+    exit_process(run_command(main, sys.argv[1:]))

@@ -19,9 +19,10 @@ import numpy as np
 
 from benchmarks.harness import Bench, progress, run_python, table
 from common.errors import RunError, TrainerError, UserError
-from common.files import REPO, copy_sources, find_sources, read_rows
 from records.check import t_test
 from records.source import git
+from runtime.log import read_rows
+from runtime.run_folder import REPO, copy_sources, find_sources
 
 RULE = (
     "keep: a score below 1 with p < 0.05, from three pairs or more; crash: a run failed; else "

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.harness import Bench
 from common.errors import UserError
-from common.files import read_rows
+from runtime.log import read_rows
 
 X_AXES = dict(step="step", tokens="training tokens", train_time_s="training time (s)")
 VERDICTS = dict(keep="oC2", discard="oC7", crash="xC3")  # markers

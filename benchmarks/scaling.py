@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.harness import Bench, build_state, medians, progress, run_python, table, time_ms
 from common.errors import TrainerError
-from common.files import REPO
 from common.values import cpu_cores
 from runtime.device import peak_memory_mb
+from runtime.run_folder import REPO
 from train_gpt import Config, train_step
 
 

@@ -1,16 +1,13 @@
-"""Errors in one sentence, exit codes, the console and signals. Imports nothing of this project."""
+"""Errors in one sentence, exit codes, the console. Imports nothing of this project."""
 
 import contextlib
 import errno
-import functools
 import os
 import re
-import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 
 class TrainerError(Exception):
@@ -108,26 +105,21 @@ def compile_sentence(error: Exception) -> str:
     )
 
 
-def command(main: Callable) -> Callable:
-    """Decorate a script's main(argv) to print errors and return the exit code.
+def run_command(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    """Call a script's main(argv), print the error that ends it, and return the exit code.
 
     The code is main's own (0 for None), 2 after a user's mistake, 1 after any other error. Errors
     are printed as one sentence if there is one, otherwise as a traceback.
     """
-
-    @functools.wraps(main)
-    def run_command(argv: list[str]) -> int:
-        for stream in (sys.stdout, sys.stdin):
-            with contextlib.suppress(AttributeError, ValueError):
-                stream.reconfigure(errors="replace")  # characters that a terminal cannot encode
-        try:
-            return main(argv) or 0
-        except SavedInterrupt:
-            return 0
-        except Exception as error:
-            return report_error(error)
-
-    return run_command
+    for stream in (sys.stdout, sys.stdin):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # characters that a terminal cannot encode
+    try:
+        return main(argv) or 0
+    except SavedInterrupt:
+        return 0
+    except Exception as error:
+        return report_error(error)
 
 
 def report_error(error: Exception) -> int:
@@ -142,7 +134,7 @@ def report_error(error: Exception) -> int:
     return 2 if isinstance(error, UserError) or is_bad_path(error) else 1
 
 
-def print_line(text: str, stream=None) -> None:
+def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print a line, unbuffered, by default on standard output.
 
     If the console fails (a closed pipe or terminal, a full disk), further output is discarded.
@@ -172,48 +164,3 @@ def exit_process(code: int) -> None:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
-
-
-# --------------------------------------------------------------------------------------------------
-# Signals that ask a run to save and end
-
-# Sent by terminals, schedulers and resource limits before they end a process; SIGBREAK on Windows
-SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGALRM SIGPWR SIGBREAK".split()
-
-# Schedulers signal both torchrun and its ranks, and torchrun forwards the signal, so signals within
-# half a second of the first are one request
-SAME_SIGNAL_S = 0.5
-
-
-@contextlib.contextmanager
-def catch_signals():
-    """Yield a list that collects the names of signals received.
-
-    A second signal has its default effect at once: it ends the process, or raises
-    KeyboardInterrupt. (Except SIGXCPU, which the system repeats every second of CPU time.)
-    """
-    caught = []
-    first_at = 0.0
-
-    def handle(number, _frame):
-        nonlocal first_at
-        name = signal.Signals(number).name
-        if not caught:
-            first_at = time.monotonic()
-        elif name != "SIGXCPU" and time.monotonic() > first_at + SAME_SIGNAL_S:
-            signal.signal(number, handlers[number])
-            signal.raise_signal(number)
-        caught.append(name)
-
-    handlers = {}  # the previous ones
-    if threading.current_thread() is threading.main_thread():
-        for number in signal.Signals:
-            # nohup ignores some signals, and a program that calls train() may have its own handlers
-            is_default = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
-            if number.name in SIGNALS and is_default:
-                handlers[number] = signal.signal(number, handle)
-    try:
-        yield caught
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

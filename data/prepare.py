@@ -27,7 +27,7 @@ if __name__ == "__main__":
     # Python puts the script's folder first on the import path; imports need the repository's root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from common.errors import RunError, UserError, command, is_bad_path, print_line
+from common.errors import RunError, UserError, is_bad_path, print_line, run_command
 from common.files import sha256_of_file
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb, prepare_hellaswag
@@ -443,7 +443,6 @@ def parse_args(argv):
     return args
 
 
-@command
 def main(argv):
     """Run the command line and return the exit code: 0 done, 2 a user's mistake, 1 other errors."""
     args = parse_args(argv)
@@ -469,4 +468,4 @@ def stop(number, _frame):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -13,22 +13,25 @@ from pathlib import Path
 import torch
 
 from common.errors import UserError, print_line
-from common.files import (
-    atomic_write,
-    copy_sources,
-    fsync,
-    read_rows,
-    run_sources,
-    source_hashes,
-)
+from common.files import atomic_write, fsync
 from common.values import nan_to_none
 from data.stream import TokenStream
 from runtime.clock import Clock
 from runtime.device import peak_memory_mb
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
+from runtime.run_folder import copy_sources, run_sources, source_hashes
 from runtime.speed import peak_flops
 
 SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
+
+
+def read_rows(metrics: str) -> list[dict]:
+    """Parse the rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+    rows = []
+    for line in metrics.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 class Log:

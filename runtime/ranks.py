@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from common.errors import TrainerError, UserError
-from common.files import SOURCE_FILES, sha256_of_file
+from common.files import sha256_of_file
 from ops.parallel import to_full
+from runtime.run_folder import SOURCE_FILES
 
 RENDEZVOUS_TIMEOUT_S = 600.0  # as torchrun's for nodes
 

@@ -4,12 +4,15 @@ import contextlib
 import json
 import math
 import os
+import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from common.errors import RunError, SavedInterrupt, catch_signals, error_sentence
-from common.files import atomic_write, new_run_folder
+from common.errors import RunError, SavedInterrupt, error_sentence
+from common.files import atomic_write
 from common.values import env_int
 from data.stream import TokenStream, prefetch
 from data.tokenizers import VOCABULARY_FILE
@@ -22,7 +25,7 @@ from runtime.log_header import describe_run
 from runtime.process import restore_process_state
 from runtime.profiler import profile_steps
 from runtime.ranks import DistContext, any_rank, raise_on_all_ranks, read_on_all_ranks, run_on_rank0
-from runtime.run_folder import locked_folder
+from runtime.run_folder import locked_folder, new_run_folder
 from runtime.summary import closing_lines, summarize
 
 
@@ -169,3 +172,48 @@ class Run:
                 printed=self.dist_ctx.rank > 0,
             )
         return summary
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals that ask a run to save and end
+
+# Sent by terminals, schedulers and resource limits before they end a process; SIGBREAK on Windows
+SIGNALS = "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU SIGALRM SIGPWR SIGBREAK".split()
+
+# Schedulers signal both torchrun and its ranks, and torchrun forwards the signal, so signals within
+# half a second of the first are one request
+SAME_SIGNAL_S = 0.5
+
+
+@contextlib.contextmanager
+def catch_signals():
+    """Yield a list that collects the names of signals received.
+
+    A second signal has its default effect at once: it ends the process, or raises
+    KeyboardInterrupt. (Except SIGXCPU, which the system repeats every second of CPU time.)
+    """
+    caught = []
+    first_at = 0.0
+
+    def handle(number, _frame):
+        nonlocal first_at
+        name = signal.Signals(number).name
+        if not caught:
+            first_at = time.monotonic()
+        elif name != "SIGXCPU" and time.monotonic() > first_at + SAME_SIGNAL_S:
+            signal.signal(number, handlers[number])
+            signal.raise_signal(number)
+        caught.append(name)
+
+    handlers = {}  # the previous ones
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.Signals:
+            # nohup ignores some signals, and a program that calls train() may have its own handlers
+            is_default = signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+            if number.name in SIGNALS and is_default:
+                handlers[number] = signal.signal(number, handle)
+    try:
+        yield caught
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

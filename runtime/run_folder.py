@@ -1,18 +1,31 @@
-"""The folder of a run, which one run at a time may use."""
+"""The folder of a run, which one run at a time may use, and the sources that are copied into it."""
 
 import contextlib
 import os
 import platform
+import shutil
+import sys
 import time
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import sha256_of_file
 from common.values import env_int
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
 except ImportError:
     fcntl = None
+
+
+def new_run_folder(name: str) -> Path:
+    """Make runs/<time>-<name>, a second later if another run has just taken that name."""
+    while True:
+        path = Path(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -57,3 +70,43 @@ def wait_for_lock(lock_file, folder: Path) -> None:
             time.sleep(0.2)
         except OSError:  # some network file systems have no locks
             return None
+
+
+# --------------------------------------------------------------------------------------------------
+# The source files of a run
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def find_sources(repo: Path) -> dict[str, Path]:
+    """Find the files of a run and its default vocabulary: path in the repository -> path."""
+    paths = [repo / "train_gpt.py", repo / "model.py", repo / "data" / "python_tokenizer.json"]
+    for package in ("common", "data", "inference", "ops", "runtime"):
+        paths += sorted((repo / package).glob("*.py"))
+    return {path.relative_to(repo).as_posix(): path for path in paths if path.is_file()}
+
+
+SOURCE_FILES = find_sources(REPO)
+
+
+def run_sources() -> dict[str, Path]:
+    """Find SOURCE_FILES, and every other module of the repository that is loaded."""
+    sources = dict(SOURCE_FILES)
+    for module in list(sys.modules.values()):
+        file = Path(getattr(module, "__file__", None) or "")
+        is_ours = file.is_relative_to(REPO) and "site-packages" not in file.parts
+        if is_ours and file.is_file():
+            sources.setdefault(file.relative_to(REPO).as_posix(), file)
+    return sources
+
+
+def source_hashes() -> list[str]:
+    """List the name and SHA-256 of each source, one text per file."""
+    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
+
+
+def copy_sources(sources: dict[str, Path], folder: Path) -> None:
+    """Copy files into a folder, under their paths in the repository."""
+    for name, path in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)

@@ -13,6 +13,7 @@ import pytest
 
 import bench
 from benchmarks import attention, experiment, harness, ladder, plot
+from common.errors import run_command
 from conftest import ROOT, measured, run_ranks, tiny_run
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
@@ -48,7 +49,9 @@ def test_bench_refuses(capsys):
         "train --data a b",
         "plot",
     ):
-        assert bench.main(argv.split()) == 2 and capsys.readouterr().err.startswith("error: "), argv
+        assert run_command(bench.main, argv.split()) == 2 and capsys.readouterr().err.startswith(
+            "error: "
+        ), argv
 
 
 def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch):
@@ -119,13 +122,13 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     page = tmp_path / "edit" / "train_gpt.py"
     ledger = tmp_path / "experiments.tsv"
     flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data a b".split()
-    assert bench.main(["experiment", *flags, "--flags=nowhere"]) == 2
-    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
+    assert run_command(bench.main, ["experiment", *flags, "--flags=nowhere"]) == 2
+    assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
     page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
     more = ["--describe", "one\tmore", "--json", str(tmp_path / "out.json")]
     (tmp_path / "order.txt").unlink()
-    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
+    assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
     assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
     order = (tmp_path / "order.txt").read_text().splitlines()
     assert order[:3] == ["0 a 1 ", "0 a 2 fp32", "0 b 1 fp32"]  # the first run settles auto
@@ -134,9 +137,9 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     # To 4, where the base ends after a second
     assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
     assert len(b["runs"]) == 2 and len(b["runs"][1]["edit"]["evaluations"]) == 10
-    assert bench.main(["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
+    assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
     assert "the edit fails: it diverged" in capsys.readouterr().out
-    assert bench.main(["experiment", *flags, f"{base}1 --adam_lr=9", f"{edit}1"]) == 2
+    assert run_command(bench.main, ["experiment", *flags, f"{base}1 --adam_lr=9", f"{edit}1"]) == 2
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
@@ -146,7 +149,7 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
     assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
     pytest.importorskip("matplotlib")
-    assert bench.main(["plot", str(ledger), "--out", str(tmp_path / "a.svg")]) == 0
+    assert run_command(bench.main, ["plot", str(ledger), "--out", str(tmp_path / "a.svg")]) == 0
 
 
 def test_an_experiment_of_the_trainer(data, tmp_path):
@@ -258,6 +261,6 @@ def test_plot_of_a_run_and_a_record(data, tmp_path, capsys):
         file.write('{"step": 30, "val')  # torn
     out = tmp_path / "a.svg"
     command = f"plot {tmp_path}/run {ZEN4} --x tokens --target 1.4697 --out {out}"
-    assert bench.main(command.split()) == 0
+    assert run_command(bench.main, command.split()) == 0
     assert "over tokens" in capsys.readouterr().out and out.read_bytes().startswith(b"<?xml")
-    assert bench.main(["plot", str(tmp_path)]) == 2
+    assert run_command(bench.main, ["plot", str(tmp_path)]) == 2

@@ -29,7 +29,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from common.errors import RunError, UserError
+from common.errors import RunError, UserError, run_command
 from common.files import atomic_write
 from conftest import ROOT, make_data, run_python
 from data import corpus, download, prepare, tokenizers
@@ -661,7 +661,7 @@ def test_fineweb(server, tmp_path, capsys, monkeypatch):
     # It fails, resumes, is there
     for shards, code, fetched in ((2, 2, 6), (2, 0, 1), (2, 0, 0), (1, 0, 0)):
         before = len(server.requests)
-        assert prepare.main([*command, str(shards)]) == code
+        assert run_command(prepare.main, [*command, str(shards)]) == code
         assert len(server.requests) - before == fetched
         assert (folder / "meta.json").exists() == (code == 0)
         server.files |= content
@@ -672,16 +672,18 @@ def test_fineweb(server, tmp_path, capsys, monkeypatch):
     # A folder from another endpoint or commit goes on
     write_meta(folder, meta | dict(source="https://x/kjj0/fineweb10B-gpt2/resolve/main/"))
     assert TokenStream(folder, 4, 8).eval_subset == "first"
-    assert prepare.main([*command, "2"]) == 0
+    assert run_command(prepare.main, [*command, "2"]) == 0
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
-    assert prepare.main([*command, "3"]) == 2
+    assert run_command(prepare.main, [*command, "3"]) == 2
     assert "000003.bin is not an intact token shard" in capsys.readouterr().err
     known["fineweb_train_000003.bin"] = "0" * 64
     (folder / "fineweb_train_000003.bin").unlink()
-    assert prepare.main([*command, "3"]) == 2
+    assert run_command(prepare.main, [*command, "3"]) == 2
     assert f"instead of {'0' * 64}" in capsys.readouterr().err
     assert load_meta(folder)["files"] == meta["files"]
-    assert prepare.main(["fineweb10B", "--out", str(make_data(tmp_path / "other"))]) == 2
+    assert (
+        run_command(prepare.main, ["fineweb10B", "--out", str(make_data(tmp_path / "other"))]) == 2
+    )
     assert "holds other data" in capsys.readouterr().err
 
 
@@ -722,7 +724,7 @@ def test_shakespeare_is_split_by_position_and_hellaswag_is_verified(server, tmp_
     serve(server, monkeypatch, "hellaswag", "h", b"{}\n")
     for served, code in ((b"wrong", 2), (b"{}\n", 0)):
         server.files["/h"] = served
-        assert prepare.main(["hellaswag", "--out", str(tmp_path / "h")]) == code
+        assert run_command(prepare.main, ["hellaswag", "--out", str(tmp_path / "h")]) == code
     assert tree(tmp_path / "h") == {"hellaswag_val.jsonl": b"{}\n"}
 
 
@@ -798,7 +800,7 @@ def test_mistakes_get_one_sentence(tmp_path, capsys, arguments, says):
     words = [str(tmp_path / word) if word in ours else word for word in words]
     words += ["--tokenizer=bytes"] * (words[0] == "files")
     words[1:1] = ["--out", str(tmp_path / "out")]  # the last --out counts
-    assert prepare.main(words) == 2
+    assert run_command(prepare.main, words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
     assert tree(tmp_path) == before
@@ -827,7 +829,7 @@ def test_command_line(tmp_path, capsys):
         ([], "required"),
     ):
         with pytest.raises(SystemExit) as ended:
-            prepare.main(wrong)
+            run_command(prepare.main, wrong)
         assert ended.value.code == 2 and re.search(f"error: .*{says}", capsys.readouterr().err)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import data.choices
 import sample
-from common.errors import UserError
+from common.errors import UserError, run_command
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
 from inference.evaluation import encode_question, print_choices, score_endings
@@ -112,11 +112,11 @@ def test_wrong_lines_are_named(tmp_path):
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     questions = [row | {"context": "x"} for row in QUESTIONS] * 30
     path = write(tmp_path / "q.jsonl", questions)
-    assert sample.main(["--run", str(noisy), "--choices", str(path)]) == 0
+    assert run_command(sample.main, ["--run", str(noisy), "--choices", str(path)]) == 0
     shown = capsys.readouterr()
     assert "64 of 120 questions" in shown.err and "120 questions, contexts of 32" in shown.out
     write(path, [*questions, questions[0] | dict(endings=["b" * 33, "c"])])
-    assert sample.main(["--run", str(noisy), "--choices", str(path)]) == 2
+    assert run_command(sample.main, ["--run", str(noisy), "--choices", str(path)]) == 2
     assert "question 121 has an ending of 33 tokens" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ import torch
 import export
 import model as model_module
 import sample
+from common.errors import run_command
 from conftest import flags_of, run_main, run_python, tiny_run
 from data.shards import PYTHON_VOCABULARY
 from data.tokenizers import get_tokenizer
@@ -40,7 +41,7 @@ def expected(windowed):
 
 
 def exported(windowed, kind, out, capsys):
-    assert export.main([str(windowed), "--to", kind, "--out", str(out)]) == 0
+    assert run_command(export.main, [str(windowed), "--to", kind, "--out", str(out)]) == 0
     assert f"{out}: {kind}, {out.stat().st_size:,} bytes" in capsys.readouterr().out
     return out
 
@@ -59,7 +60,10 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
     (tmp_path / "text").write_text("some text " * 50)
 
     def nats(*flags) -> float:
-        assert sample.main([*map(str, flags), "--perplexity", str(tmp_path / "text")]) == 0
+        assert (
+            run_command(sample.main, [*map(str, flags), "--perplexity", str(tmp_path / "text")])
+            == 0
+        )
         return float(capsys.readouterr().out.splitlines()[2].split()[4])
 
     rounded, plain = nats("--run", path), nats("--run", windowed)
@@ -100,7 +104,7 @@ def for_transformers(folder: Path, data: Path, masked: bool) -> None:
     flags = dict(window="SL:5", ngram=3, ngram_rows=50, max_steps=3, eval_tokens=512)
     tiny_run(folder / "run", data=data, **flags, doc_mask=masked)
     path = sample.find_file(folder / "run")
-    assert export.main([str(path), "--to", "hf", "--out", str(folder / "hf")]) == 0
+    assert run_command(export.main, [str(path), "--to", "hf", "--out", str(folder / "hf")]) == 0
     model, tokenizer = sample.load(path, "cpu", "fp32")
     assert model.eot == (256 if masked else None)
     idx = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(0))
@@ -197,7 +201,7 @@ def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(
     command = [str(windowed), "--to", "hf", "--out", str(tmp_path / "hf")]
     differs = "modeling_gpt.py and model.py give different logits"
     monkeypatch.setattr(model_module, "leaky_relu_squared", torch.relu)
-    assert export.main(command) == 2 and differs in capsys.readouterr().err
+    assert run_command(export.main, command) == 2 and differs in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -213,5 +217,7 @@ def test_what_cannot_be_exported_is_said(windowed, tmp_path, capsys, monkeypatch
         ("safetensors", "m", "config.json exists already"),
         ("torch-export", "m.bin", "only reads .pt2 files"),
     ):
-        assert export.main([str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
+        assert (
+            run_command(export.main, [str(windowed), "--to", to, "--out", str(tmp_path / out)]) == 2
+        )
         assert says in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 2

@@ -102,7 +102,7 @@ def test_gpu_run_leaves_the_generator_as_it_was_and_takes_allocator_settings(
     code = """if True:
         import sys, torch, train_gpt
         torch.manual_seed(5)
-        assert train_gpt.main(sys.argv[1:]) == 0
+        assert run_command(train_gpt.main, sys.argv[1:]) == 0
         print(torch.rand(3, device="cuda").tolist())
         print(torch.cuda.memory._snapshot()["allocator_settings"]["max_split_size"])
     """

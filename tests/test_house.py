@@ -13,10 +13,10 @@ import bench
 import export
 import sample
 import train_gpt
-from common.files import SOURCE_FILES
 from conftest import ROOT, run_python
 from data import prepare
 from runtime.flags import parse_flags
+from runtime.run_folder import SOURCE_FILES
 from train_gpt import PRESETS, Config, make_config
 
 BELOW_THE_PAGE = ("inference", "runtime", "data", "model", "ops", "common")

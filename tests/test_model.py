@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import model
 import sample
 import train_gpt
-from common.errors import UserError
+from common.errors import UserError, run_command
 from conftest import (
     assert_weights_equal,
     block_options,
@@ -721,10 +721,10 @@ def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(
     assert final(tmp_path / "run")["step"] == 4 and len(rows(tmp_path / "run", "val_loss")) == 2
     capsys.readouterr()
     argv = ["--run", str(tmp_path / "run"), "--max_new_tokens", "3"]
-    assert sample.main(argv) == 2
+    assert run_command(sample.main, argv) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "must pass through the cache" in err and "--no_cache" in err
-    assert sample.main([*argv, "--no_cache"]) == 0
+    assert run_command(sample.main, [*argv, "--no_cache"]) == 0
     with pytest.raises(UserError):
         check_cache(random_gpt(std=0.3))
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.run
 
 import train_gpt
-from common.errors import UserError, exit_process
+from common.errors import UserError, exit_process, run_command
 from conftest import (
     ROOT,
     TINY,
@@ -193,7 +193,7 @@ def mistaken_rank(folder: Path) -> None:
             if rank and name == "torch":
                 patch.setattr(torch, "__version__", "2.9.9")
             print(f"== {name}", file=sys.stderr, flush=True)
-            codes[name] = train_gpt.main(flags + more.get(name, "").split())
+            codes[name] = run_command(train_gpt.main, flags + more.get(name, "").split())
     check_agreement(device.init_device_and_ranks(make_config(device="cpu")))
     (folder / f"codes{rank}.json").write_text(json.dumps(codes))
     dist.barrier()
@@ -308,7 +308,7 @@ def mortal_rank(folder: Path) -> None:
     train_gpt.train_step = deadly_step
     flags = TINY | dict(data=folder / "data", out_dir=folder / "run", resume="auto")
     flags |= dict(save_every=2, eval_every=3, micro_batch=2)
-    exit_process(train_gpt.main(flags_of(flags)))
+    exit_process(run_command(train_gpt.main, flags_of(flags)))
 
 
 def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path):

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import files
-from common.errors import UserError
-from common.files import SOURCE_FILES
+from common.errors import UserError, run_command
+from common.files import sha256_of_file
 from conftest import ROOT, TINY, assert_same_run, flags_of, run_main, run_python
 from data import prepare
 from records import check, rerun, source
+from runtime import run_folder
+from runtime.run_folder import SOURCE_FILES
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
 FLAGS = TINY | dict(eval_tokens=0, log_every=5)
@@ -28,7 +29,7 @@ def shakespeare_like(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("record")
     (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 400)
     command = f"files {folder}/text.txt --tokenizer bytes --out {folder}/data"
-    assert prepare.main(command.split()) == 0
+    assert run_command(prepare.main, command.split()) == 0
     record = folder / NAME
     flags = flags_of(FLAGS | dict(data=folder / "data", out_dir=record, trials=3))
     assert run_python("train_gpt.py", *flags).returncode == 0
@@ -76,7 +77,7 @@ def edit_copy(run: Path, name: str, text: str) -> None:
     """Append text to a run's copy of a source, or to a new one, and correct its hash in log.txt."""
     with open(run / "source" / name, "ab") as file:
         file.write(text.encode())
-    hashed = f"{name} sha256 {files.sha256_of_file(run / 'source' / name)}, "
+    hashed = f"{name} sha256 {sha256_of_file(run / 'source' / name)}, "
     edit(run / "log.txt", rf"{name} sha256 \w+, |(?<=\nsources: )", hashed)
 
 
@@ -217,25 +218,14 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
 
 def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
     assert check.read_run(shakespeare_like / NAME / "seed_0")["sources"].keys() == set(SOURCE_FILES)
-    earlier = files.run_sources().keys()  # modules that other tests have loaded
-    (tmp_path / "fcntl.py").write_text("flock = print")
-    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
-    assert files.run_sources().keys() - earlier == {f"outside{tmp_path}/fcntl.py"}
-    # Compiled modules as well, except for those of Inductor
-    compiled = tmp_path / "cache" / "fast.so"
-    compiled.parent.mkdir()
-    compiled.touch()
-    monkeypatch.setitem(sys.modules, "fast", SimpleNamespace(__file__=str(compiled)))
-    for cache, is_kept in ((tmp_path / "other", True), (compiled.parent, False)):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
-        assert (f"outside{compiled}" in files.run_sources()) == is_kept
-    # Packages beside PyTorch, wherever that is
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__file__=f"{tmp_path}/torch/x.py"))
-    assert f"outside{tmp_path}/fcntl.py" not in files.run_sources()
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "fcntl", SimpleNamespace(__file__=f"{tmp_path}/fcntl.py"))
-    monkeypatch.setattr(files, "REPO", tmp_path)
-    assert f"fcntl.py sha256 {files.sha256_of_file(tmp_path / 'fcntl.py')}" in files.source_hashes()
+    earlier = run_folder.run_sources().keys()  # modules that other tests have loaded
+    assert "tests/test_records.py" in earlier
+    (tmp_path / "mine.py").touch()
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(__file__=f"{tmp_path}/mine.py"))
+    assert run_folder.run_sources().keys() == earlier  # of another folder: not the repository's
+    monkeypatch.setattr(run_folder, "REPO", tmp_path)
+    sha256 = sha256_of_file(tmp_path / "mine.py")
+    assert f"mine.py sha256 {sha256}" in run_folder.source_hashes()
 
 
 def test_records_of_this_repository_keep_the_rules(repository):

@@ -24,14 +24,12 @@ import torch
 
 import train_gpt
 from common.errors import (
-    SIGNALS,
     UserError,
-    catch_signals,
     error_sentence,
     exit_process,
     is_out_of_memory,
+    run_command,
 )
-from common.files import SOURCE_FILES
 from conftest import (
     ROOT,
     TINY,
@@ -60,7 +58,8 @@ from runtime.clock import Clock
 from runtime.log import SECTION, Log
 from runtime.ranks import DistContext
 from runtime.resume import newest_valid
-from runtime.run_folder import locked_folder
+from runtime.run import SIGNALS, catch_signals
+from runtime.run_folder import SOURCE_FILES, locked_folder
 from runtime.stop import MAX_BAD_STEPS, Status, time_progress, why_stop
 from runtime.trials import run_trials
 from train_gpt import get_batch, get_lr_multiplier, get_seq_len, make_config, train
@@ -147,7 +146,7 @@ def opened_log(folder: Path, step: int = 0) -> Log:
 
 def test_a_resumed_run_keeps_its_sources_too(tmp_path, monkeypatch):
     source, folder = tmp_path / "train_gpt.py", tmp_path / "run"
-    monkeypatch.setattr("common.files.SOURCE_FILES", {"train_gpt.py": source})
+    monkeypatch.setattr("runtime.run_folder.SOURCE_FILES", {"train_gpt.py": source})
     for step, text in ((0, "first"), (9, "second")):
         source.write_text(text)
         opened_log(folder, step).close()
@@ -818,7 +817,7 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, mon
     monkeypatch.setattr(checkpoint_module, "PATIENCE_S", 0)
     with room, monkeypatch.context() as patch:
         patch.setattr(train_gpt, "train_step", while_full)
-        assert train_gpt.main(flags_of(flags)) == 1
+        assert run_command(train_gpt.main, flags_of(flags)) == 1
     out, err = capsys.readouterr()
     failed = "ckpt_20.pt could not be saved ([Errno 27] File too large)"
     assert err.count("\n") == 1 and failed in err
@@ -966,7 +965,7 @@ def test_signals_that_announce_an_end_are_caught():
 def test_a_second_signal_does_at_once_what_it_did_before(name, printed):
     code = """if True:
         import os, signal, sys, time
-        from common.errors import catch_signals
+        from runtime.run import catch_signals
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job may ignore it
         number = getattr(signal, sys.argv[1])
         try:
@@ -1019,11 +1018,12 @@ def test_a_run_leaves_random_generators_as_they_were(data, tmp_path):
 def test_a_console_that_goes_costs_nothing(data, tmp_path):
     code = """if True:
         import os, sys, train_gpt
+        from common.errors import run_command
         read, write = os.pipe()
         os.dup2(write, 1)
         for end in (read, write):
             os.close(end)
-        sys.exit(train_gpt.main(sys.argv[1:]))
+        sys.exit(run_command(train_gpt.main, sys.argv[1:]))
     """
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=2)
     done = run_python("-c", code, *flags_of(flags))
@@ -1064,10 +1064,10 @@ def ranks_script(folder: Path, case: str) -> None:
     if case == "data":  # the steps so far are saved by all ranks
         train_gpt.get_batch = unreadable
         flags |= dict(parallel="fsdp", save_every=0)
-        exit_process(train_gpt.main(flags_of(flags)))
+        exit_process(run_command(train_gpt.main, flags_of(flags)))
     if case != "nan":
         train_gpt.train_step = dying
-        exit_process(train_gpt.main(flags_of(flags)))
+        exit_process(run_command(train_gpt.main, flags_of(flags)))
 
     # Passes 5 and 7, after two of the warm-up
     runs = dict(ddp={}, fsdp=dict(parallel="fsdp"), adamw=dict(optimizer="adamw"))
@@ -1076,7 +1076,7 @@ def ranks_script(folder: Path, case: str) -> None:
             spoil(patch, {5, 7}, math.nan if name == "ddp" else math.inf, rank="1")
             train(make_config(**flags | more | dict(out_dir=str(folder / name))))
     spoil(pytest.MonkeyPatch(), range(5, 99), rank="1")
-    exit_process(train_gpt.main(flags_of(flags | dict(max_steps=20))))
+    exit_process(run_command(train_gpt.main, flags_of(flags | dict(max_steps=20))))
 
 
 def test_nan_in_one_rank_is_skipped_on_all(data, tmp_path):

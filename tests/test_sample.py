@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import sample
+from common.errors import run_command
 from conftest import ROOT, random_gpt
 from inference import evaluation
 from runtime.checkpoint import read_checkpoint
@@ -22,7 +23,7 @@ from runtime.checkpoint import read_checkpoint
 
 def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
     def out(*argv):
-        assert sample.main(["--run", str(plain), "--max_new_tokens", "60", *argv]) == 0
+        assert run_command(sample.main, ["--run", str(plain), "--max_new_tokens", "60", *argv]) == 0
         return capsys.readouterr().out
 
     text = out("--prompt", "abc", "--seed", "3")
@@ -38,7 +39,7 @@ def test_sampled_text_depends_on_its_seed_alone(plain, capsys):
 def test_a_prompt_that_is_cut_is_said(noisy, capsys):
     for n, cut in ((32, False), (1033, True)):
         argv = ["--run", str(noisy), "--max_new_tokens", "1", "--prompt", "a" * n]
-        assert sample.main(argv) == 0
+        assert run_command(sample.main, argv) == 0
         said = "the prompt has 1,033 tokens; the model reads the final 32, its context length\n"
         assert (said in capsys.readouterr().err) == cut
 
@@ -55,7 +56,7 @@ def test_a_closed_console_is_no_error(noisy, monkeypatch):
     for stream, flags in (("stdout", []), ("stdin", ["--interactive"])):
         with monkeypatch.context() as patch:
             patch.setattr(sys, stream, None)  # as Python starts without the descriptor
-            assert sample.main([*command, *flags]) == 0
+            assert run_command(sample.main, [*command, *flags]) == 0
     line = f"{sys.executable} sample.py {' '.join(command)} --num_samples 2 | true"
     line = f"unset PYTHONUNBUFFERED; {line}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
@@ -87,9 +88,11 @@ def test_a_sample_ends_before_the_stop_text_and_splits_no_character(
     stop, kept, noisy, capsys, draw
 ):
     draw("aé€😀z€".encode() + b"\xff\xe2")
-    assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
+    assert run_command(sample.main, ["--run", str(noisy), "--prompt", "> ", "--stop", stop]) == 0
     assert capsys.readouterr().out == f"> {kept}\n"
-    assert sample.main(["--run", str(noisy), "--prompt", "> ", "", "--stop", stop]) == 0
+    assert (
+        run_command(sample.main, ["--run", str(noisy), "--prompt", "> ", "", "--stop", stop]) == 0
+    )
     assert capsys.readouterr().out == f"--- sample 1\n> {kept}\n--- sample 2\n{kept}\n"
 
 
@@ -99,7 +102,9 @@ def test_nothing_of_a_stop_is_shown_while_it_is_drawn(noisy, monkeypatch, draw):
         "builtins.print", lambda text="", **options: options.get("file") or shown.append(text)
     )
     draw(b"one\nYou: two")
-    assert sample.main(["--run", str(noisy), "--prompt", "> ", "--stop", "\nYou:"]) == 0
+    assert (
+        run_command(sample.main, ["--run", str(noisy), "--prompt", "> ", "--stop", "\nYou:"]) == 0
+    )
     letter_by_letter = "".join(shown) == "> one" and shown[1:4] == ["o", "n", "e"]
     assert letter_by_letter or shown == ["> ", "one"], shown
 
@@ -121,7 +126,7 @@ def test_perplexity_is_that_of_a_plain_loop(stride, noisy, tmp_path, capsys):
     raw = ("hällo <unk> @-@ \n = " * 30).encode()  # words as in WikiText
     (tmp_path / "text").write_bytes(raw)
     command = f"--run {noisy} --perplexity {tmp_path}/text --dtype fp32 --stride {stride}"
-    assert sample.main(command.split()) == 0
+    assert run_command(sample.main, command.split()) == 0
     gpt, stream = sample.load(noisy, "cpu", "fp32")[0], torch.tensor([256, *raw])
     # Each window counts what no earlier one has
     losses, end = [], 0
@@ -151,7 +156,9 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path, 
 def test_interactive_continues_each_line(end, noisy, capsys, monkeypatch, draw):
     draw(b"7")
     monkeypatch.setattr("sys.stdin", io.StringIO("abc\nx"))
-    assert sample.main(["--run", str(noisy), "--interactive", *filter(None, [end])]) == 0
+    assert (
+        run_command(sample.main, ["--run", str(noisy), "--interactive", *filter(None, [end])]) == 0
+    )
     shown = capsys.readouterr()
     assert shown.out == f"abc{end}7\nx{end}7\n" and shown.err.count("> ") == 3
 
@@ -185,7 +192,7 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, cap
             "by evaluations during a run; remove --best to use ckpt_20.pt",
         ),
     ):
-        assert sample.main(["--run", str(noisy), *flags.split()]) == 2, flags
+        assert run_command(sample.main, ["--run", str(noisy), *flags.split()]) == 2, flags
         assert says in capsys.readouterr().err, flags
 
 
@@ -199,7 +206,7 @@ def test_a_checkpoint_that_cannot_be_sampled_is_said(says, noisy, tmp_path, caps
     else:
         checkpoint["model_config"]["vocab_size"] = 200
     torch.save(checkpoint, tmp_path / "ckpt_1.pt")
-    assert sample.main(["--run", str(tmp_path)]) == 2
+    assert run_command(sample.main, ["--run", str(tmp_path)]) == 2
     shown = capsys.readouterr()
     assert says in shown.err and len(shown.err.splitlines()) == 1 and not shown.out
 
@@ -210,4 +217,7 @@ def test_sample_ends_without_a_traceback(noisy, capsys, monkeypatch):
         (RuntimeError("CUDA out of memory"), 1, "--num_samples"),
     ):
         monkeypatch.setattr(sample, "load", unittest.mock.Mock(side_effect=error))
-        assert sample.main(["--run", str(noisy)]) == code and says in capsys.readouterr().err
+        assert (
+            run_command(sample.main, ["--run", str(noisy)]) == code
+            and says in capsys.readouterr().err
+        )

@@ -12,7 +12,7 @@ import torch
 
 import export
 import sample
-from common.errors import UserError
+from common.errors import UserError, run_command
 from conftest import ROOT, TINY, final, flags_of, run_main, tiny_run
 from data import corpus, prepare, tokenizers
 from data.shards import PYTHON_VOCABULARY, load_meta
@@ -163,7 +163,7 @@ def test_runs_and_checkpoints_carry_the_vocabulary(notes, trained, tmp_path):
     assert tokenizer.decode_bytes(tokenizer.encode("déjà vu")) == "déjà vu".encode()
     pytest.importorskip("safetensors")
     out = tmp_path / "model.safetensors"
-    assert export.main([str(trained), "--to", "safetensors", "--out", str(out)]) == 0
+    assert run_command(export.main, [str(trained), "--to", "safetensors", "--out", str(out)]) == 0
     assert read_vocabulary(tmp_path) == kept
 
 
