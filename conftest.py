@@ -1,6 +1,5 @@
 """What the tests share: the tiny model, its data, runs to compare with, and ways to start a run."""
 
-import dataclasses
 import functools
 import json
 import multiprocessing
@@ -33,8 +32,9 @@ from model import GPT, Block, GPTConfig
 from ops.compile import apply_compile
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.device import init_device_and_ranks
+from runtime.device import configure_device
 from runtime.flags import parse_flags
+from runtime.ranks import join_ranks
 from train_gpt import main, make_config, train
 
 ROOT = Path(__file__).resolve().parent
@@ -103,16 +103,17 @@ def stream_of(n_tokens: int, vocab_size: int) -> SimpleNamespace:
     """What automatic values depend on of a TokenStream; its tokens are all the same."""
     train = SimpleNamespace(n_tokens=n_tokens)
     train.read_sequences = lambda starts, length: np.zeros((len(starts), length), np.int64)
-    meta = dict(vocab_size=vocab_size)
-    return SimpleNamespace(train=train, meta=meta, seqs_per_epoch=n_tokens // 32)
+    return SimpleNamespace(
+        train=train, vocab_size=vocab_size, eot=256, seqs_per_epoch=n_tokens // 32
+    )
 
 
 def built(**flags):
     """The TrainState of a tiny run, before its first step."""
-    cfg = make_config(**TINY | flags)
-    dist_ctx = init_device_and_ranks(cfg)
-    cfg = choose_auto_values(cfg, {}, stream_of(29000, 257), dist_ctx)
-    return train_gpt.build(cfg, dist_ctx, 257, eot=256)
+    cfg, stream, dist_ctx = make_config(**TINY | flags), stream_of(29000, 257), join_ranks()
+    configure_device(cfg, dist_ctx)
+    cfg = choose_auto_values(cfg, stream, dist_ctx, train_gpt.learning_rates)
+    return train_gpt.build(cfg, dist_ctx, stream)
 
 
 @torch.no_grad()
@@ -143,16 +144,6 @@ def compiler_works() -> bool:
         return False
 
 
-@functools.cache
-def triton_runs() -> bool:
-    """False on emulated GPUs, where Triton's kernels do nothing."""
-    from ops.triton_loss import scale_
-
-    x = torch.ones(1, 1, device="cuda")
-    scale_(x, torch.tensor(2.0, device="cuda"))
-    return x.item() == 2
-
-
 def compile_with(monkeypatch, backend) -> None:
     """Have torch.compile take this backend, and no mode."""
     compiled = torch.compile
@@ -168,7 +159,8 @@ def block_options(monkeypatch, mode, device) -> dict:
     taken = []
     with monkeypatch.context() as patch:
         patch.setattr(Block, "compile", lambda self, options, **_: taken.append(options))
-        apply_compile(random_gpt(n_layer=1), mode, 1.0, torch.device(device))
+        patch.setattr(GPT, "device", torch.device(device))
+        apply_compile(random_gpt(n_layer=1), mode, 1.0)
     return taken[0]
 
 
@@ -195,7 +187,7 @@ def flags_of(values: dict) -> list[str]:
 
 def parsed(line: str) -> dict:
     """The flags of a command line."""
-    return parse_flags(line.split(), dataclasses.fields(train_gpt.Config), {}, "")
+    return parse_flags(line.split(), train_gpt.Config, {}, "")
 
 
 def python_process(*argv, env=os.environ) -> dict:

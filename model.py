@@ -11,27 +11,39 @@ Differences from GPT-2:
   induction head
 
 In this file: 1 config, 2 layers, 3 GPT, 4 parameter table, 5 optimizer. In ops/: kernels, chunks of
-the loss, float8, hashes of n-grams, exchange between ranks. In inference/: generation.
+the loss, float8, hashes of n-grams, communication between ranks. In inference/: generation.
 """
 
+from __future__ import annotations
+
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from common.values import derive_seed
-from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention
-from ops.functional import cross_entropy, leaky_relu_squared, norm, softcap
-from ops.linear import linear
-from ops.loss import chunked_loss
-from ops.ngrams import NgramEmbedding, hash_ngrams, rmsprop_rows_
-from ops.parallel import equal_shapes, on_whole_matrices, state_tensors, to_local
-from ops.queries_keys import queries_and_keys
+from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention, layer_windows
+from ops.cross_entropy import cross_entropy
+from ops.elementwise import leaky_relu_squared, norm, previous_token, softcap
+from ops.loss import LossFunctions, chunked_loss
+from ops.ngrams import (
+    NgramEmbedding,
+    dropout_weights,
+    hash_ngrams,
+    rmsprop_rows_,
+    rows_of_hashes,
+)
+from ops.optimizer import adam_, batches_by_shape, on_whole_matrices, state_tensors
+from ops.parallel import to_local
+
+if TYPE_CHECKING:
+    from inference.generation import KVCache, LayerCache
+    from ops.attention import Mask
 
 # --------------------------------------------------------------------------------------------------
 # 1. Config
@@ -46,12 +58,12 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 6
     n_embd: int = 768
-    window: str = "L"  # letters, tiled: L full, S sliding, seq_len / 4 keys; "SL:256": 256 keys
+    window: str = "L"  # layers in turn: L full, S sliding over seq_len / 4 keys; SL:256: 256 keys
     ngram: int = 0  # longest n-gram that has an embedding (3: bigrams and trigrams); 0: none
     ngram_rows: int = 16384  # size of the table that all n-grams share by hash
     softcap: float = 15.0  # tanh soft-cap on the logits; 0 disables
     rope_theta: float = 10000.0
-    version: int = 5  # raise it if you change what is computed: older checkpoints are then refused
+    version: int = 5  # bump it when you change what is computed: older checkpoints are then refused
 
     @property
     def head_dim(self) -> int:
@@ -64,21 +76,9 @@ class GPTConfig:
 
     @property
     def gate_dim(self) -> int:
-        """Channels of x that gates read: as good as all of them, and faster on a GPU (nanochat)."""
+        """How many of x's channels the gates read. All of them are no better, and slower on a GPU
+        (nanochat)."""
         return min(16, self.n_embd)
-
-    def layer_windows(self) -> list[int]:
-        """How many keys a query attends to in each layer, its own included; 0 is all of them."""
-        pattern, _, width = self.window.partition(":")
-        window = int(width) if width else max(1, self.seq_len // 4)
-        if window >= self.seq_len:
-            window = 0
-
-        windows = []
-        for layer in range(self.n_layer):
-            letter = pattern[layer % len(pattern)]
-            windows.append(window if letter == "S" else 0)
-        return windows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -92,8 +92,7 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    # As F.linear, but faster for a single row. --fp8 sets a float8 matmul here, in some layers
-    matmul = staticmethod(linear)
+    matmul = staticmethod(F.linear)  # --fp8 and inference replace it in some layers
 
     def __init__(self, n_in: int, n_out: int | list[int]):
         rows = [n_out] if isinstance(n_out, int) else n_out
@@ -116,12 +115,32 @@ def rotary_cos_sin(position: Tensor, cfg: GPTConfig, dtype: torch.dtype) -> tupl
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=None) -> Tensor:
-    """True where a query may attend to a key: edit this to change the mask.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021): rotate pairs of x's first R dimensions.
 
-    --attn varlen does not use it; --attn blocked and the KV cache read no key outside the window.
+    x: (B, T, n_head, head_dim). cos, sin: from rotary_cos_sin.
+    """
+    half = cos.size(-1)
+    x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
+    y1 = x1 * cos + x2 * sin
+    y2 = x2 * cos - x1 * sin
+    return torch.cat((y1, y2, rest), dim=-1)
+
+
+def may_attend(
+    query: Tensor,
+    key: Tensor,
+    window: int,
+    query_doc: Tensor | None = None,
+    key_doc: Tensor | None = None,
+) -> Tensor:
+    """Return True where a query may attend to a key.
+
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
     query_doc, key_doc: numbers of documents, with --doc_mask.
+
+    Edit this to change the mask. Exceptions: --attn varlen has its own; --attn blocked and the KV
+    cache skip keys outside of the window before they ask.
     """
     allowed = key <= query
     if window:
@@ -132,15 +151,15 @@ def may_attend(query: Tensor, key: Tensor, window: int, query_doc=None, key_doc=
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: object, attn_backend: str, window: int
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, attn_backend: str, window: int
 ) -> Tensor:
     """Softmax attention. q, k, v: (B, n_head, T, head_dim).
 
-    attn_backend: "sdpa" or "auto" for PyTorch's kernels, or a key of ATTENTION_KERNELS.
+    attn_backend: "sdpa" for PyTorch's kernels, or a key of ATTENTION_KERNELS.
     mask: None for plain causal attention, otherwise of the type that the backend takes.
     window: the mask's, for kernels that skip whole blocks of keys.
     """
-    if attn_backend in ("auto", "sdpa"):
+    if attn_backend == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     # The same result from a different kernel: flash, flex, blocked, ...
     return ATTENTION_KERNELS[attn_backend](q, k, v, mask, window)
@@ -153,10 +172,10 @@ class AttnContext(NamedTuple):
     sin: Tensor
     doc_starts: Tensor | None  # bool (B, T): True where a document starts, with --doc_mask
     window: int  # this layer's, as in may_attend
-    mask: object  # for this window, as in attention
+    mask: Mask  # for this window, as in attention
     attn_backend: str
     value_embed: Tensor  # (B, T, C)
-    kv_cache: object = None  # this layer's inference.generation.LayerCache, in generation
+    kv_cache: LayerCache | None = None  # this layer's, in generation
 
 
 class CausalSelfAttention(nn.Module):
@@ -174,31 +193,26 @@ class CausalSelfAttention(nn.Module):
         self.gate = Linear(cfg.gate_dim, cfg.n_head)
         self.proj = Linear(cfg.n_embd, cfg.n_embd)
 
-    def init_as_induction_head(self) -> None:
-        """Set W_k = W_q in the dimensions that partial_key_offset takes from the previous token.
-
-        A query then matches the keys that follow its own token, so the layer can copy what came
-        after an earlier occurrence: an induction head (Olsson et al. 2022). From random weights,
-        some runs never learn that. It is mimetic initialization (Trockman and Kolter 2023).
-        """
-        w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
-        w_q = w_q.view(self.n_head, self.head_dim, -1)
-        w_k = w_k.view(self.n_head, self.head_dim, -1)
-        w_k[:, self.rotary_dim :] = w_q[:, self.rotary_dim :]
-
     def forward(self, x: Tensor, ctx: AttnContext) -> Tensor:
         B, T, C = x.shape
 
-        # qk: (B, T, 2 * n_head, head_dim); v: (B, T, n_head, head_dim)
+        # (B, T, n_head, head_dim) each
         qkv = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim)
         qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
+        q, k = norm(qk).split((self.n_head, self.n_head), dim=2)
+
+        # Half of each key comes from the previous token (partial key offset, speedrun). A query
+        # that looks for its own token then finds the token after an earlier occurrence: induction
+        # in one layer instead of two
+        k_rotary, k_rest = k.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=-1)
+        k = torch.cat((k_rotary, previous_token(k_rest, ctx, "key")), dim=-1)
+
+        # Positions
+        q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
 
         # Each head adds its part of the value embedding, times a gate between 0 and 2
         gate = 2 * self.gate(x[..., : self.gate_dim]).sigmoid()  # (B, T, n_head)
         v = v + gate[..., None] * ctx.value_embed.view(B, T, self.n_head, self.head_dim)
-
-        # QK norm, key offset and positions
-        q, k = queries_and_keys(qk, self.n_head, ctx.cos, ctx.sin, ctx.doc_starts, ctx.kv_cache)
 
         # Heads before positions: (B, n_head, T, head_dim)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -211,6 +225,18 @@ class CausalSelfAttention(nn.Module):
         # All heads side by side again
         y = y.transpose(1, 2).reshape(B, T, C)
         return self.proj(y)
+
+    def init_as_induction_head(self) -> None:
+        """Set W_k = W_q in the dimensions of a key that come from the previous token.
+
+        A query then matches the keys that follow its own token, so the layer can copy what came
+        after an earlier occurrence: an induction head (Olsson et al. 2022). From random weights,
+        some runs never learn that. It is mimetic initialization (Trockman and Kolter 2023).
+        """
+        w_q, w_k, _ = self.qkv.weight.split(self.qkv.matrix_rows)
+        w_q = w_q.view(self.n_head, self.head_dim, -1)
+        w_k = w_k.view(self.n_head, self.head_dim, -1)
+        w_k[:, self.rotary_dim :] = w_q[:, self.rotary_dim :]
 
 
 class MLP(nn.Module):
@@ -271,7 +297,8 @@ class GPT(nn.Module):
         self.eot = eot
         self.ngram_dropout = ngram_dropout
         self.step_seed = 0  # for n-gram dropout, equal on all ranks; the trainer sets it per step
-        self.windows = cfg.layer_windows()
+        self.loss_functions = LossFunctions()  # eager; apply_compile compiles them
+        self.windows = layer_windows(cfg.window, cfg.n_layer, cfg.seq_len)
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
         self.value_embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -296,22 +323,22 @@ class GPT(nn.Module):
             return self.logits(x)
         return self.loss(x, targets)
 
-    def backbone(self, idx: Tensor, cache=None) -> Tensor:
+    def backbone(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Embeddings and blocks: the normalized output of the last block, (B, T, C).
 
-        idx: integer (B, T). cache: an inference.generation.KVCache with earlier tokens, to which
-        idx is added; None if idx is all there is.
+        idx: integer (B, T). cache: holds the tokens before idx, and gets idx; None if idx is all
+        there is.
         """
         T = idx.size(1)
         if T > self.cfg.seq_len:
             raise ValueError(f"got {T} tokens; the model's context is {self.cfg.seq_len}: cut them")
+        # tokens: idx after earlier tokens, which only n-grams look at. position: of idx
         if cache is None:
             tokens = idx
             position = torch.arange(T, device=idx.device)
             masks = self.attention_masks(idx, self.attn_backend)
         else:
-            # Adds idx. Returns earlier tokens, for n-grams, and idx; its positions; masks by window
-            tokens, position, masks = cache.read(self, idx)
+            tokens, position, masks = cache.add(self, idx)
 
         # The same inputs for all blocks
         cos, sin = rotary_cos_sin(position, self.cfg, self.compute_dtype)
@@ -320,7 +347,6 @@ class GPT(nn.Module):
         if self.eot is not None:
             doc_starts = idx == self.eot
 
-        # Embeddings, then the blocks
         x = self.embed(tokens, T).to(self.compute_dtype)
         x = norm(x)
         for layer, block in enumerate(self.blocks):
@@ -339,27 +365,22 @@ class GPT(nn.Module):
         return norm(x)
 
     def embed(self, tokens: Tensor, T: int) -> Tensor:
-        """Embed the last T of the tokens (B, S), and the n-grams that end at each: (B, T, C)."""
+        """Embed the final T of the tokens (B, S), and the n-grams that end at each: (B, T, C)."""
         x = self.wte(tokens[:, -T:])
         if self.ngrams is None:
             return x
 
-        # Rows of the table, by each n-gram's hash, and weights, which dropout sets to 0 for some
-        rows, weights = hash_ngrams(
-            tokens,
-            T,
-            longest=self.cfg.ngram,
-            n_rows=self.cfg.ngram_rows,
-            eot=self.eot,
-            dropout=self.ngram_dropout if self.training else 0.0,
-            seed=self.step_seed,
-        )
+        # Each n-gram has a row of the table, by its hash. Dropout leaves some n-grams out
+        hashes = hash_ngrams(tokens, self.cfg.ngram, self.eot)[:, -T:]  # (B, T, ngram - 1)
+        rows = rows_of_hashes(hashes, self.cfg.ngram_rows)
+        dropout = self.ngram_dropout if self.training else 0.0
+        weights = dropout_weights(hashes, dropout, self.step_seed)
         return x + self.ngrams(rows, weights).to(x.dtype)
 
-    def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, object]:
-        """The attention mask of each window, for idx (B, T), in the form that the backend takes.
+    def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, Mask]:
+        """Make the mask of each window, for idx (B, T), in the form that attn_backend takes.
 
-        None if it is plain causal attention. attn_backend: self's, or "sdpa" for generation.
+        attn_backend: not self's in generation, which always uses "sdpa".
         """
         masks = {}
         for window in set(self.windows):
@@ -371,7 +392,7 @@ class GPT(nn.Module):
         return softcap(self.head(x).float(), self.cfg.softcap)
 
     def token_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss per token of N tokens, given backbone's output x (N, C). targets: (N,).
+        """The loss per token, averaged over N tokens: backbone's x (N, C), targets int64 (N,).
 
         To change the loss, edit this. It must return the mean over targets that are not -1.
         cross_entropy soft-caps the logits, as self.logits does.
@@ -379,31 +400,37 @@ class GPT(nn.Module):
         return cross_entropy(self.head(x), targets, self.cfg.softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean of token_loss over all targets (B, T), in chunks of `loss_chunk` tokens."""
-        x = x.flatten(0, 1)  # (B * T, C)
-        targets = targets.flatten()
-        # To free a chunk's logits before the next, chunked_loss computes gradients in the forward
-        # pass: of x, and of the parameters that token_loss uses (here the head's)
-        params = list(self.parameters())
-        return chunked_loss(self.token_loss, params, x, targets, chunk=self.loss_chunk)
+        """The token_loss of x (B, T, C) and targets (B, T), in chunks of `loss_chunk` tokens.
+
+        chunked_loss computes a chunk's gradients while its logits exist, then frees these. So it
+        must know what token_loss may use besides x: any parameter outside of the blocks.
+        """
+        params = [p for name, p in self.named_parameters() if not name.startswith("blocks.")]
+        return chunked_loss(
+            self.token_loss,
+            params,
+            x.flatten(0, 1),
+            targets.flatten(),
+            chunk=self.loss_chunk,
+            via=self.loss_functions,
+        )
 
     def flops_per_token(self) -> float:
-        """FLOPs of forward and backward per token: 6 per matmul weight, plus those of attention.
-
-        Attention takes 12 * n_embd per layer and attended key.
-        """
+        """FLOPs of forward and backward per token: of matmuls with weights, and of attention."""
         # Keys that an average query of a full context attends to, summed over the layers
         T = self.cfg.seq_len
-        attended = 0
+        attended = 0.0
         for window in self.windows:
             longest = window or T
             attended += sum(min(position, longest) for position in range(1, T + 1)) / T
 
-        # All parameters except tables, which are looked up (n-grams, too, are an nn.Embedding)
+        # Tables are looked up, not multiplied (NgramEmbedding, too, is an nn.Embedding)
         matmul_weights = 0
         for module in self.modules():
             if not isinstance(module, nn.Embedding):
                 matmul_weights += sum(p.numel() for p in module.parameters(recurse=False))
+        # Forward, 2 FLOPs per weight; and 2 * n_embd per key for q k^T, as much for scores times v.
+        # Backward takes twice as many
         return 6 * matmul_weights + 12 * self.cfg.n_embd * attended
 
 
@@ -412,21 +439,13 @@ class GPT(nn.Module):
 
 
 def normal(std: float) -> Callable:
-    """Normal distribution with this standard deviation."""
-
-    def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        return x.normal_(0, std, generator=generator)
-
-    return fill
+    """Draw from a normal distribution with this standard deviation."""
+    return lambda x, generator: x.normal_(0, std, generator=generator)
 
 
 def scaled_normal(std: float) -> Callable:
-    """Normal distribution with a standard deviation of std / sqrt(number of inputs)."""
-
-    def fill(x: Tensor, generator: torch.Generator) -> Tensor:
-        return x.normal_(0, std / x.size(-1) ** 0.5, generator=generator)
-
-    return fill
+    """Draw with a standard deviation of std / sqrt(number of inputs)."""
+    return lambda x, generator: x.normal_(0, std / x.size(-1) ** 0.5, generator=generator)
 
 
 def zeros(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -439,9 +458,9 @@ class ParamSpec(NamedTuple):
     pattern: str = ""  # regular expression for the whole name
     init: Callable | None = None  # None: keep the module's initialization
     optim: str = ""  # "muon", "adam", "rmsprop"; default: Muon for matrices in blocks, else Adam
-    lr_mul: float = 1.0  # learning rate, relative to muon_lr or adam_lr
+    lr_mul: float = 1.0  # learning rate, relative to --muon_lr or --adam_lr
     betas: tuple[float, float] = (0.8, 0.95)  # for Adam; RMSprop uses the second
-    decay: float = 0.0  # weight decay for Adam and RMSprop, relative to --embed_decay
+    decay: float = 0.0  # times --embed_decay; not for Muon, which has --weight_decay
 
 
 # The first matching row applies. Parameters without one keep their module's initialization and
@@ -459,13 +478,13 @@ PARAM_TABLE = [
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
-    # nn.Linear's default is a standard deviation of sqrt(1 / 3) / sqrt(inputs), about the same
+    # The standard deviation of nn.Linear's own default, sqrt(1/3) / sqrt(inputs), to two digits
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
 
 def get_spec(name: str, param: Tensor) -> ParamSpec:
-    """The row of a parameter, or the defaults, with its optimizer filled in."""
+    """Return the row of a parameter, or the defaults, with its optimizer filled in."""
     found = ParamSpec()
     for spec in PARAM_TABLE:
         if re.fullmatch(spec.pattern, name):
@@ -473,25 +492,29 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
             break
     if found.optim:
         return found
-    is_block_matrix = name.startswith("blocks.") and param.dim() == 2
-    return found._replace(optim="muon" if is_block_matrix else "adam")
+    return found._replace(optim="muon" if is_block_matrix(name, param) else "adam")
+
+
+def is_block_matrix(name: str, param: Tensor) -> bool:
+    return name.startswith("blocks.") and param.dim() == 2
 
 
 @torch.no_grad()
 def init_weights(model: GPT, seed: int) -> None:
-    """Initialize the parameters of PARAM_TABLE; make one of several layers an induction head.
+    """Initialize the parameters of PARAM_TABLE; start one of several layers as an induction head.
 
-    Each is drawn unsharded on the CPU, from a seed by its name: the same in any layout.
+    Each parameter has a seed of its own, from its name, and is drawn on the CPU: its values do not
+    depend on the device, on other parameters or on the number of ranks.
     """
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            # >> 1: a seed of 63 bits, which fits int64
-            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
+            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # 63 bits
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
-    # The last layer without a window; from the second, deep models end higher (docs/rates.md)
+    # The last layer that attends to everything. (If the second layer starts so, deep models end at
+    # a higher loss: docs/rates.md)
     if len(model.blocks) > 1:
         unlimited = [b for b, window in zip(model.blocks, model.windows) if window == 0]
         block = unlimited[-1] if unlimited else model.blocks[-1]
@@ -500,21 +523,26 @@ def init_weights(model: GPT, seed: int) -> None:
 
 def optimizer_groups(
     model: GPT,
+    *,
     optimizer: str,
     muon_lr: float,
     adam_lr: float,
     weight_decay: float,
-    embed_decay: float = 0.0,
+    embed_decay: float,
+    max_steps: int,
 ) -> list[dict]:
     """Parameter groups for Optimizer: parameters with equal settings share one.
 
-    optimizer: "muon", or "adamw" for Adam everywhere, with one learning rate and weight decay.
-    weight_decay: a step multiplies Muon's matrices (adamw: everything) by 1 - lr * weight_decay.
-    embed_decay: the fraction of embeddings that a step at the peak rate removes.
+    optimizer: "muon", or "adamw" for Adam everywhere, with adam_lr and weight_decay for all.
+    weight_decay: a step multiplies the blocks' matrices by 1 - lr * weight_decay.
+    embed_decay: max_steps steps at the peak rate multiply embeddings by exp(-embed_decay) (Wang and
+    Aitchison 2024).
     """
+    decay_per_step = 1 - math.exp(-embed_decay / max_steps)
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
-        # How this parameter is optimized
+        # How this parameter is optimized. What trains a block's matrix, Muon or a method of your
+        # own, has muon_lr and weight_decay; Adam and RMSprop have adam_lr and embed_decay
         spec = get_spec(name, param)
         if optimizer == "adamw":
             settings = dict(
@@ -523,9 +551,9 @@ def optimizer_groups(
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
             )
-        elif spec.optim == "muon":
+        elif is_block_matrix(name, param) and spec.optim not in ("adam", "rmsprop"):
             settings = dict(
-                kind="muon",
+                kind=spec.optim,
                 lr=spec.lr_mul * muon_lr,
                 momentum=0.95,
                 weight_decay=weight_decay,
@@ -537,8 +565,8 @@ def optimizer_groups(
                 kind=spec.optim,
                 lr=lr,
                 betas=spec.betas,
-                # A step multiplies it by the current rate, so divide by the peak rate
-                weight_decay=spec.decay * embed_decay / lr if lr else 0.0,
+                # Decay is lr * weight_decay, at the peak rate decay * decay_per_step
+                weight_decay=spec.decay * decay_per_step / lr if lr else 0.0,
             )
 
         # Parameters with equal settings share a group
@@ -560,8 +588,8 @@ def get_matrix_rows(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
 # --------------------------------------------------------------------------------------------------
 # 5. Optimizer: Muon + Adam
 
-# Polar Express (Amsel et al. 2025): iteration i maps singular values x to a x + b x^3 + c x^5, with
-# row i's (a, b, c). Made for values in [0.01, 1], with a safety margin of 1 %
+# Polar Express (Amsel et al. 2025): tuned coefficients of the Newton-Schulz iteration. Iteration i
+# maps singular values x in [0.01, 1] to a x + b x^3 + c x^5 with row i's (a, b, c)
 POLAR_EXPRESS_COEFFS = [
     (7.9339, -22.2516, 15.7938),
     (3.5701, -2.5678, 0.4861),
@@ -598,9 +626,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def normalize_rows(x: Tensor) -> Tensor:
-    """Scale the rows of each matrix in x (M, rows, cols) to equal norms; its own norm stays.
+    """Give all rows of a matrix the same norm, keeping the norm of the whole. x: (M, rows, cols).
 
-    Each neuron's update is then equally large, as in NorMuon (Li et al. 2025) on average.
+    NorMuon (Li et al. 2025) divides rows by a running mean of their norms instead.
     """
 
     def frobenius_norm(t: Tensor) -> Tensor:
@@ -642,21 +670,24 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict], ns_dtype=torch.float32, eps: float = 1e-10, offload: bool = False
+        self,
+        groups: list[dict],
+        ns_dtype: torch.dtype = torch.float32,
+        eps: float = 1e-10,
+        offload: bool = False,
     ):
-        # For torch's load_state_dict alone: with fused=True it leaves Adam's `step` on the device
-        super().__init__(groups, dict(fused=True))
+        super().__init__(groups, {})
         self.ns_dtype = ns_dtype
         self.eps = eps
         self.offload = offload
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             update = getattr(self, group["kind"])  # muon, adam or rmsprop, below
             params = [p for p in group["params"] if p.grad is not None]
-            for same_shape in equal_shapes(params):  # a limited number at a time
+            for same_shape in batches_by_shape(params):  # can be stacked
                 update(group, same_shape)
 
     def muon(self, group: dict, params: list[Tensor]) -> None:
@@ -665,12 +696,13 @@ class Optimizer(torch.optim.Optimizer):
         grads = [to_local(p.grad) for p in params]
         lr, beta = group["lr"], group["momentum"]
 
-        # Momentum, zeros at first, and Nesterov's step. With --offload, the block copies it back
+        # Momentum, zeros at first, and Nesterov's step. With --offload, momenta are copies, which
+        # leaving the `with` statement writes back to CPU memory
         with state_tensors(self, "momentum", params) as momenta:
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # Orthogonalize whole matrices, a share on each rank; updates are sharded like weights again
+        # Each rank orthogonalizes a part of the matrices, all rows of each (ops/optimizer.py)
         updates = on_whole_matrices(
             lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
         )
@@ -681,38 +713,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
         """Update parameters of one shape by Adam, with PyTorch's fused kernel."""
-        weights = [to_local(p) for p in params]
-        grads = [to_local(p.grad) for p in params]
-        beta1, beta2 = group["betas"]
-
-        # The fused kernel takes each parameter's number of updates as a tensor on the device
-        steps = []
-        for p in params:
-            state = self.state[p]
-            if "step" not in state:
-                state["step"] = torch.zeros((), device=p.device)
-            steps.append(state["step"])
-
-        with (
-            state_tensors(self, "exp_avg", params) as exp_avgs,
-            state_tensors(self, "exp_avg_sq", params) as exp_avg_sqs,
-        ):
-            adamw(
-                weights,
-                grads,
-                exp_avgs,
-                exp_avg_sqs,
-                max_exp_avg_sqs=[],
-                state_steps=steps,
-                fused=True,
-                amsgrad=False,
-                maximize=False,
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=self.eps,
-            )
+        adam_(self, group, params)
 
     def rmsprop(self, group: dict, params: list[Tensor]) -> None:
         """Update tables by RMSprop, with one mean square per row (ops/ngrams.py)."""

@@ -44,12 +44,10 @@ from inference.generation import KVCache, gather_positions, next_logits
 from inference.int8 import quantize
 from model import GPT, GPTConfig, get_spec
 from ops.parallel import to_full
-from ops.queries_keys import FusedQueriesAndKeys, queries_and_keys
-from runtime import wrap_model
 from runtime.checkpoint import load_weights
-from runtime.dataset import open_stream
+from runtime.device import faster_dtype
 from runtime.ranks import DistContext
-from runtime.speed import faster_dtype
+from runtime.run import open_stream
 from train_gpt import get_batch, make_config, train
 
 FLAGS = TINY | dict(
@@ -467,24 +465,6 @@ def test_flags_reach_the_model():
         )
 
 
-def test_queries_and_keys_on_a_gpu():
-    """Compiled on a GPU, the page's queries_and_keys is a function with its own gradient."""
-    qk = torch.randn(2, 7, 4, 16, requires_grad=True)
-    angle = torch.rand(7, 1, 4)
-    doc_starts = torch.rand(2, 7) < 0.3
-    args = (qk, 2, angle.cos(), angle.sin(), doc_starts)
-    results = []
-    for function in (queries_and_keys, FusedQueriesAndKeys.apply):
-        q, k = function(*args)
-        results.append((q, k, *torch.autograd.grad((q, k), qk, (k.detach(), q.detach()))))
-    for plain, fused in zip(*results):
-        found = difference(fused, plain, "queries, keys or their gradient")
-        assert not found, (
-            f"{found}: in ops/queries_keys.py, change FusedQueriesAndKeys as well, or write your "
-            "formula in model.py"
-        )
-
-
 def test_checkpoint_rebuilds_the_model(whole):
     folder, model = whole
     checkpoint, idx = final(folder), some_batch(4)[:, :-1]
@@ -748,7 +728,7 @@ def test_compiled():
         with pytest.MonkeyPatch.context() as patch:
             compile_with(patch, backend)
             if not is_compiled:
-                patch.setattr(wrap_model, "apply_compile", lambda *_: None)
+                patch.setattr(train_gpt, "apply_compile", lambda *_: None)
             return one_step(some_batch(), **flags, dtype=dtype)
 
     # Kernels in fp32, where a difference shows; the graph alone in the dtype of this machine
@@ -781,7 +761,8 @@ def test_bf16():
 
 def test_batches(data):
     def batch(step: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> Tensor:
-        stream = TokenStream(data, seq_len=32, batch_tokens=512, seed=seed)
+        stream = TokenStream(data, seq_len=32, seed=seed)
+        stream.set_batch_tokens(512)
         return get_batch(stream, DistContext(torch.device("cpu"), rank, world_size), step)
 
     assert torch.equal(batch(77), torch.cat([batch(77, rank, 4) for rank in range(4)])), (
@@ -905,7 +886,7 @@ def test_two_ranks_train_as_one_process(parallel, two_ranks, data, tmp_path, mon
     weights = [two_ranks / f"{parallel}{rank}.pt" for rank in range(2)]
     likely = {
         "ddp": "where a rank may skip a layer or an expert, pass find_unused_parameters=True to "
-        "apply_ddp in runtime/wrap_model.py",
+        "apply_ddp in train_gpt.py's build",
         "fsdp": "outside of its block's forward, a weight is a shard (to_full gathers it), and "
         "one without dimensions cannot be sharded",
     }

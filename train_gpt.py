@@ -7,7 +7,7 @@
 
 From Python: `summary = train(make_config(n_layer=2, max_steps=100))`.
 
-In this file: 1 config, 2 build, 3 step and evaluation, 4 loop, 5 command line. See model.py, too.
+In this file: 1 config, 2 build, 3 step and evaluation, 4 loop, 5 command line. See also model.py.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ import dataclasses
 import math
 import random
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from runtime import set_environment
 
@@ -24,7 +26,6 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 # Errors and seeds, data, model
@@ -36,20 +37,31 @@ from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
 # Kernels, and several ranks
 from ops.attention import ATTENTION_BACKENDS
-from ops.parallel import grad_values, reshard, sum_over_ranks, swap_weights, sync_gradients, to_full
+from ops.compile import apply_compile
+from ops.fp8 import apply_fp8
+from ops.ngrams import grad_values, use_sparse_gradients
+from ops.parallel import (
+    apply_ddp,
+    apply_fsdp,
+    reshard,
+    sum_over_ranks,
+    swap_weights,
+    sync_gradients,
+    to_full,
+)
+from ops.recompute import activation_budget
 
 # Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
-from runtime.dataset import open_stream
-from runtime.flags import GivenFlags, flag, flags_of_run, parse_flags
+from runtime.device import DTYPES
+from runtime.flags import GivenFlags, check_values, flag, implied_flags, parse_flags
+from runtime.model_setup import fit_into_memory, ranks_per_copy, warm_up
+from runtime.progress import agree_on_status, reason_to_stop
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
-from runtime.resume import load_init_checkpoint
-from runtime.run import Run
-from runtime.speed import DTYPES
-from runtime.stop import agree_on_status, why_stop
+from runtime.resume import Start, find_start
+from runtime.run import Run, open_stream
 from runtime.trials import run_trials
-from runtime.wrap_model import wrap_model
 
 PARALLEL_MODES = ("auto", "ddp", "fsdp", "hsdp")
 MATMUL_PRECISIONS = ("highest", "high", "medium")
@@ -99,10 +111,10 @@ PRESETS = {
 # min: the smallest number allowed, by default 0. Command line, checks and log are derived from it
 @dataclass(frozen=True)
 class Config(GivenFlags):
-    """The flags of a run. Make it with make_config, which applies a preset: laptop, unless given.
+    """The flags of a run. Build it with make_config, which applies a preset ("laptop" by default).
 
-    The values below are for all that a preset does not name; they suit gpt2-small. GivenFlags adds
-    `given`: names of the flags that the user has set, which automatic choices do not change.
+    The defaults below fill in what the preset leaves out; they are gpt2-small's. GivenFlags adds
+    `given`, the names of the flags that the user set; automatic choices leave those alone.
     """
 
     # run
@@ -110,7 +122,7 @@ class Config(GivenFlags):
     data: str = flag("", "folder from data/prepare.py; default: Python's own source code")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue out_dir's run; PATH: that run; auto: if there is one", const="newest"
+        "", "continue out_dir's run, or PATH; auto: continue it or start a new one", const="newest"
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
@@ -135,7 +147,9 @@ class Config(GivenFlags):
     muon_lr: float = flag(0.0, "learning rate of Muon; 0 = from max_steps (docs/rates.md)")
     adam_lr: float = flag(0.0, "learning rate of Adam; 0 = from the width (docs/rates.md)")
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
-    embed_decay: float = flag(-1.0, "embeddings decay by exp(-X) over the run; -1 = auto", min=-1)
+    embed_decay: float = flag(
+        -1.0, "embeddings would shrink to exp(-X) in a run at the peak rate; -1 = auto", min=-1
+    )
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(524288, "global batch size in tokens; 0 = from the dataset's size")
     micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
@@ -143,7 +157,9 @@ class Config(GivenFlags):
     minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
-    patience: int = flag(0, "after one epoch, stop at N evaluations without gain; 0 disables")
+    patience: int = flag(
+        0, "after the first epoch, stop after N evaluations without improvement; 0 disables"
+    )
     short_frac: float = flag(0.0, "train this first part of the run on sequences of seq_len / 8")
     warmup_frac: float = flag(0.0, "fraction of steps for linear LR warm-up")
     cooldown_frac: float = flag(0.6, "fraction of steps for linear LR decay to 5 %")
@@ -153,7 +169,9 @@ class Config(GivenFlags):
     fp8: bool = flag(False, "float8 matmuls in MLP and head (sm89 or newer)")
     matmul_precision: str = flag("highest", "of fp32 matmuls; high = TF32", MATMUL_PRECISIONS)
     attn: str = flag("auto", "attention backend (fa3, fa4: untested)", ATTENTION_BACKENDS)
-    checkpointing: str = flag("auto", "recompute: none, selective, full, or keep this fraction")
+    checkpointing: str = flag(
+        "auto", "activations to recompute: none, selective, full; 0.3 = keep 30 % of them"
+    )
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
     shard_size: int = flag(0, "ranks per copy of the weights with hsdp; 0 = those of a node")
@@ -187,31 +205,17 @@ class Config(GivenFlags):
         return self.parallel in ("fsdp", "hsdp")
 
 
-def make_config(**flags) -> Config:
+def make_config(**flags: Any) -> Config:
     """Build a Config from the given flags. Raises UserError for an unknown name or a wrong value.
 
-    train() refuses flags that contradict each other, and replaces automatic values (resolve_auto).
+    train() adds the flags of a checkpoint and chooses automatic values; it also refuses flags that
+    contradict each other.
     """
-    # passed: the flags, checked
-    # saved: the flags of the run that --resume continues, or the shape of --init_from's model
-    # implied: what follows from --params, --minutes or --init_from
-    implied, saved, passed = flags_of_run(flags, dataclasses.fields(Config))
-    preset = PRESETS[passed.get("preset") or saved.get("preset") or "laptop"]
-
-    # Later ones win
-    values = preset | implied | saved | passed
-    return Config(**values, given=tuple(sorted(saved | passed)))
-
-
-def resolve_auto(
-    cfg: Config, dist_ctx: DistContext, stream: TokenStream, saved_flags: dict
-) -> Config:
-    """Replace automatic values. saved_flags: the flags of a resumed checkpoint, or {}."""
-    # From the machine and the dataset. saved_flags are in cfg already, except after a restart by
-    # torchrun, whose make_config has not seen the checkpoint
-    cfg = choose_auto_values(cfg, saved_flags, stream, dist_ctx)
-    muon_lr, adam_lr = learning_rates(cfg)
-    return dataclasses.replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
+    given = check_values(flags, Config)
+    preset = PRESETS[given.get("preset", "laptop")]
+    # Later ones win: the preset; what --params, --minutes or --init_from imply; what was given
+    values = preset | implied_flags(given) | given
+    return Config(**values, given=tuple(sorted(given)))
 
 
 def learning_rates(cfg: Config) -> tuple[float, float]:
@@ -245,7 +249,7 @@ class TrainState:
     dist_ctx: DistContext
     raw_model: GPT
     model: nn.Module  # raw_model, or DDP around it: called in training
-    micro_batch: int
+    micro_batch: int  # sequences per micro-step: cfg.micro_batch, or what fits
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
@@ -254,15 +258,15 @@ class TrainState:
 
     # For your own use: values to log. name -> number or 0-d tensor, averaged over ranks and logged
     # with every training and evaluation line, until you change or delete it
-    metrics: dict = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float | Tensor] = dataclasses.field(default_factory=dict)
 
-    # For your own use: kept in checkpoints. Tensors, numbers, strings, lists, dicts; a dict from
-    # names of parameters to tensors is sharded like these. If extra["eval_weights"] is such a dict,
-    # of an EMA for example, evaluation and sampling use it
-    extra: dict = dataclasses.field(default_factory=dict)
+    # For your own use: saved in checkpoints (tensors, numbers, strings, lists, dicts). A dict
+    # {parameter name: tensor} is sharded like the parameters. extra["eval_weights"], such a dict
+    # (an EMA, say), replaces the weights in evaluation and sampling
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
-    def evaluating(self):
+    def evaluating(self) -> Iterator[GPT]:
         """Context: the model in eval mode, with extra["eval_weights"] if there are any."""
         eval_weights = self.extra.get("eval_weights", {})
         self.raw_model.eval()
@@ -270,7 +274,7 @@ class TrainState:
         try:
             yield self.raw_model
         finally:
-            reshard(self.raw_model)  # without a backward, FSDP still holds the full weights
+            reshard(self.raw_model)  # FSDP keeps whole weights after a forward without a backward
             swap_weights(self.raw_model, eval_weights)
             self.raw_model.train()
 
@@ -292,40 +296,58 @@ def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
 
 
 def build(
-    cfg: Config, dist_ctx: DistContext, vocab_size: int, eot: int | None = None, init=None
+    cfg: Config, dist_ctx: DistContext, stream: TokenStream, start: Start | None = None
 ) -> TrainState:
     """Make the model and its optimizer, ready for the first step. Raises UserError.
 
-    vocab_size, eot: of the tokenizer. init: a checkpoint to take the weights from.
+    start: the checkpoint that the weights come from.
     """
     # The model
     torch.manual_seed(cfg.seed)  # for parameters of your own, which init_weights may leave alone
     with dist_ctx.device:
         raw_model = GPT(
-            gpt_config(cfg, vocab_size),
+            gpt_config(cfg, stream.vocab_size),
             compute_dtype=DTYPES[cfg.dtype],
             loss_chunk=cfg.loss_chunk,
             attn_backend=cfg.attn,
-            eot=eot if cfg.doc_mask else None,
+            eot=stream.eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
         )
-    # No edit may let the model see the tokens that it predicts. Tested before init_weights, whose
-    # zeros in head and projections would hide it
+    # No edit may let the model see the tokens that it predicts. Checked before init_weights,
+    # because the zeros that it puts into head and projections would hide a leak
     check_causal(raw_model)
     init_weights(raw_model, cfg.seed)
-    if init:
-        init.load_weights(raw_model)
+    if start:
+        start.load_weights(raw_model)
 
-    # Apply fp8, activation checkpointing, compile, DDP or FSDP. wrap_model then makes steps on
-    # dummy data, with an optimizer of its own, to compile the model for each sequence length of the
-    # run and to find the micro-batch that fits. It leaves the weights unchanged
-    seq_lens = {get_seq_len(percent / 100, cfg) for percent in range(101)}
-    model, micro_batch = wrap_model(raw_model, cfg, make_optimizer, dist_ctx, seq_lens)
+    # float8 and torch.compile, both in place: parameters keep their names
+    if cfg.fp8:
+        apply_fp8(raw_model)
+    if cfg.is_compiled:
+        apply_compile(raw_model, cfg.compile, activation_budget(cfg.checkpointing))
 
-    # Its optimizer
+    # Recompute activations where memory is short; find the micro-batch that fits. On a GPU, this
+    # and warm_up make steps on dummy data, with optimizers of their own. They change no weights
+    micro_batch = fit_into_memory(raw_model, cfg, make_optimizer, dist_ctx)
+
+    # FSDP shards the weights, in place; DDP averages gradients
+    model: nn.Module = raw_model
+    grad_dtype = DTYPES[cfg.grad_comm]
+    if cfg.is_sharded:
+        shard_size = ranks_per_copy(cfg, dist_ctx)
+        apply_fsdp(raw_model, DTYPES[cfg.dtype], grad_dtype, shard_size=shard_size)
+    elif dist_ctx.world_size > 1:
+        model = apply_ddp(raw_model, grad_dtype, bucket_cap_mb=cfg.bucket_cap_mb)
+
+    # Compile and connect in advance, for the first and the final sequence length
+    seq_lens = {get_seq_len(0.0, cfg), get_seq_len(1.0, cfg)}
+    warm_up(model, raw_model, cfg, make_optimizer, micro_batch=micro_batch, seq_lens=seq_lens)
+
+    # The optimizer
     optimizer = make_optimizer(cfg, raw_model)
+    use_sparse_gradients(raw_model, optimizer)  # n-grams, on one CPU rank
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])  # the schedule multiplies it
+        group["initial_lr"] = group["lr"]  # the peak; train_step multiplies it by the schedule
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
     return TrainState(
         cfg=cfg,
@@ -346,9 +368,8 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         muon_lr=cfg.muon_lr,
         adam_lr=cfg.adam_lr,
         weight_decay=cfg.weight_decay,
-        # The fraction that an embedding loses per step at the peak rate. In a run of any length,
-        # (1 - fraction)^max_steps = exp(-embed_decay) (Wang and Aitchison 2024)
-        embed_decay=1 - math.exp(-cfg.embed_decay / cfg.max_steps),
+        embed_decay=cfg.embed_decay,
+        max_steps=cfg.max_steps,
     )
     # In fp16 runs Newton-Schulz uses fp32, because GPUs that need fp16 lack bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
@@ -408,7 +429,7 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     cfg, dist_ctx, optimizer = state.cfg, state.dist_ctx, state.optimizer
     seed_random(state)
 
-    # Targets are the next tokens; cloned so that you can exclude some from the loss by -1
+    # Targets are the next tokens; cloned so that you can set some to -1, which the loss ignores
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
 
@@ -419,23 +440,24 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # Loss = sum over the global batch's targets that are not -1, / n_targets. The model returns a
-    # micro-batch's mean (0 without targets); times its number of targets, that is its sum. DDP and
-    # FSDP divide gradients by the number of ranks, so multiply by it
+    # The loss is the mean over all targets of the global batch that are not -1. The model returns a
+    # micro-batch's mean, so weight it by its share of the targets. DDP and FSDP average gradients
+    # over ranks, so that this is its share of the targets per rank, not of all
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
-    # Forward and backward
+    # Forward and backward, with gradients accumulated over the micro-batches
     loss = torch.zeros((), device=dist_ctx.device)
     for i, (x, y) in enumerate(zip(xs, ys)):
         is_last = i == len(xs) - 1
-        with sync_gradients(state.model, is_last):  # DDP's all-reduce is in the last alone
+        with sync_gradients(state.model, is_last):  # DDP all-reduces only in the last micro-step
             micro_loss = state.model(x, y)
             micro_loss = micro_loss * ((y >= 0).sum() / targets_per_rank)
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Gradient norm, for the log; clipping. grad_values: p.grad, or a sparse one's rows (n-grams)
+    # Norm of the gradients, for the log; clipping. grad_values(p) is p.grad, or the rows of a
+    # sparse one (n-grams on a CPU), coalesced, as clipping needs it
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm([grad_values(p) for p in params])
@@ -448,8 +470,8 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
         if group.get("kind") == "muon":
             group["momentum"] = get_momentum(state.step)
 
-    # Update, unless a gradient is not finite or all are 0 (as without targets). Reading the norm
-    # waits for the device, once per step
+    # Update, unless a gradient is inf or nan, or all are 0 (every target is -1). to_full gathers
+    # the norm under FSDP; .item() waits for the device, once per step
     grad_norm = to_full(norm).item()
     if 0 < grad_norm < math.inf:
         state.scaler.step(optimizer)
@@ -461,7 +483,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, stream: TokenStream, should_stop=None) -> float | None:
+def evaluate(
+    state: TrainState, stream: TokenStream, should_stop: Callable[[], bool] | None = None
+) -> float | None:
     """Mean loss over --eval_tokens validation tokens, in nats; the same on any number of ranks.
 
     Returns None if should_stop() becomes true, because little time may be left after a signal.
@@ -470,28 +494,26 @@ def evaluate(state: TrainState, stream: TokenStream, should_stop=None) -> float 
     batches = stream.eval_batches(
         cfg.eval_tokens, state.micro_batch, rank=dist_ctx.rank, world_size=dist_ctx.world_size
     )
-    # Sum up the losses of this rank's batches. Every rank has the same number of them; the last may
-    # contain padding, with targets of -1. read_on_all_ranks: if one cannot read, all end
-    loss_sum, n_targets = 0.0, 0
+    # Sum up the losses of this rank's batches. All ranks get equally many, the final one padded
+    # with targets of -1. If one rank fails to read, read_on_all_ranks raises on all of them
+    sums = torch.zeros(2, dtype=torch.float64)  # of losses, and of targets
     with state.evaluating() as model:
-        for x, y in read_on_all_ranks(dist_ctx, batches):
+        for inputs, targets in read_on_all_ranks(dist_ctx, batches):
             if should_stop and should_stop():
                 return None
-            x = torch.from_numpy(x).to(dist_ctx.device)
-            y = torch.from_numpy(y).to(dist_ctx.device)
+            x = torch.from_numpy(inputs).to(dist_ctx.device)
+            y = torch.from_numpy(targets).to(dist_ctx.device)
             n = int((y >= 0).sum())
-            loss_sum += model(x, y).item() * n
-            n_targets += n
+            sums += torch.tensor([model(x, y).item() * n, n], dtype=torch.float64)
 
     # The mean over all ranks
-    sums = torch.tensor([loss_sum, n_targets], dtype=torch.float64)
-    loss_sum, n_targets = sum_over_ranks(sums, dist_ctx.cpu_group).tolist()
+    loss_sum, n_targets = sum_over_ranks(sums).tolist()
     state.n_val_targets = int(n_targets)
     return loss_sum / n_targets if n_targets else math.nan
 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
-    """The end of the validation tokens, ">>>", and the model's continuation."""
+    """Continue the final 512 validation tokens; returns their end, ">>>" and the continuation."""
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))
     with state.evaluating() as model:
         return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
@@ -501,38 +523,41 @@ def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> 
 # 4. The training loop
 
 
-def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple[dict, GPT]:
+# Called after each step, on each rank, with the loss that train_step returned
+OnStep = Callable[[TrainState, Tensor], None]
+
+
+def train(
+    cfg: Config, return_model: bool = False, on_step: OnStep | None = None
+) -> dict[str, Any] | tuple[dict[str, Any], GPT]:
     """Run everything, from loading data to the final checkpoint; returns the dict in summary.json.
 
-    return_model: return the model as well, in eval mode. on_step(state, loss) is called after each
-    step on each rank, with the loss of train_step. Raises UserError, RunError, or KeyboardInterrupt
-    after Ctrl-C, once a checkpoint has been saved.
+    return_model: return the model as well, in eval mode. Raises UserError, RunError, or
+    KeyboardInterrupt after Ctrl-C, once a checkpoint has been saved.
     """
-    # Set up device and ranks; check the flags; make the run's folder; start its clock
+    # Join the ranks, lock the run's folder, start the clock and the log
     with Run.open(cfg) as run:
-        cfg, dist_ctx = run.cfg, run.dist_ctx
+        dist_ctx = run.dist_ctx
 
-        # Data, and the checkpoint of --resume or --init_from, if there is one
-        stream = open_stream(cfg, dist_ctx)
-        init = load_init_checkpoint(cfg, run, stream)
-        resuming = init is not None and init.resumes
+        # The checkpoint of --resume or --init_from, if any; cfg keeps flags that are saved there
+        cfg, start = find_start(cfg, run)
 
-        # Automatic values, which may include the batch size
-        saved_flags = init.checkpoint["config"] if resuming else {}
-        cfg = resolve_auto(cfg, dist_ctx, stream, saved_flags)
-        stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
+        # Device, threads; checks of the flags
+        run.configure(cfg)
 
-        # Model and optimizer; with --resume, also the state of optimizer, steps and clock
-        with raise_on_all_ranks(dist_ctx):  # if one fails, the others do not wait for it
-            vocab_size, eot = stream.meta["vocab_size"], stream.meta["eot"]
-            state = build(cfg, dist_ctx, vocab_size, eot=eot, init=init)
-            if resuming:
-                init.restore(state, stream, run)
-        del init  # its tensors
+        # Data, and the values of flags that are still automatic
+        stream = open_stream(cfg, dist_ctx, start)
+        cfg = choose_auto_values(cfg, stream, dist_ctx, learning_rates)
+        stream.set_batch_tokens(cfg.batch_tokens)
 
-        # Begin the log with what is in effect; train; write the summary
-        run.begin(state, stream)
-        stopped_by = loop(state, stream, run, on_step)
+        # Model and optimizer. raise_on_all_ranks: if one rank fails, the others do not wait for it
+        with raise_on_all_ranks(dist_ctx):
+            state = build(cfg, dist_ctx, stream, start)
+
+        # Restore what is resumed, log the effective settings, train, write the summary
+        run.begin(state, stream, start)
+        del start  # free its tensors
+        stopped_by = loop(run, on_step)
         summary = run.finish(stopped_by)
     if return_model:
         return summary, state.raw_model.eval()
@@ -544,25 +569,25 @@ def is_due(every: int, step: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 
 
-def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
+def loop(run: Run, on_step: OnStep | None = None) -> str:
     """Train until there is a reason to stop; returns it, for example "max_steps"."""
+    state, stream = run.state, run.stream
     cfg, dist_ctx = state.cfg, state.dist_ctx
-    loss, grad_norm = None, None  # of the previous step
+    loss, grad_norm = torch.zeros(()), 0.0  # of the previous step
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
-            # status: progress, signals and whether a save is due, the same on all ranks. stop: the
-            # reason to end the run, or "". step: the number of updates so far
+            # Progress, signals and clock, the same on all ranks. step: the number of updates so far
             step = state.step
-            status = agree_on_status(state, stream, run)
-            stop = why_stop(status, state, stream, run)
+            status = agree_on_status(run)
+            stop = reason_to_stop(status, run)  # "" to go on
 
             # Once in a while: log
             if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
                 run.log.step(state, loss, grad_norm)
 
-            # Once in a while: save a checkpoint. At the end of the run it must succeed
-            if stop or is_due(cfg.save_every, step) or status.is_save_due:
-                save_checkpoint(state, stream, run, required=bool(stop))
+            # Once in a while: save a checkpoint
+            if stop or status.is_save_due:
+                save_checkpoint(run)
 
             # After a signal there may be little time left; diverged weights need no evaluation
             if stop in ("signal", "diverged"):
@@ -575,13 +600,13 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
                 if val_loss is None:
                     stop = "signal"
                     break
-                run.add_evaluation(state, val_loss)  # saves the weights if they are the best so far
-                # Ask again: this loss may have reached the target, or be one too many without gain
-                stop = why_stop(status, state, stream, run)
+                run.add_evaluation(val_loss)  # saves the weights if they are the best so far
+                # Ask again: this loss may have reached the target, or exhaust the patience
+                stop = reason_to_stop(status, run)
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
-                run.info(f"--- sample at step {step}\n{sample_text(state, stream)}\n---")
+                run.log.info(f"--- sample at step {step}\n{sample_text(state, stream)}\n---")
 
             if stop:
                 break
@@ -589,12 +614,12 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
             # A single training step
             with run.clock.timing_step():
                 loss, grad_norm = train_step(state, next_batch(), status.progress)
-            run.after_step(state.step, grad_norm)  # counts bad gradients, for why_stop
+            run.after_step(state.step, grad_norm)  # counts bad gradients, for reason_to_stop
             if on_step:
                 on_step(state, loss)
 
-    # If the evaluation ended the run, this step is not saved yet. (If it is, nothing happens)
-    save_checkpoint(state, stream, run, required=True)
+    # An evaluation can end the run at a step without a checkpoint: save one. No-op if there is one
+    save_checkpoint(run, is_last=True)
     return stop
 
 
@@ -605,15 +630,14 @@ HELP = "Train a GPT. In brackets: the defaults of --preset laptop."
 
 
 def main(argv: list[str]) -> None:
-    """Train as the command line says. `command` prints errors and turns them into an exit code."""
-    cfg = make_config(**parse_flags(argv, dataclasses.fields(Config), PRESETS["laptop"], HELP))
+    """Train as the command line says."""
+    cfg = make_config(**parse_flags(argv, Config, PRESETS["laptop"], HELP))
     if cfg.trials == 1:
         train(cfg)
     else:
         run_trials(cfg, train)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    # Prints errors, and turns them into an exit code
     exit_process(run_command(main, sys.argv[1:]))

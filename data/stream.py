@@ -175,7 +175,6 @@ class TokenStream:
         self,
         folder,
         seq_len,
-        batch_tokens,
         seed=0,
         vocab_size=0,
         doc_align=False,
@@ -189,7 +188,8 @@ class TokenStream:
         self.folder = Path(folder)
         self.seq_len = seq_len
         self.seed = seed
-        self.seqs_per_batch = batch_tokens // seq_len
+        self.seqs_per_batch = 0  # until set_batch_tokens
+        self.tokenizer = None
         self.meta = load_meta(self.folder)
         # The content of the vocabulary file, if the tokenizer has one
         self.vocabulary = None
@@ -233,6 +233,17 @@ class TokenStream:
         # Speedruns evaluate the first tokens, on FineWeb and on shards without meta.json
         is_race = is_fineweb(self.meta) or "assumed" in self.meta
         self.eval_subset = "first" if is_race else "spread"
+
+    @property
+    def vocab_size(self):
+        return self.meta["vocab_size"]
+
+    @property
+    def eot(self):
+        return self.meta["eot"]
+
+    def set_batch_tokens(self, batch_tokens):
+        self.seqs_per_batch = batch_tokens // self.seq_len
 
     def sequence_starts(self, index):
         """Return the starts of the training sequences with these numbers, int64 (len(index),).

@@ -1,7 +1,7 @@
 """Autoregressive generation: the KV cache, and sampling one token at a time.
 
 GPT.backbone(idx, cache) adds idx to the cache: prompts at once, then one token per row. A layer
-attends by SDPA to what its LayerCache holds, under masks that KVCache.read makes.
+attends by SDPA to what its LayerCache holds, under masks that KVCache.add makes.
 """
 
 import math
@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.values import printable
 from model import GPT, Linear, may_attend
 from ops.compile import keep_gcc_from_copying
-from ops.functional import shift_right
+from ops.elementwise import shift_right
 from ops.parallel import reshard, unshard
 
 # --------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class KVCache:
             tensors += layer.newest.values()
         return tensors
 
-    def read(self, model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, dict[int, Tensor | None]]:
+    def add(self, model: GPT, idx: Tensor) -> tuple[Tensor, Tensor, dict[int, Tensor | None]]:
         """Add the tokens idx (B, T), which GPT.backbone is about to read.
 
         Returns

@@ -3,18 +3,36 @@
 All masks are built from may_attend in model.py.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask  # takes two seconds
+
 # --------------------------------------------------------------------------------------------------
 # Masks
+
+
+def layer_windows(pattern: str, n_layer: int, seq_len: int) -> list[int]:
+    """Return how many keys a query attends to in each layer, its own included; 0 is all of them.
+
+    pattern: letters, tiled over the layers: L full, S sliding over seq_len / 4 keys; "SL:256": over
+    256 keys.
+    """
+    letters, _, width = pattern.partition(":")
+    window = int(width) if width else max(1, seq_len // 4)
+    if window >= seq_len:
+        window = 0
+    return [window if letters[layer % len(letters)] == "S" else 0 for layer in range(n_layer)]
 
 
 class VarlenMask(NamedTuple):
@@ -25,16 +43,17 @@ class VarlenMask(NamedTuple):
     window: tuple[int, int]
 
 
+# None: plain causal attention. bool (T, T) or (B, 1, T, T), or a bias, for SDPA and blocked
+Mask: TypeAlias = "Tensor | BlockMask | VarlenMask | None"
+
+
 def attention_mask(
     attn_backend: str, may_attend: Callable, idx: Tensor, window: int, eot: int | None
-):
+) -> Mask:
     """Make the attention mask for a backend.
 
     idx: integer (B, T). window: how many keys a query attends to, its own included; 0 is all.
     eot: the token that starts a document, if documents do not attend to each other.
-
-    Returns None for plain causal attention; a mask for SDPA, bool (T, T) or (B, 1, T, T); or a
-    BlockMask or VarlenMask.
     """
     length = idx.size(1)
     # An exported model takes any length, so it keeps its window
@@ -68,11 +87,13 @@ def is_plain_causal(may_attend: Callable, length: int) -> bool:
     return torch.equal(may_attend(query, key, 0), key <= query)
 
 
-def flex_mask(may_attend, window: int, length: int, device: torch.device, docs: Tensor | None):
-    """Make FlexAttention's BlockMask."""
+def flex_mask(
+    may_attend: Callable, window: int, length: int, device: torch.device, docs: Tensor | None
+) -> BlockMask:
+    """Make FlexAttention's mask; docs: the number of each token's document, int64 (B, T)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def mask_mod(b, h, query, key):
+    def mask_mod(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if docs is None:
             return may_attend(query, key, window)
         return may_attend(query, key, window, docs[b, query], docs[b, key])
@@ -116,8 +137,8 @@ def compile_once(function: Callable, dynamic: bool | None = None) -> Callable:
     return torch.compile(function, dynamic=dynamic)
 
 
-def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask, window: int) -> Tensor:
-    """FlexAttention (Dong et al. 2024), compiled on a GPU: else it makes all scores at once."""
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, window: int) -> Tensor:
+    """FlexAttention (Dong et al. 2024), compiled on GPUs; eager, it makes all scores at once."""
     from torch.nn.attention.flex_attention import flex_attention as flex  # takes two seconds
 
     if q.is_cuda and not torch.compiler.is_compiling():
@@ -126,7 +147,12 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, block_mask, window: int) -> 
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int, kernels
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    window: int,
+    kernels: SDPBackend | list[SDPBackend],
 ) -> Tensor:
     """PyTorch's scaled_dot_product_attention by one kernel, or the best of several."""
     with sdpa_kernel(kernels):

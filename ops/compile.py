@@ -1,11 +1,12 @@
 """torch.compile, of each block and of the loss, in place."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from ops.loss import CompiledLoss
+from ops.loss import LossFunctions, loss_and_gradients, loss_only
 
 # The modes that use CUDA graphs, and what they are without
 WITHOUT_CUDAGRAPHS = {
@@ -28,7 +29,7 @@ def reduce_short_rows_at_once() -> None:
         return
     plain = InductorChoices.should_use_persistent_reduction
 
-    def should_use_persistent_reduction(features, cooperative_reduction):
+    def should_use_persistent_reduction(features, cooperative_reduction: bool) -> bool:
         is_short = V.graph.sizevars.statically_known_leq(features.reduction_numel, 256)
         return is_short or plain(features, cooperative_reduction)
 
@@ -53,7 +54,7 @@ def keep_gcc_from_copying() -> None:
         )
 
 
-def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.device) -> None:
+def apply_compile(model: nn.Module, mode: str, budget: float) -> None:
     """Compile a GPT's blocks, which share one compilation, and its loss; parameter names stay.
 
     mode: of torch.compile. budget: the fraction of activations that may be kept for backward; the
@@ -68,26 +69,31 @@ def apply_compile(model: nn.Module, mode: str, budget: float, device: torch.devi
     # DDPOptimizer would split each block's graph at bucket boundaries; compiled blocks already
     # overlap all-reduce with backward
     torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.trace_autograd_ops = True  # for loss_and_gradients
     torch._functorch.config.activation_memory_budget = budget
-    options = dict(torch._inductor.list_mode_options(mode))
-    if device.type == "cuda":
+    on_cuda = model.device.type == "cuda"
+    if on_cuda:
         reduce_short_rows_at_once()
-        # Else the gradient of queries and keys takes two kernels, and a tensor in fp32 between them
-        options |= dict(realize_reads_threshold=30, realize_opcount_threshold=60)
     else:
         keep_gcc_from_copying()
+    options = dict(torch._inductor.list_mode_options(mode))
     for block in model.blocks:
         block.compile(options=options, fullgraph=True, dynamic=False)
-
-    # The loss without CUDA graphs, which would copy each chunk's logits into their memory
-    mode_of_loss = WITHOUT_CUDAGRAPHS.get(mode, mode)
-    options = dict(torch._inductor.list_mode_options(mode_of_loss))
-    if device.type == "cuda":
-        # Else the gradient of all logits is stored in fp32 before it is quantized, with --fp8
-        options["realize_opcount_threshold"] = 60
-    # On a CPU, evaluation is not worth its compile time; without chunks, training needs it
-    compile_forward = device.type != "cpu" or model.loss_chunk == 0
-    model.token_loss = CompiledLoss(model, options, compile_forward)
     if mode in WITHOUT_CUDAGRAPHS:
         # Tell CUDA graphs that earlier outputs may be overwritten
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+
+    # The loss without CUDA graphs, which would copy each chunk's logits into their memory
+    options = dict(torch._inductor.list_mode_options(WITHOUT_CUDAGRAPHS.get(mode, mode)))
+    if on_cuda:
+        # Otherwise, with --fp8, the gradient of all logits is stored in fp32 before it is quantized
+        options["realize_opcount_threshold"] = 60
+
+    def compiled(function: Callable) -> Callable:
+        return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+    functions = LossFunctions(loss_and_gradients=compiled(loss_and_gradients))
+    # On a CPU, evaluation is not worth its compile time; without chunks, training needs it
+    if on_cuda or model.loss_chunk == 0:
+        functions = functions._replace(loss_only=compiled(loss_only))
+    model.loss_functions = functions

@@ -1,11 +1,11 @@
-"""Embeddings of hashed n-grams (Over-Tokenized Transformer, Huang et al. 2025), and how to update
-them."""
+"""Embeddings of hashed n-grams (Over-Tokenized Transformer, Huang et al. 2025); their optimizer."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.functional import shift_right
+from ops.elementwise import shift_right
 from ops.parallel import to_local
 
 # Multipliers from xxHash and MurmurHash. A 31-bit hash times a 32-bit multiplier fits into int64
@@ -14,27 +14,15 @@ HASH_B = 0x85EBCA6B
 HASH_MODULUS = 2**31
 
 
-def hash_ngrams(
-    tokens: Tensor,
-    length: int,
-    longest: int,
-    n_rows: int,
-    eot: int | None,
-    dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Hash the n-grams that end at each of the last `length` tokens to rows of a table.
+def hash_ngrams(tokens: Tensor, longest: int, eot: int | None) -> Tensor:
+    """Hash the n-grams of 2, ..., longest tokens that end at each token of tokens, integer (B, T).
 
-    tokens: integer (B, S).
-    longest: the n-grams have 2, ..., longest tokens.
-    n_rows: the table's number of rows.
-    eot: the token that starts a document. Before it, and before the first token, there is
-    "no token".
-    dropout, seed: as in dropout_weights.
-    Returns the rows, int64 (B, length, longest - 1), and their weights; None for ones.
+    h = token, then h = (h * HASH_A + earlier token) % 2^31 for each token further back. eot: the
+    token that starts a document. Before it, and before the first token, there is "no token", 0;
+    other tokens count from 1. Returns int64 (B, T, longest - 1).
     """
     hashes = []
-    previous = tokens.long() + 1  # 0 stands for "no token"
+    previous = tokens.long() + 1
     code = previous
     for _ in range(2, longest + 1):
         previous = shift_right(previous)  # one token further back
@@ -43,20 +31,25 @@ def hash_ngrams(
             previous = previous.masked_fill(tokens == eot, 0)
         code = (code * HASH_A + previous) % HASH_MODULUS
         hashes.append(code)
-    hashes = torch.stack(hashes, dim=-1)[:, -length:]
-
-    # >> 7 drops the badly mixed low bits, which depend on the hash's low bits alone
-    rows = ((hashes * HASH_B) >> 7) % n_rows
-    weights = dropout_weights(hashes, dropout, seed) if dropout else None
-    return rows, weights
+    return torch.stack(hashes, dim=-1)
 
 
-def dropout_weights(hashes: Tensor, dropout: float, seed: int) -> Tensor:
-    """Make the weights of n-grams under dropout: 0 with this probability, else 1 / (1 - dropout).
+def rows_of_hashes(hashes: Tensor, n_rows: int) -> Tensor:
+    """Return the row of a table of n_rows for each hash, int64.
 
-    hashes: (B, T, N). Returns fp32 (B, T, N). Pseudo-random by hashing instead of a generator, so
-    that the result is the same however the batch is divided.
+    >> 7 drops the badly mixed low bits, which depend on the hash's low bits only.
     """
+    return ((hashes * HASH_B) >> 7) % n_rows
+
+
+def dropout_weights(hashes: Tensor, dropout: float, seed: int) -> Tensor | None:
+    """Make the weights of n-grams: 0 with a probability of `dropout`, otherwise 1 / (1 - dropout).
+
+    hashes: (B, T, N). Returns fp32 (B, T, N), or None for ones. Pseudo-random by hashing instead of
+    a generator, so that the result is the same however the batch is divided.
+    """
+    if not dropout:
+        return None
     position = torch.arange(hashes.size(1), device=hashes.device)[:, None]
     mixed = mix(hashes, position * HASH_B % HASH_MODULUS)
     mixed = mix(mixed, seed % HASH_MODULUS)
@@ -91,6 +84,32 @@ class NgramEmbedding(nn.Embedding):
             sparse=self.sparse,
         )
         return summed.view(B, T, -1)
+
+
+def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """On one CPU rank, give tables that model.py's RMSprop trains sparse gradients.
+
+    A step reads few rows of an n-gram table; updating the others would take as long as a layer.
+    GPUs, DDP and FSDP need dense gradients.
+    """
+    weights = set()
+    for group in optimizer.param_groups:
+        if group.get("kind") == "rmsprop" and not dist.is_initialized():
+            weights.update(p for p in group["params"] if p.is_cpu)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = module.weight in weights
+
+
+def grad_values(param: Tensor) -> Tensor:
+    """Return the gradient of a parameter; of a sparse one the values, which have the same norm.
+
+    A sparse p.grad is replaced by a coalesced one, in which rows that occur twice are added up.
+    """
+    if param.grad.is_sparse:
+        param.grad = param.grad.coalesce()
+        return param.grad.values()
+    return param.grad
 
 
 def rmsprop_rows_(

@@ -1,34 +1,57 @@
-"""The device of a run: which it is, and what it is called."""
+"""The device of a run: which it is, what it is called, how fast it is, and its faster dtype."""
 
+from __future__ import annotations
+
+import atexit
+import functools
 import math
 import platform
 import re
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.values import env_int
-from runtime.process import configure_process
-from runtime.ranks import DistContext, check_ranks, connect_ranks
+from runtime.environment import configure_process
+from runtime.ranks import DistContext
+
+if TYPE_CHECKING:
+    from train_gpt import Config
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# How many times faster bf16 matmuls must be: casts and norms in bf16 use up a part of the gain
+BF16_GAIN = 1.2
+
+# Dense bf16 or fp16 TFLOP/s with fp32 accumulation, from the vendors' datasheets, of the first name
+# that fits. There is no MFU on other devices
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "A10": 125,
+    "A6000": 155,
+    "RTX 5090": 210,
+    "RTX 4090": 165,
+    "RTX 3090": 71,
+}
 
 
-def init_device_and_ranks(cfg) -> DistContext:
-    """Choose the device, join the other ranks if torchrun started any, and check that they match.
-
-    Also configures the process. May be called again in a process, for a different run. Raises
-    UserError.
-    """
+def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
+    """Choose the device of dist_ctx, and configure the process for it. Raises UserError."""
     device = select_device(cfg.device)
-    dist_ctx = DistContext(
-        device,
-        rank=env_int("RANK", 0),
-        world_size=env_int("WORLD_SIZE", 1),
-        local_rank=env_int("LOCAL_RANK", 0),
-        local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
-    )
     if device.type == "cuda":
         n_devices = torch.cuda.device_count()
         if dist_ctx.local_rank >= n_devices:
@@ -36,13 +59,13 @@ def init_device_and_ranks(cfg) -> DistContext:
                 f"{dist_ctx.local_world_size} processes were started for {n_devices} CUDA "
                 f"device(s); use torchrun --nproc_per_node={n_devices}"
             )
-        dist_ctx.device = torch.device("cuda", dist_ctx.local_rank)
+        device = torch.device("cuda", dist_ctx.local_rank)
+    dist_ctx.device = device
     configure_process(cfg, dist_ctx)
-    # FSDP needs a process group even of a single rank; later runs of the process then use it, too
-    if dist_ctx.world_size > 1 or cfg.is_sharded or dist.is_initialized():
-        connect_ranks(dist_ctx)
-    check_ranks(cfg, dist_ctx)
-    return dist_ctx
+    # FSDP needs a process group of a single rank, too; later runs of the process then use it
+    if cfg.is_sharded and not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
 
 
 def select_device(name: str) -> torch.device:
@@ -84,3 +107,68 @@ def device_summary(dist_ctx: DistContext) -> str:
     device = dist_ctx.device
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return f"{dist_ctx.world_size} x {device.type} ({device_name(device)}{threads})"
+
+
+# --------------------------------------------------------------------------------------------------
+# Speed
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Look up FLOP/s of one device's 16-bit matmuls; None for fp32 and where it is not known."""
+    if device.type != "cuda" or dtype not in ("bf16", "fp16"):
+        return None
+    name = torch.cuda.get_device_name(device)
+    # A part of a device, or another device of nearly the same name
+    if re.search(r"Laptop|Max-Q|MIG|GRID|-\d+[CQ]$| (D|Ti)\b", name):
+        return None
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):
+            return 1e12 * tflops
+    return None
+
+
+def matmul_flops(device: torch.device, dtype: torch.dtype, width: int, flop: float = 3e8) -> float:
+    """Measure FLOP/s of matmuls as in a block of this width, of about `flop` each, for 0.1 s."""
+    rows = max(64, round(flop / (8 * width**2)))
+    x = torch.ones(rows, width, dtype=dtype, device=device)
+    w = torch.ones(width, 4 * width, dtype=dtype, device=device)
+    seconds = []
+    deadline = time.perf_counter() + 0.1
+    while time.perf_counter() < deadline:
+        began = time.perf_counter()
+        (x @ w)[0, 0].item()  # waits for the device
+        seconds.append(time.perf_counter() - began)
+    return 8 * rows * width**2 / min(seconds)
+
+
+def large_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Measure FLOP/s of one device in matmuls that are large enough for it."""
+    if device.type == "cpu":
+        return matmul_flops(device, dtype, 512, 3e9)
+    return matmul_flops(device, dtype, 4096, 5e11)
+
+
+def faster_dtype(
+    dtype: str, device: torch.device, n_embd: int, trained_in: str | None = None
+) -> str:
+    """Resolve "auto" to bf16 on GPUs that have it and CPUs whose matmuls are faster in it.
+
+    trained_in: the dtype of a model to sample from, which is kept where the device is fast in it.
+    """
+    if dtype != "auto":
+        return dtype
+    if trained_in == "fp32" or (trained_in == "fp16" and device.type == "cuda"):
+        return trained_in
+    if device.type == "cuda":
+        is_faster = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_faster = device.type == "cpu" and bf16_gain(min(n_embd, 512)) >= BF16_GAIN
+    return "bf16" if is_faster else "fp32"
+
+
+@functools.cache  # so that all runs of a process train in the same dtype
+def bf16_gain(width: int) -> float:
+    """Measure how many times faster than in fp32 matmuls are in bf16, on the CPU."""
+    device = torch.device("cpu")
+    fp32_flops = matmul_flops(device, torch.float32, width)
+    return matmul_flops(device, torch.bfloat16, width) / fp32_flops

@@ -1,23 +1,16 @@
-"""Flags: each field of a dataclass is one. The command line, --help, checks and precedence."""
+"""Flags: each field of a dataclass is one. The command line, --help, checks, and implied flags."""
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from common.errors import UserError
 from common.values import boolean, integer
-from runtime.checkpoint import BEST, list_checkpoints, read_checkpoint
 from runtime.sizes import flags_for_size
-
-# Flags of the command, which a resumed run does not take from its checkpoint
-COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile", "given"}
-
-# Flags of the model's shape, which --init_from takes from a checkpoint
-SHAPE_FLAGS = {"seq_len", "n_layer", "n_head", "n_embd", "window", "softcap", "ngram", "ngram_rows"}
 
 # With one of these, --minutes chooses no size
 SIZE_FLAGS = {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
@@ -50,10 +43,12 @@ class GivenFlags:
     No other value is chosen for them.
     """
 
-    given: tuple = dataclasses.field(default=(), compare=False)
+    given: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
 
-def flag(default, help: str, choices: Iterable[str] = (), const=None, min: float = 0):
+def flag(
+    default: Any, help: str, choices: Iterable[str] = (), const: Any = None, min: float = 0
+) -> Any:
     """Declare a field that is a flag.
 
     const: the value of a bare flag, as in --compile (bool: true). min: the smallest number allowed.
@@ -74,12 +69,12 @@ def closest(name: str, names: Iterable[str]) -> str:
 # Checks
 
 
-def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
-    """Check names, types, choices and ranges of flags.
+def check_values(flags: dict[str, Any], config: type[GivenFlags]) -> dict[str, Any]:
+    """Check names, types, choices and ranges of flags, which are fields of the dataclass `config`.
 
-    Returns the flags with 1 as 1.0 where a float is due. fields: of Config, by name. Raises
-    UserError.
+    Returns the flags with 1 as 1.0 where a float is due. Raises UserError.
     """
+    fields = {field.name: field for field in dataclasses.fields(config)}
     checked = {}
     for name, value in flags.items():
         if name not in fields:
@@ -114,7 +109,7 @@ def check_values(flags: dict, fields: dict[str, dataclasses.Field]) -> dict:
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists the flags")
 
 
@@ -123,11 +118,12 @@ READERS = {int: integer, float: float, bool: boolean, str: str}
 
 
 def parse_flags(
-    argv: list[str], fields: tuple[dataclasses.Field, ...], defaults: dict, description: str
-) -> dict:
+    argv: list[str], config: type[GivenFlags], defaults: dict[str, Any], description: str
+) -> dict[str, Any]:
     """Read the flags that a command line names; --help prints and exits.
 
-    defaults: what --help shows in place of the fields' own. Raises UserError.
+    config: the dataclass whose fields they are. defaults: what --help shows in place of the fields'
+    own. Raises UserError.
     """
     parser = Parser(
         prog="train_gpt.py",
@@ -135,12 +131,15 @@ def parse_flags(
         description=description,
         argument_default=argparse.SUPPRESS,
     )
-    for field in fields:
+    names = []
+    for field in dataclasses.fields(config):
         kind = type(field.default)
         if kind not in READERS:
             continue  # not a flag
+        names.append(field.name)
         choices = field.metadata.get("choices", ())
-        options = dict(type=READERS[kind], metavar="|".join(choices) or kind.__name__)
+        options: dict[str, Any] = dict(type=READERS[kind])
+        options["metavar"] = "|".join(choices) or kind.__name__
 
         # The value of a bare flag
         const = field.metadata.get("const") or kind is bool
@@ -154,29 +153,25 @@ def parse_flags(
             help_text = f"{help_text} [{default}]"
         parser.add_argument(f"--{field.name}", help=help_text, **options)
 
-    short = dict(dest="dtype", action="store_const", const="bf16")
+    short: dict[str, Any] = dict(dest="dtype", action="store_const", const="bf16")
     parser.add_argument("--bf16", **short, help="short for --dtype bf16")
 
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]
-        raise UserError(f"unknown flag {unknown[0]}{closest(name, [f.name for f in fields])}")
+        raise UserError(f"unknown flag {unknown[0]}{closest(name, names)}")
     return vars(flags)
 
 
 # --------------------------------------------------------------------------------------------------
-# Precedence; later ones win: Config's defaults, the preset, flags that --params, --minutes and
-# --init_from imply, the flags in a checkpoint, those that are given
+# Flags that follow from others
 
 
-def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[dict, dict, dict]:
-    """Return the flags that others imply, those kept from a checkpoint, and those given.
+def implied_flags(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what --params, --minutes and --init_from change in the preset.
 
-    --resume keeps all flags of the run, --init_from the model's shape. fields: Config's. Raises
-    UserError for wrong names and values, and if it is unclear which run is meant.
+    Raises UserError if it is unclear how long to train, or what to start from.
     """
-    known = {field.name: field for field in fields}
-    given = check_values(flags, known)
     if given.get("minutes") and "max_steps" in given:
         raise UserError(
             "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one "
@@ -184,22 +179,10 @@ def flags_of_run(flags: dict, fields: tuple[dataclasses.Field, ...]) -> tuple[di
         )
     if given.get("resume") and given.get("init_from"):
         raise UserError("--resume and --init_from contradict each other; give one of them")
-    saved = {}
-    if given.get("init_from"):
-        if not given.keys() & {"preset", "params"}:
-            saved = saved_flags(Path(given["init_from"]))
-            saved = {name: value for name, value in saved.items() if name in SHAPE_FLAGS}
-    elif given.get("resume"):
-        saved = flags_to_resume(given, known)
-    return implied_flags(given, saved), saved, given
-
-
-def implied_flags(given: dict, saved: dict) -> dict:
-    """Return what --params, --minutes and --init_from change in the preset."""
     implied = {}
     if given.get("params", 0) > 0:
         implied = flags_for_size(given["params"], given)
-    if given.get("minutes") and not saved and not SIZE_FLAGS & given.keys():
+    if given.get("minutes") and not SIZE_FLAGS & given.keys():
         implied["params"] = -1
     if given.get("init_from"):
         # The model has learned from short sequences already. 0: from the size of the dataset
@@ -207,72 +190,3 @@ def implied_flags(given: dict, saved: dict) -> dict:
         if "max_steps" not in given:
             implied |= dict(max_steps=0, eval_every=-1, patience=3)  # until val_loss rises
     return implied
-
-
-def flags_to_resume(given: dict, known: dict[str, dataclasses.Field]) -> dict:
-    """Return the flags of the run that --resume names, except those that are given anew.
-
-    Sets given["out_dir"] to the run's folder if --resume names a run or a checkpoint.
-    """
-    source = find_run_to_resume(given)
-    saved = saved_flags(source) if source else {}
-    if not saved:
-        return {}
-    if given.get("params") == -1:
-        del given["params"]  # the run has its size
-    for name in ("preset", "params", "optimizer"):
-        if given.get(name, saved[name]) != saved[name]:
-            raise UserError(
-                f"--{name} {given[name]} is for new runs; {source} has {saved[name]}: remove it"
-            )
-    return flags_to_keep(saved, given, known)
-
-
-def flags_to_keep(saved: dict, given: dict, known: Iterable[str]) -> dict:
-    """Return the flags in a checkpoint that a resumed run keeps: known ones not given anew."""
-    left_out = COMMAND_FLAGS | given.keys()
-    if "max_steps" in given:
-        left_out.add("minutes")
-    if given.get("minutes", saved.get("minutes")) != saved.get("minutes"):
-        left_out.add("max_steps")  # more minutes, more steps
-    return {name: saved[name] for name in known if name in saved and name not in left_out}
-
-
-def keep_flags(cfg, saved: dict):
-    """Return cfg with the flags in the checkpoint that it resumes, except those that were given.
-
-    After a restart by torchrun, and with --trials, make_config has not read the checkpoint.
-    """
-    given = {name: getattr(cfg, name) for name in cfg.given}
-    kept = flags_to_keep(saved, given, known=vars(cfg))
-    return dataclasses.replace(cfg, **kept, given=(*cfg.given, *kept))
-
-
-def find_run_to_resume(given: dict) -> Path | None:
-    """Return the folder or file that --resume names; None if the run is yet to be made."""
-    resume, out_dir = given["resume"], given.get("out_dir", "")
-    if resume == "newest" and not out_dir:
-        raise UserError("--resume does not say which run: add --out_dir and the run's folder")
-    if resume in ("newest", "auto"):
-        return Path(out_dir) if out_dir else None
-
-    path = Path(resume)
-    if path.name == BEST:
-        raise UserError(
-            f"{path} holds weights only, so it cannot be resumed; use --init_from {path}"
-        )
-    folder = path if path.is_dir() else path.parent
-    if not out_dir and (folder / "log.txt").exists():
-        given["out_dir"] = str(folder)
-    return path
-
-
-def saved_flags(path: Path) -> dict:
-    """Return the flags in this checkpoint, or in the newest readable one of this folder.
-
-    {} if there is none, which find_checkpoint reports.
-    """
-    for file in [path] if path.is_file() else list_checkpoints(path):
-        with contextlib.suppress(UserError):
-            return read_checkpoint(file, verify=False)["config"]
-    return {}

@@ -1,5 +1,7 @@
 """What the user sees of a run: log.txt, metrics.jsonl, Weights & Biases, and the console."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json
@@ -9,23 +11,26 @@ import shlex
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
+from torch import Tensor
 
 from common.errors import UserError, print_line
 from common.files import atomic_write, fsync
 from common.values import nan_to_none
-from data.stream import TokenStream
-from runtime.clock import Clock
-from runtime.device import peak_memory_mb
+from runtime.device import peak_flops, peak_memory_mb
+from runtime.progress import Clock
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
 from runtime.run_folder import copy_sources, run_sources, source_hashes
-from runtime.speed import peak_flops
+
+if TYPE_CHECKING:
+    from runtime.run import Run
+    from train_gpt import Config, TrainState
 
 SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
 
 
-def read_rows(metrics: str) -> list[dict]:
+def read_rows(metrics: str) -> list[dict[str, Any]]:
     """Parse the rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
     rows = []
     for line in metrics.splitlines():
@@ -37,27 +42,34 @@ def read_rows(metrics: str) -> list[dict]:
 class Log:
     """The lines and rows of a run. Only rank 0 writes and prints."""
 
+    cfg: Config  # from begin() on
+
     def __init__(self, folder: Path, dist_ctx: DistContext, clock: Clock):
         self.folder = folder
         self.dist_ctx = dist_ctx
         self.clock = clock
         self.is_rank0 = dist_ctx.rank == 0
-        self.evaluations: list[dict] = []  # their rows, on the same tokens
-
-        # From begin() on
-        self.text = None
-        self.metrics = None
-        self.wandb = None
+        self.evaluations: list[dict[str, Any]] = []  # their rows
+        # Open from begin() on
+        self.text: TextIO | None = None
+        self.metrics: TextIO | None = None
+        self.wandb: Any = None
         self.early_lines: list[str] = []  # for log.txt, from before it is open
+        # At the previous logged step
+        self.logged_tokens = 0
+        self.logged_train_time = 0.0
+        # To convert units
+        self.flops_per_token = math.nan
+        self.peak_flops = math.nan
+        self.bits_per_nat = math.nan
+        self.val_tokens = 0  # of an evaluation
 
     # ----------------------------------------------------------------------------------------------
     # Files
 
-    def begin(self, state, stream: TokenStream, eval_begin: int) -> None:
-        """Open the files. A resumed run continues them after its step. Raises UserError.
-
-        eval_begin: from this step on, evaluations are on the same tokens.
-        """
+    def begin(self, run: Run) -> None:
+        """Open the files. A resumed run continues them after its step. Raises UserError."""
+        state, stream = run.state, run.stream
         self.cfg = cfg = state.cfg
         self.logged_tokens = state.tokens
         self.logged_train_time = self.clock.train_time
@@ -70,13 +82,10 @@ class Log:
         self.bits_per_nat = tokens_per_byte / math.log(2)
 
         # What was logged before the step that is resumed, the same on all ranks
-        for row in run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step)):
-            if row.get("val_loss") is not None and row["step"] >= eval_begin:
-                self.evaluations.append(row)
-            earlier = row.get("wall_time_s") or 0.0
-            self.clock.earlier_wall_time = max(self.clock.earlier_wall_time, earlier)
+        history = run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step))
+        self.evaluations = [row for row in history if row.get("val_loss") is not None]
 
-    def open_files(self, cfg, step: int) -> list[dict]:
+    def open_files(self, cfg: Config, step: int) -> list[dict[str, Any]]:
         """Open the files on rank 0; returns the rows of metrics.jsonl up to this step.
 
         log.txt gets the flags, the command and the SHA-256 of the sources, which are copied to
@@ -111,7 +120,7 @@ class Log:
             self.start_wandb(flags, step)
         return history
 
-    def start_wandb(self, flags: dict, step: int) -> None:
+    def start_wandb(self, flags: dict[str, Any], step: int) -> None:
         try:
             import wandb
 
@@ -134,8 +143,9 @@ class Log:
 
     def sync(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
-        self.metrics.flush()  # what a full disk held back
-        fsync(self.metrics.fileno())
+        if self.metrics:
+            self.metrics.flush()  # what a full disk held back
+            fsync(self.metrics.fileno())
 
     def close(self) -> None:
         for file in (self.text, self.metrics):
@@ -151,7 +161,7 @@ class Log:
     # ----------------------------------------------------------------------------------------------
     # Lines and rows
 
-    def write(self, file, line: str) -> None:
+    def write(self, file: TextIO, line: str) -> None:
         """Append a line to a file; a full disk does not end the run."""
         try:
             file.write(line + "\n")
@@ -169,10 +179,10 @@ class Log:
         else:
             self.early_lines.append(text)
 
-    def step(self, state, loss: torch.Tensor, grad_norm: float) -> None:
+    def step(self, state: TrainState, loss: Tensor, grad_norm: float) -> None:
         """Log a training step, with the mean over ranks of its loss and of state.metrics."""
         metrics = mean_over_ranks(self.dist_ctx, {**state.metrics, "train_loss": loss})
-        loss = metrics.pop("train_loss")
+        train_loss = metrics.pop("train_loss")
 
         # The learning rate of Muon's group, or of the first
         groups = state.optimizer.param_groups
@@ -196,12 +206,12 @@ class Log:
 
         mfu_text = f"mfu {mfu:.1%} | " if math.isfinite(mfu) else ""
         line = (
-            f"loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f} | {speed:,.0f} tok/s | "
+            f"loss {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f} | {speed:,.0f} tok/s | "
             f"{mfu_text}{memory:,.0f} MiB | {eta}"
         )
         row = dict(
             step=state.step,
-            train_loss=loss,
+            train_loss=train_loss,
             grad_norm=grad_norm,
             tokens=state.tokens,
             lr=lr,
@@ -211,7 +221,7 @@ class Log:
         )
         self.row(row, metrics, line)
 
-    def evaluation(self, state, val_loss: float) -> None:
+    def evaluation(self, state: TrainState, val_loss: float) -> None:
         """Log a validation loss, in nats per token, and state.metrics."""
         metrics = mean_over_ranks(self.dist_ctx, state.metrics)
         # If some targets are masked, the number of bytes of the others is unknown
@@ -224,7 +234,7 @@ class Log:
         self.evaluations.append(row)
         self.row(row, metrics, line)
 
-    def row(self, row: dict, metrics: dict, line: str) -> None:
+    def row(self, row: dict[str, Any], metrics: dict[str, float], line: str) -> None:
         """Record a row, to which the times are added, and metrics; print a line."""
         row["train_time_s"] = self.clock.train_time
         row["wall_time_s"] = self.clock.wall_time
@@ -232,7 +242,7 @@ class Log:
         words = [f"step {row['step']:>{len(max_steps)}}/{max_steps}", line]
         words += [f"{name} {value:.4g}" for name, value in metrics.items()]
         self.info(" | ".join(words))
-        if not self.is_rank0:
+        if not self.metrics:
             return
         values = nan_to_none(row | metrics)
         self.write(self.metrics, json.dumps(values))

@@ -1,12 +1,15 @@
 """Which checkpoint a run starts from, and what it takes from it."""
 
+from __future__ import annotations
+
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.values import env_int
+from data.stream import TokenStream
 from runtime.checkpoint import (
     BEST,
     CorruptCheckpointError,
@@ -18,34 +21,70 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.ranks import any_rank, raise_on_all_ranks, run_on_rank0
+from runtime.ranks import raise_on_all_ranks, run_on_rank0
+from runtime.run_folder import new_run_folder
+
+if TYPE_CHECKING:
+    from model import GPT
+    from runtime.run import Run
+    from train_gpt import Config
+
+# Flags of the command, which a resumed run does not take from its checkpoint
+COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile", "given"}
+
+
+def find_start(cfg: Config, run: Run) -> tuple[Config, Start | None]:
+    """Find the checkpoint that --resume or --init_from names; None to start from scratch.
+
+    Returns cfg with the flags that it keeps from there as well, the same on every rank. Raises
+    UserError.
+    """
+    path, is_resume = run_on_rank0(run.dist_ctx, lambda: find_checkpoint(cfg, run))
+    cfg = dataclasses.replace(cfg, out_dir=str(run.folder))
+    if path is None:
+        return cfg, None
+    with raise_on_all_ranks(run.dist_ctx):
+        start = Start(path, read_checkpoint(path, verify=False), is_resume)
+        cfg = keep_flags(cfg, start)
+    run.log.info(f"{'resumed' if is_resume else 'weights'} from {path}")
+    return cfg, start
 
 
 @dataclass
-class InitCheckpoint:
-    """The checkpoint that a run starts from. resumes: it continues that run."""
+class Start:
+    """The checkpoint that a run starts from. is_resume: it continues that run."""
 
     path: Path
-    checkpoint: dict
-    resumes: bool
+    checkpoint: dict[str, Any]
+    is_resume: bool
 
-    def load_weights(self, model: torch.nn.Module) -> None:
+    def check_tokenizer(self, stream: TokenStream) -> None:
+        """Raise UserError if the dataset has another tokenizer than the model."""
+        tokenizer = self.checkpoint["tokenizer"]
+        ours = stream.meta["tokenizer"], stream.vocabulary
+        if (tokenizer, self.checkpoint["vocabulary"]) != ours:
+            source = self.path.parent if tokenizer.startswith("bpe") else tokenizer
+            raise UserError(
+                f"{self.path} has another tokenizer ({tokenizer}) than {stream.folder} ({ours[0]});"
+                f" prepare the data with --tokenizer {source}"
+            )
+
+    def load_weights(self, model: GPT) -> None:
         """Load the checkpoint's own weights to resume, else those that were evaluated.
 
         Raises UserError if they do not fit the model.
         """
-        checkpoint = self.checkpoint if self.resumes else with_eval_weights(self.checkpoint)
+        checkpoint = self.checkpoint if self.is_resume else with_eval_weights(self.checkpoint)
         load_weights(model, checkpoint, self.path)
 
-    def restore(self, state, stream, run) -> None:
-        """Restore the optimizer, loss scale, step, clock and TrainState.extra.
+    def restore(self, run: Run) -> None:
+        """Restore the optimizer, loss scale, step, clock, best loss and TrainState.extra.
 
         Raises UserError if the stream or the optimizer differs.
         """
-        saved, path = self.checkpoint, self.path
-        was = saved["data"], saved["position"]
+        saved, path, state, stream = self.checkpoint, self.path, run.state, run.stream
         position = stream.stream_state(saved["step"])
-        if was != (stream.fingerprint(), position):
+        if (saved["data"], saved["position"]) != (stream.fingerprint(), position):
             raise UserError(
                 f"{path} was trained on other data than {stream.folder} holds, or in another order "
                 f"({saved['position']}, not {position}); give its --data, --seed, --seq_len, "
@@ -58,63 +97,86 @@ class InitCheckpoint:
         state.step = saved["step"]
         state.tokens = saved["tokens"]
         stream.eval_subset = saved["eval_part"]
-        clock = saved["clock"]
-        run.clock.train_time = clock["train_time"]
-        run.clock.earlier_wall_time = clock["wall_time"]
-        # A finished run of --minutes stays finished: one more step and evaluation take as long
-        run.clock.typical_step_s = clock["typical_step_s"]
-        run.clock.last_eval_s = clock["last_eval_s"]
-        run.eval_begin = clock["eval_begin"]
-        if saved["config"]["eval_tokens"] != state.cfg.eval_tokens:
-            run.eval_begin = state.step + 1
+        run.clock.load_state(saved["clock"])
+        if saved["config"]["eval_tokens"] == state.cfg.eval_tokens:  # losses can be compared
+            run.best_val_loss = saved["best_val_loss"]
         if state.step > state.cfg.max_steps and not state.cfg.minutes:
             raise UserError(
-                f"{self.path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; "
-                "give more"
+                f"{path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; give "
+                "more"
             )
 
 
-def load_init_checkpoint(cfg, run, stream) -> InitCheckpoint | None:
-    """Load what --resume or --init_from names, the same on every rank; None to start from scratch.
+def keep_flags(cfg: Config, start: Start) -> Config:
+    """Return cfg with flags of the checkpoint where none were given.
 
-    Raises UserError.
+    To resume, all flags of the run; for new weights, the shape of the model. Raises UserError for
+    flags that only a new run can have.
     """
-    # torchrun restarts a job with the flags it had, and not every node counts restarts
-    is_restart = any_rank(run.dist_ctx, env_int("TORCHELASTIC_RESTART_COUNT", 0) > 0)
-    path, resumes = run_on_rank0(run.dist_ctx, lambda: find_checkpoint(cfg, run, is_restart))
-    if path is None:
-        return None
-    with raise_on_all_ranks(run.dist_ctx):
-        checkpoint = read_checkpoint(path, verify=False)
-        tokenizer = checkpoint["tokenizer"]
-        ours = stream.meta["tokenizer"], stream.vocabulary
-        if (tokenizer, checkpoint.get("vocabulary")) != ours:
-            source = path.parent if tokenizer.startswith("bpe") else tokenizer
-            raise UserError(
-                f"{path} has another tokenizer ({tokenizer}) than {stream.folder} ({ours[0]}); "
-                f"prepare the data with --tokenizer {source}"
-            )
-    run.info(f"{'resumed' if resumes else 'weights'} from {path}")
-    return InitCheckpoint(path, checkpoint, resumes)
+    saved, given = start.checkpoint["config"], set(cfg.given)
+    if start.is_resume:
+        if cfg.params == -1:
+            given.discard("params")  # the run has its size
+        for name in ("preset", "params", "optimizer"):
+            if name in given and getattr(cfg, name) != saved[name]:
+                raise UserError(
+                    f"--{name} {getattr(cfg, name)} is for new runs; {start.path} has "
+                    f"{saved[name]}: remove it"
+                )
+        names = saved.keys() - COMMAND_FLAGS
+        if "max_steps" in given:
+            names -= {"minutes"}
+        if "minutes" in given and cfg.minutes != saved["minutes"]:
+            names -= {"max_steps"}  # more minutes, more steps
+    else:
+        names = saved.keys() & start.checkpoint["model_config"].keys() - {"vocab_size"}
+        if {"preset", "params"} & given:
+            names = set()  # the shape is given, and has to fit
+    kept = {name: saved[name] for name in names - given if hasattr(cfg, name)}
+    return dataclasses.replace(cfg, **kept, given=tuple(sorted(given | kept.keys())))
 
 
-def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
+# --------------------------------------------------------------------------------------------------
+# Which folder, which file
+
+
+def choose_folder(cfg: Config) -> Path:
+    """Return the run's folder: --out_dir, that of the run which --resume names, or a new one.
+
+    Raises UserError if it is unclear which run is to be resumed.
+    """
+    if cfg.out_dir:
+        return Path(cfg.out_dir)
+    if cfg.resume == "newest":
+        raise UserError("--resume does not say which run: add --out_dir and the run's folder")
+    path = Path(cfg.resume)
+    folder = path if path.is_dir() else path.parent
+    if cfg.resume not in ("", "auto") and (folder / "log.txt").exists():
+        return folder
+    return new_run_folder(cfg.preset)
+
+
+def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
     """The verified file to start from (None: from scratch), and whether to resume it.
 
     Raises UserError.
     """
     folder, resume = run.folder, cfg.resume
+    if not resume and env_int("TORCHELASTIC_MAX_RESTARTS", 0):
+        resume = "auto"  # torchrun restarts a job with the flags it had
+    if Path(resume).name == BEST:
+        raise UserError(
+            f"{resume} holds weights only, so it cannot be resumed; use --init_from {resume}"
+        )
     checkpoints = list_checkpoints(folder)
     saved = [*checkpoints, *folder.glob("ckpt_*.damaged")]
-    is_own_folder = bool(resume) and Path(resume).resolve() == folder.resolve()
-    if is_own_folder or (saved and (resume == "auto" or is_restart)):
-        resume = "newest"  # what the job has saved, not what it was started from
-    if resume == "newest":
-        return newest_valid(folder, run), True
+    is_own_folder = resume not in ("", "auto") and Path(resume).resolve() == folder.resolve()
+    if resume == "newest" or is_own_folder or (saved and resume == "auto"):
+        return newest_valid(folder, run), True  # what the job has saved
 
     # Nothing is overwritten, not even the best weights alone of a run that was killed
     saved += folder.glob(BEST)
-    if saved and not resume and not is_restart:
+    if saved and not resume:
         raise UserError(
             f"{folder} already holds {saved[0].name}; add --resume auto to continue, or give "
             "another --out_dir, with --init_from to start from these weights"
@@ -127,15 +189,16 @@ def find_checkpoint(cfg, run, is_restart: bool) -> tuple[Path | None, bool]:
     if path.is_dir():
         path = newest_valid(path, run)
     step = read_checkpoint(path)["step"]
-    if resume and checkpoints and checkpoint_step(checkpoints[0]) > step:
+    is_resume = resume not in ("", "auto")
+    if is_resume and checkpoints and checkpoint_step(checkpoints[0]) > step:
         raise UserError(
             f"{folder} holds {checkpoints[0].name}, later than {path}; give another --out_dir to "
             "branch off"
         )
-    return path, bool(resume)
+    return path, is_resume
 
 
-def newest_valid(folder: Path, run) -> Path:
+def newest_valid(folder: Path, run: Run) -> Path:
     """The newest intact checkpoint of a folder; in the run's own, damaged ones are renamed.
 
     Raises UserError.
@@ -147,7 +210,7 @@ def newest_valid(folder: Path, run) -> Path:
         except CorruptCheckpointError as error:
             if folder == run.folder:
                 path.rename(f"{path}.damaged")
-            run.info(
+            run.log.info(
                 f"skipping a damaged checkpoint, in the run's folder renamed to .damaged: {error}"
             )
     raise UserError(

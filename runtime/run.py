@@ -1,5 +1,7 @@
 """A run: its ranks, folder, clock, log and signals, from the first line to the summary."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
@@ -8,93 +10,113 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from common.errors import RunError, SavedInterrupt, error_sentence
+import torch
+from torch import Tensor
+
+from common.errors import RunError, SavedInterrupt, UserError, error_sentence
 from common.files import atomic_write
 from common.values import env_int
+from data.prepare import parse_args, prepare
+from data.shards import DATA_DIR
 from data.stream import TokenStream, prefetch
-from data.tokenizers import VOCABULARY_FILE
-from runtime.checkpoint import best_val_loss, save_after_error, save_best_weights
-from runtime.clock import Clock
-from runtime.device import init_device_and_ranks
+from data.tokenizers import VOCABULARY_FILE, get_tokenizer
+from runtime.checkpoint import save_best_weights
+from runtime.device import configure_device
+from runtime.environment import restored_process_state
 from runtime.flag_checks import check_device, check_flags
 from runtime.log import Log
-from runtime.log_header import describe_run
-from runtime.process import restore_process_state
-from runtime.profiler import profile_steps
-from runtime.ranks import DistContext, any_rank, raise_on_all_ranks, read_on_all_ranks, run_on_rank0
-from runtime.run_folder import locked_folder, new_run_folder
-from runtime.summary import closing_lines, summarize
+from runtime.progress import Clock
+from runtime.ranks import (
+    DistContext,
+    any_rank,
+    check_ranks,
+    check_same_on_all_ranks,
+    join_ranks,
+    raise_on_all_ranks,
+    read_on_all_ranks,
+    run_on_rank0,
+)
+from runtime.report import closing_lines, describe_run, summarize
+from runtime.resume import Start, choose_folder
+from runtime.run_folder import locked_folder
+
+if TYPE_CHECKING:
+    from train_gpt import Config, TrainState
 
 
 class Run:
-    """What the parts of a run share. signals: the names of those received."""
+    """What the parts of a run share."""
 
-    def __init__(self, cfg, dist_ctx: DistContext, folder: Path, signals: list[str]):
-        self.cfg = cfg
+    state: TrainState  # from begin() on
+    stream: TokenStream
+
+    def __init__(self, dist_ctx: DistContext, folder: Path, signals: list[str]):
         self.dist_ctx = dist_ctx
         self.folder = folder
-        self.signals = signals
+        self.signals = signals  # names of those received
         self.parent_pid = os.getppid()
-        self.clock = Clock(dist_ctx.device)
+        self.clock = Clock(dist_ctx)
         self.log = Log(folder, dist_ctx, self.clock)
-        self.info = self.log.info
-        self.eval_begin = 0  # from this step on, evaluations are on the same tokens
-        self.bad_steps = 0  # in a row
-        self.saved_at_s = 0.0
-        self.updating: list[bool] = []  # not empty amid an update of the weights
-        self.state = None  # from begin() on
+        self.has_begun = False
+        self.first_step = 0  # of this start
+        self.bad_steps = 0  # in a row, skipped because of their gradient
+        self.saved_step = -1  # of the newest checkpoint
+        self.saved_at_s = 0.0  # of this process
+        self.best_val_loss = math.inf  # of ckpt_best.pt
+        self.profiler: torch.profiler.profile | None = None
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, cfg):
-        """Context: join the ranks, check the flags, lock the folder and catch signals.
+    def open(cls, cfg: Config) -> Iterator[Run]:
+        """Context: join the ranks, lock the run's folder and catch signals; yields the Run.
 
-        Yields the Run. An error that ends it is written to log.txt, whichever rank it is on, after
-        a checkpoint has been saved. Raises UserError.
+        An error that ends it is written to log.txt, whichever rank it is on. Raises UserError.
         """
-        with restore_process_state(), contextlib.ExitStack() as stack:
-            dist_ctx = init_device_and_ranks(cfg)
-            folder = cfg.out_dir or run_on_rank0(dist_ctx, lambda: new_run_folder(cfg.preset))
-            signals = stack.enter_context(catch_signals())
-            run = cls(cfg, dist_ctx, Path(folder), signals)
+        with restored_process_state(), contextlib.ExitStack() as stack:
+            dist_ctx = join_ranks()
+            folder = run_on_rank0(dist_ctx, lambda: choose_folder(cfg))
+            run = cls(dist_ctx, folder, stack.enter_context(catch_signals()))
+            run_on_rank0(dist_ctx, lambda: stack.enter_context(locked_folder(folder)) or True)
+            stack.callback(run.log.close)
             try:
-                run_on_rank0(dist_ctx, lambda: stack.enter_context(locked_folder(run.folder)))
-                stack.callback(run.log.close)
-                with raise_on_all_ranks(dist_ctx):
-                    check_flags(cfg)
-                    for warning in check_device(cfg, dist_ctx):
-                        run.info(f"WARNING: {warning}")
                 yield run
             except Exception as error:
-                save_after_error(run, error)
                 run.log_error(error)
                 raise
 
-    def begin(self, state, stream: TokenStream) -> None:
-        """Open the log and say what is in effect. Raises UserError."""
-        self.first_step = self.saved_step = state.step
-        self.log.begin(state, stream, self.eval_begin)
-        # Best weights of a start that was killed are kept until there are better ones
-        self.saved_val_loss = run_on_rank0(
-            self.dist_ctx, lambda: best_val_loss(self, state, stream)
-        )
+    def configure(self, cfg: Config) -> None:
+        """Set up the device and the process, and check the flags. Raises UserError."""
+        with raise_on_all_ranks(self.dist_ctx):
+            configure_device(cfg, self.dist_ctx)
+            check_flags(cfg)
+            for warning in check_device(cfg, self.dist_ctx):
+                self.log.info(f"WARNING: {warning}")
+        check_ranks(cfg, self.dist_ctx)
+
+    def begin(self, state: TrainState, stream: TokenStream, start: Start | None) -> None:
+        """Restore what is resumed, open the log, and say what is in effect. Raises UserError."""
+        self.state = state
+        self.stream = stream
+        with raise_on_all_ranks(self.dist_ctx):
+            if start and start.is_resume:
+                start.restore(self)
+                self.saved_step = state.step
+        self.first_step = state.step
+        self.log.begin(self)
+        self.has_begun = True
         with raise_on_all_ranks(self.dist_ctx):
             if self.dist_ctx.rank == 0 and stream.vocabulary:
                 with atomic_write(self.folder / VOCABULARY_FILE) as file:
                     file.write(stream.vocabulary.encode())
-        for line in describe_run(state, stream):
-            self.info(line)
-
-        # For the checkpoint that is saved after an error
-        self.state, self.stream = state, stream
-        state.optimizer.register_step_pre_hook(lambda *_: self.updating.append(True))
-        state.optimizer.register_step_post_hook(lambda *_: self.updating.clear())
+        for line in describe_run(self):
+            self.log.info(line)
 
     def is_asked_to_stop(self) -> bool:
-        """True if this rank has received a signal, or torchrun, which started it, was killed."""
+        """Return True if this rank has received a signal, or torchrun, its parent, is gone."""
         is_orphan = "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent_pid
         return bool(self.signals) or is_orphan
 
@@ -102,44 +124,43 @@ class Run:
         return any_rank(self.dist_ctx, self.is_asked_to_stop())
 
     @contextlib.contextmanager
-    def prefetching(self, get_batch: Callable):
-        """Context of the training loop: a function that returns the next batch, read in advance.
+    def prefetching(self, get_batch: Callable[[int], Tensor]) -> Iterator[Callable[[], Tensor]]:
+        """Context of the training loop: yields a function that returns the next step's batch.
 
-        get_batch(step) reads it. With --profile, steps are profiled.
+        get_batch(step) reads it; a thread calls it up to two steps ahead. With --profile, steps are
+        profiled.
         """
         batches = prefetch(get_batch, self.first_step, depth=2)
         batches = read_on_all_ranks(self.dist_ctx, batches)
-        profiling = profile_steps(self.state.cfg.profile, self)
-        with contextlib.closing(batches), profiling as self.profiler_step:
+        with contextlib.closing(batches), profiling(self) as self.profiler:
             yield lambda: self.clock.wait_for(batches)
 
     def after_step(self, step: int, grad_norm: float) -> None:
         """Count the steps in a row that were skipped because of their gradient; profile."""
-        self.profiler_step()
+        if self.profiler:
+            self.profiler.step()
         if 0 < grad_norm < math.inf:
             self.bad_steps = 0
             return
         self.bad_steps += 1
-        self.info(
+        self.log.info(
             f"step {step} skipped: its gradient norm is {grad_norm} ({self.bad_steps} in a row)"
         )
 
-    def add_evaluation(self, state, val_loss: float) -> None:
+    def add_evaluation(self, val_loss: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
-        self.log.evaluation(state, val_loss)
-        if val_loss < self.saved_val_loss:
-            self.saved_val_loss = val_loss
-            save_best_weights(state, self.stream, self)
+        self.log.evaluation(self.state, val_loss)
+        save_best_weights(self, val_loss)
 
     def log_error(self, error: Exception) -> None:
         """Write the error that ends the run to log.txt, from the rank that it is on."""
-        if self.state and not getattr(error, "printed", False):
+        if self.has_begun and not getattr(error, "printed", False):
             cause = error_sentence(error) or traceback.format_exc().strip()
             with contextlib.suppress(OSError):
                 with open(self.folder / "log.txt", "a", encoding="utf-8") as file:
                     file.write(f"ended: {cause}\n")
 
-    def finish(self, stopped_by: str) -> dict:
+    def finish(self, stopped_by: str) -> dict[str, Any]:
         """Write summary.json, say how the run ended and what to try next; returns the summary.
 
         Raises SavedInterrupt after Ctrl-C, RunError for a run that diverged, and on nodes that did
@@ -154,7 +175,7 @@ class Run:
             with atomic_write(path) as file:
                 file.write(json.dumps(summary, indent=1).encode() + b"\n")
         for line in closing_lines(self, summary):
-            self.info(line)
+            self.log.info(line)
 
         if stopped_by == "SIGINT":
             raise SavedInterrupt
@@ -175,6 +196,77 @@ class Run:
 
 
 # --------------------------------------------------------------------------------------------------
+# Parts of a run
+
+
+def open_stream(cfg: Config, dist_ctx: DistContext, start: Start | None = None) -> TokenStream:
+    """Open the folder cfg.data, and check that it is the same on all ranks. Raises UserError.
+
+    By default it is Python's own source code, prepared on first use.
+    """
+    path = Path(cfg.data or DATA_DIR / "python")
+    with raise_on_all_ranks(dist_ctx):
+        # Each node prepares it for itself
+        if not cfg.data and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
+            prepare(parse_args(["python", "--out", str(path)]))
+    with raise_on_all_ranks(dist_ctx):
+        stream = TokenStream(
+            path,
+            seq_len=cfg.seq_len,
+            seed=cfg.seed,
+            vocab_size=cfg.vocab_size,
+            doc_align=cfg.doc_align,
+        )
+        if start:
+            start.check_tokenizer(stream)
+    # For example, a node may lack meta.json, and would assume GPT-2's tokenizer
+    facts = {
+        f"the shards of {path} with hash": stream.fingerprint()[:12],
+        "a meta.json with tokenizer": stream.meta["tokenizer"],
+    }
+    check_same_on_all_ranks(dist_ctx, facts, f"give every node the same data in {path}")
+
+    # Training does without a tokenizer; sampling needs it on all ranks, as under FSDP all take part
+    with contextlib.suppress(UserError):
+        with raise_on_all_ranks(dist_ctx):
+            tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
+        stream.tokenizer = tokenizer
+    return stream
+
+
+@contextlib.contextmanager
+def profiling(run: Run) -> Iterator[torch.profiler.profile | None]:
+    """Context: PyTorch's profiler over --profile steps after the first three; None for 0.
+
+    Its step() is to be called after each step. A trace goes to the run's folder, a table to the
+    log.
+    """
+    n_steps = run.state.cfg.profile
+    steps_left = run.state.cfg.max_steps - run.state.step
+    if n_steps and steps_left < n_steps + 3:
+        run.log.info(
+            f"WARNING: --profile {n_steps} needs {n_steps + 3} steps, and {steps_left} are left"
+        )
+    if not n_steps:
+        yield None
+        return
+
+    on_cuda = run.dist_ctx.device.type == "cuda"
+
+    def report(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(run.folder / f"trace_rank{run.dist_ctx.rank}.json"))
+        sort_by = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+        averages = profiler.key_averages()
+        run.log.info(averages.table(sort_by=sort_by, row_limit=10, max_name_column_width=60))
+
+    schedule = torch.profiler.schedule(wait=2, warmup=1, active=n_steps, repeat=1)
+    # There is one cycle: acc_events keeps PyTorch 2.11 from warning of others
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=report, acc_events=True)
+    with profiler:
+        yield profiler
+
+
+# --------------------------------------------------------------------------------------------------
 # Signals that ask a run to save and end
 
 # Sent by terminals, schedulers and resource limits before they end a process; SIGBREAK on Windows
@@ -186,16 +278,16 @@ SAME_SIGNAL_S = 0.5
 
 
 @contextlib.contextmanager
-def catch_signals():
+def catch_signals() -> Iterator[list[str]]:
     """Yield a list that collects the names of signals received.
 
     A second signal has its default effect at once: it ends the process, or raises
     KeyboardInterrupt. (Except SIGXCPU, which the system repeats every second of CPU time.)
     """
-    caught = []
+    caught: list[str] = []
     first_at = 0.0
 
-    def handle(number, _frame):
+    def handle(number: int, _frame: object) -> None:
         nonlocal first_at
         name = signal.Signals(number).name
         if not caught:

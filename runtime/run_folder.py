@@ -6,11 +6,11 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
 from common.files import sha256_of_file
-from common.values import env_int
 
 try:
     import fcntl  # not on Windows, where a run's folder is not locked
@@ -29,7 +29,7 @@ def new_run_folder(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked_folder(folder: Path):
+def locked_folder(folder: Path) -> Iterator[None]:
     """Context: make a run's folder and lock it. Partial files of a dead run are deleted.
 
     At the end it is removed, if the run has written nothing. Raises UserError while another run
@@ -38,7 +38,17 @@ def locked_folder(folder: Path):
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / ".lock"
     with open(lock, "a+") as lock_file:
-        wait_for_lock(lock_file, folder)
+        try:
+            if fcntl:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock_file.seek(0)
+            raise UserError(
+                f"another run ({lock_file.read()}) is using {folder}; give another --out_dir, or "
+                "wait"
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
         lock_file.truncate(0)
         lock_file.write(f"process {os.getpid()} on {platform.node()}")
         lock_file.flush()
@@ -51,25 +61,6 @@ def locked_folder(folder: Path):
                 if list(folder.iterdir()) == [lock]:
                     lock.unlink()
                     folder.rmdir()
-
-
-def wait_for_lock(lock_file, folder: Path) -> None:
-    """Lock the file. After a restart by torchrun, ranks of the start before have 30 s to end."""
-    restarts = env_int("TORCHELASTIC_MAX_RESTARTS", 0)
-    deadline = time.monotonic() + (30 if restarts else 0)
-    while fcntl:
-        try:
-            return fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                lock_file.seek(0)
-                raise UserError(
-                    f"another run ({lock_file.read()}) is using {folder}; give another "
-                    "--out_dir, or wait"
-                ) from None
-            time.sleep(0.2)
-        except OSError:  # some network file systems have no locks
-            return None
 
 
 # --------------------------------------------------------------------------------------------------

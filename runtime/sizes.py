@@ -1,7 +1,13 @@
 """Sizes for --params, --minutes and --init_from: a model's shape, its batch, its steps."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from train_gpt import Config
 
 # The loss that N parameters in blocks reach on D tokens is proportional to
 #     1 + PARAMS_TERM / N^PARAMS_EXPONENT + TOKENS_TERM / D^TOKENS_EXPONENT
@@ -26,7 +32,7 @@ def tokens_are_bytes(vocab_size: int) -> bool:
     return vocab_size < 258
 
 
-def max_epochs(cfg, n_tokens: int, vocab_size: int) -> float:
+def max_epochs(cfg: Config, n_tokens: int, vocab_size: int) -> float:
     """Most epochs of --minutes: more did not lower the loss on small datasets (docs/rates.md)."""
     if cfg.init_from:
         return finetuning_tokens(n_tokens) / n_tokens
@@ -47,7 +53,7 @@ def batch_for_tokens(tokens: float) -> int:
 # Sizes
 
 
-def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
+def flags_for_size(params: float, given: dict[str, Any], tokens: float = 0) -> dict[str, Any]:
     """Choose flags for a model with about `params` parameters in its blocks.
 
     given: flags that are fixed, by name. tokens: to train on; by default what suits the size.
@@ -87,7 +93,7 @@ def flags_for_size(params: float, given: dict, tokens: float = 0) -> dict:
     )
 
 
-def tokens_in_time(cfg, n_tokens: int, vocab_size: int, flops: float) -> float:
+def tokens_in_time(cfg: Config, n_tokens: int, vocab_size: int, flops: float) -> float:
     """Tokens that a run trains on in --minutes, on devices with so many FLOP/s in matmuls.
 
     n_tokens: in the training split, of which it trains on a few epochs at most.
@@ -112,7 +118,7 @@ def expected_loss(n_params: int, tokens: float, n_tokens: int) -> float:
     return 1 + params_term + TOKENS_TERM / (tokens / 1e6) ** TOKENS_EXPONENT
 
 
-def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
+def choose_size(cfg: Config, n_tokens: int, vocab_size: int, flops: float) -> dict:
     """--params -1: choose flags for the size whose expected loss after --minutes is lowest.
 
     Given flags are kept. n_tokens: in the training split. flops: FLOP/s of all devices together.
@@ -134,7 +140,7 @@ def choose_size(cfg, n_tokens: int, vocab_size: int, flops: float) -> dict:
     return dict(params=round(params)) | flags_for_size(params, given, tokens) | given
 
 
-def choose_finetuning(cfg, n_tokens: int, multiple: int) -> dict:
+def choose_finetuning(cfg: Config, n_tokens: int, multiple: int) -> dict:
     """--init_from: choose batch and steps, where they are 0, by the number of training tokens.
 
     A step takes about half an epoch, of a multiple of `multiple` tokens. Both are at most what a

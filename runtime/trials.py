@@ -1,16 +1,33 @@
 """--trials: the same run with several seeds."""
 
+from __future__ import annotations
+
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from common.errors import UserError
 from common.values import env_int
-from runtime.summary import COMPLETE
+from runtime.report import COMPLETE
+
+if TYPE_CHECKING:
+    from train_gpt import Config
 
 
-def run_trials(cfg, train: Callable) -> None:
-    """Train with seeds seed, seed+1, ... in subfolders of out_dir, and print the mean loss."""
+def run_trials(cfg: Config, train: Callable) -> None:
+    """Train with seeds seed, seed+1, ... in subfolders of out_dir, and print the mean loss.
+
+    Raises UserError for flags that do not go with it.
+    """
+    if cfg.target_val_loss or cfg.resume not in ("", "auto"):
+        raise UserError(
+            "--trials compares whole runs; it goes with --resume auto, but not with a different "
+            "--resume or with --target_val_loss"
+        )
+    if not cfg.out_dir and env_int("WORLD_SIZE", 1) > 1:
+        raise UserError("--trials on several ranks needs a folder that all know; give --out_dir")
     folder = cfg.out_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-trials"
     losses, seconds = [], []
     for seed in range(cfg.seed, cfg.seed + cfg.trials):

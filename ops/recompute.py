@@ -1,4 +1,4 @@
-"""Activation checkpointing and offloading: a block gets a subclass of its class.
+"""Recomputing and offloading activations: a block gets a subclass of its class.
 
 A module around the block would change the names of its parameters; with a forward function of their
 own, compiled blocks would not share one compilation.
@@ -15,7 +15,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-# Parts of the names of operations that selective checkpointing does not recompute
+# "none", "selective": all activations but those of matmuls and attention, "full": all of them
+RECOMPUTE_MODES = ("none", "selective", "full")
+# Parts of the names of operations that "selective" does not recompute
 COSTLY_OPS = (
     "mm.default",
     "scaled_dot_product",
@@ -26,41 +28,41 @@ COSTLY_OPS = (
 OFFLOAD_MIN_NUMEL = 1 << 16  # smaller tensors stay on the device
 
 
-def apply_ac(block: nn.Module, mode: str) -> None:
-    """Have the backward pass recompute the block's activations.
+def activation_budget(checkpointing: str) -> float:
+    """Return the fraction of activations that the compiler may keep, for a --checkpointing."""
+    return 1.0 if checkpointing.isalpha() else float(checkpointing)
 
-    mode: "none", "full" (all of them) or "selective" (all but those of matmuls and attention);
-    replaces an earlier mode. Recomputation draws the same random numbers from torch's generators;
-    buffers that a forward pass writes are written twice.
+
+def apply_recompute(block: nn.Module, mode: str) -> None:
+    """Have the backward pass recompute the block's activations; replaces an earlier mode.
+
+    mode: one of RECOMPUTE_MODES. Recomputation draws the same random numbers from torch's
+    generators; buffers that a forward pass writes are written twice.
     """
     plain_class = getattr(type(block), "plain_class", type(block))
-    block.__class__ = checkpointed_class(plain_class, mode)
+    block.__class__ = recomputed_class(plain_class, mode)
 
 
 @functools.cache
-def checkpointed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Module]:
-    """Make the subclass whose forward pass is checkpointed, one for all blocks."""
+def recomputed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Module]:
+    """Make the subclass whose forward pass is recomputed, one for all blocks."""
     if mode == "none":
         return plain_class
-    kept = selective_ac_policy if mode == "selective" else []
-    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
-    # Without these contexts, PyTorch before 2.13, compiled, keeps results of autograd.Functions
-    is_old = torch.__version__ < "2.13"
+    options: dict = dict(use_reentrant=False)
+    if mode == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, selective_ac_policy)
+        options["context_fn"] = contexts
 
-    def forward(self, *inputs):
+    def forward(self: nn.Module, *inputs) -> Tensor:
         if not torch.is_grad_enabled():
             return plain_class.forward(self, *inputs)
-        function = functools.partial(plain_class.forward, self)
-        options = dict(use_reentrant=False)
-        if mode == "selective" or (is_old and torch.compiler.is_compiling()):
-            options["context_fn"] = contexts
-        return checkpoint(function, *inputs, **options)
+        return checkpoint(functools.partial(plain_class.forward, self), *inputs, **options)
 
-    attributes = dict(forward=forward, plain_class=plain_class, ac_mode=mode)
+    attributes = dict(forward=forward, plain_class=plain_class, recompute_mode=mode)
     return type(plain_class.__name__, (plain_class,), attributes)
 
 
-def selective_ac_policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+def selective_ac_policy(ctx: object, op: object, *args, **kwargs) -> CheckpointPolicy:
     """Keep the outputs of matmuls and attention, and recompute everything else."""
     if any(part in str(op) for part in COSTLY_OPS):
         return CheckpointPolicy.MUST_SAVE
@@ -76,7 +78,7 @@ def apply_offload(block: nn.Module) -> None:
 def offloaded_class(plain_class: type[nn.Module]) -> type[nn.Module]:
     """Make the subclass that offloads, around a compiled forward pass as well."""
 
-    def call(self, *inputs):
+    def call(self: nn.Module, *inputs) -> Tensor:
         shapes = {p.shape for p in self.parameters()}
         shapes |= {shape[::-1] for shape in shapes}
         with saved_tensors_hooks(functools.partial(pack_to_host, shapes), unpack_to_device):
@@ -85,7 +87,10 @@ def offloaded_class(plain_class: type[nn.Module]) -> type[nn.Module]:
     return type(plain_class.__name__, (plain_class,), dict(__call__=call))
 
 
-def pack_to_host(weight_shapes: set, tensor: Tensor):
+Packed = Tensor | tuple[torch.device, Tensor]  # a tensor, or its device and a copy on the host
+
+
+def pack_to_host(weight_shapes: set[torch.Size], tensor: Tensor) -> Packed:
     """Copy a saved tensor to pinned host memory; small and expanded tensors stay where they are.
 
     So do those of a weight's shape: matmuls keep weights transposed, and cast to 16 bits.
@@ -97,7 +102,7 @@ def pack_to_host(weight_shapes: set, tensor: Tensor):
     return tensor.device, copy_with_strides(tensor, pin_memory=True)
 
 
-def unpack_to_device(packed) -> Tensor:
+def unpack_to_device(packed: Packed) -> Tensor:
     """Undo pack_to_host."""
     if isinstance(packed, Tensor):
         return packed

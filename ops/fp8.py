@@ -1,32 +1,7 @@
-"""Matmuls of linear layers in special cases: float8, and compiled matrix-vector products."""
+"""Matmuls of linear layers in float8."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-def linear(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., K) @ w (N, K).T; a single compiled row by sums of products."""
-    if is_matvec(x):
-        return matvec(x, w).to(x.dtype)
-    n = len(w)
-    if x.is_cuda and n < 64 and n % 8:  # as of a gate per head: cuBLAS is slow unless 8 divides it
-        padded = F.pad(w, (0, 0, 0, -n % 8))
-        return F.linear(x, padded)[..., :n]
-    return F.linear(x, w)
-
-
-def is_matvec(x: Tensor) -> bool:
-    """True if x (..., K) is one row and compiled: a product by sums fuses with its neighbours."""
-    return torch.compiler.is_dynamo_compiling() and x.numel() == x.size(-1)
-
-
-def matvec(x: Tensor, w: Tensor) -> Tensor:
-    """Compute x (..., K) @ w (N, K).T of a single row in fp32, to be compiled. Returns (..., N)."""
-    row = x.float().flatten()
-    n_parts = 4 if x.is_cpu else 1  # a core adds up four sums as fast as one
-    parts = [(row * part.float()).sum(-1) for part in w.chunk(n_parts)]
-    return torch.cat(parts).view(*x.shape[:-1], len(w))
 
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -65,12 +40,12 @@ class Fp8Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w):
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         return fp8_matmul(x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         grad = grad.flatten(0, -2).contiguous()
         # e5m2 reaches further down: e4m3 would lose probabilities below 4e-6 in the head's gradient
@@ -79,15 +54,20 @@ class Fp8Linear(torch.autograd.Function):
 
 
 def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., K) @ w (N, K).T in float8. A function, as PyTorch 2.11 does not trace Fp8Linear."""
+    """Compute x (..., K) @ w (N, K).T in float8. PyTorch 2.11 traces this, but not Fp8Linear."""
     return Fp8Linear.apply(x, w)
 
 
-def apply_fp8(module: nn.Module) -> None:
-    """Use float8 in the linear layers of a module, those that have a `matmul` like model.Linear.
+def apply_fp8(model: nn.Module) -> None:
+    """Use float8 in the head and MLPs of a GPT: in layers that have a `matmul`, like model.Linear.
 
-    Layers with sizes that 16 does not divide stay as they are.
+    Layers with sizes that 16 does not divide stay as they are, and so does attention.
     """
-    for layer in module.modules():
+    layers = [model.head]
+    for block in model.blocks:
+        for name, module in block.named_children():
+            if name != "attn":
+                layers += module.modules()
+    for layer in layers:
         if hasattr(layer, "matmul") and all(size % 16 == 0 for size in layer.weight.shape):
             layer.matmul = fp8_linear

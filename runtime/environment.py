@@ -1,12 +1,16 @@
 """Settings of the process in which a run takes place: environment, threads, determinism."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import logging
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +19,11 @@ from common.errors import UserError
 from common.values import cpu_cores
 from runtime.ranks import DistContext
 
+if TYPE_CHECKING:
+    from train_gpt import Config
 
-def configure_process(cfg, dist_ctx: DistContext) -> None:
+
+def configure_process(cfg: Config, dist_ctx: DistContext) -> None:
     """Set CUDA's variables and device, threads, determinism and matmul precision.
 
     Raises UserError if FlashAttention 3 or 4, which is not part of PyTorch, does not load.
@@ -39,8 +46,9 @@ def configure_process(cfg, dist_ctx: DistContext) -> None:
                 ) from None
     elif dist_ctx.device.type == "cpu":
         tune_glibc_malloc()
-        # CUDA builds of PyTorch warn of a missing GPU
+        # CUDA builds of PyTorch warn of a missing GPU, and DTensor that gloo has no all-to-all
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
         # One thread is torchrun's default, not the user's choice
         if dist_ctx.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
             torch.set_num_threads(max(1, cpu_cores() // dist_ctx.local_world_size))
@@ -52,7 +60,7 @@ def configure_process(cfg, dist_ctx: DistContext) -> None:
 
 
 @contextlib.contextmanager
-def restore_process_state():
+def restored_process_state() -> Iterator[None]:
     """Context that leaves random generators, determinism and matmul precision as they were.
 
     Otherwise, a random search over runs would draw the same values after each run.

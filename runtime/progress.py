@@ -1,0 +1,185 @@
+"""The clock of a run, how much of it is done, and when it ends. All ranks decide alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from runtime.ranks import DistContext, max_over_ranks
+from runtime.sizes import max_epochs
+
+if TYPE_CHECKING:
+    from runtime.run import Run
+
+T = TypeVar("T")
+
+MAX_BAD_STEPS = 10  # end the run after this many steps in a row without a usable gradient
+SAVE_EVERY_S = 600  # with --save_every 0
+
+# Seconds of --minutes for imports, the final sample and the final checkpoint
+RESERVED_S = 4.0
+# How many times as long a step with whole sequences takes as one with short ones (laptop, CPUs). On
+# other machines schedules are off by up to 10 %
+LONG_STEP = 1.7
+
+
+class Clock:
+    """Times in seconds: of this process, and of the starts before a resume."""
+
+    def __init__(self, dist_ctx: DistContext):
+        self.dist_ctx = dist_ctx
+        self.began = time.perf_counter()
+        self.earlier_wall_time = 0.0  # of the starts before a resume
+        self.train_time = 0.0  # training steps of all starts
+        self.data_wait_s = 0.0  # waiting for data in this start, which is part of train_time
+        self.last_step_s = 0.0
+        self.typical_step_s = 0.0
+        self.last_eval_s = 0.0
+
+    @property
+    def process_time(self) -> float:
+        """Seconds since this process began the run, without imports."""
+        return time.perf_counter() - self.began
+
+    @property
+    def wall_time(self) -> float:
+        """Seconds of all starts of the run."""
+        return self.earlier_wall_time + self.process_time
+
+    @contextlib.contextmanager
+    def timing_step(self) -> Iterator[None]:
+        """Context of a training step, until the device has finished it."""
+        began = time.perf_counter()
+        yield
+        if self.dist_ctx.device.type != "cpu":
+            torch.accelerator.synchronize()
+        took = time.perf_counter() - began
+        self.train_time += took
+        # A step that compiles or stalls does not tell how long the next one takes
+        self.typical_step_s = min(self.last_step_s or took, took)
+        self.last_step_s = took
+
+    @contextlib.contextmanager
+    def timing_evaluation(self) -> Iterator[None]:
+        """Context of an evaluation."""
+        began = time.perf_counter()
+        yield
+        self.last_eval_s = time.perf_counter() - began
+
+    def wait_for(self, batches: Iterator[T]) -> T:
+        """Take the next batch, and add up the time that training waits for it."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self.data_wait_s += time.perf_counter() - asked
+        return batch
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint keeps.
+
+        With the times of a step and an evaluation, a finished run of --minutes stays finished.
+        """
+        return dict(
+            train_time=self.train_time,
+            wall_time=self.wall_time,
+            typical_step_s=self.typical_step_s,
+            last_eval_s=self.last_eval_s,
+        )
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.train_time = state["train_time"]
+        self.earlier_wall_time = state["wall_time"]
+        self.typical_step_s = state["typical_step_s"]
+        self.last_eval_s = state["last_eval_s"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Between two steps
+
+
+@dataclass
+class Status:
+    """Where a run is between two steps, the same on all ranks."""
+
+    progress: float  # the fraction of the run that is done, which schedules follow
+    is_signaled: bool = False  # a rank was asked to stop
+    is_time_up: bool = False  # --max_minutes are over
+    is_save_due: bool = False
+
+
+def agree_on_status(run: Run) -> Status:
+    """Exchange the status of all ranks: where one is furthest, all are."""
+    cfg, step, seconds = run.state.cfg, run.state.step, run.clock.process_time
+    progress = step / cfg.max_steps
+    if cfg.minutes:
+        progress = max(time_progress(run), fraction_of_epochs(run))
+    is_time_up = cfg.max_minutes > 0 and seconds >= 60 * cfg.max_minutes
+    if cfg.save_every:
+        is_save_due = step > 0 and step % cfg.save_every == 0
+    else:
+        is_save_due = seconds - run.saved_at_s >= SAVE_EVERY_S
+    own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
+    progress, *flags = max_over_ranks(run.dist_ctx, own)
+    return Status(progress, *map(bool, flags))
+
+
+def reason_to_stop(status: Status, run: Run) -> str:
+    """Return the strongest reason to end the run at this step; "" if there is none."""
+    cfg = run.state.cfg
+    # A step is made before anything but completion ends the run, so that a job that is restarted
+    # often still progresses
+    has_trained = run.state.step > run.first_step
+    losses = [row["val_loss"] for row in run.log.evaluations]
+    reasons = {
+        "signal": has_trained and status.is_signaled,
+        "diverged": run.bad_steps >= MAX_BAD_STEPS,
+        "max_minutes": has_trained and status.is_time_up,
+        "epochs": cfg.minutes > 0 and fraction_of_epochs(run) >= 1,
+        "minutes" if cfg.minutes else "max_steps": status.progress >= 1,
+        "target_val_loss": min(losses, default=math.inf) <= cfg.target_val_loss,
+        "patience": is_out_of_patience(losses, run),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def is_out_of_patience(losses: list[float], run: Run) -> bool:
+    """Return True if the newest evaluations have not lowered the loss, after the first epoch."""
+    patience = run.state.cfg.patience
+    if not patience or len(losses) <= patience:
+        return False
+    after_first_epoch = run.log.evaluations[-1]["tokens"] > run.stream.train.n_tokens
+    return after_first_epoch and min(losses[-patience:]) >= min(losses[:-patience])
+
+
+# --------------------------------------------------------------------------------------------------
+# Progress of --minutes
+
+
+def time_progress(run: Run) -> float:
+    """Return the fraction of --minutes that is done, final evaluation included."""
+    cfg, stream, clock = run.state.cfg, run.stream, run.clock
+    # One more step and the final evaluation, which takes 0.4 of the time of training on its tokens
+    eval_size = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
+    eval_s = clock.last_eval_s or 0.4 * eval_size * clock.typical_step_s
+    training_s = 60 * cfg.minutes - RESERVED_S - 1.5 * clock.typical_step_s - eval_s
+    time_spent = clock.wall_time / max(1e-9, training_s)
+
+    # Schedules are in steps, of which the first, with short sequences, are faster: in units of a
+    # short step, the run takes short_frac + (1 - short_frac) * LONG_STEP
+    short_frac = cfg.short_frac
+    done = time_spent * (short_frac + (1 - short_frac) * LONG_STEP)
+    if done > short_frac:
+        done = short_frac + (done - short_frac) / LONG_STEP
+    return done
+
+
+def fraction_of_epochs(run: Run) -> float:
+    """Return epochs so far, divided by those after which --minutes stops: more would overfit."""
+    stream = run.stream
+    epochs = run.state.step * stream.seqs_per_batch / stream.seqs_per_epoch
+    return epochs / max_epochs(run.state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
