@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from common.values import derive_seed
-from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention
+from ops.attention import ATTENTION_KERNELS, attention_mask
 from ops.functional import cross_entropy, leaky_relu_squared, norm, softcap
 from ops.linear import linear
 from ops.loss import chunked_loss
@@ -92,7 +92,7 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    # As F.linear, but faster for a single row. --fp8 sets a float8 matmul here, in some layers
+    # As F.linear. --fp8 sets a float8 matmul here, in some layers; sample.py --compile another one
     matmul = staticmethod(linear)
 
     def __init__(self, n_in: int, n_out: int | list[int]):
@@ -206,7 +206,7 @@ class CausalSelfAttention(nn.Module):
             y = attention(q, k, v, ctx.mask, ctx.attn_backend, ctx.window)
         else:
             k, v = ctx.kv_cache.append(k, v)
-            y = cached_attention(q, k, v, ctx.mask)
+            y = ctx.kv_cache.attention(q, k, v, ctx.mask)
 
         # All heads side by side again
         y = y.transpose(1, 2).reshape(B, T, C)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from common.errors import exit_process, run_command
 from common.values import derive_seed
 from data.stream import TokenStream
-from inference.generation import check_causal, sample_continuation
+from inference.generation import sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
 # Kernels, and several ranks
@@ -43,6 +43,7 @@ from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.dataset import open_stream
 from runtime.flags import GivenFlags, flag, flags_of_run, parse_flags
+from runtime.model_checks import check_causal
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import load_init_checkpoint
 from runtime.run import Run
