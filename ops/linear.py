@@ -1,4 +1,4 @@
-"""Matmuls of linear layers in special cases: float8, and compiled matrix-vector products."""
+"""Matmuls of linear layers in special cases, such as float8."""
 
 import torch
 import torch.nn.functional as F
@@ -6,27 +6,12 @@ from torch import Tensor, nn
 
 
 def linear(x: Tensor, w: Tensor) -> Tensor:
-    """x (..., K) @ w (N, K).T; a single compiled row by sums of products."""
-    if is_matvec(x):
-        return matvec(x, w).to(x.dtype)
+    """x (..., K) @ w (N, K).T."""
     n = len(w)
     if x.is_cuda and n < 64 and n % 8:  # as of a gate per head: cuBLAS is slow unless 8 divides it
         padded = F.pad(w, (0, 0, 0, -n % 8))
         return F.linear(x, padded)[..., :n]
     return F.linear(x, w)
-
-
-def is_matvec(x: Tensor) -> bool:
-    """True if x (..., K) is one row and compiled: a product by sums fuses with its neighbours."""
-    return torch.compiler.is_dynamo_compiling() and x.numel() == x.size(-1)
-
-
-def matvec(x: Tensor, w: Tensor) -> Tensor:
-    """Compute x (..., K) @ w (N, K).T of a single row in fp32, to be compiled. Returns (..., N)."""
-    row = x.float().flatten()
-    n_parts = 4 if x.is_cpu else 1  # a core adds up four sums as fast as one
-    parts = [(row * part.float()).sum(-1) for part in w.chunk(n_parts)]
-    return torch.cat(parts).view(*x.shape[:-1], len(w))
 
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
