@@ -3,7 +3,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import logging
@@ -12,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runtime import set_environment
 
@@ -36,7 +36,8 @@ from runtime.checkpoint import (
 )
 from sample import find_file
 
-PACKAGES = {"safetensors": ["safetensors"], "onnx": ["onnx", "onnxscript"], "hf": ["transformers"]}
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
@@ -126,6 +127,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     config = checkpoint["model_config"] | dict(
         vocab_size=vocab_size,  # without the head's padding
         eot=model.eot,
+        windows=[window or model.cfg.seq_len for window in model.windows],
         bos_token_id=eot,
         eos_token_id=eot,
         pad_token_id=eot,
@@ -156,7 +158,7 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
         os.rename(written, out)
 
 
-def hf_tokenizer(tokenizer: Tokenizer, seq_len: int):
+def hf_tokenizer(tokenizer: Tokenizer, seq_len: int) -> "PreTrainedTokenizerFast":
     """Convert a tokenizer to one of Transformers that gives the same tokens.
 
     The text "<|endoftext|>" is converted to that token, and every text begins with it, as in
@@ -198,29 +200,10 @@ FORMATS = {
 }
 
 
-def check_arguments(kind: str, out: Path) -> None:
-    """Raise UserError if a package is missing, or if the output cannot have this name."""
-    for package in PACKAGES.get(kind, []):
-        if importlib.util.find_spec(package) is None:
-            raise UserError(
-                f"--to {kind} needs {package}, which is not installed; pip install {package}"
-            )
-    beside = []
-    if kind == "safetensors":
-        beside = ["config.json", VOCABULARY_FILE]
-    elif kind == "onnx":
-        beside = [f"{out.name}.data"]
-    for path in (out, *(out.parent / name for name in beside)):
-        if path.exists():
-            raise UserError(f"{path} exists already; give a different --out, or delete it")
-    if kind == "torch-export" and out.suffix != ".pt2":
-        raise UserError(
-            f"--out is {out}, but torch.export.load only reads .pt2 files; give it that ending"
-        )
-
-
 def export(path: Path, kind: str, out: Path) -> None:
-    """Write the model of a checkpoint file in this format, and print the size of the result."""
+    """Write the model of a checkpoint file in this format. Raises UserError."""
+    if out.exists():
+        raise UserError(f"{out} exists already; give a different --out, or delete it")
     checkpoint = with_eval_weights(read_checkpoint(path))
     cfg = model_config(checkpoint, GPTConfig, path)
     model = GPT(cfg, eot=document_token(checkpoint))
@@ -231,9 +214,7 @@ def export(path: Path, kind: str, out: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         FORMATS[kind](freeze(model), checkpoint, out)
-    files = out.iterdir() if out.is_dir() else [out]
-    size = sum(file.stat().st_size for file in files)
-    print(f"{path} -> {out}: {kind}, {size:,} bytes")
+    print(f"{path} -> {out} ({kind})")
 
 
 def main(argv: list[str]) -> None:
@@ -250,9 +231,7 @@ def main(argv: list[str]) -> None:
     )
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     args = parser.parse_args(argv)
-    out = Path(args.out)
-    check_arguments(args.to, out)
-    export(find_file(args.run, args.best), args.to, out)
+    export(find_file(args.run, args.best), args.to, Path(args.out))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.values import derive_seed
-from ops.attention import ATTENTION_KERNELS, attention_mask, cached_attention, layer_windows
+from ops.attention import ATTENTION_KERNELS, attention_mask, layer_windows
 from ops.cross_entropy import cross_entropy
 from ops.elementwise import leaky_relu_squared, norm, previous_token, softcap
 from ops.loss import LossFunctions, chunked_loss
@@ -92,7 +92,7 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    matmul = staticmethod(F.linear)  # --fp8 and inference replace it in some layers
+    matmul = staticmethod(F.linear)  # --fp8 and sample.py --compile replace it in some layers
 
     def __init__(self, n_in: int, n_out: int | list[int]):
         rows = [n_out] if isinstance(n_out, int) else n_out
@@ -220,7 +220,7 @@ class CausalSelfAttention(nn.Module):
             y = attention(q, k, v, ctx.mask, ctx.attn_backend, ctx.window)
         else:
             k, v = ctx.kv_cache.append(k, v)
-            y = cached_attention(q, k, v, ctx.mask)
+            y = ctx.kv_cache.attention(q, k, v, ctx.mask)
 
         # All heads side by side again
         y = y.transpose(1, 2).reshape(B, T, C)

@@ -6,6 +6,7 @@ import codecs
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from runtime import set_environment
@@ -18,14 +19,9 @@ import torch
 from common.errors import UserError, discard_output, run_command
 from common.values import printable
 from data.tokenizers import Tokenizer, get_tokenizer
-from inference.evaluation import print_choices, print_perplexity
-from inference.generation import (
-    check_cache,
-    compile_decode_step,
-    freeze,
-    generate,
-    tokens_to_cpu,
-)
+from inference.decode import compile_decode_step
+from inference.evaluation import Table, answer_choices, perplexity
+from inference.generation import NO_CACHE, cache_is_exact, freeze, generate, tokens_to_cpu
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import (
@@ -37,21 +33,8 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.device import peak_memory_mb, select_device
+from runtime.device import DTYPES, faster_dtype, peak_memory_mb, select_device
 from runtime.flag_checks import check_compiler
-from runtime.speed import DTYPES, sampling_dtype
-
-# For each mode, the flags that have no effect in it
-SAMPLING = (
-    "prompt interactive num_samples max_new_tokens stop temperature top_k top_p seed no_cache "
-    "compile"
-)
-NO_EFFECT = {
-    "perplexity": f"choices {SAMPLING}",
-    "choices": SAMPLING,
-    "interactive": "prompt",
-    "no_cache": "compile",
-}
 
 
 def find_file(run: str | Path, best: bool = False) -> Path:
@@ -64,18 +47,14 @@ def find_file(run: str | Path, best: bool = False) -> Path:
         if best:
             raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
         return path
-    if not os.path.isdir(path):
-        raise UserError(f"there is no {path}; give the folder of a run, or a checkpoint file")
-    newest = list_checkpoints(path)
-    found = list(path.glob(BEST)) if best else newest
-    if found:
-        return found[0]
-    if newest:
+    name = BEST if best else "ckpt_<step>.pt"
+    found = list(path.glob(BEST)) if best else list_checkpoints(path)
+    if not found:
         raise UserError(
-            f"{path} holds no {BEST}, which is saved by evaluations during a run; remove --best to "
-            f"use {newest[0].name}"
+            f"there is no {name} in {path}; give the folder of a run that has saved one, or a "
+            "checkpoint file"
         )
-    raise UserError(f"{path} holds no ckpt_<step>.pt; give the folder of a run that has saved one")
+    return found[0]
 
 
 def load(
@@ -118,29 +97,32 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder of a run, a checkpoint file, or one from export.py --to int8",
     )
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
-    add("--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document")
-    add(
+    add_mode = parser.add_mutually_exclusive_group().add_argument
+    add_mode(
+        "--prompt", nargs="+", default=[""], help="texts to continue; empty starts a new document"
+    )
+    add_mode(
         "--interactive",
         nargs="?",
         const="",
         metavar="END",
         help="continue each typed line, with END appended, such as $'\\n' after questions",
     )
-    add(
+    add_mode(
         "--perplexity",
         metavar="FILE",
         help="print this text file's perplexity instead of sampling",
+    )
+    add_mode(
+        "--choices",
+        metavar="FILE",
+        help="print the accuracy on these questions, such as those of data/prepare.py hellaswag",
     )
     add(
         "--stride",
         type=int,
         default=0,
         help="step of --perplexity's windows, in tokens; 0 = context length, fastest",
-    )
-    add(
-        "--choices",
-        metavar="FILE",
-        help="print the accuracy on these questions, such as those of data/prepare.py hellaswag",
     )
     add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
     add("--max_new_tokens", type=int, default=500, help="length of each sample, in tokens")
@@ -161,17 +143,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="weights in int8; on a CPU without --compile, activations in bf16 too",
     )
-    add(
-        "--no_cache",
-        action="store_true",
-        help="re-read the whole context for each token, for comparison",
-    )
     add("--compile", action="store_true", help="compile the decode step; pays off for long texts")
     return parser
 
 
-def check_arguments(args, parser: argparse.ArgumentParser) -> None:
-    """Raise UserError for invalid values, and for flags that would have no effect."""
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise UserError for invalid values."""
     minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0, seed=0)
     for name, least in minimum.items():
         value = getattr(args, name)
@@ -179,41 +156,6 @@ def check_arguments(args, parser: argparse.ArgumentParser) -> None:
             raise UserError(f"--{name} is {value}; expected at least {least}, below 2**31")
     if not 0 < args.top_p <= 1:
         raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
-    changed = {name for name, value in vars(args).items() if value != parser.get_default(name)}
-    if "stride" in changed and "perplexity" not in changed:
-        raise UserError("--stride is for --perplexity; add that, or remove --stride")
-    for mode, names in NO_EFFECT.items():
-        unused = changed & set(names.split())
-        if mode in changed and unused:
-            raise UserError(f"--{min(unused)} has no effect with --{mode}; remove one of them")
-
-
-class Sample:
-    """A text that is being generated: the prompt, and its continuation so far."""
-
-    def __init__(self, prompt: str, seed: int):
-        self.prompt = prompt
-        self.seed = seed
-        self.text = ""
-        self.n_printed = 0  # characters of the text
-        self.ended = False
-        # Holds bytes back until their character is complete
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def append(self, raw: bytes, stop: str) -> None:
-        """Append a token's bytes. If the text now contains the stop text, end it before that."""
-        self.text += self.decoder.decode(raw)
-        if stop and stop in self.text:
-            self.text = self.text.partition(stop)[0]
-            self.decoder.reset()
-            self.ended = True
-
-    def stream(self, stop: str) -> None:
-        """Print the new text, except for an end that may become the stop text."""
-        end = len(self.text) - max(0, len(stop) - 1)
-        if end > self.n_printed:
-            print(displayed(self.text[self.n_printed : end]), end="", flush=True)
-            self.n_printed = end
 
 
 def displayed(text: str) -> str:
@@ -221,116 +163,138 @@ def displayed(text: str) -> str:
     return printable(text) if os.isatty(1) else text
 
 
-def complete(samples: list[Sample], model: GPT, tokenizer, args, step, stream: bool) -> str:
-    """Generate the samples' texts; return a sentence with the number of tokens, speed and memory.
+class Sample:
+    """The continuation of a prompt, while it is being generated."""
 
-    step: as in generate. stream: print the text while it is being generated.
+    def __init__(self) -> None:
+        self.text = ""
+        self.ended = False
+        # Holds bytes back until their character is complete
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def append(self, raw: bytes, stop: str) -> str:
+        """Append a token's bytes; return the new text. A stop text ends the sample before it."""
+        n = len(self.text)
+        self.text += self.decoder.decode(raw)
+        if stop and stop in self.text:
+            self.text = self.text.partition(stop)[0]
+            self.ended = True
+        return self.text[n:]
+
+
+def print_samples(
+    prompt: str,
+    seeds: range,
+    model: GPT,
+    tokenizer: Tokenizer,
+    args: argparse.Namespace,
+    decoding: dict,
+) -> None:
+    """Print continuations of a prompt, one per seed; a single one while it is being generated.
+
+    Then print the number of tokens, speed and memory to stderr. decoding: generate's use_cache and
+    step.
     """
-    prompts = []
-    for sample in samples:
-        tokens = [tokenizer.eot, *tokenizer.encode(sample.prompt).tolist()]
-        prompts.append(torch.tensor(tokens))
+    tokens = tokenizer.encode(prompt).tolist()
+    context = model.cfg.seq_len
+    if len(tokens) > context:
+        print(
+            f"the prompt has {len(tokens):,} tokens; the model reads the final {context:,}, "
+            "its context length",
+            file=sys.stderr,
+        )
     steps = generate(
         model,
-        prompts,
+        torch.tensor([[tokenizer.eot, *tokens]] * len(seeds)),
         n_tokens=args.max_new_tokens,
         vocab_size=tokenizer.vocab_size,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        seeds=[sample.seed for sample in samples],
-        step=step,
-        use_cache=not args.no_cache,
+        seeds=seeds,
+        **decoding,
     )
-    n_tokens = 0
-    speed = ""
-    for number, step_tokens in enumerate(tokens_to_cpu(steps), 1):
+    is_single = args.num_samples == 1
+    if is_single:
+        print(displayed(prompt), end="", flush=True)
+    samples = [Sample() for _ in seeds]
+    n_tokens = n_untimed = 0
+    start = time.perf_counter()
+    for i, step_tokens in enumerate(tokens_to_cpu(steps)):
         for sample, token in zip(samples, step_tokens):
-            if token == tokenizer.eot:
-                sample.ended = True
+            sample.ended |= token == tokenizer.eot
             if not sample.ended:
                 n_tokens += 1
-                sample.append(tokenizer.decode_bytes([token]), args.stop)
-        if stream:
-            samples[0].stream(args.stop)
-        # Without the first steps, which read the prompts, compile, and record CUDA graphs
-        if number == 4:
-            start = time.perf_counter()
-            n_before = n_tokens
-        if number > 4:
-            tokens_per_s = (n_tokens - n_before) / (time.perf_counter() - start)
-            speed = f"{tokens_per_s:,.0f} tokens/s from the fifth on, "
+                new = sample.append(tokenizer.decode_bytes([token]), args.stop)
+                if is_single:
+                    print(displayed(new), end="", flush=True)
+        if i < 2:  # the first step reads the prompt, the second one may compile
+            start, n_untimed = time.perf_counter(), n_tokens
         if all(sample.ended for sample in samples):
             break
-    return f"({n_tokens:,} tokens, {speed}{peak_memory_mb(model.device):,.0f} MiB)"
+    tokens_per_s = (n_tokens - n_untimed) / (time.perf_counter() - start)
+
+    for seed, sample in zip(seeds, samples):
+        if is_single:
+            print()
+        else:
+            print(f"--- seed {seed}\n{displayed(prompt + sample.text)}")
+    memory = peak_memory_mb(model.device)
+    print(
+        f"({n_tokens:,} tokens, {tokens_per_s:,.0f} tokens/s from the third on, {memory:,.0f} MiB)",
+        file=sys.stderr,
+    )
 
 
-def print_samples(prompts: list[str], model: GPT, tokenizer, args, step) -> None:
-    """Continue the prompts. A single sample is streamed; several are printed when complete."""
-    context = model.cfg.seq_len
-    for prompt in prompts:
-        n_tokens = len(tokenizer.encode(prompt))
-        if n_tokens > context:
-            print(
-                f"the prompt has {n_tokens:,} tokens; the model reads the final {context:,}, "
-                "its context length",
-                file=sys.stderr,
-            )
-    seeds = range(args.seed, args.seed + args.num_samples)
-    samples = [Sample(prompt, seed) for prompt in prompts for seed in seeds]
-    stream = len(samples) == 1
-    if stream:
-        print(samples[0].prompt, end="", flush=True)
-    for first in range(0, len(samples), 32):
-        batch = samples[first : first + 32]
-        summary = complete(batch, model, tokenizer, args, step, stream)
-        for number, sample in enumerate(batch, first + 1):
-            sample.text += sample.decoder.decode(b"", final=True)
-            if stream:
-                print(displayed(sample.text[sample.n_printed :]))
-            else:
-                print(f"--- sample {number}\n{displayed(sample.prompt + sample.text)}")
-        print(summary, file=sys.stderr)
-
-
-def typed_lines(end: str):
-    """Yield each typed line, with this end, as a list of one prompt, until Ctrl-D."""
+def typed_lines(end: str) -> Iterator[str]:
+    """Yield each typed line, with this end, until Ctrl-D."""
     print("> ", end="", file=sys.stderr, flush=True)
     for line in sys.stdin or []:  # None if it is closed
-        yield [line.removesuffix("\n") + end]
+        yield line.removesuffix("\n") + end
         print("> ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 
-def run(args) -> None:
+def print_table(title: str, table: Table) -> None:
+    """Print a table of evaluation.py."""
+    columns = list(next(iter(table.values())))
+    print(title)
+    print(" " * 16 + "".join(f"{column:>16}" for column in columns))
+    for name, row in table.items():
+        forms = [">16," if isinstance(value, int) else ">16,.6g" for value in row.values()]
+        print(f"{name:16}" + "".join(map(format, row.values(), forms)))
+
+
+def run(args: argparse.Namespace) -> None:
     """Load the model, and print perplexity, accuracy or samples."""
     path = find_file(args.run, args.best)
     model, tokenizer = load(path, args.device, args.dtype, args.int8)
     if args.perplexity is not None:
         stride = args.stride or model.cfg.seq_len
-        print_perplexity(model, tokenizer, Path(args.perplexity), stride)
-    elif args.choices is not None:
-        print_choices(model, tokenizer, Path(args.choices))
-    else:
-        if not args.no_cache:
-            check_cache(model)
-        step = None
-        if args.compile:
-            check_compiler(model.device)
-            step = compile_decode_step(model.device)
-        prompt_lists = [args.prompt]
-        if args.interactive is not None:
-            prompt_lists = typed_lines(args.interactive)
-        for prompts in prompt_lists:
-            print_samples(prompts, model, tokenizer, args, step)
+        table = perplexity(model, tokenizer, Path(args.perplexity), stride)
+        return print_table(args.perplexity, table)
+    if args.choices is not None:
+        return print_table(args.choices, answer_choices(model, tokenizer, Path(args.choices)))
+
+    decoding = dict(use_cache=cache_is_exact(model))
+    if not decoding["use_cache"]:
+        print(NO_CACHE, file=sys.stderr)
+    elif args.compile:
+        check_compiler(model.device)
+        decoding["step"] = compile_decode_step(model)
+    prompts = args.prompt if args.interactive is None else typed_lines(args.interactive)
+    seeds = range(args.seed, args.seed + args.num_samples)
+    for prompt in prompts:
+        for first in range(0, len(seeds), 32):
+            batch = seeds[first : first + 32]
+            print_samples(prompt, batch, model, tokenizer, args, decoding)
 
 
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit code."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
-        check_arguments(args, parser)
+        check_arguments(args)
         run(args)
         print(end="", flush=True)  # a closed pipe may only be noticed here
     except KeyboardInterrupt:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from common.errors import exit_process, run_command
 from common.values import derive_seed
 from data.stream import TokenStream
-from inference.generation import check_causal, sample_continuation
+from inference.generation import sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 
 # Kernels, and several ranks
@@ -56,7 +56,7 @@ from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.device import DTYPES
 from runtime.flags import GivenFlags, check_values, flag, implied_flags, parse_flags
-from runtime.model_setup import fit_into_memory, ranks_per_copy, warm_up
+from runtime.model_setup import check_causal, fit_into_memory, ranks_per_copy, warm_up
 from runtime.progress import agree_on_status, reason_to_stop
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import Start, find_start

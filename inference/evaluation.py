@@ -1,4 +1,7 @@
-"""Evaluation of a trained model: perplexity on a text, and multiple-choice questions."""
+"""Evaluation of a trained model: perplexity on a text, and multiple-choice questions.
+
+Both return a table: rows by name, each a dict from columns to numbers.
+"""
 
 import itertools
 import math
@@ -14,7 +17,17 @@ from torch.nn.utils.rnn import pad_sequence
 from common.errors import UserError
 from data.choices import Question, read_questions
 from data.prepare import encode_file
+from data.tokenizers import Tokenizer
 from model import GPT
+
+Table = dict[str, dict[str, float]]
+
+
+def show_progress(done: int, total: int, unit: str) -> None:
+    """Print how far an evaluation is, over the line before."""
+    end = "\n" if done == total else ""
+    print(f"\r{done:,} of {total:,} {unit}", end=end, file=sys.stderr)
+
 
 # --------------------------------------------------------------------------------------------------
 # Perplexity
@@ -43,16 +56,15 @@ def summed_loss(model: GPT, tokens: np.ndarray, eot: int, stride: int) -> float:
             first_scored = end
         mean_loss = model(x.to(model.device), y.to(model.device)).item()
         total += mean_loss * int((y >= 0).sum())
-        progress = f"\r{end:,} of {n:,} tokens, {total / end:.4f} nats per token"
-        print(progress, end="", file=sys.stderr)
-    print(file=sys.stderr)
+        show_progress(batch[-1], n, "tokens")
     return total
 
 
-def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
-    """Print a text file's perplexity per token, byte and word.
+def perplexity(model: GPT, tokenizer: Tokenizer, path: Path, stride: int) -> Table:
+    """Compute a text file's perplexity per token, byte and word.
 
-    The text is tokenized as in data/prepare.py. Raises UserError.
+    The text is tokenized as in data/prepare.py, and follows an end-of-text token. stride: of
+    summed_loss. Raises UserError.
     """
     seq_len = model.cfg.seq_len
     if not path.is_file() or path.suffix in (".csv", ".jsonl", ".gz"):
@@ -67,18 +79,16 @@ def print_perplexity(model: GPT, tokenizer, path: Path, stride: int) -> None:
     loss = summed_loss(model, tokens, tokenizer.eot, stride)
 
     n_words = len(tokenizer.decode_bytes(tokens.tolist()).split())
-    print(
-        f"{path}: windows of {seq_len} tokens, stride {stride}; "
-        "the first token follows an end-of-text token"
-    )
-    print(f"{'':10}{'count':>14}{'perplexity':>16}{'nats':>12}{'bits':>12}")
-    for unit, count in (("token", len(tokens)), ("byte", n_bytes), ("word", n_words)):
-        if count == 0:
-            continue
-        nats = loss / count
-        bits = nats / math.log(2)
-        perplexity = f"{math.exp(nats):,.4f}" if nats < 13 else f"e^{nats:.4f}"
-        print(f"{'per ' + unit:10}{count:>14,}{perplexity:>16}{nats:>12.4f}{bits:>12.4f}")
+    counts = {"per token": len(tokens), "per byte": n_bytes, "per word": n_words}
+    table = {}
+    for unit, count in counts.items():
+        if count:
+            nats = loss / count
+            # Below the largest float, e^709
+            table[unit] = dict(
+                count=count, perplexity=math.exp(min(nats, 700)), nats=nats, bits=nats / math.log(2)
+            )
+    return table
 
 
 # --------------------------------------------------------------------------------------------------
@@ -95,37 +105,37 @@ def score_endings(model: GPT, pairs: Pairs) -> tuple[Tensor, Tensor]:
     truncated on the left to what fits.
 
     Returns the log-likelihoods of the endings in nats, fp64 (N,), and a mask of those that greedy
-    decoding produces, bool (N,).
+    decoding produces, bool (N,). Raises UserError if a likelihood is not finite.
     """
-    inputs, targets = [], []
-    for context, ending in pairs:
-        tokens = torch.cat((context, ending))[-model.cfg.seq_len - 1 :]
-        target = tokens[1:].clone()
-        target[: -len(ending)] = -1  # the context is not scored
-        inputs.append(tokens[:-1])
-        targets.append(target)
+    rows = [torch.cat(pair)[-model.cfg.seq_len - 1 :] for pair in pairs]
     scores = torch.zeros(len(pairs), dtype=torch.float64)
     is_greedy = torch.zeros(len(pairs), dtype=torch.bool)
 
     # The longest first, to pad little; 2,048 tokens at once, to limit the memory of the logits
-    order = sorted(range(len(pairs)), key=lambda i: len(inputs[i]), reverse=True)
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
     while order:
-        batch_size = max(1, 2048 // len(inputs[order[0]]))
+        batch_size = max(1, 2048 // len(rows[order[0]]))
         batch = order[:batch_size]
         order = order[batch_size:]
-        x = pad_sequence([inputs[i] for i in batch], batch_first=True)
-        y = pad_sequence([targets[i] for i in batch], batch_first=True, padding_value=-1)
-        y = y.to(model.device)
-        logits = model(x.to(model.device))
-        losses = F.cross_entropy(
-            logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="none"
+        tokens = pad_sequence([rows[i] for i in batch], batch_first=True).to(model.device)
+        logits = model(tokens[:, :-1])
+        targets = tokens[:, 1:]
+        losses = F.cross_entropy(logits.mT, targets, reduction="none")  # (B, T)
+        is_likeliest = logits.argmax(-1) == targets
+        for row, i in enumerate(batch):
+            end = len(rows[i]) - 1
+            ending = slice(end - len(pairs[i][1]), end)
+            scores[i] = -losses[row, ending].double().sum()
+            is_greedy[i] = is_likeliest[row, ending].all()
+        show_progress(len(rows) - len(order), len(rows), "endings")
+    if not scores.isfinite().all():
+        raise UserError(
+            "the model's likelihoods are not finite; try --dtype fp32, or a different checkpoint"
         )
-        scores[batch] = -losses.view(y.shape).cpu().double().sum(1)
-        is_greedy[batch] = ((logits.argmax(-1) == y) | (y == -1)).all(1).cpu()
     return scores, is_greedy
 
 
-def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> Pairs:
+def encode_question(question: Question, tokenizer: Tokenizer, seq_len: int, place: str) -> Pairs:
     """Return the tokens of the context with those of each ending; a context has at least one token.
 
     Raises UserError, naming the place, if an ending is longer than seq_len.
@@ -145,73 +155,45 @@ def encode_question(question: Question, tokenizer, seq_len: int, place: str) -> 
     return pairs
 
 
-def is_chosen(question: Question, scores: Tensor, pairs: Pairs) -> dict[str, bool]:
-    """Return, for each measure, True if the right ending scores highest; ties go to the first.
-
-    scores: log-likelihoods of the endings, fp64.
-    """
-    n_tokens = torch.tensor([len(ending) for _, ending in pairs])
-    n_characters = torch.tensor([len(text.lstrip()) or 1 for text in question.endings])
-    measures = {
-        "summed": scores,
-        "per token (llm.c)": scores / n_tokens,
-        "per character (lm-evaluation-harness)": scores / n_characters,
-    }
-    return {name: values.argmax().item() == question.label for name, values in measures.items()}
+def accuracy(results: list[bool]) -> dict[str, float]:
+    """Return the fraction that is right, and its standard error."""
+    n = len(results)
+    mean = sum(results) / n
+    return {"accuracy": mean, "std error": math.sqrt(mean * (1 - mean) / max(1, n - 1))}
 
 
-def print_choices(model: GPT, tokenizer, path: Path) -> None:
-    """Print the accuracy of a file's questions (data/choices.py), with its standard error.
+def answer_choices(model: GPT, tokenizer: Tokenizer, path: Path) -> Table:
+    """Compute the accuracy on a file's questions (data/choices.py), with its standard error.
 
-    An ending's log-likelihood is summed, or divided by its length as in llm.c and
-    lm-evaluation-harness for GPT-2's figures on HellaSwag. If every question has one ending, as in
-    LAMBADA, print the fraction that greedy decoding produces, and their perplexity. Raises
-    UserError.
+    The ending with the highest log-likelihood is chosen, summed or per character, which are acc and
+    acc_norm of lm-evaluation-harness; ties go to the first. If every question has one ending, as in
+    LAMBADA, it is right if greedy decoding produces it. Raises UserError.
     """
     if not path.is_file():
         raise UserError(
             f"there is no file {path}; --choices needs lines of JSON "
             "(`python data/prepare.py hellaswag`)"
         )
-    seq_len = model.cfg.seq_len
     questions = read_questions(path)
-    n = len(questions)
     n_endings = {len(question.endings) for question in questions}
-    one_ending = n_endings == {1}
-    if 1 in n_endings and not one_ending:
+    if 1 in n_endings and len(n_endings) > 1:
         raise UserError(
             f"{path} mixes questions with one ending and with several; split it into two files"
         )
     encoded = []
     for number, question in enumerate(questions, 1):
-        pairs = encode_question(question, tokenizer, seq_len, place=f"{path}, question {number}")
-        encoded.append(pairs)
+        place = f"{path}, question {number}"
+        encoded.append(encode_question(question, tokenizer, model.cfg.seq_len, place))
 
-    results = []
-    nats = 0.0
-    for start in range(0, n, 64):
-        batch = encoded[start : start + 64]
-        scores, is_greedy = score_endings(model, list(itertools.chain.from_iterable(batch)))
-        if not scores.isfinite().all():
-            raise UserError(
-                "the model's likelihoods are not finite; "
-                "try --dtype fp32, or a different checkpoint"
-            )
-        nats -= scores.sum().item()
-        if one_ending:
-            results += [{"produced by greedy decoding": correct} for correct in is_greedy.tolist()]
-        else:
-            scores_by_question = scores.split([len(pairs) for pairs in batch])
-            for i, pairs in enumerate(batch):
-                results.append(is_chosen(questions[start + i], scores_by_question[i], pairs))
-        print(f"\r{len(results):,} of {n:,} questions", end="", file=sys.stderr)
-    print(file=sys.stderr)
-
-    print(f"{path}: {n:,} questions, contexts of {seq_len} tokens at most")
-    print(f"{'':38}{'accuracy':>10}{'std error':>12}")
-    for name in results[0]:
-        accuracy = sum(result[name] for result in results) / n
-        std_error = math.sqrt(accuracy * (1 - accuracy) / max(1, n - 1))
-        print(f"{name:38}{accuracy:>10.4f}{std_error:>12.4f}")
-    if one_ending:
-        print(f"{'perplexity of an ending':38}{math.exp(min(nats / n, 700)):>10,.2f}")
+    scores, is_greedy = score_endings(model, list(itertools.chain.from_iterable(encoded)))
+    if n_endings == {1}:
+        nats = -scores.mean().item()
+        row = accuracy(is_greedy.tolist()) | {"perplexity": math.exp(min(nats, 700))}
+        return {"greedy decoding": row}
+    summed, per_character = [], []
+    by_question = scores.split([len(pairs) for pairs in encoded])
+    for question, sums in zip(questions, by_question):
+        n_characters = torch.tensor([len(text.lstrip()) or 1 for text in question.endings])
+        summed.append(sums.argmax().item() == question.label)
+        per_character.append((sums / n_characters).argmax().item() == question.label)
+    return {"summed": accuracy(summed), "per character": accuracy(per_character)}

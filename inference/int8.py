@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inference.decode import is_matvec, matvec
 from model import GPT, Linear
-from ops.linear import is_matvec, matvec
 from ops.ngrams import NgramEmbedding
 
 # Up to this many rows, the CPU's int8 kernel is faster than bf16 matmuls with dequantized weights

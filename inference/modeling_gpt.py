@@ -7,20 +7,20 @@ It gives the same logits as model.py, without cache, training and kernels. The e
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 # Multipliers of xxHash and MurmurHash; products fit into int64
 HASH_A = 0x9E3779B1
 HASH_B = 0x85EBCA6B
-HASH_MODULUS = 1 << 31
 
 
 class TrainGPTConfig(PretrainedConfig):
-    """The fields of model.py's GPTConfig, and eot.
+    """The fields of model.py's GPTConfig, and more.
 
     eot: token that starts a document; tokens do not attend across documents. None if they do.
+    windows: how many keys a query attends to in each layer.
     """
 
     model_type = "train_gpt"
@@ -33,157 +33,129 @@ class TrainGPTConfig(PretrainedConfig):
     }
 
 
-def norm(x):
+def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def shift_right(x, n: int):
-    """Shift x (B, T) right by n positions, with zeros in the first."""
-    return F.pad(x, (n, 0))[:, : x.size(1)]
-
-
-def apply_rotary_emb(x, cos, sin):
-    half = cos.size(-1)
-    x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
-    return torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
-
-
-class Attention(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.n_head = cfg.n_head
-        self.rotary_dim = cfg.n_embd // cfg.n_head // 4 * 2
-        self.qkv = nn.Linear(cfg.n_embd, 3 * cfg.n_embd, bias=False)
-        self.gate = nn.Linear(min(16, cfg.n_embd), cfg.n_head, bias=False)
-        self.proj = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-
-    def forward(self, x, cos, sin, doc_starts, mask, value_embed):
-        q, k, v = self.qkv(x).unflatten(-1, (3 * self.n_head, -1)).split(self.n_head, dim=2)
-        gate = 2 * self.gate(x[..., :16]).sigmoid()
-        v = v + gate[..., None] * value_embed.view(v.shape)
-        q, k = norm(q), norm(k)
-
-        # Partial key offset: the final dimensions are from the previous token in the same document
-        k_rot, k_pass = k.split((self.rotary_dim, k.size(-1) - self.rotary_dim), dim=-1)
-        k_pass = F.pad(k_pass[:, :-1], (0, 0, 0, 0, 1, 0))
-        k_pass = k_pass.masked_fill(doc_starts[..., None, None], 0)
-        k = torch.cat((k_rot, k_pass), dim=-1)
-
-        q = apply_rotary_emb(q, cos, sin).transpose(1, 2)
-        k = apply_rotary_emb(k, cos, sin).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.fc = nn.Linear(cfg.n_embd, 4 * cfg.n_embd, bias=False)
-        self.proj = nn.Linear(4 * cfg.n_embd, cfg.n_embd, bias=False)
-
-    def forward(self, x):
-        return self.proj(F.leaky_relu(self.fc(x), 0.5).square())
+def linear(n_in: int, n_out: int) -> nn.Linear:
+    return nn.Linear(n_in, n_out, bias=False)
 
 
 class Block(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.attn = Attention(cfg)
-        self.mlp = MLP(cfg)
+    """One transformer layer: attention, then an MLP."""
 
-    def forward(self, x, *context):
-        x = x + self.attn(norm(x), *context)
-        return x + self.mlp(norm(x))
+    def __init__(self, cfg: TrainGPTConfig):
+        super().__init__()
+        C = cfg.n_embd
+        self.n_head = cfg.n_head
+        attn = dict(qkv=linear(C, 3 * C), gate=linear(min(16, C), cfg.n_head), proj=linear(C, C))
+        self.attn = nn.ModuleDict(attn)
+        self.mlp = nn.ModuleDict(dict(fc=linear(C, 4 * C), proj=linear(4 * C, C)))
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        doc_starts: Tensor,
+        mask: Tensor,
+        value_embed: Tensor,
+    ) -> Tensor:
+        h = norm(x)
+        qkv = self.attn.qkv(h).unflatten(-1, (3 * self.n_head, -1))
+        qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
+        gate = 2 * self.attn.gate(h[..., :16]).sigmoid()
+        v = v + gate[..., None] * value_embed.view(v.shape)
+
+        # Partial key offset: the final dimensions are from the previous token in the same document
+        half = cos.size(-1)
+        x1, x2, rest = norm(qk).tensor_split((half, 2 * half), dim=-1)
+        q_rest, k_rest = rest.split(self.n_head, dim=2)
+        k_rest = k_rest.roll(1, dims=1).masked_fill(doc_starts[..., None, None], 0)
+
+        # Rotary position embedding of the others
+        rest = torch.cat((q_rest, k_rest), dim=2)
+        qk = torch.cat((x1 * cos + x2 * sin, x2 * cos - x1 * sin, rest), dim=-1)
+
+        q, k = qk.transpose(1, 2).split(self.n_head, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), attn_mask=mask)
+        x = x + self.attn.proj(y.transpose(1, 2).flatten(2))
+        return x + self.mlp.proj(F.leaky_relu(self.mlp.fc(norm(x)), 0.5).square())
 
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TrainGPTConfig
     accepts_loss_kwargs = False  # otherwise Trainer assumes that the loss is a sum
 
-    def __init__(self, config):
+    def __init__(self, config: TrainGPTConfig):
         super().__init__(config)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.value_embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngrams = nn.Embedding(config.ngram_rows, config.n_embd) if config.ngram > 1 else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = linear(config.n_embd, config.vocab_size)
         self.post_init()
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Module:
         return self.wte
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **unused: object
+    ) -> dict:
         """Return the inputs of a step: all tokens each time, because there is no cache."""
-        return dict(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        return dict(input_ids=input_ids, attention_mask=attention_mask)
 
-    def embed(self, idx, doc):
-        """Embed tokens idx (B, T) and the n-grams that end at each. doc: the tokens' documents."""
+    def embed(self, idx: Tensor, doc_starts: Tensor) -> Tensor:
+        """Embed tokens idx (B, T) and the n-grams that end at each, which end at documents."""
         x = self.wte(idx)
-        code = idx + 1  # 0 stands for "no token"
-        for n in range(1, self.config.ngram):
-            same_doc = doc == shift_right(doc, n)
-            code = (code * HASH_A + shift_right(idx + 1, n) * same_doc) % HASH_MODULUS
+        code = previous = idx + 1  # 0 stands for "no token"
+        for _ in range(1, self.config.ngram):
+            previous = previous.roll(1, dims=1).masked_fill(doc_starts, 0)
+            code = (code * HASH_A + previous) % 2**31
             x = x + self.ngrams(((code * HASH_B) >> 7) % self.config.ngram_rows)
         return x
 
     def forward(
         self,
-        input_ids,
-        attention_mask=None,
-        labels=None,
-        output_hidden_states=False,
-        output_attentions=False,
-        **unused,
-    ):
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **unused: object,
+    ) -> CausalLMOutput:
         """Return logits, fp32 (B, T, vocab_size), and the loss if labels (B, T) are given.
 
         Rows of input_ids (B, T) may be padded on either side, where attention_mask (B, T) is 0.
-        output_hidden_states: also return the input of each block and of the head.
         """
         cfg = self.config
-        if output_attentions or cfg.output_attentions:
-            raise ValueError("this model returns no attentions; remove output_attentions")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         # Number the documents; padding before the first token is a document, too
         doc_starts = (attention_mask > 0) & (attention_mask.cumsum(1) == 1)
+        doc_starts[:, 0] = True
         if cfg.eot is not None:
-            doc_starts = doc_starts | (input_ids == cfg.eot)
+            doc_starts |= input_ids == cfg.eot
         doc = doc_starts.cumsum(1)
 
-        x = norm(self.embed(input_ids, doc))
+        x = norm(self.embed(input_ids, doc_starts))
         value_embed = self.value_embed(input_ids)
         position = torch.arange(input_ids.size(1), device=input_ids.device)
 
         # Rotary position embedding
         half = cfg.n_embd // cfg.n_head // 4
-        channel = torch.arange(half, device=position.device)
-        frequency = cfg.rope_theta ** -(channel / half)
+        frequency = cfg.rope_theta ** -(torch.arange(half, device=position.device) / half)
         angle = position[:, None, None] * frequency
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
         # Attention within a document; beyond seq_len, every layer has a sliding window
-        same_doc = doc[:, None, :, None] == doc[:, None, None, :]
         distance = position[:, None] - position
-        pattern, _, width = cfg.window.partition(":")
-        output_hidden_states = output_hidden_states or cfg.output_hidden_states
-        hidden_states = ()
-        for i, block in enumerate(self.blocks):
-            window = cfg.seq_len
-            if pattern[i % len(pattern)] == "S":
-                window = min(window, int(width or max(1, cfg.seq_len // 4)))
-            mask = same_doc & (distance >= 0) & (distance < window)
-            if output_hidden_states:
-                hidden_states += (x,)
-            x = block(x, cos, sin, doc_starts, mask, value_embed)
+        causal = (doc[:, None, :, None] == doc[:, None, None]) & (distance >= 0)
+        for block, window in zip(self.blocks, cfg.windows):
+            x = block(x, cos, sin, doc_starts, causal & (distance < window), value_embed)
 
-        x = norm(x)
-        if output_hidden_states:
-            hidden_states += (x,)
-        logits = self.head(x).float()
+        logits = self.head(norm(x)).float()
         if cfg.softcap:
             logits = cfg.softcap * torch.tanh(logits / cfg.softcap)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutput(loss=loss, logits=logits, hidden_states=hidden_states or None)
+        return CausalLMOutput(loss=loss, logits=logits)

@@ -228,34 +228,3 @@ ATTENTION_KERNELS["blocked"] = blocked_attention
 ATTENTION_KERNELS["flex"] = flex_attention
 ATTENTION_KERNELS["varlen"] = varlen_attention
 ATTENTION_BACKENDS = ("auto", "sdpa", *ATTENTION_KERNELS)  # the values of --attn
-
-
-# --------------------------------------------------------------------------------------------------
-# Generation
-
-
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention to the keys of a KV cache."""
-    one_query = q.size(2) == 1 and q.size(1) == k.size(1) and mask is not None
-    if one_query and torch.compiler.is_dynamo_compiling():
-        return one_query_attention(q, k, v, mask)
-    if q.is_cuda:  # not cuDNN, which makes a new plan for every number of keys
-        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        return sdpa_attention(q, k, v, mask, window=0, kernels=kernels)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-
-
-def one_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of one query (B, n_head, 1, head_dim) by sums of products in fp32, to be compiled.
-
-    The compiler turns them into loops over k and v as they lie in memory. On a CPU they are several
-    times as fast as SDPA's kernel, which is made for blocks of queries; on a GPU, SDPA's kernel
-    refuses the strides that the compiler gives q.
-    """
-    scores = (q.float() * k.float()).sum(-1, keepdim=True) / math.sqrt(q.size(-1))
-    mask = mask.mT  # (..., number of keys, 1)
-    if mask.is_floating_point():
-        scores = scores + mask
-    else:
-        scores = scores.masked_fill(~mask, -math.inf)
-    return (scores.softmax(2) * v.float()).sum(2, keepdim=True).to(q.dtype)
