@@ -33,7 +33,7 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.device import DTYPES, faster_dtype, peak_memory_mb, select_device
+from runtime.device import DTYPES, peak_memory_mb, select_device
 from runtime.flag_checks import check_compiler
 
 

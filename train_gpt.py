@@ -79,7 +79,7 @@ PRESETS = {
         n_embd=128,
         seq_len=2048,
         window="SL:512",  # the first layer attends to 512 tokens, the second to all
-        ngram=-1,  # with embeddings of n-grams, of an automatic length
+        ngram=None,  # with embeddings of n-grams, of an automatic length
         ngram_rows=524288,
         batch_tokens=8192,
         max_steps=300,
@@ -93,7 +93,7 @@ PRESETS = {
         n_head=8,
         n_embd=512,
         seq_len=512,
-        ngram=-1,
+        ngram=None,
         ngram_rows=65536,
         batch_tokens=16384,
         max_steps=1000,
@@ -107,8 +107,9 @@ PRESETS = {
 }
 
 
-# Each field is a flag: flag(default, help, choices, const, min). const: the value of a bare --flag.
-# min: the smallest number allowed, by default 0. Command line, checks and log are derived from it
+# Each field is a flag: flag(default, help, choices, const, min, auto). Command line, checks and log
+# are derived from it. const: the value of a bare --flag. min: the smallest number, by default 0.
+# None is "auto" on the command line: the value is chosen before the model is built
 @dataclass(frozen=True)
 class Config(GivenFlags):
     """The flags of a run. Build it with make_config, which applies a preset ("laptop" by default).
@@ -129,31 +130,37 @@ class Config(GivenFlags):
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "choose a size of so many parameters; -1 = to suit --minutes", min=-1)
+    params: int = flag(
+        0, "choose a size of so many parameters; auto = to suit --minutes", auto=True
+    )
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
-    vocab_size: int = flag(0, "rows of embedding and head; 0 = the tokenizer's, rounded up")
+    vocab_size: int = flag(
+        None, "rows of embedding and head; auto = the tokenizer's, rounded up", min=1
+    )
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
-    ngram: int = flag(0, "hashed n-gram embeddings up to length N; 0 disables, -1 = auto", min=-1)
+    ngram: int = flag(0, "hashed embeddings of n-grams up to length N; 0 disables", auto=True)
     ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
-    ngram_dropout: float = flag(-1.0, "dropout of n-grams; -1 = from the number of epochs", min=-1)
+    ngram_dropout: float = flag(None, "dropout of n-grams; auto = from the number of epochs")
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
-    loss_chunk: int = flag(-1, "tokens per chunk of head and loss; 0 disables, -1 = auto", min=-1)
+    loss_chunk: int = flag(None, "tokens per chunk of head and loss; 0 disables chunks")
     # optimizer
     optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
-    muon_lr: float = flag(0.0, "learning rate of Muon; 0 = from max_steps (docs/rates.md)")
-    adam_lr: float = flag(0.0, "learning rate of Adam; 0 = from the width (docs/rates.md)")
+    muon_lr: float = flag(None, "learning rate of Muon; auto = from max_steps", min=1e-9)
+    adam_lr: float = flag(None, "learning rate of Adam; auto = from the width", min=1e-9)
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     embed_decay: float = flag(
-        -1.0, "embeddings would shrink to exp(-X) in a run at the peak rate; -1 = auto", min=-1
+        None, "embeddings would shrink to exp(-X) in a run at the peak rate; auto = by the epochs"
     )
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
-    batch_tokens: int = flag(524288, "global batch size in tokens; 0 = from the dataset's size")
-    micro_batch: int = flag(0, "sequences per device per micro-step; 0 = auto")
-    max_steps: int = flag(3250, "optimizer steps; 0 = from the dataset's size")
+    batch_tokens: int = flag(
+        524288, "global batch size in tokens; auto = from the dataset's size", min=1, auto=True
+    )
+    micro_batch: int = flag(None, "sequences per device per micro-step; auto = what fits", min=1)
+    max_steps: int = flag(3250, "optimizer steps; auto = from the dataset's size", min=1, auto=True)
     minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
@@ -174,7 +181,7 @@ class Config(GivenFlags):
     )
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
-    shard_size: int = flag(0, "ranks per copy of the weights with hsdp; 0 = those of a node")
+    shard_size: int = flag(None, "ranks per copy with hsdp; auto = those of a node", min=1)
     grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
@@ -182,11 +189,17 @@ class Config(GivenFlags):
     doc_align: bool = flag(False, "start each sequence with a document; drop what is too long")
     doc_mask: bool = flag(False, "mask attention across documents")
     # logging and checkpoints
-    eval_every: int = flag(250, "steps between evaluations; 0: at the end, -1: ten in all", min=-1)
-    eval_tokens: int = flag(10485760, "validation tokens per evaluation; 0 = the whole split")
-    save_every: int = flag(0, "steps between checkpoints; 0 = every ten minutes")
-    keep: int = flag(2, "number of newest checkpoints to keep; 0 = all")
-    sample_every: int = flag(0, "steps between text samples; 0 = only at the end")
+    eval_every: int | str = flag(
+        250,
+        "steps between evaluations; end = only there, auto = ten in all",
+        ("end",),
+        min=1,
+        auto=True,
+    )
+    eval_tokens: int | str = flag(10485760, "validation tokens per evaluation", ("all",), min=1)
+    save_every: int = flag(None, "steps between checkpoints; auto = every ten minutes", min=1)
+    keep: int | str = flag(2, "number of newest checkpoints to keep", ("all",), min=1)
+    sample_every: int | str = flag("end", "steps between text samples", ("end",), min=1)
     log_every: int = flag(10, "steps between log lines", min=1)
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
     wandb: bool = flag(False, "also log to Weights & Biases")
@@ -221,8 +234,8 @@ def make_config(**flags: Any) -> Config:
 def learning_rates(cfg: Config) -> tuple[float, float]:
     """Learning rates of Muon (the blocks' matrices) and of Adam (the rest; with adamw, everything).
 
-    A rate of 0 is computed from the number of steps or the width, by formulas fitted to the runs in
-    docs/rates.md. For GPT-2 small and 5,000 steps they give the NanoGPT speedrun's rates.
+    A rate that is not given is computed from the number of steps or the width, by formulas fitted
+    to the runs in docs/rates.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
     """
     # Shorter runs and narrower models take higher rates
     muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
@@ -564,9 +577,9 @@ def train(
     return summary
 
 
-def is_due(every: int, step: int) -> bool:
-    """True on every `every`-th step; never for 0."""
-    return every > 0 and step > 0 and step % every == 0
+def is_due(every: int | str, step: int) -> bool:
+    """True on every `every`-th step; never for "end"."""
+    return isinstance(every, int) and step > 0 and step % every == 0
 
 
 def loop(run: Run, on_step: OnStep | None = None) -> str:

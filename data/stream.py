@@ -176,7 +176,7 @@ class TokenStream:
         folder,
         seq_len,
         seed=0,
-        vocab_size=0,
+        vocab_size=None,
         doc_align=False,
     ):
         """Open a prepared folder.
@@ -195,12 +195,12 @@ class TokenStream:
         self.vocabulary = None
         if self.meta["tokenizer"] == "bpe":
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
-        if 0 < vocab_size < self.meta["vocab_size"]:
+        if vocab_size and vocab_size < self.meta["vocab_size"]:
             needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}: raise it")
 
         # Open the shards of both splits
-        vocab_size = max(vocab_size, self.meta["vocab_size"])
+        vocab_size = max(vocab_size or 0, self.meta["vocab_size"])
         files = self.meta["files"]
         self.train = TokenShards(self.folder, "train", vocab_size, files)
         self.val = TokenShards(self.folder, "val", vocab_size, files)
@@ -279,9 +279,9 @@ class TokenStream:
         return self.train.read_sequences(starts, self.seq_len + 1)
 
     def num_eval_seqs(self, eval_tokens):
-        """Return the number of sequences in an evaluation, at least 1. 0 eval_tokens means all."""
+        """Return the number of sequences in an evaluation of so many tokens, or "all"."""
         available = (self.val.n_tokens - 1) // self.seq_len
-        if eval_tokens == 0:
+        if eval_tokens == "all":
             return available
         return min(available, max(1, eval_tokens // self.seq_len))
 
@@ -294,7 +294,7 @@ class TokenStream:
         n_seqs = self.num_eval_seqs(eval_tokens)
         index = np.arange(n_seqs, dtype=np.int64)
         if self.eval_subset == "spread":
-            index = index * self.num_eval_seqs(0) // n_seqs
+            index = index * self.num_eval_seqs("all") // n_seqs
         return index * self.seq_len
 
     def eval_batches(self, eval_tokens, micro_batch, rank=0, world_size=1):

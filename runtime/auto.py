@@ -65,7 +65,7 @@ def measure_speed(cfg: Config, device: torch.device) -> tuple[str, float]:
 def choose_kernels(cfg: Config, device: torch.device, vocab_size: int) -> dict[str, Any]:
     """Choose loss_chunk and attn, where they are automatic."""
     chosen: dict[str, Any] = {}
-    if cfg.loss_chunk == -1:
+    if cfg.loss_chunk is None:
         chosen["loss_chunk"] = choose_loss_chunk(cfg, device, vocab_size)
     if cfg.attn == "auto":
         chosen["attn"] = choose_attention(cfg) if device.type == "cpu" else "sdpa"
@@ -124,14 +124,14 @@ def choose_sizes(cfg: Config, stream: TokenStream, world_size: int, flops: float
     if cfg.init_from:
         cfg = replace(cfg, **choose_finetuning(cfg, n_tokens, smallest))
     if is_sized_by_time(cfg):
-        if cfg.params == -1:
+        if cfg.params is None:
             cfg = replace(cfg, **choose_size(cfg, n_tokens, vocab_size, flops))
             if "batch_tokens" not in cfg.given:
                 n_smallest = max(1, round(cfg.batch_tokens / smallest))
                 cfg = replace(cfg, batch_tokens=smallest * n_smallest)
         tokens = tokens_in_time(cfg, n_tokens, vocab_size, flops)
         cfg = replace(cfg, max_steps=max(1, round(tokens / cfg.batch_tokens)))
-    if cfg.eval_every == -1:  # ten evaluations
+    if cfg.eval_every is None:  # ten evaluations
         cfg = replace(cfg, eval_every=math.ceil(cfg.max_steps / 10))
     # Short sequences are eighths of whole ones, and so do not begin at documents
     if cfg.seq_len % 8 or cfg.doc_align:
@@ -147,7 +147,7 @@ def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
     """Choose n-grams, their dropout and the decay of embeddings, where they are automatic."""
     epochs = cfg.max_steps * cfg.batch_tokens / (stream.seqs_per_epoch * cfg.seq_len)
     ngram = cfg.ngram
-    if ngram == -1:
+    if ngram is None:
         ngram = 4 if cfg.ngram_rows >= 2**18 else 3  # a small table has no room for 4-grams
         if tokens_are_bytes(stream.vocab_size):
             ngram = 6
@@ -157,11 +157,11 @@ def choose_by_epochs(cfg: Config, stream: TokenStream) -> dict[str, Any]:
             ngram = choose_ngram(start, stream.vocab_size, longest=ngram)
 
     ngram_dropout = cfg.ngram_dropout
-    if ngram_dropout == -1:
+    if ngram_dropout is None:
         ngram_dropout = dropout_for_epochs(epochs) if ngram > 1 else 0.0
 
     embed_decay = cfg.embed_decay
-    if embed_decay == -1:
+    if embed_decay is None:
         # It lowers the loss where the dataset is repeated, and may raise it otherwise
         # (docs/rates.md). Embeddings of --init_from are trained already
         embed_decay = min(1.5, max(0.0, epochs - FEW_EPOCHS))

@@ -219,7 +219,7 @@ def save_checkpoint(run: Run, is_last: bool = False) -> None:
         run.log.info(f"WARNING: {failed}")
         return
     run.saved_step = state.step
-    if run.dist_ctx.rank == 0 and state.cfg.keep:
+    if run.dist_ctx.rank == 0 and state.cfg.keep != "all":
         for old in list_checkpoints(run.folder)[state.cfg.keep :]:
             with contextlib.suppress(OSError):
                 old.unlink()

@@ -48,8 +48,8 @@ def check_flags(cfg: Config) -> None:
             "torchrun --max-restarts needs a folder to resume from; give --out_dir",
         ),
         (
-            cfg.params == -1 and (not cfg.minutes or cfg.init_from),
-            "--params -1 chooses the size of a new model that suits --minutes; add --minutes and "
+            cfg.params is None and (not cfg.minutes or cfg.init_from),
+            "--params auto chooses the size of a new model that suits --minutes; add --minutes and "
             "remove --init_from, or give a number of parameters",
         ),
         (
@@ -58,12 +58,12 @@ def check_flags(cfg: Config) -> None:
             f"make it a multiple of {2 * cfg.n_head}, or change --n_head",
         ),
         (
-            not cfg.init_from and not (cfg.max_steps and cfg.batch_tokens),
-            "--max_steps 0 and --batch_tokens 0 are for --init_from, which chooses them from the "
-            "size of the dataset; give numbers",
+            not cfg.init_from and None in (cfg.max_steps, cfg.batch_tokens),
+            "--max_steps auto and --batch_tokens auto are for --init_from, which chooses them from "
+            "the size of the dataset; give numbers",
         ),
         (
-            cfg.batch_tokens % cfg.seq_len,
+            cfg.batch_tokens and cfg.batch_tokens % cfg.seq_len,
             f"--batch_tokens {cfg.batch_tokens} is not a multiple of --seq_len {cfg.seq_len}; "
             "change one of them",
         ),
@@ -73,8 +73,8 @@ def check_flags(cfg: Config) -> None:
             "more than 1; lower one",
         ),
         (
-            cfg.ngram_dropout != -1 and not 0 <= cfg.ngram_dropout < 1,
-            f"--ngram_dropout is {cfg.ngram_dropout:g}; expected a probability below 1, or -1",
+            (cfg.ngram_dropout or 0) >= 1,
+            f"--ngram_dropout is {cfg.ngram_dropout}; expected a probability below 1, or auto",
         ),
         (
             needs_compiler and not cfg.is_compiled,
@@ -117,7 +117,7 @@ def check_device(cfg: Config, dist_ctx: DistContext) -> list[str]:
         "--offload": cfg.offload != "none" and device.type != "cuda",
         "--short_frac": cfg.short_frac and (cfg.seq_len % 8 or cfg.doc_align),
         "--muon_lr": cfg.muon_lr and is_adamw,
-        "--embed_decay": cfg.embed_decay > 0 and is_adamw,
+        "--embed_decay": cfg.embed_decay and is_adamw,
         "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
     }
     names = [name for name, is_unused in unused.items() if is_unused]

@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from common.errors import UserError
 from common.values import boolean, integer
@@ -47,14 +47,28 @@ class GivenFlags:
 
 
 def flag(
-    default: Any, help: str, choices: Iterable[str] = (), const: Any = None, min: float = 0
+    default: Any,
+    help: str,
+    choices: Iterable[str] = (),
+    const: Any = None,
+    min: float = 0,
+    auto: bool = False,
 ) -> Any:
     """Declare a field that is a flag.
 
-    const: the value of a bare flag, as in --compile (bool: true). min: the smallest number allowed.
+    choices: the texts allowed; for a number, words besides numbers. const: the value of a bare
+    flag, as in --compile (bool: true). min: the smallest number allowed. auto: `auto` is allowed,
+    too; the value is then None until it is chosen, as for a default of None.
     """
-    metadata = dict(help=help, choices=tuple(choices), const=const, min=min)
-    return dataclasses.field(default=default, metadata=metadata)
+    words = tuple(choices) + ("auto",) * (auto or default is None)
+    return dataclasses.field(
+        default=default, metadata=dict(help=help, words=words, const=const, min=min)
+    )
+
+
+def kind_of(field: dataclasses.Field) -> type:
+    """Return the type of a flag: int for `int` and for `int | str`, whose texts are words."""
+    return (get_args(field.type) or (field.type,))[0]
 
 
 def closest(name: str, names: Iterable[str]) -> str:
@@ -79,27 +93,31 @@ def check_values(flags: dict[str, Any], config: type[GivenFlags]) -> dict[str, A
     for name, value in flags.items():
         if name not in fields:
             raise UserError(f"unknown flag --{name}{closest(name, fields)}")
-        kind, metadata = type(fields[name].default), fields[name].metadata
+        kind, metadata = kind_of(fields[name]), fields[name].metadata
+        words = metadata.get("words", ())
+        is_number = kind in (int, float)
 
         # Values from Python
+        if value is None and "auto" in words:
+            value = "auto"
         if kind is float and type(value) is int:
             value = float(value)
         if kind is str and isinstance(value, Path):
             value = str(value)
-        if type(value) is not kind:
-            raise UserError(f"--{name} is {value!r}; expected {kind.__name__}")
 
-        choices = metadata.get("choices")
-        if choices and value not in choices:
+        if is_number and value in words:
+            value = None if value == "auto" else value
+        elif type(value) is not kind:
             raise UserError(
-                f"--{name} is {value!r}; expected one of {', '.join(choices)}"
-                f"{closest(value, choices)}"
+                f"--{name} is {value!r}; expected {' or '.join([kind.__name__, *words])}"
             )
-        least = metadata.get("min", -math.inf)
-        if kind in (int, float) and not least <= value < 2**48:
+        elif kind is str and words and value not in words:
             raise UserError(
-                f"--{name} is {value}; expected a finite number of at least {least} and below 2**48"
+                f"--{name} is {value!r}; expected one of {', '.join(words)}{closest(value, words)}"
             )
+        elif is_number and not metadata.get("min", -math.inf) <= value < 2**48:
+            expected = f"a finite number of at least {metadata['min']} and below 2**48"
+            raise UserError(f"--{name} is {value}; expected {' or '.join([*words, expected])}")
         checked[name] = value
     return checked
 
@@ -114,7 +132,19 @@ class Parser(argparse.ArgumentParser):
 
 
 # Type of a flag -> how its text is read
-READERS = {int: integer, float: float, bool: boolean, str: str}
+READERS: dict[type, Callable[[str], Any]] = dict(
+    zip((int, float, bool, str), (integer, float, boolean, str))
+)
+
+
+def reader(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
+    """Return a function that reads a flag's text: one of the words, or a value of its type."""
+
+    def read(text: str) -> Any:
+        return text if text in words else READERS[kind](text)
+
+    read.__name__ = READERS[kind].__name__  # for argparse's messages
+    return read
 
 
 def parse_flags(
@@ -133,13 +163,14 @@ def parse_flags(
     )
     names = []
     for field in dataclasses.fields(config):
-        kind = type(field.default)
+        kind = kind_of(field)
         if kind not in READERS:
             continue  # not a flag
         names.append(field.name)
-        choices = field.metadata.get("choices", ())
-        options: dict[str, Any] = dict(type=READERS[kind])
-        options["metavar"] = "|".join(choices) or kind.__name__
+        words = field.metadata.get("words", ())
+        options: dict[str, Any] = dict(type=reader(kind, words))
+        kinds = () if kind is str and words else (kind.__name__,)
+        options["metavar"] = "|".join(kinds + words)
 
         # The value of a bare flag
         const = field.metadata.get("const") or kind is bool
@@ -150,7 +181,7 @@ def parse_flags(
         help_text = field.metadata.get("help", "").replace("%", "%%")
         default = defaults.get(field.name, field.default)
         if default != "":
-            help_text = f"{help_text} [{default}]"
+            help_text = f"{help_text} [{'auto' if default is None else default}]"
         parser.add_argument(f"--{field.name}", help=help_text, **options)
 
     short: dict[str, Any] = dict(dest="dtype", action="store_const", const="bf16")
@@ -179,14 +210,14 @@ def implied_flags(given: dict[str, Any]) -> dict[str, Any]:
         )
     if given.get("resume") and given.get("init_from"):
         raise UserError("--resume and --init_from contradict each other; give one of them")
-    implied = {}
-    if given.get("params", 0) > 0:
+    implied: dict[str, Any] = {}
+    if given.get("params"):
         implied = flags_for_size(given["params"], given)
     if given.get("minutes") and not SIZE_FLAGS & given.keys():
-        implied["params"] = -1
+        implied["params"] = None
     if given.get("init_from"):
-        # The model has learned from short sequences already. 0: from the size of the dataset
-        implied |= dict(short_frac=0.0, batch_tokens=0)
+        # The model has learned from short sequences already. None: from the size of the dataset
+        implied |= dict(short_frac=0.0, batch_tokens=None)
         if "max_steps" not in given:
-            implied |= dict(max_steps=0, eval_every=-1, patience=3)  # until val_loss rises
+            implied |= dict(max_steps=None, eval_every=None, patience=3)  # until val_loss rises
     return implied

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BAD_STEPS = 10  # end the run after this many steps in a row without a usable gradient
-SAVE_EVERY_S = 600  # with --save_every 0
+SAVE_EVERY_S = 600  # with --save_every auto
 
 # Seconds of --minutes for imports, the final sample and the final checkpoint
 RESERVED_S = 4.0

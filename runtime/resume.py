@@ -115,7 +115,7 @@ def keep_flags(cfg: Config, start: Start) -> Config:
     """
     saved, given = start.checkpoint["config"], set(cfg.given)
     if start.is_resume:
-        if cfg.params == -1:
+        if cfg.params is None:
             given.discard("params")  # the run has its size
         for name in ("preset", "params", "optimizer"):
             if name in given and getattr(cfg, name) != saved[name]:

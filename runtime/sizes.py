@@ -88,7 +88,7 @@ def flags_for_size(params: float, given: dict[str, Any], tokens: float = 0) -> d
         seq_len=2048 if is_narrow else 1024,
         window="SL:512" if is_narrow else "L",
         short_frac=0.7 if is_narrow else 0.0,
-        ngram=-1 if n_params < 5e7 else 0,
+        ngram=None if n_params < 5e7 else 0,
         ngram_rows=2**26 // max(128, n_embd) if is_narrow else 65536,  # at most 268 MB
     )
 
@@ -119,7 +119,7 @@ def expected_loss(n_params: int, tokens: float, n_tokens: int) -> float:
 
 
 def choose_size(cfg: Config, n_tokens: int, vocab_size: int, flops: float) -> dict:
-    """--params -1: choose flags for the size whose expected loss after --minutes is lowest.
+    """--params auto: choose flags for the size whose expected loss after --minutes is lowest.
 
     Given flags are kept. n_tokens: in the training split. flops: FLOP/s of all devices together.
     """
@@ -141,7 +141,7 @@ def choose_size(cfg: Config, n_tokens: int, vocab_size: int, flops: float) -> di
 
 
 def choose_finetuning(cfg: Config, n_tokens: int, multiple: int) -> dict:
-    """--init_from: choose batch and steps, where they are 0, by the number of training tokens.
+    """--init_from: choose batch and steps, where they are open, by the number of training tokens.
 
     A step takes about half an epoch, of a multiple of `multiple` tokens. Both are at most what a
     new model of this size trains on.
