@@ -48,7 +48,7 @@ TINY = dict(
     micro_batch=8,
     max_steps=20,
     log_every=1,
-    eval_every=0,
+    eval_every="end",
     eval_tokens=2048,
     muon_lr=0.02,
     adam_lr=0.004,
@@ -301,6 +301,28 @@ def assert_weights_equal(a, b) -> None:
     ours, theirs = final(a), final(b)
     for part in ("model", "optimizer"):
         torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
+
+
+def assert_undisturbed(run, undisturbed) -> None:
+    """A run that was disturbed has the losses, norms and weights of the one that was not."""
+    by_step = {}
+    for folder in (run, undisturbed):
+        text = (Path(folder) / "metrics.jsonl").read_text()
+        steps = [row for row in map(json.loads, text.splitlines()) if "train_loss" in row]
+        by_step[folder] = [(row["step"], row["train_loss"], row["grad_norm"]) for row in steps]
+    ours = final(run)
+    assert by_step[run] == by_step[undisturbed][: ours["step"]]
+    theirs = read_checkpoint(Path(undisturbed) / f"ckpt_{ours['step']}.pt")
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(ours[part], theirs[part], rtol=0, atol=0)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(data, tmp_path_factory) -> Path:
+    """A run of 20 steps with all its checkpoints, and five evaluations."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    tiny_run(folder, data=data, save_every=1, keep="all", eval_every=4, eval_tokens="all")
+    return folder
 
 
 @pytest.fixture(autouse=True)

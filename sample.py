@@ -33,7 +33,7 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.device import DTYPES, peak_memory_mb, select_device
+from runtime.device import DTYPES, faster_dtype, peak_memory_mb, select_device
 from runtime.flag_checks import check_compiler
 
 
@@ -68,7 +68,7 @@ def load(
     device = select_device(device_name)
     cfg = model_config(checkpoint, GPTConfig, path)
     trained_in = checkpoint["config"].get("dtype")
-    dtype = DTYPES[sampling_dtype(dtype_name, trained_in, cfg.n_embd, device)]
+    dtype = DTYPES[faster_dtype(dtype_name, device, cfg.n_embd, trained_in)]
     with torch.device(device):
         model = GPT(cfg, dtype, loss_chunk=2048, eot=document_token(checkpoint))
         if any(name.endswith("_int8") for name in checkpoint["model"]):

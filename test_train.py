@@ -57,7 +57,7 @@ FLAGS = TINY | dict(
     short_frac=0.5,
     window="LS:9",
     grad_clip=0.3,
-    eval_tokens=0,
+    eval_tokens="all",
 )
 EOT = 256
 
@@ -207,7 +207,7 @@ def worker(folder: Path, in_eval_mode: bool) -> None:
     prepare_for_ranks(pytest.MonkeyPatch(), in_eval_mode)
     for parallel in ("ddp", "fsdp"):
         whole, resumed = folder / parallel, folder / f"{parallel}-resumed"
-        flags = RANKS | dict(parallel=parallel, save_every=3, keep=0)
+        flags = RANKS | dict(parallel=parallel, save_every=3, keep="all")
         model = run(whole, folder / "data", **flags)
         weights = [to_full(p.detach()) for p in model.parameters()]
         torch.save(weights, f"{folder / parallel}{dist.get_rank()}.pt")
@@ -791,7 +791,7 @@ def remember(state, loss: Tensor) -> None:
 def whole(data, tmp_path_factory) -> tuple[Path, GPT]:
     """A run of 20 steps, and its model."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, run(folder, data, remember, save_every=10, keep=0)
+    return folder, run(folder, data, remember, save_every=10, keep="all")
 
 
 def record(folder: Path, *keys: str, parts=("model", "optimizer", "extra")) -> dict[str, Tensor]:
@@ -823,7 +823,7 @@ def test_resuming_is_exact(data, whole, tmp_path):
     theirs, ours = whole[0], tmp_path / "run"
     shutil.copytree(theirs, ours)
     (ours / "ckpt_20.pt").unlink()
-    model = run(ours, data, remember, save_every=10, keep=0, resume="newest")
+    model = run(ours, data, remember, save_every=10, keep="all", resume="newest")
     attributes, expected = plain_attributes(model), plain_attributes(whole[1])
     apart = [name for name in expected if attributes.get(name) != expected[name]]
     assert not apart, (

@@ -130,37 +130,33 @@ class Config(GivenFlags):
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(
-        0, "choose a size of so many parameters; auto = to suit --minutes", auto=True
-    )
+    params: int = flag(0, "choose a size of so many parameters; auto: by --minutes", auto=True)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
     seq_len: int = flag(1024, "context length in tokens", min=1)
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
-    vocab_size: int = flag(
-        None, "rows of embedding and head; auto = the tokenizer's, rounded up", min=1
-    )
+    vocab_size: int = flag(None, "rows of embedding and head; auto: the tokenizer's, padded", min=1)
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
     ngram: int = flag(0, "hashed embeddings of n-grams up to length N; 0 disables", auto=True)
     ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
-    ngram_dropout: float = flag(None, "dropout of n-grams; auto = from the number of epochs")
+    ngram_dropout: float = flag(None, "dropout of n-grams; auto: from the number of epochs")
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
     loss_chunk: int = flag(None, "tokens per chunk of head and loss; 0 disables chunks")
     # optimizer
     optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
-    muon_lr: float = flag(None, "learning rate of Muon; auto = from max_steps", min=1e-9)
-    adam_lr: float = flag(None, "learning rate of Adam; auto = from the width", min=1e-9)
+    muon_lr: float = flag(None, "learning rate of Muon; auto: from max_steps", min=1e-9)
+    adam_lr: float = flag(None, "learning rate of Adam; auto: from the width", min=1e-9)
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     embed_decay: float = flag(
-        None, "embeddings would shrink to exp(-X) in a run at the peak rate; auto = by the epochs"
+        None, "embeddings would shrink to exp(-X) in a run at the peak rate; auto: by the epochs"
     )
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(
-        524288, "global batch size in tokens; auto = from the dataset's size", min=1, auto=True
+        524288, "global batch size in tokens; auto: from the dataset's size", min=1, auto=True
     )
-    micro_batch: int = flag(None, "sequences per device per micro-step; auto = what fits", min=1)
-    max_steps: int = flag(3250, "optimizer steps; auto = from the dataset's size", min=1, auto=True)
+    micro_batch: int = flag(None, "sequences per device per micro-step; auto: what fits", min=1)
+    max_steps: int = flag(3250, "optimizer steps; auto: from the dataset's size", min=1, auto=True)
     minutes: float = flag(0.0, "train for N minutes, with a schedule that ends then; 0 disables")
     max_minutes: float = flag(0.0, "pause after N minutes, to --resume later; 0 disables")
     target_val_loss: float = flag(0.0, "stop at this validation loss; 0 disables")
@@ -181,7 +177,7 @@ class Config(GivenFlags):
     )
     offload: str = flag("none", "what to keep in CPU memory", ("none", "activations", "optimizer"))
     parallel: str = flag("auto", "auto = ddp; hsdp shards over --shard_size ranks", PARALLEL_MODES)
-    shard_size: int = flag(None, "ranks per copy with hsdp; auto = those of a node", min=1)
+    shard_size: int = flag(None, "ranks per copy with hsdp; auto: those of a node", min=1)
     grad_comm: str = flag("fp32", "gradient reduction; bf16 halves traffic", ("fp32", "bf16"))
     bucket_cap_mb: int = flag(25, "DDP bucket size in MiB", min=1)
     alloc_conf: str = flag("", "CUDA allocator settings, e.g. expandable_segments:True")
@@ -190,14 +186,10 @@ class Config(GivenFlags):
     doc_mask: bool = flag(False, "mask attention across documents")
     # logging and checkpoints
     eval_every: int | str = flag(
-        250,
-        "steps between evaluations; end = only there, auto = ten in all",
-        ("end",),
-        min=1,
-        auto=True,
+        250, "steps between evaluations; auto: ten in all", ("end",), min=1, auto=True
     )
     eval_tokens: int | str = flag(10485760, "validation tokens per evaluation", ("all",), min=1)
-    save_every: int = flag(None, "steps between checkpoints; auto = every ten minutes", min=1)
+    save_every: int = flag(None, "steps between checkpoints; auto: every ten minutes", min=1)
     keep: int | str = flag(2, "number of newest checkpoints to keep", ("all",), min=1)
     sample_every: int | str = flag("end", "steps between text samples", ("end",), min=1)
     log_every: int = flag(10, "steps between log lines", min=1)

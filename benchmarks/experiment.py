@@ -209,7 +209,7 @@ def bench_experiment(bench: Bench) -> list[dict]:
         raise UserError(f"--ledger {options.ledger} is not a .tsv file; give experiments.tsv")
     sides = read_sides(options.flags)
     other_order = dict(reversed(sides.items()))
-    flags = dict(eval_every=0, eval_tokens=0) | bench.flags
+    flags = dict(eval_every="end", eval_tokens="all") | bench.flags
     runs = {data: [] for data in options.data or [""]}
     row = dict(verdict="crash")
     try:

@@ -71,7 +71,8 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(
-            f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file"
+            f"there is no checkpoint {path}; give the path of a ckpt_<step>.pt file "
+            "that all ranks can read"
         ) from None
     except Exception as error:  # torn and foreign files fail in many ways
         reason = system_error(error)

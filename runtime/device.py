@@ -65,7 +65,7 @@ def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
     # FSDP needs a process group of a single rank, too; later runs of the process then use it
     if cfg.is_sharded and not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(dist.destroy_process_group)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def select_device(name: str) -> torch.device:

@@ -61,9 +61,8 @@ def flag(
     too; the value is then None until it is chosen, as for a default of None.
     """
     words = tuple(choices) + ("auto",) * (auto or default is None)
-    return dataclasses.field(
-        default=default, metadata=dict(help=help, words=words, const=const, min=min)
-    )
+    metadata = dict(help=help, words=words, const=const, min=min)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def kind_of(field: dataclasses.Field) -> type:
@@ -105,19 +104,20 @@ def check_values(flags: dict[str, Any], config: type[GivenFlags]) -> dict[str, A
         if kind is str and isinstance(value, Path):
             value = str(value)
 
+        least = metadata.get("min", -math.inf)
         if is_number and value in words:
             value = None if value == "auto" else value
         elif type(value) is not kind:
-            raise UserError(
-                f"--{name} is {value!r}; expected {' or '.join([kind.__name__, *words])}"
-            )
+            expected = ", ".join([kind.__name__, *words])
+            raise UserError(f"--{name} is {value!r}; expected {expected}")
         elif kind is str and words and value not in words:
             raise UserError(
                 f"--{name} is {value!r}; expected one of {', '.join(words)}{closest(value, words)}"
             )
-        elif is_number and not metadata.get("min", -math.inf) <= value < 2**48:
-            expected = f"a finite number of at least {metadata['min']} and below 2**48"
-            raise UserError(f"--{name} is {value}; expected {' or '.join([*words, expected])}")
+        elif is_number and not least <= value < 2**48:
+            expected = "".join(f"{word}, " for word in words)
+            expected += f"a finite number of at least {least} and below 2**48"
+            raise UserError(f"--{name} is {value}; expected {expected}")
         checked[name] = value
     return checked
 

@@ -84,6 +84,9 @@ class Log:
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step))
         self.evaluations = [row for row in history if row.get("val_loss") is not None]
+        # An evaluation may have come after the checkpoint
+        times = [row.get("wall_time_s") or 0.0 for row in history]
+        self.clock.earlier_wall_time = max([self.clock.earlier_wall_time, *times])
 
     def open_files(self, cfg: Config, step: int) -> list[dict[str, Any]]:
         """Open the files on rank 0; returns the rows of metrics.jsonl up to this step.

@@ -182,4 +182,4 @@ def fraction_of_epochs(run: Run) -> float:
     """Return epochs so far, divided by those after which --minutes stops: more would overfit."""
     stream = run.stream
     epochs = run.state.step * stream.seqs_per_batch / stream.seqs_per_epoch
-    return epochs / max_epochs(run.state.cfg, stream.train.n_tokens, stream.meta["vocab_size"])
+    return epochs / max_epochs(run.state.cfg, stream.train.n_tokens, stream.vocab_size)

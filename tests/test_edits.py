@@ -84,7 +84,7 @@ OPTIMIZERS = dict(muon=None, Counting=lambda cfg, model: Counting(model.paramete
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_path, monkeypatch):
     monkeypatch.setattr(model_module, "MLP", Gated)
-    flags = dict(data=data, max_steps=6, save_every=3, keep=0)
+    flags = dict(data=data, max_steps=6, save_every=3, keep="all")
     make = OPTIMIZERS[optimizer]
     if make:
         monkeypatch.setattr(train_gpt, "make_optimizer", make)
@@ -107,7 +107,7 @@ def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_
 def halfway(data, tmp_path_factory):
     """A finished run of 8 steps, with flags that are nobody's defaults."""
     folder = tmp_path_factory.mktemp("halfway") / "run"
-    flags = dict(max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep=0)
+    flags = dict(max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep="all")
     tiny_run(folder, data=data, **flags)
     return folder
 

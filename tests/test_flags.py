@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,15 +19,17 @@ from conftest import (
     final,
     flags_of,
     make_data,
+    parsed,
     run_main,
     run_python,
     stream_of,
     tiny_run,
 )
-from runtime import auto, flag_checks, speed, wrap_model
-from runtime.auto import get_embed_decay, get_ngram_dropout
-from runtime.flags import OTHER_NAMES, check_values, flag, integer, parse_flags
+from runtime import auto, device, flag_checks, model_setup
+from runtime.auto import choose_by_epochs
+from runtime.flags import OTHER_NAMES, check_values, flag, integer, kind_of, parse_flags
 from runtime.ranks import DistContext
+from runtime.resume import Start, keep_flags
 from runtime.sizes import (
     SIZES,
     choose_finetuning,
@@ -40,10 +43,6 @@ from train_gpt import Config, make_config, train
 CPU = DistContext(torch.device("cpu"))
 
 
-def parsed(line: str) -> dict:
-    return parse_flags(line.split(), dataclasses.fields(Config), {}, "")
-
-
 # --------------------------------------------------------------------------------------------------
 # The user's mistakes: one sentence, exit code 2
 
@@ -55,8 +54,10 @@ def parsed(line: str) -> dict:
         ("--n_layer 3.5", "invalid integer value: '3.5'"),
         ("--preset laptpo", "--preset is 'laptpo'; expected one of .*; did you mean laptop"),
         ("--block_size 64", "unknown flag --block_size; use --seq_len"),
-        ("--muon_lr nan", "--muon_lr is nan; expected a finite number"),
+        ("--muon_lr nan", "--muon_lr is nan; expected auto, a finite number"),
         ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
+        ("--eval_every 0", "--eval_every is 0; expected end, auto, a finite number of at least 1"),
+        ("--embed_decay -1", "--embed_decay is -1.0; expected auto, a finite number of at least 0"),
         ("--max_steps 3e14", "below 2\\*\\*48"),
         ("--minutes 1", "--minutes ends the run by the clock, so that --max_steps cannot be given"),
         ("--wandb yes", "invalid boolean value: 'yes'"),
@@ -150,7 +151,7 @@ def test_variables_of_a_launcher(data, tmp_path, monkeypatch, capsys):
             assert run_main([*flags, "--out_dir", str(tmp_path / (name + value))], capsys)[0] == 0
     for world_size, rank, says in (
         ("2", "", "environment variable RANK expected, but not set"),
-        ("two", "", "WORLD_SIZE is 'two'; expected an integer"),
+        ("two", "0", "WORLD_SIZE is 'two'; expected an integer"),
     ):
         monkeypatch.setenv("WORLD_SIZE", world_size)
         monkeypatch.setenv("RANK", rank)
@@ -168,9 +169,11 @@ def test_values_as_they_are_written():
     assert parsed("--compile --resume --profile --bf16") == dict(
         compile="default", resume="newest", profile=5, dtype="bf16"
     )
-    assert parsed("--compile=max-autotune --wandb false --loss_chunk -1") == dict(
-        compile="max-autotune", wandb=False, loss_chunk=-1
+    assert parsed("--compile=max-autotune --wandb false --loss_chunk auto --keep all") == dict(
+        compile="max-autotune", wandb=False, loss_chunk="auto", keep="all"
     )
+    cfg = make_config(loss_chunk="auto", keep="all", eval_every="end", max_steps=None)
+    assert (cfg.loss_chunk, cfg.keep, cfg.eval_every, cfg.max_steps) == (None, "all", "end", None)
     assert parsed("") == {}
 
 
@@ -180,21 +183,21 @@ def test_a_new_field_is_a_flag(capsys):
         z_loss: float = flag(0.1, "weight of the z-loss, in %", min=-1)
         plain: bool = False
 
-    fields = dataclasses.fields(Edited)
-    assert parse_flags(["--z_loss", "2", "--plain"], fields, {}, "") == dict(z_loss=2.0, plain=True)
+    assert parse_flags(["--z_loss", "2", "--plain"], Edited, {}, "") == dict(z_loss=2.0, plain=True)
     with pytest.raises(SystemExit):
-        parse_flags(["--help"], fields, {}, "")
+        parse_flags(["--help"], Edited, {}, "")
     assert "weight of the z-loss, in % [0.1]" in capsys.readouterr().out
     refused = "--z_loss is -2.0; expected a finite number of at least -1"
     with pytest.raises(UserError, match=refused):
-        check_values(dict(z_loss=-2.0), {field.name: field for field in fields})
+        check_values(dict(z_loss=-2.0), Edited)
 
 
 # --------------------------------------------------------------------------------------------------
 # runtime/flag_checks.py: a case for every sentence, of which no earlier one says anything
 
 FLAG_CASES = (
-    (dict(max_steps=0), "--max_steps 0 and --batch_tokens 0 are for --init_from"),
+    (dict(max_steps=None), "--max_steps auto and --batch_tokens auto are for --init_from"),
+    (dict(ngram_dropout=1.0), "--ngram_dropout is 1.0; expected a probability below 1, or auto"),
     (dict(warmup_frac=0.5, cooldown_frac=0.6), "add up to more than 1"),
     (dict(n_head=5), "make it a multiple of 10, or change --n_head"),
     (dict(window="SLX"), "--window is 'SLX'; expected letters S and L"),
@@ -209,8 +212,8 @@ FLAG_CASES = (
     (dict(dtype="fp16", parallel="hsdp"), "--dtype fp16 .* does not work with --parallel hsdp"),
     (dict(compile="reduce-overhead", offload="activations"), "CUDA graphs, which need fixed"),
     (dict(compile="reduce-overhead", attn="varlen", doc_mask=True), "or documents in varlen"),
-    (dict(params=-1), "--params -1 chooses the size of a new model that suits --minutes"),
-    (dict(params=-1, minutes=1.0, init_from="x"), "add --minutes and remove --init_from"),
+    (dict(params=None), "--params auto chooses the size of a new model that suits --minutes"),
+    (dict(params=None, minutes=1.0, init_from="x"), "add --minutes and remove --init_from"),
     (
         dict(TORCHELASTIC_MAX_RESTARTS="3"),
         "--max-restarts needs a folder to resume from; give --out_dir",
@@ -284,11 +287,11 @@ def test_flags_that_suit_a_device_are_silent(data, tmp_path, capsys):
 def test_ranks_share_a_batch_and_copies_evenly():
     def seqs_per_rank(world_size: int, **flags) -> int:
         cfg = make_config(**dict(seq_len=32, batch_tokens=512) | flags)
-        return flag_checks.seqs_per_rank(cfg, world_size)
+        return model_setup.seqs_per_rank(cfg, world_size)
 
     def ranks_per_copy(**flags) -> int:
         dist_ctx = DistContext(torch.device("cpu"), world_size=8, local_world_size=4)
-        return flag_checks.ranks_per_copy(make_config(**flags), dist_ctx)
+        return model_setup.ranks_per_copy(make_config(**flags), dist_ctx)
 
     assert seqs_per_rank(2, micro_batch=4) == 8
     assert seqs_per_rank(1) == 16
@@ -299,7 +302,6 @@ def test_ranks_share_a_batch_and_copies_evenly():
     with pytest.raises(UserError, match=refused):
         seqs_per_rank(4, batch_tokens=12 * 32, micro_batch=2)
 
-    assert ranks_per_copy(parallel="ddp") == 1
     assert ranks_per_copy(parallel="fsdp") == 8
     assert ranks_per_copy(parallel="hsdp", shard_size=2) == 2
     assert ranks_per_copy(parallel="hsdp") == 4
@@ -330,19 +332,25 @@ def test_learning_rates_by_rule():
         assert sorted(found, reverse=True) == found
 
 
+def by_epochs(epochs: float, **flags) -> dict:
+    """What is chosen for a dataset of 10,000 tokens, so many epochs and trigrams."""
+    steps = dict(batch_tokens=32, seq_len=32, max_steps=round(312 * epochs))
+    return choose_by_epochs(make_config(**dict(ngram=3) | steps | flags), stream_of(10**4, 1024))
+
+
 def test_ngram_dropout_by_epochs():
-    """0 where nothing is seen twice, and else each is kept about twice."""
-    cfg, epochs = make_config(ngram=3), (0.2, 0.5, 1, 4, 40, 400)
-    chosen = [get_ngram_dropout(cfg, n) for n in epochs]
+    """0 where nothing is seen twice; otherwise each n-gram is kept about twice."""
+    epochs = (0.2, 0.5, 1, 4, 40, 400)
+    chosen = [by_epochs(n)["ngram_dropout"] for n in epochs]
     assert chosen[:2] == [0, 0] and 0.05 < chosen[2] < 0.15 and chosen == sorted(chosen)
     assert all(1.5 < n * (1 - p) < 2.5 for n, p in zip(epochs[3:], chosen[3:], strict=True))
 
 
 def test_embeddings_decay_where_the_dataset_is_repeated():
-    cfg = make_config()
-    assert [get_embed_decay(cfg, n) for n in (0.6, 1.75, 5, 12)] == [0, 1, 1.5, 1.5]
+    decays = [by_epochs(n)["embed_decay"] for n in (0.6, 1.75, 5, 12)]
+    assert decays == pytest.approx([0, 1, 1.5, 1.5])
     for flags in (dict(init_from="runs/x"), dict(optimizer="adamw")):
-        assert get_embed_decay(dataclasses.replace(cfg, **flags), 5) == 0
+        assert by_epochs(5, **flags)["embed_decay"] == 0
 
 
 AUTOMATIC = (
@@ -405,10 +413,10 @@ def test_params_choose_sizes_that_flags_may_change(data, tmp_path):
         del flags[name]
     train(make_config(**flags))
     again = out_dir | dict(resume="newest")
-    assert make_config(**again, params=50_000, max_steps=22).n_embd == 64
-    assert make_config(**again).n_embd == 64
+    train(make_config(**again, params=50_000, max_steps=4))
+    assert final(tmp_path / "run")["config"]["n_embd"] == 64
     with pytest.raises(UserError, match="--params 60000 is for new runs"):
-        make_config(**again, params=60_000)
+        train(make_config(**again, params=60_000))
 
 
 def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
@@ -442,7 +450,9 @@ def test_minutes_choose_the_size_whose_expected_loss_is_lowest():
     assert small.max_steps * small.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
     for flops, n_embd in ((1e11, 128), (3e10, 64)):
         assert choose(2, 10**6, flops=flops).n_embd == n_embd
-    assert make_config(minutes=3.0).params == -1 and make_config(minutes=3.0, n_layer=2).params == 0
+    assert (
+        make_config(minutes=3.0).params is None and make_config(minutes=3.0, n_layer=2).params == 0
+    )
 
 
 def test_the_law_has_diminishing_returns():
@@ -459,9 +469,9 @@ def test_the_law_has_diminishing_returns():
 
 def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     cfg = make_config(preset="laptop", init_from="run", seq_len=512)
-    assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (0, 3, -1)
+    assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (None, 3, None)
     cfg = make_config(preset="laptop", init_from="run", seq_len=512, eval_every=150, patience=0)
-    assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (0, 0, 150)
+    assert (cfg.max_steps, cfg.patience, cfg.eval_every) == (None, 0, 150)
     assert make_config(preset="laptop", init_from="run", max_steps=9).patience == 0
 
     def choose(n_tokens: int, world_size: int = 1, **flags) -> dict:
@@ -480,54 +490,71 @@ def test_finetuning_takes_steps_by_the_size_of_the_dataset():
     assert max_epochs(cfg, 3584, 1024) * 3584 == pytest.approx(154 * 2048, rel=0.01)
 
 
+def resolved(cfg: Config, stream, flops: float = 1e12) -> Config:
+    """The config with automatic values, on a machine with so many FLOP/s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "large_matmul_flops", lambda *_: flops)
+        return auto.choose_auto_values(cfg, stream, CPU, train_gpt.learning_rates)
+
+
 @pytest.mark.parametrize("vocab_size, epochs, ngram", [(257, 6, 6), (1024, 5, 4)])
-def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ngram, monkeypatch):
-    monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
+def test_minutes_on_a_small_dataset_end_after_some_epochs(vocab_size, epochs, ngram):
     stream = stream_of(10**5, vocab_size)
     for given in (dict(), dict(n_layer=1, n_embd=64)):
-        cfg = make_config(**given, minutes=5.0, dtype="fp32")
-        cfg = auto.choose_auto_values(cfg, {}, stream, CPU)
+        cfg = resolved(make_config(**given, minutes=5.0, dtype="fp32"), stream)
         assert cfg.max_steps * cfg.batch_tokens == pytest.approx(epochs * 1e5, rel=0.05)
         assert (cfg.ngram, cfg.weight_decay) == (ngram, 0.05)
-    aligned = make_config(minutes=5.0, doc_align=True)
-    assert auto.choose_auto_values(aligned, {}, stream, CPU).short_frac == 0.0
+    assert resolved(make_config(minutes=5.0, doc_align=True), stream).short_frac == 0.0
     # A small table has no room for n-grams of 4 byte pairs
-    small = auto.choose_auto_values(make_config(ngram_rows=65536), {}, stream, CPU)
+    small = resolved(make_config(ngram_rows=65536), stream)
     assert small.ngram == (6 if vocab_size == 257 else 3)
 
 
-def test_a_restarted_run_keeps_what_was_chosen(monkeypatch):
-    def resolve(cfg: Config, flops: float, checkpoint_flags: dict) -> Config:
-        monkeypatch.setattr(auto, "matmul_flops", lambda *_: flops)
-        stream = stream_of(10**5, vocab_size=257)
-        return train_gpt.resolve_auto(cfg, CPU, stream, checkpoint_flags)
+def start_of(cfg: Config, is_resume: bool = True) -> Start:
+    """A checkpoint of a run with these flags."""
+    model_config = dataclasses.asdict(train_gpt.gpt_config(cfg, 257))
+    checkpoint = dict(config=dataclasses.asdict(cfg), model_config=model_config)
+    return Start(Path("ckpt_1.pt"), checkpoint, is_resume)
 
-    # By torchrun, with the flags of the command: measured again, it would be another size
+
+def test_a_resumed_run_keeps_what_was_chosen():
+    stream = stream_of(10**5, vocab_size=257)
     cfg = make_config(minutes=5.0, dtype="fp32")
-    saved = resolve(cfg, 1e12, {})
-    flags = dataclasses.asdict(saved)
-    assert resolve(cfg, 1e9, {}).n_embd < saved.n_embd
-    assert resolve(cfg, 1e9, flags) == saved
+    saved = resolved(cfg, stream)
+    assert resolved(cfg, stream, 1e9).n_embd < saved.n_embd  # measured again: another size
+    for given in (cfg, make_config(resume="newest"), make_config(params=None, minutes=5.0)):
+        again = resolved(keep_flags(given, start_of(saved)), stream, 1e9)
+        assert dataclasses.replace(again, resume="") == saved
     # With fewer minutes, fewer steps of the same model
-    fewer = resolve(make_config(minutes=0.1, dtype="fp32"), 1e11, flags)
+    fewer = keep_flags(make_config(minutes=0.1, dtype="fp32"), start_of(saved))
+    fewer = resolved(fewer, stream, 1e11)
     assert fewer.max_steps < saved.max_steps / 2
     assert fewer == dataclasses.replace(saved, minutes=0.1, max_steps=fewer.max_steps)
+    with pytest.raises(UserError, match="--optimizer adamw is for new runs; ckpt_1.pt has muon"):
+        keep_flags(make_config(optimizer="adamw"), start_of(saved))
+    # New weights take the model's shape, unless a preset gives another one
+    source = make_config(n_layer=3, n_embd=64, softcap=20.0, batch_tokens=8192)
+    kept = keep_flags(make_config(init_from="x"), start_of(source, is_resume=False))
+    assert (kept.n_layer, kept.n_embd, kept.softcap, kept.batch_tokens) == (3, 64, 20.0, None)
+    kept = keep_flags(make_config(init_from="x", preset="mini"), start_of(source, is_resume=False))
+    assert kept.n_layer == 6
 
 
 def other_value(field: dataclasses.Field, value):
     """A value of a flag that is neither this one nor "choose it"."""
     special = dict(checkpointing="full", window="SL:64", preset="laptop", data="/data", n_head=2)
+    kind = kind_of(field)
     if field.name in special:
         return special[field.name]
-    if field.metadata["choices"]:
+    if kind is str and field.metadata["words"]:
         left_out = (value, "auto", "default", "max-autotune", "reduce-overhead")
-        return [name for name in field.metadata["choices"] if name not in left_out][-1]
-    if isinstance(value, bool):
+        return [name for name in field.metadata["words"] if name not in left_out][-1]
+    if kind is bool:
         return not value
-    if isinstance(value, float):
+    if kind is float:
         return 0.05 if value != 0.05 else 0.1
-    if isinstance(value, int):
-        return 2 * max(value, 1)
+    if kind is int:
+        return 2 * value if isinstance(value, int) and value else 64
     return "given"
 
 
@@ -535,19 +562,22 @@ CONTRADICTIONS = {"max_steps": "minutes", "init_from": "resume"}  # and the othe
 
 
 @pytest.mark.parametrize("mode", ["alone", "minutes", "params", "resume", "init_from"])
-def test_a_given_flag_is_what_the_run_uses(mode, data, tmp_path, monkeypatch):
+def test_a_given_flag_is_what_the_run_uses(mode):
     """Every flag with two values, of which one is the preset's or the run's own."""
-    monkeypatch.setattr(auto, "matmul_flops", lambda *_: 1e12)
     flags = dict(alone={}, minutes=dict(minutes=30.0), params=dict(params=300_000)).get(mode, {})
-    checkpoint_flags = {}
     if mode in ("resume", "init_from"):
-        first = dict(n_layer=1, n_embd=64, n_head=1, seq_len=64, batch_tokens=128, eval_tokens=64)
-        train(make_config(**first, data=str(data), out_dir=str(tmp_path), max_steps=1, ngram=0))
-        flags = {mode: str(tmp_path)}
-    if mode == "resume":
-        checkpoint_flags = final(tmp_path)["config"]
-    base = make_config(**flags)
+        flags = {mode: "ckpt_1.pt"}
+    first = dict(n_layer=1, n_embd=64, n_head=1, seq_len=64, batch_tokens=128, eval_tokens=64)
     stream = stream_of(10**5, vocab_size=257)
+    start = start_of(resolved(make_config(**first, max_steps=1), stream), mode == "resume")
+
+    def final_config(**given) -> Config:
+        cfg = make_config(**given)
+        if mode in ("resume", "init_from"):
+            cfg = keep_flags(cfg, start)
+        return resolved(cfg, stream)
+
+    base = final_config(**flags)
     for field in dataclasses.fields(Config):
         if field.name in (mode, CONTRADICTIONS.get(mode), "given", "resume", "init_from"):
             continue
@@ -560,14 +590,11 @@ def test_a_given_flag_is_what_the_run_uses(mode, data, tmp_path, monkeypatch):
             if field.name == "minutes" and value:
                 given.pop("max_steps", None)
             try:
-                cfg = train_gpt.resolve_auto(make_config(**given), CPU, stream, checkpoint_flags)
+                cfg = final_config(**given)
             except UserError as error:
                 assert f"--{field.name} " in str(error), error
                 continue
-            is_open = value in (-1, "auto") or (
-                value in (0, 0.0) and "0 = " in field.metadata["help"]
-            )
-            if not is_open:
+            if value not in (None, "auto"):
                 assert getattr(cfg, field.name) == value, (mode, field.name)
 
 
@@ -590,43 +617,42 @@ def test_the_longest_ngrams_are_those_that_repeat():
     stream.train.read_sequences = lambda starts, length: rng.integers(50304, size=(1, length))
     for max_steps, ngram in ((6, 4), (60, 2)):
         cfg = make_config(dtype="fp32", seq_len=32, max_steps=max_steps)
-        assert auto.choose_auto_values(cfg, {}, stream, CPU).ngram == ngram
+        assert resolved(cfg, stream).ngram == ngram
 
 
 def test_micro_batch_is_what_fits(monkeypatch):
-    """The decision, with measurements made up: bytes per sequence by checkpointing mode."""
+    """The decision, with measurements made up: bytes per sequence by mode of recomputation."""
     bytes_per_seq = dict(none=10, selective=4, full=1)
     tried = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
-    def choose(memory, n_seqs=64, modes=("none", "selective", "full")):
+    def choose(memory, n_seqs=64, checkpointing="auto", **flags):
         model = torch.nn.Linear(1, 1)
         model.blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
         set_modes = []
 
-        def step_fits(model, cfg, make_optimizer, micro_batch, dist_ctx) -> bool:
+        def step_fits(model, optimizer, micro_batch, *_) -> bool:
             tried.append(micro_batch)
             return micro_batch * bytes_per_seq[set_modes[-1]] <= memory
 
-        monkeypatch.setattr(wrap_model, "apply_ac", lambda block, mode: set_modes.append(mode))
-        monkeypatch.setattr(wrap_model, "step_fits", step_fits)
-        micro_batch = wrap_model.choose_micro_batch(
-            model,
-            make_config(seq_len=1024),
-            make_optimizer=lambda cfg, model: None,
-            ac_modes=list(modes),
-            n_seqs=n_seqs,
-            dist_ctx=DistContext(torch.device("cuda")),
+        monkeypatch.setattr(model_setup, "apply_recompute", lambda _, mode: set_modes.append(mode))
+        monkeypatch.setattr(model_setup, "step_fits", step_fits)
+        cfg = make_config(
+            seq_len=1024, batch_tokens=n_seqs * 1024, checkpointing=checkpointing, **flags
         )
+        on_cuda = DistContext(torch.device("cuda"))
+        micro_batch = model_setup.fit_into_memory(model, cfg, lambda cfg, model: None, on_cuda)
         return micro_batch, set_modes[-1]
 
     assert choose(10**9) == (64, "none") and tried == [64]  # all that there are
     assert choose(100) == (8, "none") and tried[1:] == [64, 32, 16, 8]
     assert choose(30) == (4, "selective")  # of which 4,096 tokens fit: fewer leave a GPU idle
     assert choose(3) == (2, "full") and choose(100, n_seqs=60) == (6, "none")
-    assert choose(35, modes=["none"]) == (2, "none")
+    assert choose(35, checkpointing="none") == (2, "none")
     with pytest.raises(UserError, match="one sequence does not fit into this GPU's memory"):
         choose(0)
+    # Compiled, twice as many are tried once more
+    tried.clear()
+    assert choose(100, compile="default") == (8, "none") and tried == [64, 32, 16, 8, 16]
 
 
 def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
@@ -653,7 +679,7 @@ def test_a_peak_is_of_the_device_by_that_name(monkeypatch):
     for name, peak in peaks.items():
         full_name = f"NVIDIA {name}"
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=full_name: name)
-        assert speed.peak_flops(torch.device("cuda"), "bf16") == peak, name
+        assert device.peak_flops(torch.device("cuda"), "bf16") == peak, name
 
 
 # --------------------------------------------------------------------------------------------------

@@ -61,9 +61,9 @@ GPU_SAME = {
     "offload activations, compiled": dict(offload="activations", micro_batch=16, compile="default"),
     "offload optimizer": dict(offload="optimizer"),
     "FSDP": dict(parallel="fsdp"),
-    "FSDP, fitted micro-batch": dict(parallel="fsdp", micro_batch=0),
+    "FSDP, fitted micro-batch": dict(parallel="fsdp", micro_batch=None),
     "HSDP on one rank": dict(parallel="hsdp"),
-    "fitted micro-batch": dict(micro_batch=0),
+    "fitted micro-batch": dict(micro_batch=None),
 }
 
 

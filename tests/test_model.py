@@ -676,7 +676,7 @@ def test_fp8_takes_layers_by_their_type(scaled_mm):
 def test_fp16_skips_bad_steps_and_continues(data, noisy, tmp_path, monkeypatch):
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**22)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    flags = dict(data=data, dtype="fp16", max_steps=12, save_every=6, keep=0)
+    flags = dict(data=data, dtype="fp16", max_steps=12, save_every=6, keep="all")
     tiny_run(tmp_path / "run", init_from=noisy, **flags)
     saved, losses = final(tmp_path / "run"), rows(tmp_path / "run", "train_loss")
     assert saved["scaler"]["scale"] < 2.0**22 and losses[-1] < losses[0] - 0.5

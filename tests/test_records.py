@@ -20,7 +20,7 @@ from runtime import run_folder
 from runtime.run_folder import SOURCE_FILES
 
 NAME = Path("records", "laptop", "2026-01-01_shakespeare-1.8857")
-FLAGS = TINY | dict(eval_tokens=0, log_every=5)
+FLAGS = TINY | dict(eval_tokens="all", log_every=5)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ from common.errors import (
 from conftest import (
     ROOT,
     TINY,
-    assert_same_run,
+    assert_undisturbed,
     assert_weights_equal,
     final,
     flags_of,
@@ -50,17 +50,15 @@ from conftest import (
 from data.shards import write_shard
 from model import GPT, Optimizer
 from runtime import checkpoint as checkpoint_module
-from runtime import clock as clock_module
+from runtime import progress as progress_module
 from runtime import run as run_module
-from runtime import stop as stop_module
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.clock import Clock
 from runtime.log import SECTION, Log
+from runtime.progress import MAX_BAD_STEPS, Clock, Status, reason_to_stop, time_progress
 from runtime.ranks import DistContext
 from runtime.resume import newest_valid
 from runtime.run import SIGNALS, catch_signals
 from runtime.run_folder import SOURCE_FILES, locked_folder
-from runtime.stop import MAX_BAD_STEPS, Status, time_progress, why_stop
 from runtime.trials import run_trials
 from train_gpt import get_batch, get_lr_multiplier, get_seq_len, make_config, train
 
@@ -139,7 +137,7 @@ def test_what_a_run_leaves_behind(data, tmp_path):
 def opened_log(folder: Path, step: int = 0) -> Log:
     """A Log with its files open, as after begin() at this step."""
     folder.mkdir(exist_ok=True)
-    log = Log(folder, CPU, Clock(CPU.device))
+    log = Log(folder, CPU, Clock(CPU))
     log.open_files(make_config(), step)
     return log
 
@@ -182,22 +180,19 @@ def test_wandb_gets_the_rows_and_a_failed_login_is_told(data, tmp_path, monkeypa
     run = mock.Mock()
     init = mock.Mock(return_value=run)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    tiny_run(tmp_path / "a", data=data, max_steps=2, wandb=True)
+    flags = dict(data=data, wandb=True)
+    tiny_run(tmp_path / "a", **flags, max_steps=2)
     *logged, end = run.mock_calls
-    run.log.side_effect = ConnectionError("the service is gone")
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    tiny_run(tmp_path / "a", data=data, max_steps=3, wandb=True, resume="newest")
-    first, second = (call.kwargs for call in init.call_args_list)
-    assert (first["project"], second["project"]) == ("train_gpt", "mine")
-    assert first["id"] == second["id"] and second["resume"] == "allow"
-    assert end == mock.call.finish()
-    assert [call.kwargs["step"] for call in logged] == [1, 2, 2]
+    assert [call.kwargs["step"] for call in logged] == [1, 2, 2] and end == mock.call.finish()
     assert "val_loss" in logged[-1].args[0]
+    run.log.side_effect = ConnectionError("the service is gone")
+    tiny_run(tmp_path / "a", **flags, max_steps=3, resume="newest")
+    first, second = (call.kwargs["id"] for call in init.call_args_list)
+    assert first == second and final(tmp_path / "a")["step"] == 3
     said = "--wandb has failed (the service is gone); the run continues without it"
-    assert read_log(tmp_path / "a").count(said) == 1 and final(tmp_path / "a")["step"] == 3
+    assert read_log(tmp_path / "a").count(said) == 1
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace())  # as with a broken package
-    argv = flags_of(TINY | dict(data=data, out_dir=tmp_path / "b", wandb=True))
-    code, err = run_main(argv, capsys)
+    code, err = run_main(flags_of(TINY | flags | dict(out_dir=tmp_path / "b")), capsys)
     assert code == 2 and re.fullmatch("error: --wandb could not start .* WANDB_MODE=offline\n", err)
 
 
@@ -222,9 +217,12 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path,
 
 def test_progress_of_minutes():
     def done(wall_time: float, short_frac: float) -> float:
+        cfg = make_config(minutes=2.0, short_frac=short_frac)
         clock = SimpleNamespace(wall_time=wall_time, typical_step_s=2.0, last_eval_s=0.0)
         # Of 120 s, 4 are reserved, 3 are for a step, and 8 for an evaluation as large as 10 batches
-        return time_progress(clock, 120.0, eval_size=10.0, short_frac=short_frac)
+        stream = SimpleNamespace(num_eval_seqs=lambda _: 40, seqs_per_batch=4)
+        state = SimpleNamespace(cfg=cfg)
+        return time_progress(SimpleNamespace(state=state, clock=clock, stream=stream))
 
     assert done(52.5, 0.0) == pytest.approx(0.5) and done(105, 0.7) == pytest.approx(1)
     # By the clock, too, the first 70 % of the steps have short sequences, which take less time
@@ -238,17 +236,17 @@ def test_progress_of_minutes():
 
 
 def test_the_strongest_reason_ends_a_run():
+    train_split = SimpleNamespace(n_tokens=1000)
     stream = SimpleNamespace(
-        seqs_per_batch=10, seqs_per_epoch=100, meta=dict(vocab_size=256), train=None
+        seqs_per_batch=10, seqs_per_epoch=100, vocab_size=256, train=train_split
     )
-    stream.train = SimpleNamespace(n_tokens=1000)
     rows = [dict(val_loss=loss, tokens=2000) for loss in (2.0, 1.0, 1.5)]
 
     def why(step=50, bad_steps=0, losses=3, progress=0.5, flags=(0, 0), **cfg) -> str:
-        run = SimpleNamespace(first_step=40, bad_steps=bad_steps)
+        run = SimpleNamespace(first_step=40, bad_steps=bad_steps, stream=stream)
         run.log = SimpleNamespace(evaluations=rows[:losses])
-        state = SimpleNamespace(step=step, cfg=make_config(**cfg))
-        return why_stop(Status(progress, *flags, is_save_due=1), state, stream, run)
+        run.state = SimpleNamespace(step=step, cfg=make_config(**cfg))
+        return reason_to_stop(Status(progress, *flags, is_save_due=True), run)
 
     ends = dict(target_val_loss=1.2, patience=1)
     assert why(target_val_loss=0.9, patience=2) == why(patience=1, losses=2) == ""
@@ -286,7 +284,7 @@ def clock(monkeypatch) -> list[float]:
         monkeypatch.setattr(train_gpt, name, call)
 
     fake = SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
-    monkeypatch.setattr(clock_module, "time", fake)
+    monkeypatch.setattr(progress_module, "time", fake)
     take(1, "train_step")
     take(3, "evaluate")
     return now
@@ -314,21 +312,20 @@ def test_minutes_follow_the_clock_also_over_a_resume(clock, data, tmp_path):
 def test_a_size_chosen_by_minutes_is_trained_and_resumed(clock, data, tmp_path):
     folder = str(tmp_path / "run")
     flags = dict(data=str(data), device="cpu", dtype="fp32", seq_len=32, ngram=0, minutes=0.5)
-    summary = train(make_config(**flags, out_dir=folder))
+    flags |= dict(params=None, out_dir=folder, resume="auto")  # the same command again and again
+    train(make_config(**flags, max_minutes=0.01))
     config = final(folder)["config"]
+    summary = train(make_config(**flags))
     assert config["params"] > 0 and summary["tokens"] == summary["step"] * config["batch_tokens"]
-    again = train(make_config(**flags, out_dir=folder, resume="auto"))
-    assert again["step"] >= summary["step"]
+    assert train(make_config(**flags))["step"] >= summary["step"]
     assert final(folder)["config"]["batch_tokens"] == config["batch_tokens"]
 
 
-def test_max_minutes_leave_the_schedule_alone(clock, data, tmp_path):
-    tiny_run(tmp_path / "whole", data=data)
+def test_max_minutes_leave_the_schedule_alone(clock, data, undisturbed, tmp_path):
     assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1)["step"] == 6
     assert tiny_run(tmp_path / "run", data=data, max_minutes=0.1, resume="newest")["step"] == 12
     tiny_run(tmp_path / "run", data=data, max_minutes=0, resume="newest")
-    assert rows(tmp_path / "run", "train_loss") == rows(tmp_path / "whole", "train_loss")
-    assert_weights_equal(tmp_path / "run", tmp_path / "whole")
+    assert_undisturbed(tmp_path / "run", undisturbed)
 
 
 def test_trials_end_with_the_first_that_does_not(capsys):
@@ -347,6 +344,9 @@ def test_trials_end_with_the_first_that_does_not(capsys):
     ends[1] = "SIGTERM"
     run_trials(cfg, fake)
     assert len(trained) == 5 and "1 of 3 trials are complete" in capsys.readouterr().out
+    for flags in (dict(target_val_loss=1.0), dict(resume="runs/y")):
+        with pytest.raises(UserError, match="--trials compares whole runs"):
+            run_trials(make_config(trials=3, **flags), fake)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_trials_end_with_the_first_that_does_not(capsys):
 
 def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     folder = tmp_path / "run"
-    common = dict(data=data, save_every=5, keep=0, max_steps=15)
+    common = dict(data=data, save_every=5, keep="all", max_steps=15)
     tiny_run(folder, **common)
     os.truncate(folder / "ckpt_15.pt", (folder / "ckpt_15.pt").stat().st_size // 2)
     flipped = bytearray((folder / "ckpt_10.pt").read_bytes())
@@ -364,8 +364,9 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
     torch.load(folder / "ckpt_10.pt", weights_only=True)  # PyTorch itself does not notice
     with pytest.raises(UserError, match="ckpt_10.pt is damaged"):
         read_checkpoint(folder / "ckpt_10.pt")
-    tiny_run(folder, **common, resume="newest")
-    assert "resumed from" in capsys.readouterr().out.split("ckpt_5.pt")[0]
+    # Also in a run that is named by its folder
+    assert run_main(["--resume", str(folder), "--max_steps", "16"], capsys)[0] == 0
+    assert f"resumed from {folder}/ckpt_5.pt" in read_log(folder)
     damaged = [path.name for path in folder.glob("*.damaged")]
     assert sorted(damaged) == ["ckpt_10.pt.damaged", "ckpt_15.pt.damaged"]
     for path in folder.glob("ckpt_*.pt"):
@@ -376,16 +377,11 @@ def test_damaged_checkpoints_are_passed_over(data, tmp_path, capsys):
         assert "has no valid checkpoint" in run_main([*argv, resume], capsys)[1]
 
 
-NO_MAP = RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")
-
-
 @pytest.mark.parametrize(
     "module, name, error",
     [
-        (torch, "load", NO_MAP),
+        (torch, "load", RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")),
         (zipfile, "_EndRecData", OSError(errno.EIO, "Input/output error")),  # hidden by zipfile
-        (zipfile.ZipFile, "__init__", MemoryError("no more")),
-        (zipfile.ZipFile, "__init__", PermissionError(errno.EACCES, "Permission denied", "ckpt")),
     ],
 )
 def test_what_cannot_be_read_for_a_moment_stays(
@@ -393,37 +389,16 @@ def test_what_cannot_be_read_for_a_moment_stays(
 ):
     tiny_run(tmp_path / "run", data=data, max_steps=2, save_every=1)
     before = sorted(tmp_path.glob("run/ckpt_*"))
-    best = tmp_path / "best" / "ckpt_best.pt"
-    best.parent.mkdir()
-    best.write_bytes((tmp_path / "run" / "ckpt_best.pt").read_bytes())
-    monkeypatch.setattr(module, name, mock.Mock(side_effect=error))
-    resumed = ["--out_dir", str(tmp_path / "run"), "--resume", "--max_steps=4"]
-    begun = flags_of(TINY | dict(data=data, out_dir=best.parent, resume="auto", max_steps=1))
-    for argv in (resumed, begun):
-        code, err = run_main(argv, capsys)
-        assert code == 1 and f"cannot be read now ({error}), and is kept" in err
-        assert err.count("\n") == 1
-    assert sorted(tmp_path.glob("run/ckpt_*")) == before
-    monkeypatch.undo()
-    assert read_checkpoint(best)["step"] == 2
-
-
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_checkpoints_where_files_cannot_be_mapped(in_memory, data, tmp_path, monkeypatch):
-    load = torch.load
-
-    def without_map(file, mmap=False, **options):
-        if mmap or not in_memory:
-            raise NO_MAP
-        return load(file, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "load", without_map)
-        tiny_run(tmp_path / "run", data=data, max_steps=2, save_every=1)
-        if in_memory:
-            assert tiny_run(tmp_path / "run", resume="newest", max_steps=3)["step"] == 3
-    assert final(tmp_path / "run")["step"] == 2 + in_memory
-    opened = opened_log(tmp_path / "run", step=2)
+        patch.setattr(module, name, mock.Mock(side_effect=error))
+        argv = ["--out_dir", str(tmp_path / "run"), "--resume", "--max_steps=4"]
+        code, err = run_main(argv, capsys)
+    assert code == 1 and f"cannot be read now ({error}), and is kept" in err
+    assert err.count("\n") == 1 and sorted(tmp_path.glob("run/ckpt_*")) == before
+
+
+def test_rows_are_synchronized_where_the_file_system_can(tmp_path, monkeypatch):
+    opened = opened_log(tmp_path / "run")
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.EINVAL, "no fsync")))
     opened.sync()
     opened.close()
@@ -435,13 +410,17 @@ def test_foreign_checkpoints_are_refused_and_not_executed(tmp_path):
             return (os.mkdir, (str(tmp_path / "executed"),))
 
     nanogpt = dict(model={}, optimizer={}, iter_num=5)
-    refused = "is intact, but not a checkpoint of this version of the trainer"
-    for content in (dict(step=1, model=Evil()), nanogpt, torch.zeros(3)):
+    for content, refused in (
+        (nanogpt, "is not a checkpoint of this version of the trainer"),
+        (torch.zeros(3), "is not a checkpoint of this version of the trainer"),
+        (dict(step=1, model=Evil()), "is damaged, or not a checkpoint"),
+    ):
         torch.save(content, tmp_path / "ckpt_1.pt")
         with pytest.raises(UserError, match=refused):
             read_checkpoint(tmp_path / "ckpt_1.pt")
-        with pytest.raises(UserError, match=refused):  # nor renamed, nor passed over
-            newest_valid(tmp_path, SimpleNamespace(folder=tmp_path))
+    torch.save(nanogpt, tmp_path / "ckpt_1.pt")
+    with pytest.raises(UserError, match="of this version"):  # nor renamed, nor passed over
+        newest_valid(tmp_path, SimpleNamespace(folder=tmp_path))
     with pytest.raises(UserError, match="there is no checkpoint"):
         read_checkpoint(tmp_path / "ckpt_2.pt")
     assert not (tmp_path / "executed").exists()
@@ -486,22 +465,19 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path, capsys):
 
 def test_which_run_is_resumed_and_branches_are_safe(data, plain, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    runs, common = Path("runs"), dict(data=data, save_every=2, keep=0)
+    runs, common = Path("runs"), dict(data=data, save_every=2, keep="all")
     unclear = "--resume does not say which run: add --out_dir and the run's folder"
     assert unclear in run_main(["--resume"], capsys)[1]
     tiny_run("runs/a", **common, max_steps=2)
     # A folder is --out_dir, with the flags it had
-    again = make_config(resume=str(runs / "a"), max_steps=4)
-    assert again.out_dir == str(runs / "a")
-    assert (again.n_embd, again.max_steps) == (32, 4)
-    assert make_config(resume=str(runs / "a" / "ckpt_2.pt")).out_dir == str(runs / "a")
-    assert train(again)["step"] == 4 and rows("runs/a", "step") == [1, 2, 2, 3, 4, 4]
+    assert train(make_config(resume=str(runs / "a"), max_steps=3))["step"] == 3
+    assert train(make_config(resume=str(runs / "a" / "ckpt_3.pt"), max_steps=4))["step"] == 4
+    assert rows("runs/a", "step") == [1, 2, 2, 3, 3, 4, 4] and final("runs/a")["step"] == 4
     (runs / "a" / "ckpt_6 (copy).pt").touch()
     later = "ckpt_4.pt, later than .*ckpt_2.pt; give another --out_dir"
     with pytest.raises(UserError, match=later):
         tiny_run("runs/a", resume=runs / "a" / "ckpt_2.pt")
-    # A new one, with the preset's flags
-    assert make_config(out_dir="runs/b", resume="auto").n_embd == 128
+    # A new one
     assert tiny_run("runs/b", data=data, max_steps=1, resume="auto")["step"] == 1
     # A branch of another folder
     assert tiny_run("runs/c", data=data, resume=plain, max_steps=21)["step"] == 21
@@ -512,25 +488,21 @@ def test_which_run_is_resumed_and_branches_are_safe(data, plain, tmp_path, monke
     assert rows("runs/d", "step") == [1, 2, 3, 3] and len(list_checkpoints(runs / "d")) == 1
 
 
-def test_a_restart_continues_from_what_was_saved(data, noisy, plain, tmp_path, monkeypatch):
-    common = dict(data=data, init_from=noisy, max_steps=4, save_every=2)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    tiny_run(tmp_path / "run", **common)  # died before it saved: starts from the same weights again
-    expected = pytest.approx(rows(plain, "train_loss")[0], rel=1e-5)
-    assert rows(tmp_path / "run", "train_loss")[0] == expected
-    tiny_run(tmp_path / "run", **common)
-    assert "resumed from" in read_log(tmp_path / "run")
+def test_a_restart_continues_from_what_was_saved(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # the same command again
+    for step in (2, 4):
+        tiny_run(tmp_path / "run", data=data, max_steps=step)
+    assert "resumed from" in read_log(tmp_path / "run") and final(tmp_path / "run")["step"] == 4
 
 
 def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
-    data, tmp_path, monkeypatch
+    data, undisturbed, tmp_path, monkeypatch
 ):
-    common = dict(data=data, save_every=5, eval_every=5, keep=0)
-    tiny_run(tmp_path / "whole", **common)
+    common = dict(data=data, save_every=4, eval_every=4, eval_tokens="all", keep="all")
 
     def die(state, *_):
         assert (tmp_path / "run" / f"ckpt_{state.step}.pt").exists()
-        if state.step == 10:
+        if state.step == 8:
             raise ZeroDivisionError
 
     evaluate = train_gpt.evaluate
@@ -544,11 +516,12 @@ def test_saved_before_evaluating_and_what_a_kill_prevented_is_made_up_for(
             '{"step": 11, "train_loss": 9}\n{"step": 12, "tra'
         )
     tiny_run(tmp_path / "run", **common, resume="newest")
-    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
-    assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    for key in ("step", "val_loss"):
+        assert rows(tmp_path / "run", key) == rows(undisturbed, key)
 
 
-def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatch):
+def test_what_an_edit_draws_and_evaluates_resumes_exactly(data, tmp_path, monkeypatch):
     forward, step = GPT.forward, train_gpt.train_step
 
     def with_noise(self, idx, targets=None):
@@ -562,94 +535,67 @@ def test_what_an_edit_keeps_and_draws_resumes_exactly(data, tmp_path, monkeypatc
         weights = state.extra.setdefault("eval_weights", {})
         for name, p in state.raw_model.named_parameters():
             weights[name] = p.detach().clone().lerp_(weights.get(name, p.detach()), 0.5)
-        count = state.extra.get("steps", 0) + 1
-        state.extra["steps"] = state.metrics["steps"] = count
         return found
 
     monkeypatch.setattr(GPT, "forward", with_noise)
     monkeypatch.setattr(train_gpt, "train_step", averaging)
     half, whole = tmp_path / "half", tmp_path / "whole"
-    common = dict(data=data, save_every=5, keep=0, max_steps=10)
-    common |= dict(ngram=3, ngram_rows=65, ngram_dropout=0.4)
+    common = dict(data=data, save_every=5, keep="all", max_steps=10)
     tiny_run(whole, **common, eval_every=3)
     tiny_run(half, **common, resume=whole / "ckpt_5.pt")
     assert rows(half, "train_loss") == rows(whole, "train_loss")[5:]
     assert len(set(rows(whole, "train_loss"))) == 10
-    assert rows(half, "steps") == [6, 7, 8, 9, 10, 10]
     assert_weights_equal(half, whole)
+    # The weights that were evaluated, and nothing else. A new run begins from those too
     averaged = final(whole)["extra"]["eval_weights"]
-    assert equal_weights(final(half)["extra"]["eval_weights"], averaged)
-    # The weights that were evaluated, and nothing else
     best = read_checkpoint(whole / "ckpt_best.pt")
     assert best["step"] == 10 and best["optimizer"] == best["extra"] == {}
     assert equal_weights(best["model"], averaged)
     assert not equal_weights(final(whole)["model"], averaged)
-    # A new run begins from those too
-    rates = dict(muon_lr=1e-12, adam_lr=1e-12)
+    rates = dict(muon_lr=1e-9, adam_lr=1e-9)
     tiny_run(tmp_path / "new", **common | rates | dict(init_from=whole, max_steps=1))
     for name, w in final(tmp_path / "new")["model"].items():
-        torch.testing.assert_close(w, averaged[name])
+        torch.testing.assert_close(w, averaged[name], rtol=1e-5, atol=1e-6)
 
 
 def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, monkeypatch, capsys):
-    losses = iter([3.0, 2.0, 2.5, 2.0])
+    losses = iter([3.0, 2.0, 2.5, 2.1, 1.9, 2.2])
     monkeypatch.setattr(train_gpt, "evaluate", lambda *_: next(losses))
-    summary = tiny_run(tmp_path / "run", data=data, max_steps=8, eval_every=2, save_every=4, keep=0)
-    assert (summary["best_val_loss"], summary["val_loss"]) == (2.0, 2.0)
-    best = tmp_path / "run" / "ckpt_best.pt"
-    then = read_checkpoint(tmp_path / "run" / "ckpt_4.pt")["model"]
+    folder, best = tmp_path / "run", tmp_path / "run" / "ckpt_best.pt"
+    flags = dict(data=data, eval_every=2, save_every=4, keep="all")
+    summary = tiny_run(folder, **flags, max_steps=6)
+    assert (summary["best_val_loss"], summary["val_loss"]) == (2.0, 2.5)
+    then = read_checkpoint(folder / "ckpt_4.pt")["model"]
     assert equal_weights(then, read_checkpoint(best)["model"])
+    assert "val_loss has risen from 2.0000, its lowest" in read_log(folder)
+    assert re.search(r"next: python sample.py --run \S+ --best\n", read_log(folder))
     code, err = run_main(flags_of(TINY | dict(data=data, resume=best)), capsys)
     assert code == 2 and "holds weights only, so it cannot be resumed; use --init_from" in err
 
-
-def test_evaluations_on_other_tokens_are_not_compared(data, tmp_path, monkeypatch):
-    losses = iter([1.0, 1.1, 2.5, 2.0, 2.1, 2.2, 2.3])
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *_: next(losses))
-    flags = dict(data=data, eval_every=2)
-    tiny_run(tmp_path / "run", **flags, max_steps=4, eval_tokens=64)
-    for steps in (6, 12):
-        summary = tiny_run(
-            tmp_path / "run", **flags, max_steps=steps, eval_tokens=96, resume="newest"
+    # A resumed run knows it. If the file cannot be written, the next evaluation tries again
+    write = checkpoint_module.write_file
+    failing = iter(["no room", ""])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint_module,
+            "write_file",
+            lambda path, *rest: path == best and next(failing) or write(path, *rest),
         )
-    assert (summary["best_val_loss"], summary["val_loss"]) == (2.0, 2.3)
-    best = read_checkpoint(tmp_path / "run" / "ckpt_best.pt")
-    assert (best["step"], best["val_loss"]) == (6, 2.0)
-    assert read_checkpoint(tmp_path / "run" / "ckpt_best_2.pt")["val_loss"] == 1.0  # is kept
-    assert "has risen from 2.0000, its lowest" in read_log(tmp_path / "run")
+        tiny_run(folder, **flags, max_steps=10, resume="newest")
+        assert read_checkpoint(best)["step"] == 4 and "WARNING: no room" in read_log(folder)
+        losses = iter([1.95])
+        tiny_run(folder, **flags, max_steps=12, resume="newest")
+    assert (read_checkpoint(best)["step"], read_checkpoint(best)["val_loss"]) == (12, 1.95)
+    code, err = run_main(["--resume", str(folder), "--max_steps=5"], capsys)
+    assert code == 2 and "is at step 12, beyond --max_steps 5; give more" in err
 
 
-def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, capsys):
-    losses = iter([3.0, 2.0, ZeroDivisionError, 2.5, 1.5, 1.9])
-
-    def evaluate(*_):
-        loss = next(losses)
-        if loss is ZeroDivisionError:
-            raise loss
-        return loss
-
-    monkeypatch.setattr(train_gpt, "evaluate", evaluate)
-    flags = TINY | dict(data=data, out_dir=tmp_path / "run", max_steps=9, eval_every=3)
-    assert run_main(flags_of(flags), capsys)[0] == 1
-    best = tmp_path / "run" / "ckpt_best.pt"
-    for path in list_checkpoints(tmp_path / "run"):
-        path.unlink()
-    code, err = run_main(flags_of(flags), capsys)
+def test_the_only_weights_of_a_killed_run_are_not_overwritten_unasked(data, tmp_path, capsys):
+    flags = dict(data=data, max_steps=2)
+    tiny_run(tmp_path / "run", **flags)
+    (tmp_path / "run" / "ckpt_2.pt").unlink()
+    code, err = run_main(flags_of(TINY | flags | dict(out_dir=tmp_path / "run")), capsys)
     assert code == 2 and "already holds ckpt_best.pt; add --resume auto to continue" in err
-    kept = []
-    save = run_module.save_best_weights
-    monkeypatch.setattr(
-        run_module,
-        "save_best_weights",
-        lambda *inputs: (kept.append(inputs[0].step), save(*inputs)),
-    )
-    assert run_main(flags_of(flags | dict(resume="auto")), capsys)[0] == 0
-    assert kept == [6] and read_checkpoint(best)["val_loss"] == 1.5  # not 2.5, at step 3
-    log = read_log(tmp_path / "run")
-    assert "val_loss has risen from 1.5000, its lowest" in log
-    assert re.search(r"next: python sample.py --run \S+ --best\n", log) and "longer:" not in log
-    code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
-    assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
 
 
 def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path, monkeypatch):
@@ -672,19 +618,8 @@ def test_finetuning_ends_when_validation_does_not_improve(data, noisy, tmp_path,
 
 
 def test_ten_evaluations(data, tmp_path):
-    tiny_run(tmp_path / "run", data=data, max_steps=19, eval_every=-1)
+    tiny_run(tmp_path / "run", data=data, max_steps=19, eval_every=None)
     assert len(rows(tmp_path / "run", "val_loss")) == 10  # at 2, 4, ..., 18, 19
-
-
-def test_the_best_weights_of_another_model_do_not_count(data, plain, tmp_path):
-    best = read_checkpoint(plain / "ckpt_best.pt") | dict(val_loss=0.01)
-    text = make_data(tmp_path / "data", seed=1)
-    for name, flags in dict(width=dict(n_embd=16), text=dict(data=text)).items():
-        (tmp_path / name).mkdir()
-        torch.save(best, tmp_path / name / "ckpt_best.pt")
-        tiny_run(tmp_path / name, **dict(data=data, max_steps=1, resume="auto") | flags)
-        assert read_checkpoint(tmp_path / name / "ckpt_best.pt")["val_loss"] > 1
-        assert read_checkpoint(tmp_path / name / "ckpt_best_20.pt")["val_loss"] == 0.01  # is kept
 
 
 def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
@@ -699,11 +634,10 @@ def test_an_old_checkpoint_goes_only_when_the_new_one_has_been_read_back(
             file.write(b"\xff" * 64)
 
     monkeypatch.setattr(torch, "save", torn)
-    monkeypatch.setattr(checkpoint_module, "PATIENCE_S", 0)
-    monkeypatch.chdir(tmp_path)  # the second place
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1, max_steps=10)
     code, err = run_main(flags_of(flags), capsys)
     assert code == 1 and "is damaged" in err and "ckpt_10.pt could not be saved" in err
+    assert err.endswith("; make room and --resume\n")
     assert final(tmp_path / "run")["step"] == 5 and not list((tmp_path / "run").glob(".tmp*"))
 
 
@@ -728,7 +662,9 @@ def test_bad_steps_are_skipped_and_told(optimizer, data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("factor", [math.nan, 0.0], ids=["nan", "no targets"])
 def test_too_many_bad_steps_end_the_run(factor, data, tmp_path, monkeypatch, capsys):
-    flags = TINY | dict(data=data, out_dir=tmp_path / "run", micro_batch=16, save_every=2, keep=0)
+    flags = TINY | dict(
+        data=data, out_dir=tmp_path / "run", micro_batch=16, save_every=2, keep="all"
+    )
     spoil(monkeypatch, {3, *range(5, 99)}, factor)
     code, err = run_main(flags_of(flags), capsys)
     end = 4 + MAX_BAD_STEPS
@@ -747,43 +683,28 @@ def test_too_many_bad_steps_end_the_run(factor, data, tmp_path, monkeypatch, cap
 
 
 def test_a_run_saves_every_ten_minutes(data, tmp_path, monkeypatch, clock):
-    monkeypatch.setattr(stop_module, "SAVE_EVERY_S", 2.0)  # two steps of this clock
-    tiny_run(tmp_path / "run", data=data, max_steps=6, keep=0)
+    monkeypatch.setattr(progress_module, "SAVE_EVERY_S", 2.0)  # two steps of this clock
+    tiny_run(tmp_path / "run", data=data, max_steps=6, keep="all")
     steps = [int(path.stem[5:]) for path in (tmp_path / "run").glob("ckpt_[0-9]*.pt")]
     assert sorted(steps) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("case", ["train data", "validation data", "an edit", "amid an update"])
-def test_an_error_saves_what_was_trained(case, data, tmp_path, monkeypatch, capsys):
-    flags = TINY | dict(eval_every=8, max_steps=10, data=str(tmp_path / "data"))
+def test_an_error_leaves_the_newest_checkpoint(data, undisturbed, tmp_path):
+    """One that an error would save may hold the weights of another step."""
     shutil.copytree(data, tmp_path / "data")
-    shards = list((tmp_path / "data").glob("*val*" if case == "validation data" else "*train*"))
+    (shard,) = (tmp_path / "data").glob("*val*")
 
     def go_wrong(state, loss):
-        if state.step == 6 and "data" in case:
-            for shard in shards:
-                shard.rename(f"{shard}.gone")
-        if state.step == 6 and case == "an edit":
-            raise ZeroDivisionError
-        if state.step == 6 and case == "amid an update":
-            monkeypatch.setattr(Optimizer, "muon", lambda *_: 1 / 0)
+        if state.step == 6:
+            shard.rename(f"{shard}.gone")
 
-    run = dict(out_dir=str(tmp_path / "run"))
-    error = UserError if "data" in case else ZeroDivisionError
-    with pytest.raises(error) as raised, monkeypatch.context():
-        train(make_config(**flags | run), on_step=go_wrong)
-    saved = list_checkpoints(tmp_path / "run")
-    if case == "amid an update":  # the weights are neither those of step 6 nor of step 7
-        return None if saved == [] else pytest.fail(str(saved))
-    if "data" in case:
-        assert re.search(r"\d.bin can no longer be read whole", str(raised.value))
-    for shard in shards:
-        if "data" in case:
-            Path(f"{shard}.gone").rename(shard)
-    assert final(tmp_path / "run")["step"] >= 6
-    train(make_config(**run, resume="newest"))
-    train(make_config(**flags, out_dir=str(tmp_path / "whole")))
-    assert_weights_equal(tmp_path / "run", tmp_path / "whole")
+    flags = dict(out_dir=str(tmp_path / "run"), eval_every=8, save_every=4)
+    with pytest.raises(UserError, match=r"\d.bin can no longer be read whole"):
+        train(make_config(**TINY | flags, data=str(tmp_path / "data")), on_step=go_wrong)
+    assert "ended: " in read_log(tmp_path / "run") and final(tmp_path / "run")["step"] == 8
+    Path(f"{shard}.gone").rename(shard)
+    train(make_config(out_dir=flags["out_dir"], resume="newest"))
+    assert_undisturbed(tmp_path / "run", undisturbed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -802,7 +723,9 @@ def no_room(size=100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(
+    data, undisturbed, tmp_path, monkeypatch, capsys
+):
     step, room = train_gpt.train_step, contextlib.ExitStack()
 
     def while_full(state, *inputs):
@@ -813,59 +736,31 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(data, tmp_path, mon
         return step(state, *inputs)
 
     flags = TINY | dict(data=data, out_dir=tmp_path / "run", save_every=5, keep=1)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checkpoint_module, "PATIENCE_S", 0)
     with room, monkeypatch.context() as patch:
         patch.setattr(train_gpt, "train_step", while_full)
         assert run_command(train_gpt.main, flags_of(flags)) == 1
     out, err = capsys.readouterr()
-    failed = "ckpt_20.pt could not be saved ([Errno 27] File too large)"
+    failed = "ckpt_20.pt could not be saved ([Errno 27] File too large); make room and --resume"
     assert err.count("\n") == 1 and failed in err
     assert "metrics.jsonl cannot be written (File too large)" in out
     assert "ckpt_10.pt could not be saved" in out
-    assert rows(tmp_path / "run", "step") == [*range(1, 21)]
+    assert rows(tmp_path / "run", "step") == [*range(1, 21), 20]  # it was evaluated
     assert "step 10/20 | loss" in read_log(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").glob("*ckpt*")] == ["ckpt_15.pt"]
     assert run_main(flags_of(flags | dict(resume="newest")), capsys)[0] == 0
-    tiny_run(tmp_path / "whole", data=data)
-    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
+    assert_undisturbed(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize("case", ["moved", "full for a second", "full", "full before the end"])
-def test_the_last_checkpoint_is_worth_patience_and_a_second_place(
-    case, data, tmp_path, monkeypatch, capsys
-):
+def test_a_moved_folder_gets_its_checkpoint(data, undisturbed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = TINY | dict(data=str(data), max_steps=6)
-    write, failing = checkpoint_module.atomic_write, iter([True, True, False])
-    if case == "full before the end":  # a save that is no more than a warning, at the last step
-        flags |= dict(save_every=6, eval_every=6, max_steps=7, target_val_loss=100.0)
-        failing = iter([True])
-
-    @contextlib.contextmanager
-    def while_full(path):
-        in_run = path.parent == Path("run") and path.suffix == ".pt"
-        if in_run and (case == "full" or next(failing, False)):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        with write(path) as file:
-            yield file
 
     def move(state, loss):
-        if state.step == 3 and case == "moved":
+        if state.step == 3:
             Path("run").rename("elsewhere")
 
-    with monkeypatch.context() as patch:
-        if case != "moved":
-            patch.setattr(checkpoint_module, "atomic_write", while_full)
-        patch.setattr(checkpoint_module, "PATIENCE_S", 2)
-        train(make_config(**flags, out_dir="run"), on_step=move)
-    path = Path("run-saved" if case == "full" else "run", "ckpt_6.pt")
-    assert path.exists() and ("WARNING" in capsys.readouterr().out) == (case != "moved")
-    flags |= dict(max_steps=8, target_val_loss=0.0)
-    train(make_config(**flags, out_dir="again", resume=str(path)))
-    tiny_run("whole", data=data, max_steps=7 if "before" in case else 6, save_every=6, keep=0)
-    whole = read_checkpoint(Path("whole", "ckpt_6.pt"))
-    assert equal_weights(read_checkpoint(path)["model"], whole["model"])
+    train(make_config(**TINY | dict(max_steps=6), data=str(data), out_dir="run"), on_step=move)
+    whole = read_checkpoint(undisturbed / "ckpt_6.pt")
+    assert final("run")["step"] == whole["step"] == 6
 
 
 def test_a_checkpoint_waits_for_the_rows_before_it(tmp_path, capsys):
@@ -915,11 +810,10 @@ def test_what_is_a_lack_of_memory():
     [(train_gpt, "train_step", 6, 6), (run_module, "any_rank", 4, 4), (torch, "save", 3, 7)],
 )
 def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
-    place, name, call, step, data, tmp_path, monkeypatch
+    place, name, call, step, data, undisturbed, tmp_path, monkeypatch
 ):
     """The signal comes in a step, in an evaluation (which asks all ranks), and in a save."""
-    flags = dict(data=data, eval_every=4, save_every=3, eval_tokens=0)
-    tiny_run(tmp_path / "whole", **flags)
+    flags = dict(data=data, eval_every=4, save_every=3, eval_tokens="all")
     function, evaluate = getattr(place, name), train_gpt.evaluate
     calls, values = [], []
 
@@ -941,8 +835,9 @@ def test_a_signal_saves_and_a_resumed_run_is_the_undisturbed_one(
     assert (None in values) == (name == "any_rank")  # not finished: little time may be left
     assert "to continue: python train_gpt.py --out_dir" in read_log(tmp_path / "run")
     tiny_run(tmp_path / "run", **flags, resume="auto")
-    assert_same_run(tmp_path / "run", tmp_path / "whole", exact=True)
-    assert rows(tmp_path / "run", "step") == rows(tmp_path / "whole", "step")
+    assert_undisturbed(tmp_path / "run", undisturbed)
+    for key in ("step", "val_loss"):
+        assert rows(tmp_path / "run", key) == rows(undisturbed, key)
 
 
 def test_signals_that_announce_an_end_are_caught():
@@ -956,9 +851,8 @@ def test_signals_that_announce_an_end_are_caught():
                 os.kill(os.getpid(), getattr(signal, name))
         time.sleep(0.6)
         os.kill(os.getpid(), signal.SIGXCPU)  # the system repeats it
-    assert caught.count("SIGXCPU") == 2
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    assert own == ["SIGALRM"] and {"SIGUSR2", "SIGXCPU"} <= set(caught)
+    assert own == ["SIGALRM"] and "SIGUSR2" in caught and caught.count("SIGXCPU") == 2
 
 
 @pytest.mark.parametrize("name, printed", [("SIGTERM", ""), ("SIGINT", "KeyboardInterrupt\n")])
@@ -1046,7 +940,7 @@ def test_ranks_end_when_torchrun_is_gone(data, tmp_path, monkeypatch):
 def ranks_script(folder: Path, case: str) -> None:
     """What each of two ranks does in the tests below."""
     flags = TINY | dict(data=str(folder / "data"), out_dir=str(folder / case))
-    flags |= dict(max_steps=6, save_every=1, keep=0)
+    flags |= dict(max_steps=6, save_every=1, keep="all")
     step = train_gpt.train_step
 
     def dying(state, *inputs):
@@ -1061,9 +955,9 @@ def ranks_script(folder: Path, case: str) -> None:
             raise OSError(errno.EIO, "the cause", "a shard")
         return get_batch(stream, dist_ctx, step)
 
-    if case == "data":  # the steps so far are saved by all ranks
+    if case == "data":
         train_gpt.get_batch = unreadable
-        flags |= dict(parallel="fsdp", save_every=0)
+        flags |= dict(parallel="fsdp")
         exit_process(run_command(train_gpt.main, flags_of(flags)))
     if case != "nan":
         train_gpt.train_step = dying
@@ -1183,20 +1077,3 @@ def test_killed_runs_end_as_if_nothing_had_been(world, data, tmp_path):
 
 if __name__ == "__main__":
     ranks_script(Path(sys.argv[1]), sys.argv[2])
-
-
-def test_a_run_with_minutes_and_params_is_continued_by_the_same_command(data, tmp_path, capsys):
-    flags = TINY | dict(data=data, out_dir=tmp_path / "run", minutes=1, params=-1, resume="auto")
-    for name in ("n_layer", "n_head", "n_embd", "batch_tokens", "max_steps"):
-        del flags[name]
-    for _ in range(2):
-        assert run_main(flags_of(flags | dict(max_minutes=0.01)), capsys) == (0, "")
-
-
-def test_a_damaged_checkpoint_is_passed_over_in_a_run_that_is_named(data, tmp_path, capsys):
-    tiny_run(tmp_path / "run", data=data, max_steps=6, save_every=2, keep=0)
-    newest = tmp_path / "run" / "ckpt_6.pt"
-    newest.write_bytes(newest.read_bytes()[:3000])
-    flags = ["--resume", str(tmp_path / "run"), "--max_steps", "7"]
-    assert run_main(flags, capsys)[0] == 0
-    assert newest.with_suffix(".pt.damaged").exists() and (tmp_path / "run" / "ckpt_7.pt").exists()

@@ -26,7 +26,7 @@ from tests.edit_cases import Case, Plain, pages
 
 COPIED = "common train_gpt.py model.py ops inference sample.py export.py data runtime".split()
 FLAGS = TINY | dict(
-    micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep=0
+    micro_batch=16, loss_chunk=0, ngram=3, ngram_rows=512, max_steps=4, save_every=2, keep="all"
 )
 EQUALS, EOT = 61, 256
 BASE = "base/ckpt_4.pt"
