@@ -43,7 +43,7 @@ def find_file(run: str | Path, best: bool = False) -> Path:
     Raises UserError.
     """
     path = Path(run)
-    if os.path.isfile(path):  # Path.is_file raises an error if the name is too long
+    if path.is_file():
         if best:
             raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
         return path

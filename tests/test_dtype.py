@@ -9,7 +9,8 @@ from torch._inductor.utils import fresh_cache
 
 import sample
 from conftest import add_noise, built, compiler_works, final, run_main, stream_of, tiny_run
-from inference.generation import compile_decode_step, generate
+from inference.decode import compile_decode_step, decode_step
+from inference.generation import generate
 from ops.compile import keep_gcc_from_copying
 from runtime import auto, speed
 from runtime.ranks import DistContext
@@ -192,20 +193,21 @@ def test_gcc_deletes_no_stores_before_copies(monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         ours, theirs = (torch.autograd.grad(out, x, function(x)) for out in (ours, theirs))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        compare_decoding(compile_decode_step(torch.device("cpu")))
+        compare_decoding()
     flags = ["-fno-tree-loop-distribute-patterns" in command for command in commands]
     assert len(flags) >= 3 and set(flags) == {cpp_builder.is_gcc()}
 
 
 @torch.no_grad()
-def compare_decoding(step) -> None:
+def compare_decoding() -> None:
     """Most tokens of compiled bf16 are those of fp32."""
-    prompts = [*torch.randint(257, (64, 20), generator=torch.Generator().manual_seed(3))]
+    prompts = torch.randint(257, (64, 20), generator=torch.Generator().manual_seed(3))
+    options = dict(n_tokens=2, vocab_size=257, temperature=0)
     tokens = []
-    for dtype, decode in (("fp32", None), ("bf16", step)):
+    for dtype in ("fp32", "bf16"):
         model = add_noise(built(dtype=dtype, window="S:9", n_layer=1).raw_model).eval()
-        steps = generate(model, prompts, n_tokens=2, vocab_size=257, temperature=0, step=decode)
-        tokens.append(torch.stack([*steps]))
+        step = compile_decode_step(model) if dtype == "bf16" else decode_step
+        tokens.append(torch.stack([*generate(model, prompts, step=step, **options)]))
     same = tokens[0] == tokens[1]
     assert same[0].float().mean() > 0.9  # eager
     assert same[1, same[0]].float().mean() > 0.9

@@ -11,7 +11,7 @@ import sample
 from common.errors import UserError, run_command
 from conftest import random_gpt
 from data.tokenizers import get_tokenizer
-from inference.evaluation import encode_question, print_choices, score_endings
+from inference.evaluation import answer_choices, encode_question
 
 BYTES = get_tokenizer("bytes")
 QUESTIONS = [
@@ -38,21 +38,11 @@ def log_likelihood(model, context: str, ending: str) -> tuple[float, bool]:
     return log_probs.gather(1, letters[:, None]).sum().item(), is_likeliest
 
 
-def printed(capsys) -> dict[str, list[float]]:
-    rows = capsys.readouterr().out.splitlines()[2:]
-    return {row[:38].strip(): [float(x.replace(",", "")) for x in row[38:].split()] for row in rows}
-
-
-def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
+def test_choices_are_those_of_a_plain_loop(tmp_path):
     model, n = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3), len(QUESTIONS)
-    print_choices(model, BYTES, write(tmp_path / "q.jsonl", QUESTIONS))
-    shown = printed(capsys)
-    measures = {
-        "summed": lambda ending: 1,
-        "per token (llm.c)": lambda ending: len(ending.encode()),
-        "per character (lm-evaluation-harness)": lambda ending: len(ending.strip()),
-    }
-    assert shown.keys() == measures.keys()
+    table = answer_choices(model, BYTES, write(tmp_path / "q.jsonl", QUESTIONS))
+    measures = {"summed": lambda ending: 1, "per character": lambda ending: len(ending.strip())}
+    assert table.keys() == measures.keys()
     for name, length_of in measures.items():
         right = 0
         for row in QUESTIONS:
@@ -62,38 +52,24 @@ def test_choices_are_those_of_a_plain_loop(tmp_path, capsys):
                 scores.append(score / length_of(ending))
             right += scores.index(max(scores)) == row["label"]
         deviation = math.sqrt(right * (n - right) / n**2 / (n - 1))
-        assert shown[name] == pytest.approx([right / n, deviation], abs=1e-4)
+        assert table[name] == pytest.approx({"accuracy": right / n, "std error": deviation})
 
 
-def test_scores_do_not_depend_on_what_they_are_batched_with():
-    model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.3)
-    pairs, expected = [], []
-    for row in QUESTIONS:
-        context = torch.tensor([BYTES.eot, *row["context"].encode()])
-        for ending in row["endings"]:
-            pairs.append((context, torch.tensor([*ending.encode()])))
-            expected.append(log_likelihood(model, row["context"], ending))
-    expected *= 40
-    scores, greedy = score_endings(model, pairs * 40)  # several batches
-    assert scores.tolist() == pytest.approx([score for score, _ in expected], rel=1e-5)
-    assert greedy.tolist() == [drawn for _, drawn in expected]
-
-
-def test_last_words(tmp_path, capsys):
-    model = random_gpt(vocab_size=257, seq_len=64, std=0.25)
+def test_last_words(tmp_path):
+    """One ending per question, in several batches of rows of different lengths."""
+    model = random_gpt(vocab_size=257, seq_len=64, ngram=3, std=0.25)
     text = "What is 3 plus 5?\n"  # the end is part of the question
     likeliest = max(map(chr, range(128)), key=lambda end: log_likelihood(model, text, end))
-    rows = [{"context": text, "endings": [ending], "label": 0} for ending in (likeliest, "zz")]
-    print_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))
-    shown = printed(capsys)
-    (first, is_greedy), (second, other_is_greedy) = (
-        log_likelihood(model, text, ending) for ending in (likeliest, "zz")
-    )
-    assert shown["produced by greedy decoding"][0] == (is_greedy + other_is_greedy) / 2 == 0.5
-    perplexity = math.exp(-(first + second) / 2)
-    assert shown["perplexity of an ending"] == pytest.approx([perplexity], rel=1e-2)
+    pairs = [(text, likeliest)]
+    for row in QUESTIONS:
+        pairs += [(row["context"], ending) for ending in row["endings"]]
+    rows = [{"context": text, "endings": [ending], "label": 0} for text, ending in pairs] * 40
+    found = answer_choices(model, BYTES, write(tmp_path / "q.jsonl", rows))["greedy decoding"]
+    scores, is_greedy = zip(*[log_likelihood(model, *pair) for pair in pairs])
+    assert found["accuracy"] == pytest.approx(sum(is_greedy) / len(pairs)) and any(is_greedy)
+    assert found["perplexity"] == pytest.approx(math.exp(-sum(scores) / len(pairs)), rel=1e-5)
     with pytest.raises(UserError, match="two files"):
-        print_choices(model, BYTES, write(tmp_path / "both.jsonl", rows + QUESTIONS))
+        answer_choices(model, BYTES, write(tmp_path / "both.jsonl", rows + QUESTIONS))
 
 
 def test_wrong_lines_are_named(tmp_path):
@@ -106,18 +82,18 @@ def test_wrong_lines_are_named(tmp_path):
     ):
         path.write_bytes(f"{json.dumps(QUESTIONS[0])}\n{line}\n".encode(errors="surrogateescape"))
         with pytest.raises(UserError, match="line 2 is not a question; expected lines of"):
-            print_choices(model, BYTES, path)
+            answer_choices(model, BYTES, path)
 
 
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):
-    questions = [row | {"context": "x"} for row in QUESTIONS] * 30
-    path = write(tmp_path / "q.jsonl", questions)
-    assert run_command(sample.main, ["--run", str(noisy), "--choices", str(path)]) == 0
-    shown = capsys.readouterr()
-    assert "64 of 120 questions" in shown.err and "120 questions, contexts of 32" in shown.out
-    write(path, [*questions, questions[0] | dict(endings=["b" * 33, "c"])])
-    assert run_command(sample.main, ["--run", str(noisy), "--choices", str(path)]) == 2
-    assert "question 121 has an ending of 33 tokens" in capsys.readouterr().err
+    path = write(tmp_path / "q.jsonl", QUESTIONS)
+    command = ["--run", str(noisy), "--choices", str(path)]
+    assert run_command(sample.main, command) == 0
+    title, columns, *rows = capsys.readouterr().out.splitlines()
+    assert title == str(path) and columns.split() == ["accuracy", "std", "error"] and len(rows) == 2
+    write(path, [*QUESTIONS, QUESTIONS[0] | dict(endings=["b" * 33, "c"])])
+    assert run_command(sample.main, command) == 2
+    assert "question 5 has an ending of 33 tokens" in capsys.readouterr().err
 
 
 def test_hellaswags_rows_are_scored_as_elsewhere(tmp_path):

@@ -29,7 +29,8 @@ from conftest import (
     tiny_run,
     triton_runs,
 )
-from inference.generation import compile_decode_step, generate, tokens_to_cpu
+from inference.decode import compile_decode_step
+from inference.generation import generate, tokens_to_cpu
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from ops.checkpointing import OFFLOAD_MIN_NUMEL, apply_offload, pack_to_host
@@ -260,8 +261,8 @@ def test_gpu_decoding_is_a_cuda_graph_and_writes_the_same_text():
     from torch._dynamo.utils import counters
 
     gpt = random_gpt(window="SL:5", ngram=3, std=0.3).cuda()
-    prompts = [torch.arange(9), torch.arange(30, 34)]
-    step = compile_decode_step(torch.device("cuda"))
+    prompts = torch.stack([torch.arange(9), torch.arange(30, 39)])
+    step = compile_decode_step(gpt)
     counters.clear()
     options = dict(n_tokens=40, vocab_size=65, temperature=0)
     eager = list(tokens_to_cpu(generate(gpt, prompts, **options)))
@@ -278,11 +279,13 @@ def test_gpu_int8_and_deterministic_draws():
     options = dict(n_tokens=40, vocab_size=65, temperature=0.8, seeds=[1])
     torch.use_deterministic_algorithms(True)
     try:
-        texts = [list(tokens_to_cpu(generate(gpt, [torch.arange(9)], **options))) for _ in range(2)]
+        texts = [
+            list(tokens_to_cpu(generate(gpt, torch.arange(9)[None], **options))) for _ in range(2)
+        ]
     finally:
         torch.use_deterministic_algorithms(False)
     assert texts[0] == texts[1]
     idx = torch.arange(48, device="cuda").view(2, 24)
     before = gpt(idx, idx).item()
     assert quantize(gpt)(idx, idx).item() == pytest.approx(before, rel=0.02)
-    assert len(list(tokens_to_cpu(generate(gpt, [torch.arange(9)], **options)))) == 40
+    assert len(list(tokens_to_cpu(generate(gpt, torch.arange(9)[None], **options)))) == 40

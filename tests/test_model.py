@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -28,8 +29,9 @@ from conftest import (
     rows,
     tiny_run,
 )
-from inference import generation, int8
-from inference.generation import KVCache, check_cache, compile_decode_step, generate, sample_token
+from inference import int8
+from inference.decode import compile_decode_step, decode_step, sample_token
+from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
 from inference.int8 import quantize, round_to_int8
 from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
@@ -307,22 +309,20 @@ def test_dropped_ngrams():
 # --------------------------------------------------------------------------------------------------
 # Generation
 
-PROMPTS = [tokens(1, n, seed=n)[0] for n in (9, 1, 24, 40)]
-
 
 def likeliest(gpt, prompts, n_tokens, **options) -> list[list[int]]:
-    """Each prompt's continuation, of ids below 65."""
+    """The continuation of each prompt (B, T), of ids below 65."""
     steps = generate(gpt, prompts, n_tokens=n_tokens, vocab_size=65, temperature=0, **options)
     return torch.stack(list(steps), 1).tolist()
 
 
 @torch.no_grad()
-def likeliest_uncached(gpt, prompt, n_tokens, context) -> list[int]:
+def likeliest_uncached(gpt, prompts, n_tokens, context) -> list[list[int]]:
     """From plain forward passes over all that was read."""
-    idx = prompt[None, -context:]
+    idx = prompts[:, -context:]
     for _ in range(n_tokens):
         idx = torch.cat((idx, gpt(idx)[:, -1:, :65].argmax(-1)), 1)
-    return idx[0, -n_tokens:].tolist()
+    return idx[:, -n_tokens:].tolist()
 
 
 @pytest.mark.parametrize(
@@ -335,32 +335,33 @@ def likeliest_uncached(gpt, prompt, n_tokens, context) -> list[int]:
     ],
 )
 def test_generation_with_cache_is_generation_without(shape, eot):
-    """Prompts of several lengths at once; beyond 24 tokens, each layer has a window of them."""
+    """Beyond 24 tokens, each layer has a window of them. Documents start at different places."""
     short, long = (random_gpt(**shape, seq_len=seq_len) for seq_len in (24, 100))
     long.windows = [window or 24 for window in short.windows]
     short.eot = long.eot = eot
-    prompts = [prompt.clone() for prompt in PROMPTS]
-    prompts[0][4] = prompts[2][0] = prompts[3][33] = 3
-    got = likeliest(short, prompts, 60)
-    assert got == [likeliest_uncached(long, prompt, 60, 24) for prompt in prompts]
-    assert len(set(sum(got, []))) > 6
+    drawn = set()
+    for length in (1, 9, 24, 40):
+        prompts = tokens(3, length, seed=length)
+        prompts[0, length // 2] = prompts[1, length - 1] = 3
+        got = likeliest(short, prompts, 60)
+        assert got == likeliest_uncached(long, prompts, 60, 24)
+        drawn.update(*got)
+    assert len(drawn) > 6
 
 
 def test_the_cache_is_as_large_as_it_must_be():
-    gpt = random_gpt(seq_len=400, n_layer=1, std=0.3)
-    expected = [likeliest_uncached(gpt, prompt, 200, 400) for prompt in PROMPTS[:2]]
-    assert likeliest(gpt, PROMPTS[:2], 200) == expected
+    gpt, prompts = random_gpt(seq_len=400, n_layer=1, std=0.3), tokens(2, 9)
+    assert likeliest(gpt, prompts, 200) == likeliest_uncached(gpt, prompts, 200, 400)
 
 
 def test_without_a_cache_the_context_is_read_again():
-    gpt, text = random_gpt(std=0.3), PROMPTS[0].tolist()
-    text += likeliest(gpt, PROMPTS[:1], 40, use_cache=False)[0]
+    gpt, prompts = random_gpt(std=0.3), tokens(2, 9)
+    drawn = likeliest(gpt, prompts, 40, use_cache=False)
+    texts = torch.cat((prompts, torch.tensor(drawn)), 1)
     for i in range(9, 49):
-        assert [text[i : i + 1]] == likeliest(gpt, [torch.tensor(text[:i])], 1)
+        assert texts[:, i : i + 1].tolist() == likeliest(gpt, texts[:, :i], 1)
     with pytest.raises(ValueError, match="got 25 tokens; the model's context is 24"):
-        gpt(torch.tensor([text[:25]]))
-    with pytest.raises(UserError, match="equally long"):
-        next(generate(gpt, PROMPTS, n_tokens=5, vocab_size=65, use_cache=False))
+        gpt(texts[:, :25])
 
 
 def rms_norm(x):
@@ -443,24 +444,31 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
     assert not sample_token(logits, draws, 0, 0, 1.0).any()
 
 
-def test_one_compiled_step_serves_all_models_and_texts(monkeypatch):
+def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypatch):
     """Traced as the compiler does, without guards, and run by PyTorch."""
-    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="eager")
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled(function))
+    traced = []
+
+    def backend(graph, _):
+        traced.append(graph.code)
+        return graph
+
+    compile_with(monkeypatch, backend)
     monkeypatch.setattr(int8, "FEW_ROWS", 0)  # the kernel for a few rows rounds them to bf16
-    step = compile_decode_step(torch.device("cpu"))
-    # A row alone is multiplied by sums
-    for shape, prompts in (({}, PROMPTS[:1]), ({}, PROMPTS[:4]), (dict(ngram=3), PROMPTS[:1])):
+    for shape, n_rows in (({}, 1), ({}, 4), (dict(ngram=3), 1)):
         gpt = random_gpt(window="SL:5", n_layer=2, std=0.4, **shape)
-        fast = gpt
+        fast = copy.deepcopy(gpt)
         if shape:
-            fast = quantize(copy.deepcopy(gpt))
+            quantize(fast)
             round_weights(gpt)
-        for part in (prompts, [prompt // 2 for prompt in prompts]):
-            assert likeliest(fast, part, 30, step=step) == likeliest(gpt, part, 30)
-    cache, draws = KVCache(gpt, torch.tensor([1])), torch.full((1, 1), 0.99)
+        step = compile_decode_step(fast)
+        for length in (9, 1, 40):
+            prompts = tokens(n_rows, length, seed=length)
+            assert likeliest(fast, prompts, 30, step=step) == likeliest(gpt, prompts, 30)
+        kernels = {name for name in ("linear", "scaled_dot_product") if f".{name}" in traced[-1]}
+        assert kernels == ({"linear"} if n_rows > 1 else set())
+    cache, draws = KVCache(gpt, 1), torch.full((1, 1), 0.99)
     idx, options = torch.tensor([[1]]), dict(vocab_size=65, top_k=0, top_p=1.0)
-    generation.decode_step(gpt, idx, cache, draws, temperature=0, **options)
+    decode_step(gpt, idx, cache, draws, temperature=0, **options)
     colder = step(gpt, idx, cache, draws, temperature=0.0, **options).item()
     hotter = step(gpt, idx, cache, draws, temperature=1e6, **options).item()
     assert colder != hotter  # a cache may be sampled in another way
@@ -710,23 +718,29 @@ def test_a_model_that_sees_later_tokens_is_refused(mix, monkeypatch):
     built(**flags)
 
 
-def test_what_bypasses_the_cache_is_refused_where_text_is_drawn(
-    data, tmp_path, monkeypatch, capsys
-):
-    """It looks at the token before, which decoding does not have: text of another model."""
-    mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))
-    tiny_run(tmp_path / "run", data=data, max_steps=4, sample_every=2, eval_every=2)
+def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypatch, capsys):
+    mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))  # the token before
+    tiny_run(tmp_path / "run", data=data, max_steps=4, sample_every=2)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert log.count("(no sample: logits with a KV cache differ") == 2
-    assert final(tmp_path / "run")["step"] == 4 and len(rows(tmp_path / "run", "val_loss")) == 2
+    assert len(re.findall(r"--- sample at step \d\n\(sampling without a KV cache", log)) == 2
     capsys.readouterr()
-    argv = ["--run", str(tmp_path / "run"), "--max_new_tokens", "3"]
-    assert run_command(sample.main, argv) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "must pass through the cache" in err and "--no_cache" in err
-    assert run_command(sample.main, [*argv, "--no_cache"]) == 0
-    with pytest.raises(UserError):
-        check_cache(random_gpt(std=0.3))
+    argv = ["--run", str(tmp_path / "run"), "--temperature", "0", "--max_new_tokens", "40"]
+    assert run_command(sample.main, argv) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(NO_CACHE + "\n")
+    gpt, tokenizer = sample.load(sample.find_file(tmp_path / "run"), "cpu", "fp32")
+    options = dict(n_tokens=40, vocab_size=257, temperature=0, use_cache=False)
+    drawn = [int(token) for token in generate(gpt, torch.tensor([[256]]), **options)]
+    assert shown.out.encode().startswith(
+        tokenizer.decode_bytes(drawn[: (drawn + [256]).index(256)])
+    )
+
+
+def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
+    gpt = random_gpt(std=0.3).eval()
+    assert cache_is_exact(gpt)
+    mix_into_mlp(monkeypatch, lambda x: 0 * x[:, 1][:, None])  # a single token has no second
+    assert not cache_is_exact(gpt)
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ def sources_are_mixed(run) -> bool:
 
 
 def half_the_keys_are_cached(run) -> bool:
-    cache = run.ours.generation.KVCache(run.sampled, torch.tensor([5]))
+    cache = run.ours.generation.KVCache(run.sampled, 1)
     run.sampled.backbone(torch.arange(5)[None], cache)
     matrix_rows = {group.get("matrix_rows") for group in run.state.optimizer.param_groups}
     return cache.layers[0].k.shape[1] == 1 and (32, 16, 16) in matrix_rows
@@ -97,7 +97,7 @@ def experts_are_orthogonalized_apart(run) -> bool:
 
 
 def texts_are_longer_than_the_context(run) -> bool:
-    prompts = [torch.arange(9)]
+    prompts = torch.arange(9)[None]
     steps = run.ours.sample.generate(run.sampled, prompts, n_tokens=60, vocab_size=257)
     return len(list(steps)) == 60
 
@@ -363,7 +363,7 @@ def assert_samples(case: Case, run, path: Path) -> None:
     idx = torch.randint(0, 257, (2, 20), generator=torch.Generator().manual_seed(3))
     want = case.plain(dict(run.sampled.state_dict()), run.sampled.cfg, False).logits(idx)
     torch.testing.assert_close(run.sampled(idx), want, rtol=0, atol=1e-5)
-    run.ours.generation.check_cache(run.sampled)
+    assert run.ours.generation.cache_is_exact(run.sampled)
 
 
 @pytest.mark.parametrize("title", CASES)
