@@ -28,7 +28,7 @@ import train_gpt
 from common.errors import run_command
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
-from model import GPT, Block, GPTConfig
+from model import GPT, Block, GPTConfig, optimizer_groups
 from ops.compile import apply_compile
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
@@ -125,6 +125,12 @@ def add_noise(model: GPT) -> GPT:
     return model
 
 
+def groups_of(model: GPT, **settings) -> list[dict]:
+    """Parameter groups by optimizer_groups, with TINY's rates."""
+    defaults = dict(optimizer="muon", muon_lr=0.02, adam_lr=0.004, weight_decay=0.05)
+    return optimizer_groups(model, **defaults | dict(embed_decay=0.0, max_steps=20) | settings)
+
+
 def seed_all(seed: int = 0) -> None:
     """Seed the global generators of Python, NumPy and torch."""
     for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
@@ -154,12 +160,11 @@ def compile_with(monkeypatch, backend) -> None:
     monkeypatch.setattr(torch, "compile", compile)
 
 
-def block_options(monkeypatch, mode, device) -> dict:
+def block_options(monkeypatch, mode: str) -> dict:
     """The options of Inductor with which apply_compile compiles a block."""
     taken = []
     with monkeypatch.context() as patch:
         patch.setattr(Block, "compile", lambda self, options, **_: taken.append(options))
-        patch.setattr(GPT, "device", torch.device(device))
         apply_compile(random_gpt(n_layer=1), mode, 1.0)
     return taken[0]
 

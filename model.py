@@ -115,16 +115,13 @@ def rotary_cos_sin(position: Tensor, cfg: GPTConfig, dtype: torch.dtype) -> tupl
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): rotate pairs of x's first R dimensions.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (Su et al. 2021): rotate x's dimensions i and i + R/2 as a pair.
 
-    x: (B, T, n_head, head_dim). cos, sin: from rotary_cos_sin.
+    x: (B, T, n_head, R). cos, sin: from rotary_cos_sin. Returns both halves of the result.
     """
-    half = cos.size(-1)
-    x1, x2, rest = x.split((half, half, x.size(-1) - 2 * half), dim=-1)
-    y1 = x1 * cos + x2 * sin
-    y2 = x2 * cos - x1 * sin
-    return torch.cat((y1, y2, rest), dim=-1)
+    x1, x2 = x.chunk(2, dim=-1)
+    return x1 * cos + x2 * sin, x2 * cos - x1 * sin
 
 
 def may_attend(
@@ -198,17 +195,18 @@ class CausalSelfAttention(nn.Module):
 
         # (B, T, n_head, head_dim) each
         qkv = self.qkv(x).view(B, T, 3 * self.n_head, self.head_dim)
-        qk, v = qkv.split((2 * self.n_head, self.n_head), dim=2)
-        q, k = norm(qk).split((self.n_head, self.n_head), dim=2)
+        q, k, v = qkv.split((self.n_head, self.n_head, self.n_head), dim=2)
+        q, k = norm(q), norm(k)
 
-        # Half of each key comes from the previous token (partial key offset, speedrun). A query
-        # that looks for its own token then finds the token after an earlier occurrence: induction
-        # in one layer instead of two
-        k_rotary, k_rest = k.split((self.rotary_dim, self.head_dim - self.rotary_dim), dim=-1)
-        k = torch.cat((k_rotary, previous_token(k_rest, ctx, "key")), dim=-1)
-
-        # Positions
-        q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
+        # Half of each head is rotated by position. The other half of a key is the previous token's
+        # (partial key offset, speedrun): a query that looks for its own token then finds what came
+        # after an earlier occurrence. That is induction in one layer instead of two
+        halves = (self.rotary_dim, self.head_dim - self.rotary_dim)
+        q_rotary, q_rest = q.split(halves, dim=-1)
+        k_rotary, k_rest = k.split(halves, dim=-1)
+        k_rest = previous_token(k_rest, ctx, "key")
+        q = torch.cat((*rotate(q_rotary, ctx.cos, ctx.sin), q_rest), dim=-1)
+        k = torch.cat((*rotate(k_rotary, ctx.cos, ctx.sin), k_rest), dim=-1)
 
         # Each head adds its part of the value embedding, times a gate between 0 and 2
         gate = 2 * self.gate(x[..., : self.gate_dim]).sigmoid()  # (B, T, n_head)

@@ -459,7 +459,7 @@ def test_flags_reach_the_model():
         if not hasattr(cfg, field.name):
             continue
         value = getattr(cfg, field.name)
-        other = "SL:5" if isinstance(value, str) else 2 * value + 1
+        other = "SL:5" if isinstance(value, str) else 2 * (value or 257) + 1
         changed = dataclasses.replace(cfg, **{field.name: other})
         assert getattr(train_gpt.gpt_config(changed, 257), field.name) == other, (
             f"--{field.name} does not reach the model: pass it on in gpt_config"

@@ -74,7 +74,9 @@ class Plain:
         q, k, v = (t.transpose(1, 2) for t in (self.rotate(q), self.rotate(k), v))
         scores = q @ k.mT / self.head_dim**0.5 + self.bias(length)
         seen = torch.ones(length, length, dtype=torch.bool).tril()
-        seen &= seen.triu(1 - (self.cfg.layer_windows()[i] or length))
+        letters, _, width = self.cfg.window.partition(":")
+        if letters[i % len(letters)] == "S":
+            seen &= seen.triu(1 - int(width or self.cfg.seq_len // 4))
         y = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         return y.transpose(1, 2).flatten(2) @ self.w[f"blocks.{i}.attn.proj.weight"].T
 

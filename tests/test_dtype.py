@@ -12,10 +12,11 @@ from conftest import add_noise, built, compiler_works, final, run_main, stream_o
 from inference.decode import compile_decode_step, decode_step
 from inference.generation import generate
 from ops.compile import keep_gcc_from_copying
-from runtime import auto, speed
+from runtime import auto
+from runtime import device as device_module
 from runtime.ranks import DistContext
 from test_train import difference, one_step
-from train_gpt import make_config
+from train_gpt import learning_rates, make_config
 
 
 @pytest.fixture
@@ -30,20 +31,20 @@ def pretend(monkeypatch):
             asked.append(width)
             return known[dtype]
 
-        monkeypatch.setattr(speed, "matmul_flops", matmul_flops)
-        speed.bf16_gain.cache_clear()
+        monkeypatch.setattr(device_module, "matmul_flops", matmul_flops)
+        device_module.bf16_gain.cache_clear()
         return asked
 
     yield speeds
-    speed.bf16_gain.cache_clear()
+    device_module.bf16_gain.cache_clear()
 
 
 def test_bf16_must_be_faster_on_a_cpu(pretend):
     cases = ((0.184, 0.912, "bf16"), (1, 1.2, "bf16"), (1, 1.19, "fp32"), (0.03, 0.009, "fp32"))
     for fp32, bf16, name in cases:
         pretend(fp32, bf16)
-        assert speed.faster_dtype("auto", torch.device("cpu"), 128) == name
-    assert speed.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
+        assert device_module.faster_dtype("auto", torch.device("cpu"), 128) == name
+    assert device_module.faster_dtype("bf16", torch.device("cpu"), 128) == "bf16"  # as asked for
 
 
 def test_hardware_decides_on_gpus(monkeypatch, pretend):
@@ -51,19 +52,17 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
     cases = (("cuda", True, "bf16"), ("cuda", False, "fp32"), ("mps", True, "fp32"))
     for kind, has_bf16, name in cases:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has_bf16, **_: has)
-        assert speed.faster_dtype("auto", torch.device(kind), 128) == name
+        assert device_module.faster_dtype("auto", torch.device(kind), 128) == name
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     cases = (("bf16", "cuda", "fp32"), ("fp16", "cuda", "fp16"), ("bf16", "mps", "fp32"))
     for saved, kind, name in cases:
-        assert speed.sampling_dtype("auto", saved, 32, torch.device(kind)) == name
-    # As asked for
-    assert speed.sampling_dtype("bf16", None, 32, torch.device("cuda")) == "bf16"
+        assert device_module.faster_dtype("auto", torch.device(kind), 32, saved) == name
     assert not asked
 
 
 def chosen_values(cfg, device="cpu"):
     dist_ctx = DistContext(torch.device(device))
-    return auto.choose_auto_values(cfg, {}, stream_of(10**6, 1024), dist_ctx)
+    return auto.choose_auto_values(cfg, stream_of(10**6, 1024), dist_ctx, learning_rates)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_chunks_suit_a_gpu(flags, loss_chunk, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 1.0)
     chosen = chosen_values(make_config(dtype="fp32", vocab_size=50304, **flags), "cuda")
-    assert (chosen.attn, chosen.loss_chunk) == ("auto", loss_chunk)
+    assert (chosen.attn, chosen.loss_chunk) == ("sdpa", loss_chunk)
 
 
 def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, capsys):
@@ -113,7 +112,7 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
     for bf16, given, dtype in ((2, "auto", "bf16"), (2, "fp32", "fp32"), (0.5, "auto", "fp32")):
         pretend(1, bf16)
         model, _ = sample.load(sample.find_file(str(folder)), "cpu", given)
-        assert model.compute_dtype == speed.DTYPES[dtype]
+        assert model.compute_dtype == device_module.DTYPES[dtype]
     asked.clear()
     pretend(0.5, 0.1)
     argv = ["--resume", str(folder), "--max_steps"]

@@ -145,8 +145,8 @@ WRONG = {
         (
             GPT,
             "loss",
-            "x = x.flatten(0, 1)",
-            "x, targets = x[:, :-1].flatten(0, 1), targets[:, 1:]",
+            "x.flatten(0, 1),\n        targets.flatten(),",
+            "x[:, :-1].flatten(0, 1),\n        targets[:, 1:].flatten(),",
         ),
         ("test_what_is_learned", "at an offset of 2"),
     ),

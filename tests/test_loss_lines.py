@@ -15,15 +15,15 @@ from ops.compile import apply_compile
 
 SOURCE = (ROOT / "model.py").read_text(encoding="utf-8")
 
-# A line of the loss -> the same, changed
+# A part of the loss on the page -> the same, changed
 EDITS = {
-    "return cross_entropy(self.head(x), targets, self.cfg.softcap)": (
-        "return cross_entropy(self.head(2 * x), targets, self.cfg.softcap)"
+    "return cross_entropy(self.head(x)": "return cross_entropy(self.head(2 * x)",
+    "params = [p for name, p in self.named_parameters()": (
+        "x = 2 * x; params = [p for name, p in self.named_parameters()"
     ),
-    "x = x.flatten(0, 1)": "x = 2 * x.flatten(0, 1)",
-    "targets = targets.flatten()": "targets = targets.flatten().roll(1)",
-    "params = list(self.parameters())": "params = [*self.parameters()]; x = x.roll(1, 0)",
-    "return chunked_loss(self.token_loss": "return 2 * chunked_loss(self.token_loss",
+    "return chunked_loss(": "return 2 * chunked_loss(",
+    "            x.flatten(0, 1),\n": "            2 * x.flatten(0, 1),\n",
+    "            targets.flatten(),\n": "            targets.flatten().roll(1),\n",
 }
 
 
@@ -37,12 +37,11 @@ def lines_of_the_loss() -> list[str]:
 
 
 def test_every_line_has_a_case():
-    assert len(lines_of_the_loss()) == len(EDITS)
     for line in lines_of_the_loss():
         assert any(line.startswith(known) for known in EDITS), line
 
 
-def gradients(source: str, compiled: str | None, monkeypatch) -> dict[str, torch.Tensor]:
+def gradients(source: str, compiled: bool, monkeypatch) -> dict[str, torch.Tensor]:
     """The gradients of a training step of the model in this source."""
     page = types.ModuleType("edited_model")
     monkeypatch.setitem(sys.modules, "edited_model", page)
@@ -55,18 +54,18 @@ def gradients(source: str, compiled: str | None, monkeypatch) -> dict[str, torch
             p.normal_(0, 0.1, generator=generator)
     if compiled:
         compile_with(monkeypatch, "aot_eager")
-        apply_compile(gpt, "default", 1.0, torch.device(compiled))
+        apply_compile(gpt, "default", 1.0)
     idx = torch.randint(70, (2, 25), generator=generator)
     gpt(idx[:, :-1], idx[:, 1:]).backward()
     return {name: p.grad for name, p in gpt.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("compiled", [None, "cpu", "cuda"])
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("line", EDITS)
 def test_an_edit_of_a_line_changes_what_is_trained(line, compiled, monkeypatch):
     assert SOURCE.count(line) == 1
     with monkeypatch.context() as patch:
-        plain = gradients(SOURCE, None, patch)
+        plain = gradients(SOURCE, False, patch)
     with monkeypatch.context() as patch:
         edited = gradients(SOURCE.replace(line, EDITS[line]), compiled, patch)
     change = edited["head.weight"] - plain["head.weight"]

@@ -23,7 +23,6 @@ from conftest import (
     block_options,
     built,
     compile_with,
-    compiler_works,
     final,
     random_gpt,
     rows,
@@ -35,17 +34,12 @@ from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
 from inference.int8 import quantize, round_to_int8
 from model import GPT, GPTConfig, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
-from ops.checkpointing import apply_ac
 from ops.compile import apply_compile
-from ops.functional import (
-    CpuLeakyReLUSquared,
-    CpuRMSNorm,
-    FusedCrossEntropy,
-    bounded_cross_entropy,
-)
-from ops.linear import Fp8Linear, apply_fp8, linear
-from ops.loss import chunked_loss
-from ops.queries_keys import FusedQueriesAndKeys, queries_and_keys
+from ops.cross_entropy import FusedCrossEntropy, bounded_cross_entropy
+from ops.elementwise import CpuLeakyReLUSquared, CpuRMSNorm
+from ops.fp8 import Fp8Linear, apply_fp8
+from ops.loss import LossFunctions, chunked_loss
+from ops.recompute import apply_recompute
 from tests.edit_cases import Plain
 
 ON_GPU = [
@@ -191,12 +185,12 @@ FUSED = (FusedCrossEntropy.apply, bounded_cross_entropy)
 @pytest.mark.parametrize(
     "dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 2**-7), (torch.float16, 2**-9)]
 )
-@pytest.mark.parametrize("scale", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize(
     "function, softcap",
     [
-        *itertools.product([cross_entropy], (0.0, 15.0, 80.0)),
-        *itertools.product(FUSED, (0.7, 15.0, 30.0)),
+        *itertools.product([cross_entropy], (0.0, 80.0)),
+        *itertools.product(FUSED, (0.7, 30.0)),
     ],
 )
 def test_cross_entropy_and_its_gradient_in_float64(function, softcap, scale, dtype, rtol):
@@ -224,10 +218,13 @@ def test_chunks_of_the_loss_have_their_size(chunk):
         n_rows.append(len(x))
         return cross_entropy(x @ w.T, y, 15.0)
 
-    loss = chunked_loss(function, listed, x, torch.zeros(48, dtype=torch.int64), chunk)
+    def loss_of(targets):
+        return chunked_loss(function, listed, x, targets, chunk=chunk, via=LossFunctions())
+
+    loss = loss_of(torch.zeros(48, dtype=torch.int64))
     assert max(n_rows) == min(chunk or 48, 48)
     assert loss.item() == pytest.approx(math.log(30)) and torch.autograd.grad(loss, w)[0].any()
-    nothing = chunked_loss(function, listed, x, torch.full((48,), -1), chunk)
+    nothing = loss_of(torch.full((48,), -1))
     assert nothing == 0 and not any(g.any() for g in torch.autograd.grad(nothing, (x, w)))
 
 
@@ -245,7 +242,8 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
     def function(x, y):
         return cross_entropy(x @ w.to(dtype).T + shift, y, softcap)
 
-    loss = 4096 * chunked_loss(function, [w], x, targets, 16)  # as scaled by GradScaler
+    mean = chunked_loss(function, [w], x, targets, chunk=16, via=LossFunctions())
+    loss = 4096 * mean  # as scaled by GradScaler
     exact_x = x.detach().double().requires_grad_()
     exact_w = w.detach().to(dtype).double().requires_grad_()
     want = 4096 * exact_loss(exact_x @ exact_w.T + shift, targets, softcap)
@@ -387,48 +385,10 @@ def test_eager_functions_are_pytorchs(ours, plain, dtype, most):
     wants += torch.autograd.grad(wants[0], exact, grad.double())
     for got, want in zip(found, wants):
         assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(found[0].sum(), leaf, create_graph=True)
-
-
-@pytest.mark.parametrize("has_docs", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize(
-    "backend, dtype",
-    [
-        ("eager", torch.float32),
-        ("eager", torch.bfloat16),
-        ("aot_eager", torch.float32),
-        ("inductor", torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_fused_queries_and_keys_are_the_plain_ones(backend, dtype, has_docs):
-    n_head = 4 if has_docs else 3  # of six heads in all
-    if backend == "inductor" and not compiler_works():
-        pytest.skip("torch.compile finds no working compiler here")
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(2, 9, 9, 16, generator=generator)
-    qkv[0, 5] *= 1e-3  # so small that the norm's epsilon matters
-    grads = torch.randn(2, 9, 6, 16, generator=generator).to(dtype)
-    angle = 10 * torch.rand(9, 1, 4, generator=generator)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    doc_starts = torch.rand(2, 9, generator=generator) < 0.3 if has_docs else None
-
-    def computed(function, dtype) -> list[torch.Tensor]:
-        leaf = qkv.to(grads.dtype).to(dtype).requires_grad_()
-        qk = leaf[:, :, :6]
-        q, k = function(qk, n_head, cos.to(dtype), sin.to(dtype), doc_starts)
-        given = grads.to(dtype).split((n_head, 6 - n_head), dim=2)
-        return [q, k, *torch.autograd.grad((q, k), leaf, given)]
-
-    torch._dynamo.reset()
-    fused = torch.compile(FusedQueriesAndKeys.apply, backend=backend, fullgraph=True)
-    # Exact but for the rounding of results: half a unit in the last place of bf16
-    rtol = 1e-5 if dtype == torch.float32 else 2**-8
-    for ours, exact in zip(computed(fused, dtype), computed(queries_and_keys, torch.float32)):
-        assert ours.dtype == dtype
-        atol = 1e-6 * exact.abs().max().item()
-        torch.testing.assert_close(ours.float(), exact, rtol=rtol, atol=atol)
+    loss = (ours(leaf) * torch.ones(24, requires_grad=True)).sum()
+    (once,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        once.sum().backward()
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
@@ -530,7 +490,7 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     for mode in ("none", "selective", "full", "none"):
         for block in gpt.blocks:
-            apply_ac(block, mode)
+            apply_recompute(block, mode)
         gpt.zero_grad()
         torch.manual_seed(0)
         with saved_for_backward() as storages:
@@ -547,31 +507,6 @@ def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
     assert flops["selective"] == flops["none"] < flops["full"], flops
 
 
-def fused_without_cache(*args):
-    """FusedQueriesAndKeys in place of queries_and_keys, as compiled for a GPU."""
-    return FusedQueriesAndKeys.apply(*args[:-1])  # without kv_cache
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_compiled_checkpointing_recomputes_what_is_in_an_autograd_function(mode, monkeypatch):
-    """It keeps no more bytes than with plain operations. PyTorch 2.13 sees to that itself."""
-    compile_with(monkeypatch, "aot_eager_decomp_partition")
-    gpt, idx = random_gpt(n_layer=2), tokens(8)
-    weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
-    kept, grads = [], []
-    for function in (queries_and_keys, fused_without_cache):
-        monkeypatch.setattr(model, "queries_and_keys", function)
-        for block in gpt.blocks:
-            apply_ac(block, mode)
-        apply_compile(gpt, "default", 1.0, torch.device("cpu"))
-        with saved_for_backward() as storages:
-            loss = gpt.backbone(idx).square().mean(0).sum()
-        kept.append(sum(size for pointer, size in storages.items() if pointer not in weights))
-        grads.append(torch.autograd.grad(loss, list(gpt.blocks.parameters())))
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-6)
-    assert kept[1] <= kept[0], kept
-
-
 def test_what_is_compiled_can_be_traced(monkeypatch):
     """As one graph each, with all that flags add to them, as for a GPU; on a CPU."""
 
@@ -583,13 +518,11 @@ def test_what_is_compiled_can_be_traced(monkeypatch):
     shape = dict(n_layer=1, vocab_size=80, window="S:9", ngram=3)
     gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=16, **shape), tokens(size=80)
     gpt.eot, gpt.ngram_dropout, gpt.attn_backend = 3, 0.2, "blocked"
-    apply_fp8(gpt.blocks[0].mlp)
-    apply_fp8(gpt.head)
-    apply_ac(gpt.blocks[0], "selective")
+    apply_fp8(gpt)
+    apply_recompute(gpt.blocks[0], "selective")
     params, want = list(gpt.parameters()), gpt(idx, idx)
     want_grads = torch.autograd.grad(want, params)
-    monkeypatch.setattr(model, "queries_and_keys", fused_without_cache)
-    apply_compile(gpt, "default", 1.0, torch.device("cuda"))
+    apply_compile(gpt, "default", 1.0)
     for ours, exact in zip(torch.autograd.grad(gpt(idx, idx), params), want_grads):
         assert (ours - exact).norm() <= 0.1 * exact.norm()
     with torch.no_grad():
@@ -615,7 +548,9 @@ def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs,
     want = gpt(idx, idx)
     want_grads = torch.autograd.grad(want, params)
     compile_with(monkeypatch, counter)
-    apply_compile(gpt, "default", 1.0, torch.device(device))
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT, "device", torch.device(device))
+        apply_compile(gpt, "default", 1.0)
     grads = torch.autograd.grad(gpt(idx, idx), params)
     torch.testing.assert_close(grads, want_grads, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == 2  # a block, and the loss
@@ -629,12 +564,9 @@ def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs,
 
 @pytest.mark.parametrize("mode", torch._inductor.list_mode_options())
 def test_blocks_are_compiled_as_the_mode_says(mode, monkeypatch):
-    thresholds = dict(realize_reads_threshold=30, realize_opcount_threshold=60)
     wanted = torch._TorchCompileInductorWrapper(mode, None, False).config
-    for device, more in (("cpu", {}), ("cuda", thresholds)):
-        options = block_options(monkeypatch, mode, device)
-        found = torch._TorchCompileInductorWrapper(None, options, False).config
-        assert found == wanted | more
+    options = block_options(monkeypatch, mode)
+    assert torch._TorchCompileInductorWrapper(None, options, False).config == wanted
 
 
 @pytest.fixture
@@ -672,12 +604,10 @@ def test_fp8_takes_layers_by_their_type(scaled_mm):
     gpt, idx = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80), tokens(size=80)
     gpt.blocks[0].mlp.narrow = model.Linear(24, 8)  # 16 does not divide these
     before = gpt(idx, idx).item()
-    for block in gpt.blocks:
-        apply_fp8(block.mlp)
-    apply_fp8(gpt.head)
+    apply_fp8(gpt)
     linears = [(name, m) for name, m in gpt.named_modules() if isinstance(m, model.Linear)]
     expected = [f"blocks.{i}.mlp.{name}" for i in range(3) for name in ("fc", "proj")]
-    assert [name for name, m in linears if m.matmul is not linear] == [*expected, "head"]
+    assert [name for name, m in linears if m.matmul is not F.linear] == [*expected, "head"]
     assert before != gpt(idx, idx).item() == pytest.approx(before, rel=0.02)
 
 
