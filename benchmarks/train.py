@@ -72,8 +72,9 @@ CASES = dict(attention=attention_cases, memory=memory_cases)
 def with_micro_batch(bench: Bench, flags: str, n_tokens: int) -> str:
     """Add a micro-batch of at most n_tokens to the flags, unless one is given."""
     cfg = bench.config(flags)
-    n_seqs = largest_divisor(cfg.batch_tokens // cfg.seq_len, n_tokens // cfg.seq_len)
-    return f"{flags} --micro_batch {cfg.micro_batch or n_seqs}"
+    n_seqs = max(1, cfg.batch_tokens // cfg.seq_len)
+    micro_batch = cfg.micro_batch or largest_divisor(n_seqs, n_tokens // cfg.seq_len)
+    return f"{flags} --micro_batch {micro_batch}"
 
 
 # --------------------------------------------------------------------------------------------------
