@@ -2,7 +2,6 @@
 
 import json
 import re
-from itertools import chain
 from pathlib import Path
 
 from benchmarks.harness import Bench, table
@@ -42,15 +41,13 @@ def differing_flags(folders: list[Path]) -> list[str]:
         found = re.search(rf"^{SECTION} run\n(.*)", read_log(folder), re.MULTILINE)
         starts.append(json.loads(found[1]) if found else {})
     given = set().union(*(flags.get("given", ()) for flags in starts))
-    names = []
-    for name in dict.fromkeys(chain(*starts)):
-        values = [flags.get(name) for flags in starts]
-        is_same = all(value == values[0] for value in values)
-        if name in given - {"out_dir", "resume"} and not is_same:
-            names.append(name)
-    return [
-        " ".join(f"--{name} {flags[name]}" for name in names if name in flags) for flags in starts
-    ]
+    given -= {"out_dir", "resume"}
+    texts = []
+    for flags in starts:
+        others = [other for other in starts if other]
+        names = [name for name in flags if any(flags[name] != other.get(name) for other in others)]
+        texts.append(" ".join(f"--{name} {flags[name]}" for name in names if name in given))
+    return texts
 
 
 def row_of_run(folder: Path) -> dict:
@@ -73,8 +70,5 @@ def bench_compare(bench: Bench) -> list[dict]:
     rows = []
     for folder, flags in zip(folders, differing_flags(folders)):
         rows.append(dict(run=str(folder), flags=flags) | row_of_run(folder))
-    note = (
-        "val_loss: nats per token; val_bpb: bits per byte. flags: those that were given and differ."
-    )
-    print(table("Runs", rows, note))
+    print(table("Runs", rows, "val_loss: nats per token. val_bpb: bits per byte."))
     return rows
