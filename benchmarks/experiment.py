@@ -28,13 +28,7 @@ RULE = (
     "keep: a score below 1 with p < 0.05, from three pairs or more; crash: a run failed; else "
     "discard"
 )
-HEADINGS = dict(
-    score="score (edit / base)",
-    base="base, nats/token",
-    edit="edit, nats/token",
-    speedup="speedup (base / edit)",
-    p="p (edit not lower)",
-)
+P = "p (edit not lower)"  # heading
 
 # Columns of the ledger. base: its commit. edit: a hash of the diff and of the flags. score: loss
 # relative to the base's. train_time_s and peak_mem_mb: means of the edit's runs. final: how many
@@ -118,7 +112,7 @@ def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
         logs += map(math.log, ratios)
         row = dict(dataset=data, score=geometric_mean(ratios), runs=pairs)
         for side in ("base", "edit"):
-            row[side] = mean(pair[side]["val_loss"] for pair in pairs)
+            row[f"{side}, nats/token"] = mean(pair[side]["val_loss"] for pair in pairs)
             row[f"{side}, s"] = mean(pair[side]["train_time_s"] for pair in pairs)
         row["speedup"] = geometric_mean(speedup(**pair) for pair in pairs)
         rows.append(row)
@@ -126,13 +120,13 @@ def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
     for key in ("score", "speedup"):
         every[key] = geometric_mean(row[key] for row in rows)
     # Two pairs say too little about their deviation
-    every["p"] = t_test(logs, 0.0) if len(logs) > 2 else None
+    every[P] = t_test(logs, 0.0) if len(logs) > 2 else None
     return rows + [every]
 
 
 def verdict_of(row: dict) -> str:
     """Apply RULE to the row of all datasets."""
-    has_gained = row["score"] < 1 and row["p"] is not None and row["p"] < 0.05
+    has_gained = row["score"] < 1 and row[P] is not None and row[P] < 0.05
     return "keep" if has_gained else "discard"
 
 
@@ -141,17 +135,16 @@ def verdict_of(row: dict) -> str:
 
 
 def read_ledger(path: Path) -> list[dict]:
-    """Return the rows of a ledger, none if it is new. Raises UserError for another table."""
+    """Return the rows of a ledger, none if it is new. Raises UserError for another file."""
     if path.suffix != ".tsv":
         raise UserError(f"--ledger {path} is not a .tsv file; give experiments.tsv")
     if not path.exists():
         return []
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file, delimiter="\t")
-        rows = list(reader)
-    if reader.fieldnames != list(COLUMNS):
-        raise UserError(f"{path} has other columns than {', '.join(COLUMNS)}; give a new file")
-    return rows
+        if reader.fieldnames != list(COLUMNS):
+            raise UserError(f"{path} has other columns than this version's; give a new file")
+        return list(reader)
 
 
 def compare_sources(base: Path, edit: Path) -> str:
@@ -281,7 +274,7 @@ def bench_experiment(bench: Bench) -> list[dict]:
     try:
         runs = train_all(bench, sides)
         rows = score_rows(runs)
-        row |= dict(verdict=verdict_of(rows[-1]), score=rows[-1]["score"], p=rows[-1]["p"])
+        row |= dict(verdict=verdict_of(rows[-1]), score=rows[-1]["score"], p=rows[-1][P])
         edits = [pair["edit"] for pair in chain(*runs.values())]
         for key in ("train_time_s", "peak_mem_mb"):
             row[key] = mean(edit[key] for edit in edits)
@@ -289,13 +282,13 @@ def bench_experiment(bench: Bench) -> list[dict]:
         last_line = str(error).splitlines()[-1]
         rows = [dict(note=f"the edit fails: {last_line}")]
     note = (
-        f"{row['verdict']} ({RULE}). p: one-sided t-test of the pairs' log ratios, that the edit's "
-        "loss is not lower. speedup: to the higher of both final losses. s: training time."
+        f"{row['verdict']} ({RULE}). score: the edit's loss / the base's. p: one-sided t-test of "
+        "the pairs' log ratios, that the edit's loss is not lower. speedup: the base's training "
+        "time / the edit's, to the higher of their final losses."
     )
     if options.final:
         note += f" Experiments of this ledger that have read the holdout: {row['final']}."
-    shown = [{HEADINGS.get(key, key): cell for key, cell in row.items()} for row in rows]
-    print(table("Experiment", shown, note))
+    print(table("Experiment", rows, note))
 
     if options.ledger:
         row["description"] = options.describe or options.flags[-1]
