@@ -1,25 +1,27 @@
-"""Measure the effect of each flag on this machine: `python bench.py [SUBCOMMAND] [flags]`
+"""Measure the effect of flags and edits on this machine: `python bench.py [SUBCOMMAND] [flags]`
 
-train      (the default) the ladder: systems flags added one by one
+train      (the default) the ladder: systems flags added one by one, what is slower is not kept.
+           --cases attention: each attention backend over lengths of sequences
+           --cases memory: each mode of activation checkpointing
+           --flags="...": a case each, such as --flags="--attn flex --compile"; one is compared
+           with none. --ranks 1,2,4: each case under torchrun, on so many ranks
 experiment compare an edit with a base: losses, the time to an equal loss, and a row in --ledger
            (keep, discard or crash). Each --flags="..." is one side: trainer flags, optionally after
-           the folder of an edited checkout (docs/experiments.md)
-attention  every attention backend and a naive softmax, forward and backward, over context lengths
-memory     measured peaks of weights, gradients, optimizer state, activations per checkpointing mode
-scaling    weak and strong scaling over 1, 2, 4, ... ranks of this machine, or torchrun's ranks
-profile    the time of a step in six lines, and the trace
+           the folder of an edited checkout (docs/experiments.md). --final: on validation tokens
+           that no other experiment reads
+compare RUN... a table of runs: losses, steps, time, machine, and the flags that differ
+plot RUN... a picture of the losses of runs and records, in the folder of the first, or of a ledger:
+           [--x ...] [--y ...] [--target LOSS] [--label NAME]... [--out FILE]
 record DIR check a folder of records/ against the rules of its track; --pack HEAD replaces its runs'
            source/ folders by source.patch (a commit and a diff); --rerun SEED executes its source
            to repeat that seed (on --data DIR), in its folder
-plot DIR   plot the validation losses of runs and records:
-           plot DIR... [--x ...] [--y ...] [--target LOSS] [--out FILE]
 
 A step is the trainer's own train_step. Compared cases run in their own processes, interleaved
-(A B A B); figures are medians (min-max). Trainer flags apply unless a benchmark varies them.
+(A B A B); figures are medians (min-max). Trainer flags apply to all cases. `train_gpt.py --profile`
+says where the time of a step goes.
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -35,21 +37,16 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.attention import bench_attention
+from benchmarks.compare import bench_compare
 from benchmarks.experiment import bench_experiment
-from benchmarks.harness import Bench, table
-from benchmarks.ladder import bench_train
-from benchmarks.memory import bench_memory
+from benchmarks.harness import Bench, table, trainer_flags
 from benchmarks.plot import X_AXES, Y_AXES, bench_plot
-from benchmarks.profile import bench_profile
-from benchmarks.scaling import bench_scaling
+from benchmarks.train import CASES, bench_train
 from common.errors import UserError, exit_process, run_command
 from common.values import cpu_cores, nan_to_none
 from records.check import check_record, pack
 from records.rerun import rerun
 from runtime.device import device_name
-from runtime.flags import parse_flags
-from train_gpt import Config
 
 
 def bench_record(bench: Bench) -> list[dict]:
@@ -61,23 +58,19 @@ def bench_record(bench: Bench) -> list[dict]:
         pack(folder, bench.options.pack)
     if bench.options.rerun is not None:
         print(f"--rerun executes the source in {folder}")
-        rerun(folder, bench.options.rerun, bench.cfg.data, bench.options.reference)
+        rerun(folder, bench.options.rerun, bench.flags.get("data", ""))
     row, notes = check_record(folder)
-    shown = row | dict(mean=f"{row['mean']:.4f}")  # a loss has more digits than a time
     broken = [f"- {reason}" for reason in row["broken"]]
-    print(table("Record", [shown], "\n".join(broken + notes)))
+    print(table("Record", [row], "\n".join(broken + notes)))
     return [row]
 
 
 BENCHMARKS = dict(
     train=bench_train,
     experiment=bench_experiment,
-    attention=bench_attention,
-    memory=bench_memory,
-    scaling=bench_scaling,
-    profile=bench_profile,
-    record=bench_record,
+    compare=bench_compare,
     plot=bench_plot,
+    record=bench_record,
 )
 
 
@@ -90,12 +83,24 @@ def get_args_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
     add("--repeats", type=int, default=5, help="measurements per case; experiment: seeds [5]")
     add("--json", default="", metavar="FILE", help="write all measurements to this file")
-    add("--flags", action="append", default=[], help="experiment: one side, such as '--softcap 0'")
     add("--data", nargs="+", default=[], metavar="DIR", help="dataset; experiment: one or more")
+    add(
+        "--flags",
+        action="append",
+        default=[],
+        help="a case of train, or a side of experiment, such as '--softcap 0'",
+    )
+    add("--cases", choices=CASES, help="train: a list of cases")
+    add("--ranks", type=numbers, metavar="N,...", help="train: under torchrun, such as 1,2,4")
     add("--ledger", default="", metavar="FILE", help="experiment: append a row to this .tsv file")
     add("--describe", default="", metavar="TEXT", help="experiment: description for the ledger")
+    add("--final", action="store_true", help="experiment: validate on the holdout, seldom")
     add(
         "--pack",
         default="",
@@ -103,11 +108,11 @@ def get_args_parser() -> argparse.ArgumentParser:
         help="record: store source/ as a diff from this commit",
     )
     add("--rerun", type=int, metavar="SEED", help="record: execute its source for this seed")
-    add("--reference", default="", metavar="DIR", help="--rerun: a second record to time")
     add("--x", choices=X_AXES, default="train_time_s", help="plot: horizontal axis [train_time_s]")
     add("--y", choices=Y_AXES, default="val_loss", help="plot: vertical axis [val_loss]")
     add("--target", type=float, help="plot: draw a line at this loss")
-    add("--out", default="plot.svg", help="plot: an .svg or .png file [plot.svg]")
+    add("--label", action="append", help="plot: the name of a run in the picture, one each")
+    add("--out", default="", help="plot: an .svg or .png file [RUN/val_loss.svg]")
     return parser
 
 
@@ -116,15 +121,15 @@ def parse(argv: list[str]) -> tuple[str, Bench]:
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     name = words[0] if words else "train"
     folders = words[1:]
-    if name not in BENCHMARKS or (folders and name not in ("record", "plot")):
+    if name not in BENCHMARKS or (folders and name in ("train", "experiment")):
         raise UserError(
             f"there is no benchmark {' '.join(words)!r}; expected one of {', '.join(BENCHMARKS)}"
         )
-    if "WORLD_SIZE" in os.environ and name != "scaling":
+    if "WORLD_SIZE" in os.environ and name != "train":
         raise UserError(f"{name} starts its own processes; use python instead of torchrun")
-    options, trainer_flags = get_args_parser().parse_known_args(argv[len(words) :])
+    options, words_of_trainer = get_args_parser().parse_known_args(argv[len(words) :])
     options.folders = folders
-    flags = parse_flags(trainer_flags, dataclasses.fields(Config), {}, "")
+    flags = trainer_flags(words_of_trainer)
     if options.data and name != "experiment":
         if len(options.data) > 1:
             raise UserError(f"{name} takes one --data; only experiment takes several")

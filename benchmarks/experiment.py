@@ -10,28 +10,29 @@ import math
 import shlex
 import tempfile
 import time
-import tokenize
 from itertools import chain
 from pathlib import Path
 from statistics import geometric_mean, mean
 
 import numpy as np
 
+from benchmarks.compare import read_metrics
 from benchmarks.harness import Bench, progress, run_python, table
 from common.errors import RunError, TrainerError, UserError
+from data.shards import DATA_DIR, HEADER_BYTES, check_shard, find_shards, load_meta, write_meta
 from records.check import t_test
 from records.source import git
-from runtime.log import read_rows
 from runtime.run_folder import REPO, copy_sources, find_sources
 
 RULE = (
     "keep: a score below 1 with p < 0.05, from three pairs or more; crash: a run failed; else "
     "discard"
 )
+P = "p (edit not lower)"  # heading
 
 # Columns of the ledger. base: its commit. edit: a hash of the diff and of the flags. score: loss
-# relative to the base's. train_time_s and peak_mem_mb: means of the edit's runs. code_tokens: the
-# code that the edit adds
+# relative to the base's. train_time_s and peak_mem_mb: means of the edit's runs. final: how many
+# experiments of the ledger have read the holdout, this one included; else empty
 COLUMNS = (
     "date",
     "base",
@@ -40,17 +41,46 @@ COLUMNS = (
     "p",
     "train_time_s",
     "peak_mem_mb",
-    "code_tokens",
+    "final",
     "verdict",
     "description",
 )
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
-def losses_of(pair: dict[str, dict]) -> dict[str, float]:
-    """Return both losses of a pair in bits per byte, or nats per token for data without bytes."""
-    key = "val_bpb" if all(run["val_bpb"] for run in pair.values()) else "val_loss"
-    return {side: run[key] for side, run in pair.items()}
+# --------------------------------------------------------------------------------------------------
+# The holdout
+
+
+def write_part(dataset: Path, is_final: bool, folder: Path) -> None:
+    """Make a dataset with the training shards of another and half of its validation tokens.
+
+    The second half of each validation shard is the holdout, which only --final reads. Raises
+    UserError if the dataset is not there.
+    """
+    folder.mkdir()
+    val_shards = find_shards(dataset, "val")
+    for path in dataset.iterdir():
+        if path.is_file() and path not in val_shards:
+            (folder / path.name).symlink_to(path.resolve())
+    for path in val_shards:
+        count, dtype = check_shard(path)
+        content = path.read_bytes()
+        middle = HEADER_BYTES + count // 2 * dtype.itemsize
+        tokens = content[middle:] if is_final else content[HEADER_BYTES:middle]
+        header = np.frombuffer(content[:HEADER_BYTES], dtype="<i4").copy()
+        header[2] = len(tokens) // dtype.itemsize
+        (folder / path.name).write_bytes(header.tobytes() + tokens)
+
+    meta = load_meta(dataset)
+    if "assumed" not in meta:
+        meta["files"] = {}  # whose hashes no longer hold
+        # Their bytes are not counted, so losses are in nats per token
+        meta["splits"]["val"].pop("bytes", None)
+        write_meta(folder, meta)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores
 
 
 def time_to(run: dict, loss: float) -> float:
@@ -78,12 +108,11 @@ def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
     rows = []
     logs = []
     for data, pairs in runs.items():
-        losses = [losses_of(pair) for pair in pairs]
-        ratios = [pair["edit"] / pair["base"] for pair in losses]
+        ratios = [pair["edit"]["val_loss"] / pair["base"]["val_loss"] for pair in pairs]
         logs += map(math.log, ratios)
-        row = dict(dataset=data or "python", score=geometric_mean(ratios), runs=pairs)
+        row = dict(dataset=data, score=geometric_mean(ratios), runs=pairs)
         for side in ("base", "edit"):
-            row[side] = mean(pair[side] for pair in losses)
+            row[f"{side}, nats/token"] = mean(pair[side]["val_loss"] for pair in pairs)
             row[f"{side}, s"] = mean(pair[side]["train_time_s"] for pair in pairs)
         row["speedup"] = geometric_mean(speedup(**pair) for pair in pairs)
         rows.append(row)
@@ -91,13 +120,13 @@ def score_rows(runs: dict[str, list[dict]]) -> list[dict]:
     for key in ("score", "speedup"):
         every[key] = geometric_mean(row[key] for row in rows)
     # Two pairs say too little about their deviation
-    every["p"] = t_test(logs, 0.0) if len(logs) > 2 else None
+    every[P] = t_test(logs, 0.0) if len(logs) > 2 else None
     return rows + [every]
 
 
 def verdict_of(row: dict) -> str:
     """Apply RULE to the row of all datasets."""
-    has_gained = row["score"] < 1 and row["p"] is not None and row["p"] < 0.05
+    has_gained = row["score"] < 1 and row[P] is not None and row[P] < 0.05
     return "keep" if has_gained else "discard"
 
 
@@ -105,41 +134,40 @@ def verdict_of(row: dict) -> str:
 # The ledger
 
 
-def compare_sources(base: Path, edit: Path) -> tuple[str, int]:
-    """Return the diff between two checkouts' sources, and the tokens of code that the edit adds."""
-    n_tokens = []
+def read_ledger(path: Path) -> list[dict]:
+    """Return the rows of a ledger, none if it is new. Raises UserError for another file."""
+    if path.suffix != ".tsv":
+        raise UserError(f"--ledger {path} is not a .tsv file; give experiments.tsv")
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file, delimiter="\t")
+        if reader.fieldnames != list(COLUMNS):
+            raise UserError(f"{path} has other columns than this version's; give a new file")
+        return list(reader)
+
+
+def compare_sources(base: Path, edit: Path) -> str:
+    """Return the diff between two checkouts' sources."""
     with tempfile.TemporaryDirectory() as work:
         for side, checkout in (("a", base), ("b", edit)):
             copy_sources(find_sources(checkout), Path(work, side))
-            n_tokens.append(sum(map(count_tokens, Path(work, side).rglob("*.py"))))
         options = "--no-index --no-prefix --no-ext-diff --no-color"
         difference = git("diff", *options.split(), "a", "b", folder=Path(work))
-    return difference.decode(errors="replace"), n_tokens[1] - n_tokens[0]
-
-
-def count_tokens(path: Path) -> int:
-    """Count the tokens of Python in a file, without comments and layout, up to a syntax error."""
-    n = 0
-    with open(path, "rb") as file:
-        try:
-            for token in tokenize.tokenize(file.readline):
-                n += token.type not in NO_CODE
-        except (SyntaxError, tokenize.TokenError):  # the verdict is crash then
-            pass
-    return n
+    return difference.decode(errors="replace")
 
 
 def add_to_ledger(path: Path, row: dict, sides: dict) -> None:
     """Append a row to the ledger, and write the edit's diff into the folder beside it."""
     base, _ = sides["base"]
     edit, flags = sides["edit"]
-    difference, code_tokens = compare_sources(base, edit)
+    difference = compare_sources(base, edit)
     identity = hashlib.sha256(f"{difference}{flags}".encode()).hexdigest()[:10]
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{identity}.diff").write_text(difference, encoding="utf-8")
 
-    row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity, code_tokens=code_tokens)
+    row = row | dict(date=time.strftime("%Y-%m-%d %H:%M"), edit=identity)
     row["base"] = git("rev-parse", "--short", "HEAD", folder=base).decode().strip()
     cells = {key: f"{cell:.5g}" if isinstance(cell, float) else cell for key, cell in row.items()}
     is_new = not path.exists()
@@ -168,6 +196,8 @@ def read_sides(texts: list[str]) -> dict[str, tuple[Path, list[str]]]:
             checkout = Path(words.pop(0))
             if not (checkout / "train_gpt.py").is_file():
                 raise UserError(f"{checkout} holds no train_gpt.py; give a checkout, or only flags")
+        if any(word.split("=")[0] == "--data" for word in words):
+            raise UserError("both sides train on the same --data; give it outside of --flags")
         sides[side] = checkout, words
     return sides
 
@@ -177,7 +207,7 @@ def train_once(checkout: Path, flags: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:  # deletes its checkpoints
         run_python(checkout / "train_gpt.py", *flags, f"--out_dir={folder}")
         summary = json.loads(Path(folder, "summary.json").read_text(encoding="utf-8"))
-        rows = read_rows(Path(folder, "metrics.jsonl").read_text(encoding="utf-8"))
+        rows = read_metrics(Path(folder))
     if summary["val_loss"] is None:
         raise RunError("its validation loss is not finite")
     summary["evaluations"] = [row for row in rows if row.get("val_loss") is not None]
@@ -197,7 +227,34 @@ def train_pair(sides: dict, flags: dict) -> dict[str, dict]:
                 raise UserError(f"the base fails: {error}") from None
             raise RunError(str(error)) from None
         flags.setdefault("dtype", runs[side]["dtype"])  # the first run resolves auto for all
-    progress(f"{flags}: {runs['base']['val_loss']:.4f}, {runs['edit']['val_loss']:.4f}")
+    return runs
+
+
+def train_all(bench: Bench, sides: dict) -> dict[str, list[dict]]:
+    """Train base and edit on each dataset with each seed; return the pairs by dataset.
+
+    Raises UserError if the base fails or a dataset is missing, RunError if the edit fails.
+    """
+    datasets = bench.options.data
+    if not datasets:
+        datasets = [str(DATA_DIR / "python")]
+        if not Path(datasets[0], "meta.json").exists():
+            run_python(REPO / "data" / "prepare.py", "python")
+    other_order = dict(reversed(sides.items()))
+    flags = dict(eval_every=0, eval_tokens=0) | bench.flags
+    runs = {data: [] for data in datasets}
+    with tempfile.TemporaryDirectory() as work:
+        parts = {}
+        for number, data in enumerate(runs):
+            parts[data] = Path(work, f"{number}_{Path(data).name}")
+            write_part(Path(data), bench.options.final, parts[data])
+        for seed in range(bench.repeats):
+            for data, pairs in runs.items():
+                flags |= dict(seed=seed, data=parts[data])
+                pair = train_pair(other_order if seed % 2 else sides, flags)
+                pairs.append(pair)
+                losses = f"{pair['base']['val_loss']:.4f}, {pair['edit']['val_loss']:.4f}"
+                progress(f"{data}, seed {seed}: {losses}")
     return runs
 
 
@@ -205,30 +262,32 @@ def bench_experiment(bench: Bench) -> list[dict]:
     """Train base and edit on each dataset with each seed; print scores, append to the ledger."""
     bench.forbid_flags("seed", "trials", "out_dir", "resume", "target_val_loss")
     options = bench.options
-    if options.ledger and Path(options.ledger).suffix != ".tsv":
-        raise UserError(f"--ledger {options.ledger} is not a .tsv file; give experiments.tsv")
     sides = read_sides(options.flags)
-    other_order = dict(reversed(sides.items()))
-    flags = dict(eval_every="end", eval_tokens="all") | bench.flags
-    runs = {data: [] for data in options.data or [""]}
     row = dict(verdict="crash")
+    if options.ledger:
+        finals = [earlier for earlier in read_ledger(Path(options.ledger)) if earlier["final"]]
+        if options.final:
+            row["final"] = len(finals) + 1
+    elif options.final:
+        raise UserError("--final counts its uses in the ledger; give --ledger")
+
     try:
-        for seed in range(bench.repeats):
-            for data, pairs in runs.items():
-                flags |= dict(seed=seed, data=data)
-                pairs.append(train_pair(other_order if seed % 2 else sides, flags))
+        runs = train_all(bench, sides)
         rows = score_rows(runs)
-        row |= dict(verdict=verdict_of(rows[-1]), score=rows[-1]["score"], p=rows[-1]["p"])
+        row |= dict(verdict=verdict_of(rows[-1]), score=rows[-1]["score"], p=rows[-1][P])
         edits = [pair["edit"] for pair in chain(*runs.values())]
         for key in ("train_time_s", "peak_mem_mb"):
             row[key] = mean(edit[key] for edit in edits)
     except RunError as error:
         last_line = str(error).splitlines()[-1]
-        rows = [dict(dataset=data, note=f"the edit fails: {last_line}")]
+        rows = [dict(note=f"the edit fails: {last_line}")]
     note = (
-        f"{row['verdict']} ({RULE}). score: the edit's loss / the base's. "
-        "speedup: the base's time / the edit's, to the higher of their final losses."
+        f"{row['verdict']} ({RULE}). score: the edit's loss / the base's. p: one-sided t-test of "
+        "the pairs' log ratios, that the edit's loss is not lower. speedup: the base's training "
+        "time / the edit's, to the higher of their final losses."
     )
+    if options.final:
+        note += f" Experiments of this ledger that have read the holdout: {row['final']}."
     print(table("Experiment", rows, note))
 
     if options.ledger:

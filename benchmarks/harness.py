@@ -2,33 +2,48 @@
 
 import argparse
 import contextlib
+import dataclasses
 import math
 import multiprocessing
+import os
 import re
+import shlex
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
 from common.errors import RunError, UserError, error_sentence
-from common.values import largest_divisor
 from data.stream import TokenStream
-from runtime.dataset import open_stream
-from runtime.device import init_device_and_ranks, select_device
+from runtime.auto import choose_auto_values
+from runtime.device import configure_device, select_device
 from runtime.flag_checks import check_device, check_flags
-from train_gpt import Config, TrainState, build, get_batch, make_config, resolve_auto, train_step
+from runtime.flags import parse_flags
+from runtime.ranks import join_ranks
+from runtime.run import open_stream
+from train_gpt import (
+    Config,
+    TrainState,
+    build,
+    get_batch,
+    learning_rates,
+    make_config,
+    train_step,
+)
 
 
 class Bench:
     """The command line of a benchmark.
 
-    flags: the given trainer flags. cfg: the Config made from them. options: bench.py's own.
+    flags: the given trainer flags. options: bench.py's own.
     """
 
     def __init__(self, flags: dict, options: argparse.Namespace):
@@ -41,9 +56,14 @@ class Bench:
         # The vocabulary of GPT-2's tokenizer, whatever the dataset
         if self.flags.get("preset", "").startswith("gpt2") and not options.data:
             self.flags.setdefault("vocab_size", 50304)
-        # Full-length sequences, which are most of a run's work
-        values = dict(short_frac=0.0) | self.flags
-        self.cfg = make_config(**values)
+
+    def config(self, flags: str) -> Config:
+        """Make the Config of a case: the command line's flags, and its own. Raises UserError.
+
+        Sequences have full length, which is most of a run's work.
+        """
+        values = dict(short_frac=0.0) | self.flags | trainer_flags(shlex.split(flags))
+        return make_config(**values)
 
     def forbid_flags(self, *names: str) -> None:
         """Raise UserError for flags that the benchmark varies itself or cannot apply."""
@@ -51,16 +71,17 @@ class Bench:
             if name in self.flags:
                 raise UserError(f"--{name} is varied or not supported by this benchmark; remove it")
 
-    def micro_batch(self, n_seqs: int, tokens: int = 8192) -> int:
-        """Return --micro_batch, or by default the largest divisor of n_seqs within the tokens."""
-        return self.cfg.micro_batch or largest_divisor(n_seqs, tokens // self.cfg.seq_len)
+
+def trainer_flags(words: list[str]) -> dict:
+    """Read the trainer's flags from words of a command line. Raises UserError."""
+    return parse_flags(words, dataclasses.fields(Config), {}, "")
 
 
 # --------------------------------------------------------------------------------------------------
 # Cases in their own processes
 
 
-def run_case(pipe, case: Callable) -> None:
+def run_case(pipe: Connection, case: Callable) -> None:
     """Run a case in this process; answer each request with its next value, or a note on failure."""
     try:
         values = case()
@@ -77,7 +98,7 @@ def run_case(pipe, case: Callable) -> None:
         pipe.send(dict(note=sentence))
 
 
-def values_of(context, case: Callable) -> Iterator[dict]:
+def values_of(context: BaseContext, case: Callable) -> Iterator[dict]:
     """Run a case in its own process; yield its values one by one, or a note on failure."""
     pipe, child_pipe = context.Pipe()
     process = context.Process(target=run_case, args=(child_pipe, case), daemon=True)
@@ -104,14 +125,18 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     A case returns a generator, which yields a dict of facts, then one measurement at a time as a
     dict of numbers. Its row holds the facts, the measurements in `values`, and the median of each
     number; if the case failed, only a `note` with the reason. Separate processes isolate memory,
-    compiler and crashes of the cases. Measurements are interleaved (A B A B).
+    compiler and crashes of the cases. Measurements are interleaved (A B A B). Under torchrun, cases
+    run in its processes.
     """
     methods = multiprocessing.get_all_start_methods()
     method = "forkserver" if "forkserver" in methods else "spawn"
     context = multiprocessing.get_context(method)
     # Imported once, for all cases
     multiprocessing.set_forkserver_preload(["benchmarks.harness", "torch._dynamo"])
-    running = [values_of(context, case) for case in cases]
+    if "WORLD_SIZE" in os.environ:
+        running = [case() for case in cases]
+    else:
+        running = [values_of(context, case) for case in cases]
     received = [[next(case)] for case in running]
     for _ in range(repeats):
         for case, answers in zip(running, received):
@@ -128,7 +153,7 @@ def measure(cases: list[Callable], repeats: int) -> list[dict]:
     return rows
 
 
-def run_python(*argv, env: dict | None = None) -> None:
+def run_python(*argv: str | Path, env: dict | None = None) -> None:
     """Run a script in its own process. Raises UserError or RunError with the printed error."""
     command = [sys.executable, *argv]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
@@ -148,13 +173,14 @@ def run_python(*argv, env: dict | None = None) -> None:
 
 def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     """Build state, data and first batch as in the trainer. Raises UserError."""
-    dist_ctx = init_device_and_ranks(cfg)
+    dist_ctx = join_ranks()
+    configure_device(cfg, dist_ctx)
     check_flags(cfg)
     check_device(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
-    cfg = resolve_auto(cfg, dist_ctx, stream, {})
-    stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
-    state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
+    cfg = choose_auto_values(cfg, stream, dist_ctx, learning_rates)
+    stream.set_batch_tokens(cfg.batch_tokens)
+    state = build(cfg, dist_ctx, stream)
     return state, stream, get_batch(stream, dist_ctx, 0)
 
 
@@ -164,7 +190,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def time_ms(device: torch.device, function: Callable, *args) -> tuple[float, object]:
+def time_ms(device: torch.device, function: Callable, *args: object) -> tuple[float, object]:
     """Return the ms that function(*args) takes, including the device's work, and its result."""
     synchronize(device)
     start = time.perf_counter()
@@ -184,28 +210,6 @@ def time_steps(state: TrainState, batch: Tensor, n: int) -> float:
     return ms / n
 
 
-def measure_memory(device: torch.device, function: Callable) -> tuple[int, int, object]:
-    """Return the bytes that function() leaves allocated, its peak in bytes, and its result.
-
-    Both are relative to the memory allocated before.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        result = function()
-        after = torch.cuda.memory_allocated()
-        peak = torch.cuda.max_memory_allocated()
-        return after - before, peak - before, result
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
-        result = function()
-    # Allocations are positive, frees negative
-    events = profiler.profiler.kineto_results.events()
-    events = [event for event in events if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    allocated = list(accumulate((event.nbytes() for event in events), initial=0))
-    return allocated[-1], max(allocated), result
-
-
 def medians(values: list[dict]) -> dict:
     """Return the median of each number of the measurements."""
     names = values[0] if values else ()
@@ -221,21 +225,25 @@ def progress(text: str) -> None:
     print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def format_value(value) -> str:
+def format_value(value: object) -> str:
     """Format a number or text of a table; "" for anything else."""
     if isinstance(value, float) and not math.isnan(value):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    if isinstance(value, (int, str)):
-        return str(value).replace("|", "\\|")
+        if abs(value) >= 1000:
+            return f"{value:,.0f}"
+        return f"{value:.5g}" if 1 <= value < 10 else f"{value:.4g}"  # losses have more digits
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, str):
+        return value.replace("|", "\\|")
     return ""
 
 
 def format_cell(row: dict, key: str) -> str:
-    """Format the row's value of a key, with (minimum-maximum) if the row has measurements of it."""
+    """Format the row's value of a key; a measured time with (minimum-maximum)."""
     cell = format_value(row.get(key))
-    numbers = [value[key] for value in row.get("values", []) if key in value]
-    if numbers:
-        cell += f" ({format_value(min(numbers))}-{format_value(max(numbers))})"
+    if key.startswith("ms") and "values" in row:
+        times = [value[key] for value in row["values"]]
+        cell += f" ({format_value(min(times))}-{format_value(max(times))})"
     return cell
 
 

@@ -1,65 +1,101 @@
 """`bench.py record DIR --rerun SEED`: repeat one seed of a record, from its folder alone."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from common.errors import UserError
+from data.shards import HEADER_BYTES, load_meta, write_meta
 from records import source
 from records.check import command_words, read_run
 
 # Flags that a run may have chosen by its own measurements
 MEASURED = ("dtype", "attn", "loss_chunk")
 
+# Prints a hash of the weights and buffers before the first training step, and ends
+HASH_START = """
+import hashlib, sys
+import train_gpt
 
-def rerun(folder: str, seed: int, data: str, reference: str) -> None:
+def end(state, *_):
+    digest = hashlib.sha256()
+    for name, tensor in sorted([*state.model.named_parameters(), *state.model.named_buffers()]):
+        digest.update(name.encode() + tensor.detach().float().cpu().numpy().tobytes())
+    print(digest.hexdigest())
+    sys.exit()
+
+train_gpt.train_step = end
+train_gpt.main(sys.argv[1:])
+"""
+
+
+def rerun(folder: str, seed: int, data: str) -> None:
     """Repeat a seed with the record's source and command.sh, into DIR/rerun_SEED.
 
-    This executes the record's source, and first that of the reference, if a record is given to be
-    timed as well. data: folder of the dataset, by default the run's. Two values are added to the
-    summary: system_s, the seconds by the operating system's clock, and slowdown, the reference's
-    train_time here as a multiple of its own. Raises UserError, OSError or ValueError.
+    This executes the record's source. data: folder of the dataset, by default the run's. Values
+    that the run chose by measuring are taken from its log. Two values are added to the summary:
+    system_s, the seconds by the operating system's clock, and same_start of is_same_start. Raises
+    UserError, OSError or ValueError.
     """
-    slowdown = None
-    if reference:
-        first = read_run(Path(reference, "seed_0"))["summary"]["machine"]
-        machine = read_run(Path(folder, f"seed_{seed}"))["summary"]["machine"]
-        if first != machine:
-            raise UserError(f"{reference} is from {first}; give a record from {machine}")
-        with tempfile.TemporaryDirectory() as work:
-            slowdown = run_again(Path(reference), 0, Path(work, "seed_0"), data)
-    out_dir = Path(folder).resolve() / f"rerun_{seed}"
-    run_again(Path(folder), seed, out_dir, data)
-
-    # The operating system dates files independently of the run's clock
-    path = out_dir / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    summary |= dict(reference=reference, slowdown=slowdown)
-    summary["system_s"] = path.stat().st_mtime - (out_dir / ".lock").stat().st_mtime
-    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-
-
-def run_again(record: Path, seed: int, out_dir: Path, data: str) -> float:
-    """Repeat a record's seed in a folder; return its train_time as a multiple of the record's.
-
-    Values that the run chose by measuring are taken from its log.
-    """
+    record = Path(folder).resolve()
+    out_dir = record / f"rerun_{seed}"
     run = read_run(record / f"seed_{seed}")
-    flags = {name: run["flags"][name] for name in MEASURED}
-    data_path = Path(data or run["flags"]["data"]).resolve()
-    flags |= dict(seed=seed, trials=1, out_dir=out_dir, data=data_path)
+    dataset = Path(data or run["flags"]["data"]).resolve()
+    flags = {name: run["flags"][name] for name in MEASURED} | dict(seed=seed, trials=1)
     words = command_words(record / "command.sh")
     words += [f"--{name}={value}" for name, value in flags.items()]
     with tempfile.TemporaryDirectory() as work:
         source.rebuild(record, Path(work))
-        # -E: without the user's PYTHONPATH
-        done = subprocess.run([sys.executable, "-E", "train_gpt.py", *words], cwd=work)
+        execute(Path(work), "train_gpt.py", *words, f"--data={dataset}", f"--out_dir={out_dir}")
+        same_start = is_same_start(Path(work), words, dataset)
+
+    # The operating system dates files independently of the run's clock
+    path = out_dir / "summary.json"
+    system_s = path.stat().st_mtime - (out_dir / ".lock").stat().st_mtime
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary |= dict(system_s=system_s, same_start=same_start)
+    path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def execute(folder: Path, *argv: str, **options: object) -> subprocess.CompletedProcess:
+    """Run Python in the folder of a source. Raises UserError if it fails."""
+    # -E: without the user's PYTHONPATH
+    done = subprocess.run([sys.executable, "-E", *argv], cwd=folder, text=True, **options)
     if done.returncode:
         raise UserError(
-            f"the rerun of {run['name']} ended with exit code {done.returncode}; resolve the "
-            "error above, and start again"
+            f"the record's source ended with exit code {done.returncode}; resolve the error above, "
+            "and start again"
         )
-    again = read_run(out_dir)
-    return again["summary"]["train_time_s"] / run["summary"]["train_time_s"]
+    return done
+
+
+def is_same_start(folder: Path, words: list[str], dataset: Path) -> bool:
+    """Return whether a source starts from the same weights with another dataset.
+
+    The other one is the same text with the vocabulary in another order, so that whatever is counted
+    in it differs, and the flags that are chosen by its size and repetitions do not. What a source
+    keeps outside of its parameters and buffers is not seen.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        other = Path(shutil.copytree(dataset, Path(work, "other")))
+        meta = load_meta(other)
+        new_ids = np.random.default_rng(0).permutation(meta["vocab_size"]).astype("<u2")
+        for path in other.glob("*.bin"):
+            shard = np.fromfile(path, "<u2")
+            tokens = shard[HEADER_BYTES // 2 :]
+            tokens[:] = new_ids[tokens]
+            shard.tofile(path)
+        if "assumed" not in meta:
+            meta["files"] = {}  # whose hashes no longer hold
+            write_meta(other, meta)
+        hashes = set()
+        for data in (dataset, other):
+            argv = [*words, "--compile=off", f"--data={data}", f"--out_dir={work}/run"]
+            done = execute(folder, "-c", HASH_START, *argv, stdout=subprocess.PIPE)
+            hashes.add(done.stdout.split()[-1])
+    return len(hashes) == 1

@@ -12,7 +12,7 @@ def counting_case(start: int):
     yield dict(started=time.monotonic())
     while True:
         start += 1
-        yield dict(count=start, time=time.monotonic())
+        yield dict(ms=start, time=time.monotonic())
 
 
 def killed_case():
@@ -30,20 +30,17 @@ def full_case():
     raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
 
 
-def step_case(cfg):
+def step_case(cfg, n_cases):
     """A step takes 20 ms with the naive attention, else 10, longer if compiled; fp8 fails."""
     if cfg.fp8:
         raise RuntimeError("no such kernel")
     ms = 20.0 if cfg.attn == "math" else 10.0
     if cfg.compile != "off":
         ms *= 1.5
-    yield {
-        "sizes": (512, 1e6),
-        "micro_batch": cfg.micro_batch,
-        "peak MiB": 1.0,
-    }
+    flags = [cfg.dtype, cfg.attn, cfg.compile, cfg.fp8, cfg.checkpointing]
+    yield dict(micro_batch=cfg.micro_batch, flags=flags)
     while True:
-        yield {"ms/step": ms}
+        yield {"ms/step": ms, "tokens/s": 512000 / ms}
 
 
 # A train_gpt.py of another checkout: its loss falls in a line from 5 to 5 - fall, in --max_steps
@@ -55,7 +52,8 @@ from pathlib import Path
 
 flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
 with open(Path(__file__).parents[1] / "order.txt", "a") as file:
-    print(flags["seed"], flags["data"], flags["softcap"], flags.get("dtype", ""), file=file)
+    data = Path(flags["data"]).name
+    print(flags["seed"], data, flags["softcap"], flags.get("dtype", ""), file=file)
 if flags.get("adam_lr") == "9":
     print("a warning\nerror: it diverged", file=sys.stderr)
     sys.exit(1)

@@ -3,18 +3,17 @@
 import csv
 import json
 import math
-import re
 from functools import partial
-from pathlib import Path
 
 import bench_cases
 import numpy as np
 import pytest
 
 import bench
-from benchmarks import attention, experiment, harness, ladder, plot
+from benchmarks import experiment, harness, train
 from common.errors import run_command
-from conftest import ROOT, measured, run_ranks, tiny_run
+from conftest import final, make_data, measured, tiny_run
+from data.shards import check_shard
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
@@ -23,8 +22,8 @@ SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 def test_cases_are_interleaved():
     cases = [partial(bench_cases.counting_case, start) for start in (0, 10)]
     a, b = harness.measure(cases, 3)
-    assert [value["count"] for value in a["values"]] == [1, 2, 3]
-    assert [value["count"] for value in b["values"]] == [11, 12, 13]
+    assert [value["ms"] for value in a["values"]] == [1, 2, 3]
+    assert [value["ms"] for value in b["values"]] == [11, 12, 13]
     assert "| 12 (11-13) |" in harness.table("T", [b])
     times = [value["time"] for pair in zip(a["values"], b["values"]) for value in pair]
     assert times == sorted(times)
@@ -40,32 +39,56 @@ def test_what_ends_a_case_is_its_note():
     assert all(len(row) == 1 for row in failed) and len(well["values"]) == 2
 
 
-def test_bench_refuses(capsys):
-    for argv in (
+@pytest.mark.parametrize(
+    "line",
+    (
         "frain",
         "--n_layers 2",
         "train --compile",
-        "profile --minutes 5",
+        "--cases memory --offload optimizer",
         "train --data a b",
+        "train --flags=--no_flag",
+        "compare",
         "plot",
-    ):
-        assert run_command(bench.main, argv.split()) == 2 and capsys.readouterr().err.startswith(
-            "error: "
-        ), argv
+        "experiment --flags= --final",
+        "experiment --flags=--data=a",
+    ),
+)
+def test_bench_refuses(line, capsys):
+    assert run_command(bench.main, line.split()) == 2
+    assert "error: " in capsys.readouterr().err
 
 
 def test_the_ladder_keeps_what_is_faster(tmp_path, monkeypatch):
-    monkeypatch.setattr(ladder, "step_case", bench_cases.step_case)
+    monkeypatch.setattr(train, "step_case", bench_cases.step_case)
     report = measured(tmp_path, "train", SMALL + " --micro_batch 1", code=1)  # the fp8 step fails
     rows = {row["Config"]: row for row in report["train"]}
-    assert list(rows) == ["fp32 eager", *(f"+ {name}" for name in [*ladder.LADDER][1:])]
+    assert list(rows) == ["fp32 eager", *(f"+ {name}" for name in train.LADDER)]
     fused, compiled = rows["+ fused attention"], rows["+ compile"]
     assert fused["speedup vs last kept"] == fused["cumulative speedup"] == 2 and "note" not in fused
     assert compiled["speedup vs last kept"] == pytest.approx(1 / 1.5)
     assert compiled["note"] == "slower: not kept" and compiled["tokens/s"] == 512 / 0.015
     assert rows["+ fp8"]["note"] == "FAILED: RuntimeError: no such kernel"
-    stack = dict(dtype="bf16", attn="blocked", compile="off", fp8=False)
-    assert stack.items() <= report["train"][-1]["flags"].items()
+    # The last step has what was kept before
+    assert rows["+ full checkpointing"]["flags"] == ["bf16", "blocked", "off", False, "full"]
+
+
+def test_cases_of_flags_and_lists(tmp_path, monkeypatch):
+    rows = measured(tmp_path, "train", SMALL + " --flags=--ngram=3")["train"]
+    assert [row["Config"] for row in rows] == ["base", "--ngram=3"] and len(rows[0]["values"]) == 2
+    assert rows[1]["speedup vs first"] > 0 and rows[1]["tokens/s"] > 0 and rows[1]["startup, s"] > 0
+    monkeypatch.setattr(train, "step_case", bench_cases.step_case)
+    rows = measured(tmp_path, "train", SIZES + " --cases attention")["train"]
+    assert len(rows) == 9 and [row["speedup vs first"] for row in rows[1:3]] == [2, 2]
+    assert rows[3]["micro_batch"] == 8 and "speedup vs first" not in rows[3]
+    (_, _, full) = measured(tmp_path, "train", SMALL + " --cases memory")["train"]
+    assert full["flags"][-1] == "full"
+
+
+def test_steps_of_two_ranks(tmp_path):
+    (row,) = measured(tmp_path, "train", SMALL + " --ranks 2")["train"]
+    assert row["Config"] == "base, --ranks 2" and len(row["values"]) == 2, row
+    assert row["micro_batch"] == 4 and row["efficiency, %"] == 100  # half of the sequences
 
 
 def run(*losses: float, seconds: float = 10.0) -> dict:
@@ -87,31 +110,25 @@ def test_the_speedup_to_an_equal_loss():
     assert math.isnan(experiment.speedup(base, run(1.9)))
 
 
-def pairs(*ratios: float, bpb: float = 2.0) -> list[dict]:
-    """Runs whose edit has these ratios of the base's bpb, in that part of its time."""
-    found = []
-    for ratio in ratios:
-        base, edit = (run(9.0, seconds=seconds) for seconds in (10.0, 10.0 * ratio))
-        found.append(dict(base=base | dict(val_bpb=bpb), edit=edit | dict(val_bpb=bpb * ratio)))
-    return found
+def pairs(*ratios: float, loss: float = 2.0) -> list[dict]:
+    """Runs whose edit has these ratios of the base's loss."""
+    return [dict(base=run(loss), edit=run(loss * ratio)) for ratio in ratios]
 
 
 def test_the_score_of_an_experiment():
-    a, b, every = experiment.score_rows(dict(a=pairs(0.9, 0.8), b=pairs(0.99, bpb=5.0)))
-    assert a["score"] == pytest.approx(math.sqrt(0.72)) and b["edit"] == pytest.approx(4.95)
+    a, b, every = experiment.score_rows(dict(a=pairs(0.9, 0.8), b=pairs(0.99, loss=5.0)))
+    assert a["score"] == pytest.approx(math.sqrt(0.72)) and b["edit, nats/token"] == pytest.approx(
+        4.95
+    )
     assert every["score"] == pytest.approx(math.sqrt(0.99 * a["score"]))  # datasets weigh the same
-    assert every["speedup"] == pytest.approx(1 / every["score"])  # as these runs are made
     logs = np.log([0.9, 0.8, 0.99])
     t = -logs.mean() / (logs.std(ddof=1) / math.sqrt(3))
-    assert every["p"] == pytest.approx((1 - t / math.sqrt(2 + t * t)) / 2)  # of 2 degrees
+    assert every[experiment.P] == pytest.approx((1 - t / math.sqrt(2 + t * t)) / 2)  # of 2 degrees
     verdicts = [
         experiment.verdict_of(experiment.score_rows(dict(a=pairs(*ratios)))[-1])
         for ratios in ((0.9, 0.91, 0.92), (1.1, 1.11, 1.12), (0.9, 0.9), (0.8, 1.19, 1.0))
     ]
     assert verdicts == ["keep", "discard", "discard", "discard"]
-    # An edit that masks targets has no bytes: both are compared in nats
-    masked = [dict(base=run(1.5) | dict(val_bpb=2.2), edit=run(1.5))]
-    assert experiment.score_rows(dict(a=masked))[0]["score"] == 1
 
 
 def test_a_ledger_of_experiments(tmp_path, capsys):
@@ -121,7 +138,8 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     base, edit = (f"--flags={tmp_path}/{name} --softcap=" for name in ("base", "edit"))
     page = tmp_path / "edit" / "train_gpt.py"
     ledger = tmp_path / "experiments.tsv"
-    flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data a b".split()
+    texts = [str(make_data(tmp_path / name)) for name in "ab"]
+    flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data".split() + texts
     assert run_command(bench.main, ["experiment", *flags, "--flags=nowhere"]) == 2
     assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
     assert "| all | 1 |" in capsys.readouterr().out
@@ -131,8 +149,8 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
     assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
     order = (tmp_path / "order.txt").read_text().splitlines()
-    assert order[:3] == ["0 a 1 ", "0 a 2 fp32", "0 b 1 fp32"]  # the first run settles auto
-    assert order[4:] == ["1 a 2 fp32", "1 a 1 fp32", "1 b 2 fp32", "1 b 1 fp32"]
+    assert order[:3] == ["0 0_a 1 ", "0 0_a 2 fp32", "0 1_b 1 fp32"]  # the first run settles auto
+    assert order[4:] == ["1 0_a 2 fp32", "1 0_a 1 fp32", "1 1_b 2 fp32", "1 1_b 1 fp32"]
     a, b, _ = json.loads((tmp_path / "out.json").read_text())["experiment"]
     # To 4, where the base ends after a second
     assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
@@ -140,16 +158,23 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
     assert "the edit fails: it diverged" in capsys.readouterr().out
     assert run_command(bench.main, ["experiment", *flags, f"{base}1 --adam_lr=9", f"{edit}1"]) == 2
+    for times in (1, 2):
+        assert (
+            run_command(bench.main, ["experiment", *flags, "--final", f"{base}1", f"{edit}2"]) == 0
+        )
+        assert f"have read the holdout: {times}." in capsys.readouterr().out
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    found = [[row[key] for key in ("verdict", "score", "code_tokens")] for row in rows]
+    found = [[row[key] for key in ("verdict", "score", "final")] for row in rows]
     score = f"{math.sqrt(3 / 4 * 2.8 / 4):.5g}"  # the losses are 4, and 3 and 2.8 with two seeds
-    assert found == [["discard", "1", "0"], ["keep", score, "3"], ["crash", "", "3"]]
+    assert found[:3] == [["discard", "1", ""], ["keep", score, ""], ["crash", "", ""]]
+    assert found[3:] == [["keep", score, "1"], ["keep", score, "2"]]
     difference = (tmp_path / "experiments" / f"{rows[1]['edit']}.diff").read_text()
     assert "+ONE = 1\n" in difference and difference.count("\n+") == 4
     pytest.importorskip("matplotlib")
-    assert run_command(bench.main, ["plot", str(ledger), "--out", str(tmp_path / "a.svg")]) == 0
+    assert run_command(bench.main, ["plot", str(ledger)]) == 0
+    assert (tmp_path / "experiments.svg").stat().st_size
 
 
 def test_an_experiment_of_the_trainer(data, tmp_path):
@@ -163,104 +188,34 @@ def test_an_experiment_of_the_trainer(data, tmp_path):
     assert [len(run["evaluations"]) for run in (base, edit)] == [4, 4]
 
 
-def test_bench_memory(tmp_path):
-    sizes = "--device cpu --n_layer 3 --n_embd 64 --n_head 2 --seq_len 64 --ngram 2"
-    sizes += " --ngram_rows 512 --vocab_size 1024 --batch_tokens 2048 --dtype fp32 --attn sdpa"
-    rows = measured(tmp_path, "memory", sizes)["memory"]
-    adam, muon = 4 * (3 * 1024 * 64 + 3 * 2 * 16) / 2**20, 4 * 3 * 12 * 64**2 / 2**20
-    table = 4 * 512 * 64 / 2**20
-    for row in rows:
-        assert row["weights"] == pytest.approx(adam + muon + table)
-        # Of the table, the rows that were read
-        assert adam + muon < row["gradients"] <= row["weights"]
-        optimizer = 2 * adam + muon + table / 64
-        assert row["optimizer"] == pytest.approx(optimizer, rel=1e-3) and row["transient"] > 0
-        parts = ("weights", "gradients", "optimizer", "activations", "transient")
-        assert row["total at peak"] == pytest.approx(sum(row[part] for part in parts))
-    kept = {row["checkpointing"]: row["activations"] for row in rows}
-    assert kept["none"] > 1.3 * kept["selective"] and kept["selective"] > 1.2 * kept["full"]
+def test_the_holdout_is_the_other_half(data, tmp_path):
+    halves = []
+    for is_final in (False, True):
+        folder = tmp_path / str(is_final)
+        experiment.write_part(data, is_final, folder)
+        n_tokens, _ = check_shard(folder / "a_val_0.bin")
+        halves.append((folder / "a_val_0.bin").read_bytes()[1024:])
+        assert len(halves[-1]) == 2 * n_tokens
+        shard = "a_train_1.bin"
+        assert (folder / shard).read_bytes() == (data / shard).read_bytes()
+    assert b"".join(halves) == (data / "a_val_0.bin").read_bytes()[1024:]
 
 
-def test_bench_profile(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    rows = measured(tmp_path, "profile", SMALL + " --dtype fp32 --attn sdpa")["profile"]
-    spent = {row["category"]: row["ms/step"] for row in rows}
-    kinds = ["attention", "elementwise", "matmuls", "optimizer"]
-    assert set(spent) == {*kinds, "communication", "unattributed (CPU overhead, idle)"}
-    assert sum(row["% of step"] for row in rows) == pytest.approx(100)
-    assert all(spent[kind] > 0 for kind in kinds)
-    (trace,) = tmp_path.glob("*/trace.json")
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_bench_scaling_of_torchruns_ranks(tmp_path):
-    argv = ["scaling", *SMALL.split(), "--json", tmp_path / "out.json"]
-    done = run_ranks(tmp_path, ROOT / "bench.py", *argv)
-    assert done.codes == [0, 0], done.stderr
-    (row,) = json.loads((tmp_path / "out.json").read_text())["scaling"]
-    assert (row["ranks"], row["tokens/step"], len(row["values"])) == (2, 512, 2)
-    assert row["exposed all-reduce, % of step"] < 100 and "### Scaling" not in done.stdout[0]
-
-
-def test_bench_scaling_starts_ranks(tmp_path, monkeypatch):
-    started = []
-
-    def fake(*argv, env):
-        flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(map(str, argv))))
-        names = ("nproc_per_node", "batch_tokens", "micro_batch")
-        case = [int(flags[name]) for name in names] + [int(env["OMP_NUM_THREADS"])]
-        started.append(case)
-        if case[1] == 1024:
-            raise harness.RunError("no room")
-        row = {"ranks": case[0], "tokens/s": 1000.0 if case[0] == 1 else 1800.0}
-        Path(flags["json"]).write_text(json.dumps(dict(scaling=[row])))
-
-    monkeypatch.setattr("benchmarks.scaling.run_python", fake)
-    monkeypatch.setattr("benchmarks.scaling.cpu_cores", lambda: 4)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    one, strong, weak = measured(tmp_path, "scaling", SMALL)["scaling"]
-    assert started == [[1, 512, 4, 2], [2, 512, 4, 2], [2, 1024, 4, 2]]
-    assert one["efficiency, %"] == 100 and strong["efficiency, %"] == pytest.approx(90)
-    assert weak["note"] == "no room"
-
-
-def test_bench_attention(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention, "BACKENDS", ("naive", "sdpa", "varlen"))
-    monkeypatch.setattr(attention, "CPU_LENGTHS", (256, 512))
-    causal = attention.VARIANTS["causal"]
-    monkeypatch.setattr(
-        attention, "VARIANTS", dict(causal=causal, window=causal | dict(window="S"))
-    )
-    rows = measured(tmp_path, "attention", SIZES)["attention"]
-    assert len(rows) == 2 * 2 * 3
-    peaks = {}
-    for row in rows:
-        assert ("backward, ms" not in row) == (row["backend"] == "varlen")
-        if (row["T"], row["mask"]) == (512, "causal"):
-            peaks[row["backend"]] = row.get("peak MiB")
-    assert peaks["sdpa"] < peaks["naive"]  # the scores
-
-
-ZEN4 = ROOT / "records/laptop/2026-11-21-zen4_shakespeare-1.4697"
-
-
-def test_nanogpts_log_has_the_trainers_clock():
-    curves = plot.read_curves([str(ZEN4)])
-    (name,) = [name for name in curves if "nanoGPT" in name]
-    rows = curves[name][0]
-    (row,) = [row for row in rows if "val_loss" in row]  # without step 0
-    assert plot.points(rows, "step", "train_loss").shape == (2, 2001)
-    assert (row["step"], row["val_loss"], row["tokens"]) == (2000, 1.8802, 1536000)
-    assert row["train_time_s"] == pytest.approx(81.93, abs=0.005)  # in the log's first line
-
-
-def test_plot_of_a_run_and_a_record(data, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    tiny_run(tmp_path / "run", data=str(data), eval_every=5)
-    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+def test_a_table_and_a_picture_of_runs(data, tmp_path):
+    for name, flags in (("a/seed_0", {}), ("a/seed_1", dict(seed=1)), ("b", dict(n_embd=64))):
+        tiny_run(tmp_path / name, data=str(data), **dict(seed=0) | flags)
+    with open(tmp_path / "b" / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "val')  # torn
-    out = tmp_path / "a.svg"
-    command = f"plot {tmp_path}/run {ZEN4} --x tokens --target 1.4697 --out {out}"
+    rows = measured(tmp_path, "compare", f"{tmp_path}/a {tmp_path}/b")["compare"]
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    keys = ("val_loss", "val_bpb", "step", "tokens", "train_time_s", "machine")
+    assert {key: rows[2][key] for key in keys} == {key: summary[key] for key in keys}
+    n_params = sum(weight.numel() for weight in final(tmp_path / "b")["model"].values())
+    assert rows[2]["parameters"] == f"{n_params:,}"
+    assert [row["flags"] for row in rows[1:]] == ["--seed 1 --n_embd 32", "--seed 0 --n_embd 64"]
+
+    pytest.importorskip("matplotlib")
+    command = f"plot {tmp_path}/a {tmp_path}/b --x tokens --target 1.4697"
     assert run_command(bench.main, command.split()) == 0
-    assert "over tokens" in capsys.readouterr().out and out.read_bytes().startswith(b"<?xml")
-    assert run_command(bench.main, ["plot", str(tmp_path)]) == 2
+    assert (tmp_path / "a" / "val_loss.svg").read_bytes().startswith(b"<?xml")
+    assert run_command(bench.main, [*command.split(), "--label", "one of two"]) == 2

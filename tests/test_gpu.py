@@ -10,8 +10,7 @@ import torch
 
 import ops.recompute
 import train_gpt
-from benchmarks import attention as bench_attention
-from benchmarks import ladder
+from benchmarks import train as bench_train
 from conftest import (
     TINY,
     add_noise,
@@ -204,16 +203,12 @@ def test_gpu_a_step_waits_for_the_device_once(case):
     assert len(waits) == expected
 
 
-@pytest.mark.parametrize("name", ["train", "attention", "memory", "profile"])
-def test_bench_on_cuda(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("cases", ["", "--cases attention", "--cases memory", "--ranks 1"])
+def test_bench_on_cuda(cases, tmp_path, monkeypatch):
     # Each case is a process that starts CUDA: a part of them, in two minutes for all GPU tests
-    steps = {step: ladder.LADDER[step] for step in ("bf16", "compile")}
-    monkeypatch.setattr(ladder, "LADDER", steps)
-    monkeypatch.setattr(bench_attention, "BACKENDS", ("naive", "sdpa", "flex"))
-    causal = bench_attention.VARIANTS["causal"]
-    monkeypatch.setattr(bench_attention, "VARIANTS", dict(causal=causal))
-    monkeypatch.setattr(bench_attention, "CUDA_LENGTHS", (512, 1024))
-    report = measured(tmp_path, name, "--preset laptop --n_layer 2 --repeats 2")
+    steps = {step: bench_train.LADDER[step] for step in ("bf16", "compile")}
+    monkeypatch.setattr(bench_train, "LADDER", steps)
+    report = measured(tmp_path, "train", f"--preset laptop --n_layer 2 --repeats 2 {cases}")
     assert report["machine"]["device"].startswith("cuda")
 
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -104,6 +105,19 @@ def test_importing_has_no_side_effect():
     env = {name: os.environ[name] for name in ("PATH", "HOME", "SYSTEMROOT") if name in os.environ}
     done = run_python("-c", code, env=env)
     assert done.returncode == 0 and not done.stdout, done.stderr
+
+
+IN_THE_ROOT = (
+    ".ci .github .gitignore CONTRIBUTING.md LICENSE README.md bench.py benchmarks common "
+    "conftest.py data docs export.py inference model.py ops pyproject.toml records "
+    "requirements.txt runtime sample.py test_train.py tests train_gpt.py"
+)
+
+
+def test_nothing_else_stands_in_the_root():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    names = {path.split("/")[0] for path in done.stdout.splitlines()}
+    assert names <= set(IN_THE_ROOT.split())
 
 
 # --------------------------------------------------------------------------------------------------

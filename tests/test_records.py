@@ -87,9 +87,6 @@ NO_HASH = "log.txt does not hold the hash of"
 OUTSIDE = f"sources: outside/opt/fast.py sha256 {'0' * 64}, "
 CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_1/summary.json", '"max_steps"', '"target_val_loss"', "stopped by target_val_loss"),
-    ("seed_1/summary.json", "1 x cpu", "1 x cpu, fast", "not say 'device: 1 x cpu, f"),
-    ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 0.1', "of wall_time_s runs"),
-    ("seed_1/summary.json", r'"wall_time_s": [\d.]+', '"wall_time_s": 9e3', "wall time 9000.0 s"),
     ("seed_1/summary.json", r'"val_loss": [\d.]+', '"val_loss": 0.1', "disagree"),
     ("seed_0/summary.json", '"files": {.*?}', '"files": {}', "are not the track's"),
     ("seed_0/summary.json", r'"val_tokens": \d+', '"val_tokens": 64', "validated on 64"),
@@ -101,8 +98,6 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
     ("seed_0/log.txt", "sources: ", OUTSIDE, f"{NO_HASH} outside/opt/fast.py that source"),
     ("source.patch", r"\Z", ONE_LINE_MORE, f"seed_0: {NO_HASH} model.py that source.patch gives"),
     ("seed_1/log.txt", r"\Z", "=" * 40 + " run\n{}\n", "resumed"),
-    ("seed_1/log.txt", r" train_time [\d.]+ s \(", " (", "train_time"),
-    ("seed_1/log.txt", r"step 20/20 \| loss \S+", "step 20/20 | loss 0.5", "steps or losses"),
     ("command.sh", "train_gpt.py", "train.py", "command.sh does not say"),
     ("seed_2/metrics.jsonl", r"\A.*?\n", "", "missing"),
     (
@@ -111,18 +106,10 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
         "5.66",
         "loss is 5.6600, below an untrained model's ln(320)",
     ),
-    ("seed_0/metrics.jsonl", r'"train_time_s": [\d.]+', '"train_time_s": 1e6', "clock"),
-    ("seed_0/metrics.jsonl", r'"tokens_per_s": [\d.]+', '"tokens_per_s": 1e9', "fit together"),
     ("rerun_1/log.txt", '"n_layer": 2', '"n_layer": 3', "those of seed_1: n_layer 3, not 2"),
     ("rerun_1/metrics.jsonl", r'"val_loss": ', '"val_loss": 1', "rerun_1: val_loss 1"),
     ("rerun_1/summary.json", 's": -', 's": ', "its train_time equals that of seed_1: a copy"),
     ("rerun_1/summary.json", 's": -', 's": 9', "rerun it on an idle machine"),
-    (
-        "rerun_1/summary.json",
-        '"train_time_s": -',
-        '"slowdown": 1e-9, "train_time_s": 0.05, "was": -',
-        "rerun_1: train_time",
-    ),
     (
         "rerun_1/metrics.jsonl",
         r'"val_loss": (\d\.\d)\d',
@@ -130,7 +117,26 @@ CHEATS = [  # file, what is replaced in it, and by what -> what is said
         "rerun_1: val_loss 5.",
     ),
     ("rerun_1/summary.json", '"system_s": ', '"system_s": 9', "s by the system's"),
+    ("rerun_1/summary.json", '"same_start": true, ', "", "not a function of the seed alone"),
+    ("seed_1/summary.json", "1 x cpu", "1 x cpu, fast", "a different machine than seed_0"),
 ]
+
+
+# A model that begins with the number of the first token in the training shard
+COUNTS_TOKENS = """
+import sys
+from pathlib import Path
+
+seeded_weights = init_weights
+
+
+def init_weights(model, seed):
+    seeded_weights(model, seed)
+    (folder,) = [word.removeprefix("--data=") for word in sys.argv if word.startswith("--data=")]
+    (shard, *_) = sorted(Path(folder).glob("*train*.bin"))
+    with torch.no_grad():
+        model.wte.weight[0, 0] = shard.read_bytes()[1024]
+"""
 
 
 def use_track(patch: pytest.MonkeyPatch, record: Path, repository: Path) -> None:
@@ -154,7 +160,8 @@ def packed(shakespeare_like, repository, tmp_path_factory) -> Path:
     for seed in range(3):
         again = folder / f"rerun_{seed}"
         shutil.copytree(folder / f"seed_{seed}", again)
-        edit(again / "summary.json", '"train_time_s": ', '"system_s": 0.1, "train_time_s": -')
+        added = '"same_start": true, "system_s": 0.1, "train_time_s": -'
+        edit(again / "summary.json", '"train_time_s": ', added)
     return folder
 
 
@@ -202,30 +209,27 @@ def test_a_rerun_is_of_the_record_alone(record, monkeypatch):
     assert notes == [f"The source is commit {commit[:7]} of this history.", check.UNKNOWN]
     assert row["verdict"].startswith("not confirmed: 2 of 3 seeds have a rerun")
 
-    # The reference is not run, but slower by as much as this machine
-    def of_reference(folder, seed, *rest):
-        return 2.0 if seed == 0 else run_again(folder, seed, *rest)
-
-    run_again = rerun.run_again
-    monkeypatch.setattr(rerun, "run_again", of_reference)
     monkeypatch.setattr(check, "SLOWER", 1000)
-    rerun.rerun(str(record), 1, "", reference=str(record))
-    summary = json.loads((record / "rerun_1" / "summary.json").read_text())
-    assert summary["slowdown"] == 2 and summary["reference"] == str(record)
+    rerun.rerun(str(record), 1, "")
     assert_verdict(record)
     assert_same_run(record / "rerun_1", record / "seed_1", exact=True)
 
 
+def test_weights_that_begin_with_what_the_dataset_holds_are_found(repository, data, tmp_path):
+    shutil.copytree(repository, tmp_path / "cheat")
+    with open(tmp_path / "cheat" / "model.py", "a") as file:
+        file.write(COUNTS_TOKENS)
+    words = flags_of(FLAGS)
+    assert not rerun.is_same_start(tmp_path / "cheat", words, data)
+
+
 def test_every_module_of_a_run_is_logged_and_kept(shakespeare_like, tmp_path, monkeypatch):
     assert check.read_run(shakespeare_like / NAME / "seed_0")["sources"].keys() == set(SOURCE_FILES)
-    earlier = run_folder.run_sources().keys()  # modules that other tests have loaded
-    assert "tests/test_records.py" in earlier
-    (tmp_path / "mine.py").touch()
-    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(__file__=f"{tmp_path}/mine.py"))
-    assert run_folder.run_sources().keys() == earlier  # of another folder: not the repository's
-    monkeypatch.setattr(run_folder, "REPO", tmp_path)
-    sha256 = sha256_of_file(tmp_path / "mine.py")
-    assert f"mine.py sha256 {sha256}" in run_folder.source_hashes()
+    module = SimpleNamespace(__file__=str(ROOT / "LICENSE"))
+    monkeypatch.setitem(sys.modules, "mine", module)
+    assert f"LICENSE sha256 {sha256_of_file(ROOT / 'LICENSE')}" in run_folder.source_hashes()
+    module.__file__ = str(tmp_path)  # of another folder: not the repository's
+    assert not any(line.startswith("LICENSE") for line in run_folder.source_hashes())
 
 
 def test_records_of_this_repository_keep_the_rules(repository):
@@ -260,12 +264,7 @@ def test_packed_records_keep_the_difference(unpacked):
     row, notes = check.check_record(str(unpacked))
     assert not row["broken"]
     assert notes[0].endswith("a person must read: data/more.py (+1 -0), model.py (+1 -0).")
-    # Changes that weight the loss, or that change the batch over the run
-    edit(unpacked / "seed_0" / "metrics.jsonl", r"5\.76\d+", "5.6600")
-    edit(unpacked / "seed_0" / "log.txt", r"loss 5\.76\d+", "loss 5.6600")
-    for path in (unpacked / "seed_0" / "metrics.jsonl", unpacked / "seed_0" / "summary.json"):
-        tenfold = re.sub(r'("tokens(?:_per_s)?": )(\d+)', r"\g<1>\g<2>0", path.read_text())
-        path.write_text(tenfold)
+    edit(unpacked / "seed_0" / "metrics.jsonl", r"5\.76\d+", "5.6600")  # it may weight the loss
     assert not check.check_record(str(unpacked))[0]["broken"]
 
 
@@ -288,7 +287,6 @@ def test_p_is_that_of_the_reruns(record):
         lower = 0.998 * loss
         for name in ("metrics.jsonl", "summary.json"):
             edit(run / name, re.escape(f'"val_loss": {loss}'), f'"val_loss": {lower}')
-        edit(run / "log.txt", f"val_loss {loss:.4f}", f"val_loss {lower:.4f}")
     target = mean(losses) + 6.9 * stdev(losses) / math.sqrt(3)  # p is 0.0102
     check.TRACKS["laptop"]["targets"][NAME.name.partition("_")[2]] = target
     row, _ = check.check_record(str(record))
@@ -300,8 +298,6 @@ def test_pack_keeps_what_it_cannot_pack(unpacked):
     edit_copy(unpacked / "seed_1", "model.py", "# edited")
     with pytest.raises(UserError, match="seed_1 ran a different model.py than source.patch"):
         check.pack(str(unpacked), "HEAD")
-    with pytest.raises(UserError, match="as in --pack HEAD"):
-        check.pack(str(unpacked), "HEAD~7")
     assert len(list(unpacked.glob("*/source"))) == 3
     for folder in unpacked.glob("*/source"):
         shutil.rmtree(folder)

@@ -3,7 +3,7 @@
 # DRY=1: tiny sizes on a CPU. PLACE: a folder instead of .gpu. Its logs lie in $OUT
 cd "$(dirname "$0")/../../.."
 export OUT=${OUT:-/tmp/out} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore TORCHINDUCTOR_CACHE_DIR=${CACHE:-/tmp/inductor}
-place=$(realpath "${PLACE:-.gpu}") sweep=$PWD/records/bench/2026-11-26_h100/sweep.py root=$PWD lines=" $* " limit=${LIMIT:-570}
+place=$(realpath "${PLACE:-.gpu}") sweep=$PWD/records/bench/2026-11-26_h100_5e9ffa1/sweep.py root=$PWD lines=" $* " limit=${LIMIT:-570}
 export TIKTOKEN_CACHE_DIR=$place/tiktoken DATA=$place/data
 mkdir -p $OUT
 began=$(date +%s)
