@@ -241,7 +241,7 @@ def train_all(bench: Bench, sides: dict) -> dict[str, list[dict]]:
         if not Path(datasets[0], "meta.json").exists():
             run_python(REPO / "data" / "prepare.py", "python")
     other_order = dict(reversed(sides.items()))
-    flags = dict(eval_every=0, eval_tokens=0) | bench.flags
+    flags = dict(eval_every="end", eval_tokens="all") | bench.flags
     runs = {data: [] for data in datasets}
     with tempfile.TemporaryDirectory() as work:
         parts = {}

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import math
 import multiprocessing
 import os
@@ -74,7 +73,7 @@ class Bench:
 
 def trainer_flags(words: list[str]) -> dict:
     """Read the trainer's flags from words of a command line. Raises UserError."""
-    return parse_flags(words, dataclasses.fields(Config), {}, "")
+    return parse_flags(words, Config, {}, "")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -56,8 +56,14 @@ CPU = DistContext(torch.device("cpu"))
         ("--block_size 64", "unknown flag --block_size; use --seq_len"),
         ("--muon_lr nan", "--muon_lr is nan; expected auto, a finite number"),
         ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
-        ("--eval_every 0", "--eval_every is 0; expected end, auto, a finite number of at least 1"),
-        ("--embed_decay -1", "--embed_decay is -1.0; expected auto, a finite number of at least 0"),
+        (
+            "--eval_every end",
+            "--eval_every is 0; expected end, auto, a finite number of at least 1",
+        ),
+        (
+            "--embed_decay auto",
+            "--embed_decay is -1.0; expected auto, a finite number of at least 0",
+        ),
         ("--max_steps 3e14", "below 2\\*\\*48"),
         ("--minutes 1", "--minutes ends the run by the clock, so that --max_steps cannot be given"),
         ("--wandb yes", "invalid boolean value: 'yes'"),
