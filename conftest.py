@@ -165,7 +165,7 @@ def block_options(monkeypatch, mode: str) -> dict:
     taken = []
     with monkeypatch.context() as patch:
         patch.setattr(Block, "compile", lambda self, options, **_: taken.append(options))
-        apply_compile(random_gpt(n_layer=1), mode, 1.0)
+        apply_compile(random_gpt(n_layer=1), mode)
     return taken[0]
 
 

@@ -27,6 +27,7 @@ from data.tokenizers import VOCABULARY_FILE, Tokenizer, get_tokenizer
 from inference.generation import freeze, random_tokens
 from inference.int8 import quantize
 from model import GPT, GPTConfig
+from ops.ngrams import rows_of_hashes
 from runtime.checkpoint import (
     document_token,
     load_weights,
@@ -68,7 +69,10 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     """
     table = model.ngrams
     if table is not None:  # ONNX has lookups and sums, not embedding_bag
-        table.forward = lambda rows, keep: F.embedding(rows, table.weight).sum(-2)
+        n_rows = table.num_embeddings
+        table.forward = lambda hashes, *_: F.embedding(
+            rows_of_hashes(hashes, n_rows), table.weight
+        ).sum(-2)
     seq_len = model.cfg.seq_len
     example = torch.zeros((2, max(2, seq_len // 2)), dtype=torch.int64)
     shape = {

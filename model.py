@@ -30,14 +30,8 @@ from common.values import derive_seed
 from ops.attention import ATTENTION_KERNELS, attention_mask, layer_windows
 from ops.cross_entropy import cross_entropy
 from ops.elementwise import leaky_relu_squared, norm, previous_token, softcap
-from ops.loss import LossFunctions, chunked_loss
-from ops.ngrams import (
-    NgramEmbedding,
-    dropout_weights,
-    hash_ngrams,
-    rmsprop_rows_,
-    rows_of_hashes,
-)
+from ops.loss import chunked_loss
+from ops.ngrams import NgramEmbedding, hash_ngrams, rmsprop_rows_
 from ops.optimizer import adam_, batches_by_shape, on_whole_matrices, state_tensors
 from ops.parallel import to_local
 
@@ -295,7 +289,7 @@ class GPT(nn.Module):
         self.eot = eot
         self.ngram_dropout = ngram_dropout
         self.step_seed = 0  # for n-gram dropout, equal on all ranks; the trainer sets it per step
-        self.loss_functions = LossFunctions()  # eager; apply_compile compiles them
+        self.loss_functions = None  # of chunked_loss, if compiled
         self.windows = layer_windows(cfg.window, cfg.n_layer, cfg.seq_len)
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -368,12 +362,11 @@ class GPT(nn.Module):
         if self.ngrams is None:
             return x
 
-        # Each n-gram has a row of the table, by its hash. Dropout leaves some n-grams out
+        # An n-gram's hash, for each token further back: h = (h * HASH_A + token) % 2^31. It selects
+        # a row of the table, (h * HASH_B >> 7) % ngram_rows
         hashes = hash_ngrams(tokens, self.cfg.ngram, self.eot)[:, -T:]  # (B, T, ngram - 1)
-        rows = rows_of_hashes(hashes, self.cfg.ngram_rows)
         dropout = self.ngram_dropout if self.training else 0.0
-        weights = dropout_weights(hashes, dropout, self.step_seed)
-        return x + self.ngrams(rows, weights).to(x.dtype)
+        return x + self.ngrams(hashes, dropout, self.step_seed).to(x.dtype)
 
     def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, Mask]:
         """Make the mask of each window, for idx (B, T), in the form that attn_backend takes.

@@ -43,20 +43,18 @@ from ops.ngrams import grad_values, use_sparse_gradients
 from ops.parallel import (
     apply_ddp,
     apply_fsdp,
-    reshard,
     sum_over_ranks,
-    swap_weights,
+    swapped_weights,
     sync_gradients,
     to_full,
 )
-from ops.recompute import activation_budget
 
 # Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.device import DTYPES
 from runtime.flags import GivenFlags, check_values, flag, implied_flags, parse_flags
-from runtime.model_setup import check_causal, fit_into_memory, ranks_per_copy, warm_up
+from runtime.model_setup import check_causal, fit_into_memory, warm_up
 from runtime.progress import agree_on_status, reason_to_stop
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import Start, find_start
@@ -273,15 +271,10 @@ class TrainState:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[GPT]:
         """Context: the model in eval mode, with extra["eval_weights"] if there are any."""
-        eval_weights = self.extra.get("eval_weights", {})
         self.raw_model.eval()
-        swap_weights(self.raw_model, eval_weights)
-        try:
+        with swapped_weights(self.raw_model, self.extra.get("eval_weights", {})):
             yield self.raw_model
-        finally:
-            reshard(self.raw_model)  # FSDP keeps whole weights after a forward without a backward
-            swap_weights(self.raw_model, eval_weights)
-            self.raw_model.train()
+        self.raw_model.train()
 
 
 def gpt_config(cfg: Config, vocab_size: int) -> GPTConfig:
@@ -329,7 +322,7 @@ def build(
     if cfg.fp8:
         apply_fp8(raw_model)
     if cfg.is_compiled:
-        apply_compile(raw_model, cfg.compile, activation_budget(cfg.checkpointing))
+        apply_compile(raw_model, cfg.compile, cfg.checkpointing)
 
     # Recompute activations where memory is short; find the micro-batch that fits. On a GPU, this
     # and warm_up make steps on dummy data, with optimizers of their own. They change no weights
@@ -338,9 +331,11 @@ def build(
     # FSDP shards the weights, in place; DDP averages gradients
     model: nn.Module = raw_model
     grad_dtype = DTYPES[cfg.grad_comm]
-    if cfg.is_sharded:
-        shard_size = ranks_per_copy(cfg, dist_ctx)
+    if cfg.parallel == "hsdp":
+        shard_size = cfg.shard_size or dist_ctx.local_world_size
         apply_fsdp(raw_model, DTYPES[cfg.dtype], grad_dtype, shard_size=shard_size)
+    elif cfg.parallel == "fsdp":
+        apply_fsdp(raw_model, DTYPES[cfg.dtype], grad_dtype)
     elif dist_ctx.world_size > 1:
         model = apply_ddp(raw_model, grad_dtype, bucket_cap_mb=cfg.bucket_cap_mb)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from inference.decode import is_matvec, matvec
 from model import GPT, Linear
-from ops.ngrams import NgramEmbedding
+from ops.ngrams import NgramEmbedding, rows_of_hashes
 
 # Up to this many rows, the CPU's int8 kernel is faster than bf16 matmuls with dequantized weights
 FEW_ROWS = 16
@@ -62,7 +62,10 @@ class Int8Embedding(Int8Weight):
 
 
 class Int8NgramEmbedding(Int8Embedding):
-    def forward(self, rows: Tensor, keep: None) -> Tensor:
+    """Sums the rows of n-grams, without dropout."""
+
+    def forward(self, hashes: Tensor, dropout: float = 0.0, seed: int = 0) -> Tensor:
+        rows = rows_of_hashes(hashes, len(self.weight_scale))
         return super().forward(rows).sum(-2)
 
 

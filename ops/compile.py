@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ops.loss import LossFunctions, loss_and_gradients, loss_only
+from ops.recompute import activation_budget
 
 # The modes that use CUDA graphs, and what they are without
 WITHOUT_CUDAGRAPHS = {
@@ -54,11 +55,11 @@ def keep_gcc_from_copying() -> None:
         )
 
 
-def apply_compile(model: nn.Module, mode: str, budget: float) -> None:
+def apply_compile(model: nn.Module, mode: str, checkpointing: str = "none") -> None:
     """Compile a GPT's blocks, which share one compilation, and its loss; parameter names stay.
 
-    mode: of torch.compile. budget: the fraction of activations that may be kept for backward; the
-    compiler recomputes the others.
+    mode: of torch.compile. checkpointing: a value of the flag; if it is a number, the compiler
+    keeps that fraction of activations for backward, and recomputes the others.
     """
     # Earlier compilations in this process count against the recompile limit
     torch._dynamo.reset()
@@ -70,7 +71,7 @@ def apply_compile(model: nn.Module, mode: str, budget: float) -> None:
     # overlap all-reduce with backward
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.trace_autograd_ops = True  # for loss_and_gradients
-    torch._functorch.config.activation_memory_budget = budget
+    torch._functorch.config.activation_memory_budget = activation_budget(checkpointing)
     on_cuda = model.device.type == "cuda"
     if on_cuda:
         reduce_short_rows_at_once()

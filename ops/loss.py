@@ -42,14 +42,16 @@ def chunked_loss(
     targets: Tensor,
     *,
     chunk: int,
-    via: LossFunctions,
+    via: LossFunctions | None = None,
 ) -> Tensor:
     """Compute the mean of function(x, targets) over targets that are not -1: fp32, 0 for none.
 
     function: the mean loss of any rows of x (N, D) against their targets, int64 (N,). It depends on
     x and `params` only. chunk: rows at once; 0 is all. The gradients of a chunk are computed while
-    its logits exist, so that nothing is computed twice (Liger Kernel, Hsu et al. 2024).
+    its logits exist, so that nothing is computed twice (Liger Kernel, Hsu et al. 2024). via:
+    compiled functions.
     """
+    via = via or LossFunctions()
     if chunk and torch.is_grad_enabled():
         trained = [p for p in params if p.requires_grad]
         return ChunkedLoss.apply(function, via.loss_and_gradients, chunk, x, targets, *trained)

@@ -67,17 +67,17 @@ def mix(hashes: Tensor, value: Tensor | int) -> Tensor:
 class NgramEmbedding(nn.Embedding):
     """A table of embeddings in which each n-gram has the row that its hash selects."""
 
-    def forward(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(self, hashes: Tensor, dropout: float = 0.0, seed: int = 0) -> Tensor:
         """Sum the rows of each token's n-grams: fp32 (B, T, C).
 
-        rows: int64 (B, T, N), for n-grams of N lengths. weights: their weights in the sum, of that
-        shape; None for ones.
+        hashes: int64 (B, T, N), of n-grams of N lengths. dropout, seed: as in dropout_weights.
         """
-        B, T, N = rows.shape
+        B, T, N = hashes.shape
+        weights = dropout_weights(hashes, dropout, seed)
         if weights is not None:
             weights = weights.view(B * T, N)
         summed = F.embedding_bag(
-            rows.view(B * T, N),
+            rows_of_hashes(hashes, self.num_embeddings).view(B * T, N),
             self.weight.float(),  # fp32 already, except where FSDP has gathered it in bf16
             mode="sum",
             per_sample_weights=weights,

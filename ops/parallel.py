@@ -1,6 +1,7 @@
 """DDP and FSDP2: wrapping a model, shards and whole tensors."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -82,16 +83,17 @@ def apply_ddp(
 
 
 def apply_fsdp(
-    model: nn.Module, dtype: torch.dtype, grad_dtype: torch.dtype, shard_size: int
+    model: nn.Module, dtype: torch.dtype, grad_dtype: torch.dtype, shard_size: int | None = None
 ) -> None:
     """Shard each block of a GPT by itself, then the rest, with FSDP2.
 
-    Every `shard_size` consecutive ranks hold one copy of the model; several such groups are
-    replicas (hybrid sharding). Blocks compute in `dtype`; gradients are reduced in `grad_dtype`.
+    dtype: of blocks. grad_dtype: of the reduction of gradients. shard_size: so many consecutive
+    ranks, by default all, hold one copy of the model; several such groups are replicas (HSDP).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    shard_size = shard_size or dist.get_world_size()
     replicas = dist.get_world_size() // shard_size
     if replicas == 1:
         mesh = init_device_mesh(model.device.type, (shard_size,))
@@ -126,6 +128,17 @@ def sync_gradients(model: nn.Module, is_last: bool) -> contextlib.AbstractContex
     if hasattr(model, "set_requires_all_reduce"):
         model.set_requires_all_reduce(is_last)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def swapped_weights(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which parameters, by name, have these values instead of their own."""
+    swap_weights(model, weights)
+    try:
+        yield
+    finally:
+        reshard(model)  # FSDP keeps whole weights after a forward pass without a backward pass
+        swap_weights(model, weights)
 
 
 @torch.no_grad()

@@ -99,7 +99,13 @@ def check_flags(cfg: Config) -> None:
 
 def check_device(cfg: Config, dist_ctx: DistContext) -> list[str]:
     """Raise UserError for flags that cannot work here; return a warning per flag without effect."""
-    device = dist_ctx.device
+    device, world_size = dist_ctx.device, dist_ctx.world_size
+    shard_size = cfg.shard_size or dist_ctx.local_world_size
+    if cfg.parallel == "hsdp" and world_size % shard_size:
+        raise UserError(
+            f"--shard_size {shard_size} (by default the ranks per node) does not divide the "
+            f"{world_size} ranks; give a divisor of them, or use --parallel fsdp"
+        )
     if device.type == "cuda":
         check_cuda(cfg, device)
     elif cfg.attn in ("flex", "cudnn", "efficient", "varlen", "fa3", "fa4"):

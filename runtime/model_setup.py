@@ -49,22 +49,6 @@ def seqs_per_rank(cfg: Config, world_size: int) -> int:
     return n_seqs
 
 
-def ranks_per_copy(cfg: Config, dist_ctx: DistContext) -> int:
-    """Return the number of ranks that share one copy of the weights, with FSDP or HSDP.
-
-    Raises UserError if it does not divide the number of ranks.
-    """
-    if cfg.parallel == "fsdp":
-        return dist_ctx.world_size
-    shard_size = cfg.shard_size or dist_ctx.local_world_size
-    if dist_ctx.world_size % shard_size:
-        raise UserError(
-            f"--shard_size {shard_size} (by default the ranks per node) does not divide the "
-            f"{dist_ctx.world_size} ranks; give a divisor of them, or use --parallel fsdp"
-        )
-    return shard_size
-
-
 @torch.no_grad()
 def check_causal(model: GPT) -> None:
     """Raise UserError if logits depend on later tokens: the model would learn to copy them."""

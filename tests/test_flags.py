@@ -295,10 +295,6 @@ def test_ranks_share_a_batch_and_copies_evenly():
         cfg = make_config(**dict(seq_len=32, batch_tokens=512) | flags)
         return model_setup.seqs_per_rank(cfg, world_size)
 
-    def ranks_per_copy(**flags) -> int:
-        dist_ctx = DistContext(torch.device("cpu"), world_size=8, local_world_size=4)
-        return model_setup.ranks_per_copy(make_config(**flags), dist_ctx)
-
     assert seqs_per_rank(2, micro_batch=4) == 8
     assert seqs_per_rank(1) == 16
     refused = "cannot be shared evenly by 5 ranks; use a multiple of 160"
@@ -308,12 +304,12 @@ def test_ranks_share_a_batch_and_copies_evenly():
     with pytest.raises(UserError, match=refused):
         seqs_per_rank(4, batch_tokens=12 * 32, micro_batch=2)
 
-    assert ranks_per_copy(parallel="fsdp") == 8
-    assert ranks_per_copy(parallel="hsdp", shard_size=2) == 2
-    assert ranks_per_copy(parallel="hsdp") == 4
+    dist_ctx = DistContext(torch.device("cpu"), world_size=8, local_world_size=4)
+    for flags in (dict(shard_size=2), dict()):
+        assert not flag_checks.check_device(make_config(**flags, parallel="hsdp"), dist_ctx)
     refused = "--shard_size 3 .* does not divide the 8 ranks; give a divisor of them"
     with pytest.raises(UserError, match=refused):
-        ranks_per_copy(parallel="hsdp", shard_size=3)
+        flag_checks.check_device(make_config(parallel="hsdp", shard_size=3), dist_ctx)
     for n, most, divisor in ((16, 5, 4), (12, 6, 6), (7, 6, 1), (1, 0, 1), (36, 100, 36)):
         assert largest_divisor(n, most) == divisor
 

@@ -147,7 +147,7 @@ def test_gpu_weights_are_not_offloaded(compile, packed):
         cfg = GPTConfig(vocab_size=64, n_layer=2, n_head=2, n_embd=256, seq_len=100)
         gpt = GPT(cfg, torch.bfloat16)
     if compile != "off":
-        apply_compile(gpt, compile, 1.0)
+        apply_compile(gpt, compile)
     for block in gpt.blocks:
         apply_offload(block)
     idx = torch.zeros((5, 100), dtype=torch.int64, device="cuda")

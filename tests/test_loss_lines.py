@@ -54,7 +54,7 @@ def gradients(source: str, compiled: bool, monkeypatch) -> dict[str, torch.Tenso
             p.normal_(0, 0.1, generator=generator)
     if compiled:
         compile_with(monkeypatch, "aot_eager")
-        apply_compile(gpt, "default", 1.0)
+        apply_compile(gpt, "default")
     idx = torch.randint(70, (2, 25), generator=generator)
     gpt(idx[:, :-1], idx[:, 1:]).backward()
     return {name: p.grad for name, p in gpt.named_parameters() if p.grad is not None}

@@ -38,7 +38,7 @@ from ops.compile import apply_compile
 from ops.cross_entropy import FusedCrossEntropy, bounded_cross_entropy
 from ops.elementwise import CpuLeakyReLUSquared, CpuRMSNorm
 from ops.fp8 import Fp8Linear, apply_fp8
-from ops.loss import LossFunctions, chunked_loss
+from ops.loss import chunked_loss
 from ops.recompute import apply_recompute
 from tests.edit_cases import Plain
 
@@ -219,7 +219,7 @@ def test_chunks_of_the_loss_have_their_size(chunk):
         return cross_entropy(x @ w.T, y, 15.0)
 
     def loss_of(targets):
-        return chunked_loss(function, listed, x, targets, chunk=chunk, via=LossFunctions())
+        return chunked_loss(function, listed, x, targets, chunk=chunk)
 
     loss = loss_of(torch.zeros(48, dtype=torch.int64))
     assert max(n_rows) == min(chunk or 48, 48)
@@ -242,7 +242,7 @@ def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, cer
     def function(x, y):
         return cross_entropy(x @ w.to(dtype).T + shift, y, softcap)
 
-    mean = chunked_loss(function, [w], x, targets, chunk=16, via=LossFunctions())
+    mean = chunked_loss(function, [w], x, targets, chunk=16)
     loss = 4096 * mean  # as scaled by GradScaler
     exact_x = x.detach().double().requires_grad_()
     exact_w = w.detach().to(dtype).double().requires_grad_()
@@ -522,7 +522,7 @@ def test_what_is_compiled_can_be_traced(monkeypatch):
     apply_recompute(gpt.blocks[0], "selective")
     params, want = list(gpt.parameters()), gpt(idx, idx)
     want_grads = torch.autograd.grad(want, params)
-    apply_compile(gpt, "default", 1.0)
+    apply_compile(gpt, "default")
     for ours, exact in zip(torch.autograd.grad(gpt(idx, idx), params), want_grads):
         assert (ours - exact).norm() <= 0.1 * exact.norm()
     with torch.no_grad():
@@ -550,7 +550,7 @@ def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs,
     compile_with(monkeypatch, counter)
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "device", torch.device(device))
-        apply_compile(gpt, "default", 1.0)
+        apply_compile(gpt, "default")
     grads = torch.autograd.grad(gpt(idx, idx), params)
     torch.testing.assert_close(grads, want_grads, rtol=1e-4, atol=1e-6)
     assert counter.frame_count == 2  # a block, and the loss
