@@ -1,13 +1,11 @@
 """Turn files into documents: which files are read, in which order, and the split of each document.
 
-All text is UTF-8. A document is a file or a part of one. It is read in pieces, which are tuples:
-its split, True if a document starts with the piece, and the bytes.
+All text is UTF-8. A document is a file or a part of one. It is read in pieces.
 """
 
 import codecs
 import csv
 import fnmatch
-import glob
 import gzip
 import hashlib
 import io
@@ -19,7 +17,9 @@ import sysconfig
 import zipfile
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from common.errors import UserError, print_line
 from common.files import sha256_of_file
@@ -35,19 +35,22 @@ ALL_VAL = (1, 0, -1)
 PIECE = 1 << 18
 # The second to fourth bytes of UTF-8 characters
 CONTINUATION = bytes(range(0x80, 0xC0))
-# Text can be cut between a visible character and whitespace: no GPT-2 token spans the two. Taken as
-# visible are ASCII's visible characters, and others outside the ranges with whitespace (U+0085,
-# U+00A0, U+1680, U+2000 to U+205F, U+3000).
-SAFE_CUT = re.compile(
-    rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])"
-)
+# Text can be cut between a visible character and whitespace: no GPT-2 token spans the two
+SAFE_CUT = re.compile(rb"(?s).*[!-~](?=\s)")
+
+# Of a document: its split, True if the document starts with the piece, and the bytes
+Piece = tuple[str, bool, bytes]
+# The rule for splitting files, as choose_split returns it
+Rule = tuple[float, int, float]
+# A file's name and path, and perhaps its SHA-256
+File = tuple[str, Path] | tuple[str, Path, str]
 
 
 class Unreadable(UserError):
     """A file that cannot be read. Found inside a folder, it is skipped."""
 
-    def __init__(self, path, found, advice):
-        super().__init__(f"{path} {found}: {advice}")
+    def __init__(self, path: Path, found: str, advice: str):
+        super().__init__(f"{path} {found}; {advice}")
         self.found = found
 
 
@@ -55,25 +58,25 @@ class Unreadable(UserError):
 # Which files, in which order and split
 
 
-def hash_bytes(raw):
+def hash_bytes(raw: bytes) -> int:
     """Return the SHA-256 of bytes, an int below 2**256."""
     return int(hashlib.sha256(raw).hexdigest(), 16)
 
 
-def name_hash(name):
+def name_hash(name: str) -> int:
     """Return the SHA-256 of a file's name, an int below 2**256."""
     return hash_bytes(name.encode("utf-8", errors="surrogateescape"))
 
 
-def sort_by_hash(files):
-    """Sort files, (name, path, ...), by the hashes of their names, then by their paths.
+def sort_by_hash(files: Iterable[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """Sort files by the hashes of their names, then by their paths.
 
     The first tokens of a split are then a fair sample of it.
     """
     return sorted(files, key=lambda file: (name_hash(file[0]), file[1].as_posix()))
 
 
-def _files_under(folder, is_unwanted):
+def files_under(folder: Path, is_unwanted: Callable[[str], bool]) -> list[Path]:
     """Return the files in a folder and its subfolders, except those with unwanted names."""
     found = []
     for root, folders, names in os.walk(folder):
@@ -82,40 +85,36 @@ def _files_under(folder, is_unwanted):
     return found
 
 
-def python_files():
+def python_files() -> list[tuple[str, Path]]:
     """Return the Python files of this Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = _files_under(root, NOT_PYTHON.__contains__)
+    paths = files_under(root, NOT_PYTHON.__contains__)
     return sort_by_hash(
         (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
     )
 
 
-def find_files(arguments, include):
-    """Return the files that arguments (files, folders, globs) stand for: {path: name}.
+def find_files(
+    arguments: Iterable[str | Path], include: Sequence[str]
+) -> tuple[dict[Path, str], set[Path]]:
+    """Return the files that arguments (files, folders) stand for, with their names.
 
-    Also returns the set of paths that were given directly or by a glob. Files inside folders are
-    left out if they are hidden, made by prepare.py, or match no pattern of `include`.
+    Also returns the set of paths that were given directly. Files inside folders are left out if
+    they are hidden, made by prepare.py, or match no pattern of `include`.
     """
     names = {}
     given = set()
-    for argument in map(os.path.abspath, arguments):
-        matches = [argument]
-        if not os.path.exists(argument):
-            matches = sorted(glob.glob(argument, recursive=True))
-        if not matches:
-            raise UserError(
-                f"{argument} is not a file or folder, nor a glob that matches any: check the path"
-            )
-        for match in map(Path, matches):
-            paths = [match]
-            if match.is_dir():
-                paths = _files_under(match, lambda name: name.startswith("."))
-                paths = [path for path in paths if _is_included(path, include)]
-            else:
-                given.add(match)
-            for path in paths:
-                names.setdefault(path, path.relative_to(match.parent).as_posix())
+    for argument in map(Path, map(os.path.abspath, arguments)):
+        if argument.is_dir():
+            paths = files_under(argument, lambda name: name.startswith("."))
+            paths = [path for path in paths if is_included(path, include)]
+        elif os.path.lexists(argument):
+            paths = [argument]
+            given.add(argument)
+        else:
+            raise UserError(f"there is no file or folder {argument}; check the path")
+        for path in paths:
+            names.setdefault(path, path.relative_to(argument.parent).as_posix())
 
     # Distinguish several files of one name by their folders
     paths_of = defaultdict(list)
@@ -128,7 +127,7 @@ def find_files(arguments, include):
     return names, given
 
 
-def _is_included(path, include):
+def is_included(path: Path, include: Sequence[str]) -> bool:
     """Return True for a file inside a folder that is read."""
     is_prepared = (path.parent / "meta.json").exists() and any(path.parent.glob("*train*.bin"))
     name = path.name.lower()
@@ -136,7 +135,9 @@ def _is_included(path, include):
     return not is_prepared and any(fnmatch.fnmatchcase(name, text.lower()) for text in patterns)
 
 
-def find_texts(arguments, include, keys):
+def find_texts(
+    arguments: Sequence[str | Path], include: Sequence[str], keys: Sequence[str]
+) -> list[tuple[str, Path, str]]:
     """Return the files that arguments stand for, (name, path, SHA-256), sorted by name_hash.
 
     Equal files get the same name, so that they are in the same split. Unreadable files inside
@@ -165,30 +166,32 @@ def find_texts(arguments, include, keys):
         print_line(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
     if not files:
         raise UserError(
-            f"there is no text in {list(map(str, arguments))}: give PATHs of readable files, "
-            "folders or globs"
+            f"there is no text in {list(map(str, arguments))}; give PATHs of readable files "
+            "or folders"
         )
     return files
 
 
-def describe_texts(files):
+def describe_texts(files: Iterable[tuple[str, Path, str]]) -> str:
     """Return the number of files from find_texts, and a hash of their names and contents."""
     lines = [f"{name} {sha256}\n" for name, _, sha256 in files]
     digest = name_hash("".join(lines))
     return f"{len(files)} files, hash {digest >> 192:016x}"
 
 
-def check_disjoint(files, val_files):
+def check_disjoint(
+    files: Iterable[tuple[str, Path, str]], val_files: Iterable[tuple[str, Path, str]]
+) -> None:
     """Raise UserError if a text is among the files for training and those for validation."""
     names = {sha256: name for name, path, sha256 in files if path.stat().st_size}
     for val_name, _, sha256 in val_files:
         if sha256 in names:
             raise UserError(
-                f"{names[sha256]} is given for training and as --val ({val_name}): remove one"
+                f"{names[sha256]} is given for training and as --val ({val_name}); remove one"
             )
 
 
-def text_size(path):
+def text_size(path: Path) -> int:
     """Estimate the bytes of text in a file."""
     n_bytes = path.stat().st_size
     if path.name.lower().endswith((".parquet", ".gz")):  # compressed
@@ -196,13 +199,13 @@ def text_size(path):
     return n_bytes
 
 
-def total_size(files):
-    """Estimate the bytes of text in files, (name, path, ...)."""
+def total_size(files: Iterable[File]) -> int:
+    """Estimate the bytes of text in files."""
     return sum(text_size(path) for _, path, *_ in files)
 
 
-def choose_split(files, val_fraction, keys):
-    """Return the rule for splitting files: (val_fraction, threshold, largest).
+def choose_split(files: Sequence[File], val_fraction: float, keys: Sequence[str]) -> Rule:
+    """Choose the rule for splitting files: (val_fraction, threshold, largest).
 
     A document is for validation if its hash is below the threshold. A file of more than `largest`
     bytes is cut in two. Both follow from val_fraction, but the threshold is moved so that each
@@ -212,7 +215,7 @@ def choose_split(files, val_fraction, keys):
     largest = val_fraction * total_size(files)
     lowest = 2**256
     highest = -1
-    for digest, n_bytes, _, _ in _read_documents(files, keys):
+    for digest, n_bytes, _, _ in read_documents(files, keys):
         if n_bytes > largest:
             continue
         lowest = min(lowest, digest)
@@ -225,12 +228,12 @@ def choose_split(files, val_fraction, keys):
     return val_fraction, max(lowest + 1, min(threshold, highest)), largest
 
 
-def file_format(path):
+def file_format(path: Path) -> str:
     """Return the suffix of a file's name in lower case, without .gz, such as ".csv"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def open_file(path):
+def open_file(path: Path) -> BinaryIO:
     """Open a file as a binary stream, unpack .gz, and skip a byte order mark. Raises Unreadable."""
     # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
@@ -249,7 +252,9 @@ def open_file(path):
 # Documents, in pieces
 
 
-def read_document(split, stream, path, size=sys.maxsize):
+def read_document(
+    split: str, stream: BinaryIO, path: Path, size: int = sys.maxsize
+) -> Iterator[Piece]:
     """Yield the next `size` bytes of a binary stream as the pieces of one document.
 
     The pieces have the same GPT-2 tokens as the whole. Raises Unreadable, with the path, if the
@@ -263,7 +268,7 @@ def read_document(split, stream, path, size=sys.maxsize):
         at_end = not block
         size -= len(block)
         rest += block
-        cut = len(rest) if at_end else _find_cut(rest)
+        cut = len(rest) if at_end else find_cut(rest)
         piece = rest[:cut]
         rest = rest[cut:]
         if piece:
@@ -277,7 +282,7 @@ def read_document(split, stream, path, size=sys.maxsize):
             starts_document = False
 
 
-def _find_cut(raw):
+def find_cut(raw: bytes) -> int:
     """Return a position where bytes of text can be cut, or 0 if more must be read."""
     safe = SAFE_CUT.match(raw)
     if safe:
@@ -288,8 +293,8 @@ def _find_cut(raw):
     return 0
 
 
-def read_files(files, keys, split):
-    """Yield the pieces of all documents of files, (name, path, ...).
+def read_files(files: Iterable[File], keys: Sequence[str], split: Rule) -> Iterator[Piece]:
+    """Yield the pieces of all documents of files.
 
     A row of a table or of JSON is a document, and so is each part of a text or row between
     <|endoftext|>. Any other file is one document.
@@ -299,14 +304,16 @@ def read_files(files, keys, split):
     Raises UserError, with the position, for a file that cannot be read.
     """
     val_fraction, threshold, largest = split
-    for digest, n_bytes, path, stream in _read_documents(files, keys):
+    for digest, n_bytes, path, stream in read_documents(files, keys):
         train_fraction = 1 - val_fraction
         if n_bytes <= largest:
             train_fraction = int(digest >= threshold)
-        yield from _read_text(stream, path, train_fraction)
+        yield from read_text(stream, path, train_fraction)
 
 
-def _read_documents(files, keys):
+def read_documents(
+    files: Iterable[File], keys: Sequence[str]
+) -> Iterator[tuple[int, int, Path, BinaryIO]]:
     """Yield (hash, bytes, path, binary stream) of each document that is not empty.
 
     For a whole file, the hash is that of its name. For a document inside a file, it is that of its
@@ -316,10 +323,10 @@ def _read_documents(files, keys):
         try:
             with open_file(path) as stream:
                 texts = []
-                if _has_rows(stream, path, keys):
-                    texts = _read_rows(stream, path, keys)
-                elif _has_separator(stream):
-                    texts = _split_text(stream)
+                if has_rows(stream, path):
+                    texts = read_rows(stream, path, keys)
+                elif has_separator(stream):
+                    texts = split_text(stream)
                 elif stream.peek(1):
                     yield name_hash(name), text_size(path), path, stream
                 for text in texts:
@@ -330,7 +337,7 @@ def _read_documents(files, keys):
             raise Unreadable(path, found, "fetch it again") from error
 
 
-def _has_separator(stream):
+def has_separator(stream: BinaryIO) -> bool:
     """Return True if a text file contains <|endoftext|>."""
     begin = stream.tell()
     end = b""
@@ -344,7 +351,7 @@ def _has_separator(stream):
     return is_found
 
 
-def _split_text(stream):
+def split_text(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the documents of a text as bytes, without the line breaks around <|endoftext|>."""
     parts = []
     for line in stream:
@@ -356,7 +363,7 @@ def _split_text(stream):
     yield b"".join(parts).strip(b"\r\n")
 
 
-def _read_text(stream, path, train_fraction):
+def read_text(stream: BinaryIO, path: Path, train_fraction: float) -> Iterator[Piece]:
     """Yield the pieces of a text, one document per split, cut between characters."""
     begin = stream.tell()
     n_bytes = stream.seek(0, os.SEEK_END) - begin
@@ -374,34 +381,24 @@ def _read_text(stream, path, train_fraction):
 # Rows of JSON, .csv and Parquet files
 
 
-def _has_rows(stream, path, keys):
-    """Return True if a file has rows.
-
-    A .json file may be plain text, such as settings. It has rows if its first object has a "text",
-    or if --text_key was given.
-    """
-    if file_format(path) != ".json":
-        return file_format(path) in ROW_FORMATS
-    begin = stream.tell()
-    try:
-        first_row = next(filter(None, _json_rows(stream)), None)
-    except (ValueError, RecursionError):
-        first_row = None
-    stream.seek(begin)
-    return isinstance(first_row, dict) and ("text" in first_row or tuple(keys) != ("text",))
+def has_rows(stream: BinaryIO, path: Path) -> bool:
+    """Return True if a file has rows. A .json file may be plain text, such as settings."""
+    if file_format(path) == ".json":
+        return stream.peek(PIECE).lstrip().startswith(b"[")
+    return file_format(path) in ROW_FORMATS
 
 
-def _read_rows(stream, path, keys):
+def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[bytes]:
     """Yield the texts of a file's rows as bytes, split at <|endoftext|>."""
     if file_format(path) == ".parquet":
-        rows = _parquet_rows(stream, path, keys)
+        rows = parquet_rows(stream, path, keys)
     elif file_format(path) == ".csv":
         csv.field_size_limit(1 << 26)
         text = io.TextIOWrapper(stream, "utf-8", newline="")
         # Surplus cells turn the first text into a list, which is an error below
         rows = csv.DictReader(text, restkey=keys[0], strict=True)
     else:
-        rows = _json_rows(stream)
+        rows = json_rows(stream)
     number = 0
     try:
         for row in rows:
@@ -418,7 +415,7 @@ def _read_rows(stream, path, keys):
         raise Unreadable(path, found, "correct it, or give --text_key") from None
 
 
-def _json_rows(stream):
+def json_rows(stream: BinaryIO) -> Iterator[dict | None]:
     """Yield the objects of a JSON array or of JSON lines, None for blank lines."""
     begin = stream.tell()
     is_array = stream.read(PIECE).lstrip().startswith(b"[")
@@ -429,7 +426,7 @@ def _json_rows(stream):
         yield json.loads(line) if line.strip() else None
 
 
-def _parquet_rows(stream, path, keys):
+def parquet_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[dict]:
     """Yield these columns of a Parquet file row by row, with "" for empty cells.
 
     Only a few rows are in memory at a time.
@@ -437,7 +434,7 @@ def _parquet_rows(stream, path, keys):
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UserError(f"{path} needs the package pyarrow: run `pip install pyarrow`") from None
+        raise UserError(f"{path} needs the package pyarrow; run `pip install pyarrow`") from None
     file = ParquetFile(stream)
     for batch in file.iter_batches(batch_size=256, columns=[*keys]):
         for row in batch.to_pylist():
@@ -448,7 +445,7 @@ def _parquet_rows(stream, path, keys):
 # WikiText
 
 
-def read_wikitext(archive):
+def read_wikitext(archive: Path) -> Iterator[Piece]:
     """Yield the pieces of a WikiText archive in its own splits. Each article is a document."""
     with zipfile.ZipFile(archive) as members:
         for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
@@ -458,7 +455,7 @@ def read_wikitext(archive):
             previous = b""
             for line in members.open(name):
                 # A heading after a blank line starts the next article
-                if _is_title(line) and article.strip() and not previous.strip():
+                if is_title(line) and article.strip() and not previous.strip():
                     yield from read_document(split, io.BytesIO(article), archive)
                     article = bytearray()
                 article += line
@@ -466,6 +463,6 @@ def read_wikitext(archive):
             yield from read_document(split, io.BytesIO(article), archive)
 
 
-def _is_title(line):
+def is_title(line: bytes) -> bool:
     """Return True for a heading of the first level, such as ` = Title = `."""
     return line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import UserError
-from data.choices import Question, read_questions
+from data.questions import Question, read_questions
 from data.prepare import encode_file
 from model import GPT
 
