@@ -781,7 +781,8 @@ def test_bf16():
 
 def test_batches(data):
     def batch(step: int, rank: int = 0, world_size: int = 1, seed: int = 0) -> Tensor:
-        stream = TokenStream(data, seq_len=32, batch_tokens=512, seed=seed)
+        stream = TokenStream(data, seq_len=32, seed=seed)
+        stream.set_batch_tokens(512)
         return get_batch(stream, DistContext(torch.device("cpu"), rank, world_size), step)
 
     assert torch.equal(batch(77), torch.cat([batch(77, rank, 4) for rank in range(4)])), (

@@ -520,7 +520,7 @@ def train(cfg: Config, return_model: bool = False, on_step=None) -> dict | tuple
         # Automatic values, which may include the batch size
         saved_flags = init.checkpoint["config"] if resuming else {}
         cfg = resolve_auto(cfg, dist_ctx, stream, saved_flags)
-        stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
+        stream.set_batch_tokens(cfg.batch_tokens)
 
         # Model and optimizer; with --resume, also the state of optimizer, steps and clock
         with raise_on_all_ranks(dist_ctx):  # if one fails, the others do not wait for it

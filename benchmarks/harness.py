@@ -153,7 +153,7 @@ def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     check_device(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
     cfg = resolve_auto(cfg, dist_ctx, stream, {})
-    stream.seqs_per_batch = cfg.batch_tokens // cfg.seq_len
+    stream.set_batch_tokens(cfg.batch_tokens)
     state = build(cfg, dist_ctx, stream.meta["vocab_size"], stream.meta["eot"])
     return state, stream, get_batch(stream, dist_ctx, 0)
 

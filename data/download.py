@@ -5,11 +5,10 @@ import os
 import time
 import urllib.request
 from pathlib import Path
-from typing import BinaryIO
 
 from common.errors import UserError, print_line
 from common.files import atomic_write, sha256_of_file
-from data.shards import DATA_DIR, check_shard, is_fineweb, meta_or_gpt2, write_meta
+from data.shards import DATA_DIR, GPT2, check_shard, is_fineweb, meta_or_gpt2, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
@@ -53,19 +52,17 @@ class Progress:
             print_line(f"{self.job}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB")
 
 
-def fetch(url: str, file: BinaryIO, name: str) -> None:
-    """Write the content of `url` to a file. Raises OSError, ValueError or HTTPException."""
+def fetch(url: str, path: Path) -> None:
+    """Download `url` to `path`, whole or not at all. Raises OSError, ValueError, HTTPException."""
     request = urllib.request.Request(url, headers={"User-Agent": "prepare.py"})
-    with urllib.request.urlopen(request, timeout=30) as response:
+    with urllib.request.urlopen(request, timeout=30) as response, atomic_write(path) as file:
         total = int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {name}", total)
+        progress = Progress(f"downloading {path.name}", total)
         while block := response.read(1 << 18):
             file.write(block)
             progress.add(len(block))
-    if progress.done < total:
-        raise http.client.HTTPException(
-            f"the connection ended after {progress.done} of {total} bytes"
-        )
+        if progress.done < total:
+            raise OSError(f"the connection ended after {progress.done} of {total} bytes")
 
 
 def download(url: str, path: Path, sha256: str | None = None) -> str:
@@ -78,8 +75,7 @@ def download(url: str, path: Path, sha256: str | None = None) -> str:
         if path.exists():
             break
         try:
-            with atomic_write(path) as file:
-                fetch(url, file, path.name)
+            fetch(url, path)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if wait_s is None:
                 raise UserError(
@@ -99,7 +95,7 @@ def download(url: str, path: Path, sha256: str | None = None) -> str:
     return digest
 
 
-def prepare_hellaswag(out: str | None) -> None:
+def prepare_hellaswag(out: str | None = None) -> None:
     """Download HellaSwag's questions to the folder `out`. Raises UserError."""
     path = Path(out or DATA_DIR / "hellaswag", "hellaswag_val.jsonl")
     url, sha256 = DOWNLOADS["hellaswag"]
@@ -114,7 +110,7 @@ def fineweb_hashes() -> dict[str, str]:
     return {name: sha256 for sha256, name in pairs}
 
 
-def prepare_fineweb(out: str | None, shards: int) -> None:
+def prepare_fineweb(out: str | None = None, shards: int = 103) -> None:
     """Download the FineWeb shards that are not in the folder `out` yet, and write meta.json.
 
     shards: the number of training shards. Raises UserError.
@@ -131,15 +127,12 @@ def prepare_fineweb(out: str | None, shards: int) -> None:
 
     known = fineweb_hashes()
     files = {}
-    n_tokens = {"train": 0, "val": 0}
+    splits = {"train": {"tokens": 0}, "val": {"tokens": 0}}
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
         sha256 = download(FINEWEB + name, folder / name, known.get(name))
         length, _ = check_shard(folder / name)
         files[name] = {"tokens": length, "sha256": sha256}
-        n_tokens[split] += length
-
-    meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": FINEWEB}
-    splits = {split: {"tokens": count} for split, count in n_tokens.items()}
-    write_meta(folder, meta | {"splits": splits, "files": files})
+        splits[split]["tokens"] += length
+    write_meta(folder, GPT2 | {"source": FINEWEB, "splits": splits, "files": files})

@@ -13,9 +13,9 @@ import itertools
 import os
 import platform
 import secrets
-import shlex
 import shutil
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 from common.errors import RunError, UserError, is_bad_path, print_line, run_command
 from common.files import sha256_of_file
+from common.values import cpu_cores
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb, prepare_hellaswag
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, meta_or_gpt2, write_meta, write_shard
@@ -76,7 +77,7 @@ class Options:
     val_fraction: float
     text_key: list[str]
     include: list[str] | None
-    paths: str  # the number of files, and a hash of their contents
+    texts: str  # the number of files, and a hash of their contents
     val: str
 
 
@@ -97,6 +98,8 @@ def prepare(
     source: a key of SOURCES. The others are described by --help. Several processes may make the
     same folder at once. Raises UserError.
     """
+    if not 0 < val_fraction < 1:
+        raise UserError(f"--val_fraction is {val_fraction}; expected between 0 and 1")
     # Your own texts, for training and for validation
     texts = []
     val_texts = []
@@ -114,7 +117,7 @@ def prepare(
         val_fraction=val_fraction,
         text_key=[*text_key],
         include=[*include] or None,
-        paths=corpus.describe_texts(texts),
+        texts=corpus.describe_texts(texts),
         val=corpus.describe_texts(val_texts),
     )
     folder = Path(out or default_folder(options))
@@ -123,19 +126,15 @@ def prepare(
         return folder
 
     with temporary_folder(folder) as temporary:
-        origin = shlex.join(["files", *map(str, paths)])
-        if source != "files":
-            origin, texts = source_texts(source)
-        read = document_reader(options, texts, val_texts)
+        origin, read, n_bytes = open_source(options, texts, val_texts)
 
         # Train a vocabulary, in a first pass over the documents
-        n_bytes = corpus.total_size(texts)
         if name == "bpe" and not vocabulary:
             vocabulary = train_on_sample(read(), vocab_size, n_bytes)
         encoder = get_tokenizer(name, vocabulary)
 
         # Write the shards in a second pass, then the vocabulary and meta.json
-        progress = Progress(f"preparing {source}", n_bytes + corpus.total_size(val_texts))
+        progress = Progress(f"preparing {source}", n_bytes)
         meta = write_shards(read(), encoder, temporary, progress)
         meta |= {"source": origin, "options": asdict(options)}
         if vocabulary:
@@ -180,32 +179,32 @@ def is_prepared(folder: Path, options: Options) -> bool:
     return True
 
 
-def source_texts(source: str) -> tuple[str, list[tuple[str, Path]]]:
-    """Return the origin of a source, and its files with their names, after downloading them."""
-    if source == "python":
-        return f"standard library of Python {platform.python_version()}", corpus.python_files()
-    url, sha256 = DOWNLOADS[source]
-    path = DOWNLOAD_DIR / url.rpartition("/")[2]
-    download(url, path, sha256)
-    return url, [(source, path)]
+def open_source(
+    options: Options, texts: list[corpus.TextFile], val_texts: list[corpus.TextFile]
+) -> tuple[str, Callable[[], Iterator[corpus.Piece]], int]:
+    """Return the origin of a source, a function that reads its documents, and their bytes."""
+    origin = options.texts
+    if options.source == "python":
+        origin = f"standard library of Python {platform.python_version()}"
+        texts = corpus.python_files()
+    elif options.source != "files":
+        origin, sha256 = DOWNLOADS[options.source]
+        path = DOWNLOAD_DIR / origin.rpartition("/")[2]
+        download(origin, path, sha256)
+        if options.source.startswith("wikitext"):
+            n_bytes = 3 * path.stat().st_size  # unpacked, about
+            return origin, lambda: corpus.cut_pieces(corpus.read_wikitext(path)), n_bytes
+        texts = [corpus.measure(path, ())]
 
-
-def document_reader(
-    options: Options, texts: list, val_texts: list
-) -> Callable[[], Iterator[corpus.Piece]]:
-    """Return a function that reads the pieces of all documents from the beginning."""
-    if options.source.startswith("wikitext"):
-        return partial(corpus.read_wikitext, texts[0][1])
-    keys = options.text_key
-    split = corpus.ALL_TRAIN
-    if not val_texts:
-        split = corpus.choose_split(texts, options.val_fraction, keys)
+    val_fraction = 0 if val_texts else options.val_fraction
+    train_sizes = corpus.choose_train_sizes(texts, val_fraction)
+    paths = [file.path for file in [*texts, *val_texts]]
 
     def read():
-        yield from corpus.read_files(texts, keys, split)
-        yield from corpus.read_files(val_texts, keys, corpus.ALL_VAL)
+        sizes = itertools.chain(train_sizes, itertools.repeat(0))
+        return corpus.cut_pieces(corpus.split_documents(paths, options.text_key, sizes))
 
-    return read
+    return origin, read, corpus.total_size([*texts, *val_texts])
 
 
 def print_summary(folder: Path, meta: dict) -> None:
@@ -277,24 +276,21 @@ class SplitWriter:
         self.split = split
         self.counts = Counter(tokens=0, bytes=0, documents=0)
         self.files: dict[str, dict] = {}  # each shard's entry in meta.json, by its name
-        self.waiting: list[np.ndarray] = []  # tokens that are in no shard yet
-        self.n_waiting = 0
+        self.waiting = array("H")  # tokens that are in no shard yet
 
     def add(self, tokens: np.ndarray, n_bytes: int, starts_document: bool) -> None:
         """Append tokens, and write each shard that is full."""
         self.counts.update(tokens=tokens.size, bytes=n_bytes, documents=starts_document)
-        self.waiting.append(tokens)
-        self.n_waiting += tokens.size
-        while self.n_waiting >= SHARD_TOKENS:
+        self.waiting.frombytes(tokens.tobytes())
+        while len(self.waiting) >= SHARD_TOKENS:
             self.write_shard()
 
     def write_shard(self) -> None:
         """Write the tokens that wait as a shard, at most SHARD_TOKENS of them."""
-        tokens = np.concatenate(self.waiting)
         name = f"{self.split}_{len(self.files):06d}.bin"
-        self.files[name] = write_shard(self.folder / name, tokens[:SHARD_TOKENS])
-        self.waiting = [tokens[SHARD_TOKENS:]]
-        self.n_waiting = self.waiting[0].size
+        tokens = np.array(self.waiting[:SHARD_TOKENS])
+        self.files[name] = write_shard(self.folder / name, tokens)
+        del self.waiting[:SHARD_TOKENS]
 
 
 def write_shards(
@@ -307,7 +303,7 @@ def write_shards(
     """
     writers = {split: SplitWriter(folder, split) for split in ("train", "val")}
     # Threads suffice: tiktoken and numpy release the GIL
-    threads = min(os.cpu_count() or 1, 16)
+    threads = min(cpu_cores(), 16)
     encode = partial(encode_pieces, tokenizer)
     for encoded in map_ahead(encode, batches(documents), depth=2 * threads, threads=threads):
         for split, tokens, n_bytes, starts_document in encoded:
@@ -322,7 +318,7 @@ def write_shards(
                 f"the {split} split has no text; give more text, give it as a single file, or "
                 "change --val or --val_fraction"
             )
-        if writer.n_waiting:
+        if writer.waiting:
             writer.write_shard()
         if tokenizer.name.startswith("integers"):
             writer.counts["bytes"] = None  # they are not text
@@ -360,12 +356,11 @@ def encode_file(path: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
 
     Raises UserError if it is not UTF-8.
     """
-    pieces = corpus.read_files([(path.name, path)], ["text"], corpus.ALL_TRAIN)
+    documents = corpus.split_documents([path], ["text"], itertools.repeat(sys.maxsize))
+    encoded = encode_pieces(tokenizer, corpus.cut_pieces(documents))
     tokens = [np.empty(0, dtype=np.uint16)]
-    n_bytes = 0
-    for _, piece_tokens, piece_bytes, _ in encode_pieces(tokenizer, pieces):
-        tokens.append(piece_tokens)
-        n_bytes += piece_bytes
+    tokens += [tokens for _, tokens, _, _ in encoded]
+    n_bytes = sum(n_bytes for _, _, n_bytes, _ in encoded)
     return np.concatenate(tokens)[1:], n_bytes  # without the end-of-text token before it
 
 
@@ -403,25 +398,27 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 # -----------------------------------------------------------------------------
 # Command line
 
-ALL_SOURCES = [*SOURCES, "fineweb10B", "hellaswag"]
-# The options of each source, besides --out
-OPTIONS = {"tokenizer", "vocab_size", "val_fraction"}
+# The options of each source
+OPTIONS = {"out", "tokenizer", "vocab_size", "val_fraction"}
 OPTIONS_OF = {
-    "hellaswag": set(),
-    "fineweb10B": {"shards"},
+    **dict.fromkeys(SOURCES, OPTIONS),
     "files": OPTIONS | {"paths", "val", "text_key", "include"},
+    "fineweb10B": {"out", "shards"},
+    "hellaswag": {"out"},
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Prepare token shards.", allow_abbrev=False)
+    """Make the parser of the command line. Options that are not given are left out."""
+    parser = argparse.ArgumentParser(
+        description="Prepare token shards.", allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     add = parser.add_argument
     several = dict(nargs="+", action="extend")
-    add("source", choices=ALL_SOURCES, help="files: your own texts; hellaswag: questions")
+    add("source", choices=OPTIONS_OF, help="files: your own texts; hellaswag: questions")
     add(
         "paths",
         nargs="*",
-        default=[],
         metavar="PATH",
         help="files: text, JSON, .csv or .parquet files; folders",
     )
@@ -436,7 +433,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"tokens of bpe (default: {SMALL_VOCAB_SIZE}, for much text {LARGE_VOCAB_SIZE})",
     )
     split = parser.add_mutually_exclusive_group().add_argument
-    split("--val_fraction", type=float, default=0.1, help="fraction for validation (0.1)")
+    split("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
     split("--val", **several, help="files: validation texts, instead of a fraction")
     add(
         "--text_key",
@@ -451,7 +448,6 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--shards",
         type=int,
-        default=103,
         help="fineweb10B: training shards, 200 MB each (default: all 103)",
     )
     return parser
@@ -459,22 +455,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     """Run the command line. Raises UserError, also for options that the source does not take."""
-    parser = make_parser()
-    options = vars(parser.parse_intermixed_args(argv))
+    options = vars(make_parser().parse_intermixed_args(argv))
     source = options.pop("source")
-    out = options.pop("out")
-    given = {name: value for name, value in options.items() if value != parser.get_default(name)}
-    for name in given.keys() - OPTIONS_OF.get(source, OPTIONS):
+    for name in options.keys() - OPTIONS_OF[source]:
         raise UserError(f"{source} does not take {name}; remove it")
-    if not 0 < options["val_fraction"] < 1:
-        raise UserError(f"--val_fraction is {options['val_fraction']}; expected between 0 and 1")
+    others = {"fineweb10B": prepare_fineweb, "hellaswag": prepare_hellaswag}
     try:
-        if source == "hellaswag":
-            prepare_hellaswag(out)
-        elif source == "fineweb10B":
-            prepare_fineweb(out, options["shards"])
-        else:
-            prepare(source, out=out, **given)
+        others.get(source, partial(prepare, source))(**options)
     except KeyboardInterrupt:
         raise RunError("stopped; run the same command again") from None
     except OSError as error:

@@ -18,6 +18,8 @@ from common.files import atomic_write, sha256_of_file
 DATA_DIR = Path(__file__).resolve().parent
 # Trained on Python 3.11.7's library, with --tokenizer bpe --vocab_size 1024
 PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"
+# The entries of meta.json for GPT-2's tokenizer
+GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
 HEADER_BYTES = 1024
 # The version and the dtype of the tokens for each magic number
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
@@ -78,8 +80,7 @@ def meta_or_gpt2(folder: Path) -> dict:
     path = folder / "meta.json"
     if not path.exists():
         shard_paths(folder, "train")
-        meta = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, source="unknown", assumed=True)
-        return meta | dict(splits={}, files={})
+        return GPT2 | {"source": "unknown", "assumed": True, "splits": {}, "files": {}}
     try:
         meta = json.loads(path.read_bytes())
         counts = [meta["vocab_size"], meta["eot"]]

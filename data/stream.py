@@ -7,12 +7,10 @@ stream.set_batch_tokens(4096)
 stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
 """
 
-import errno
 import hashlib
 import itertools
 import json
 import os
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -46,12 +44,11 @@ class TokenShards:
         self.paths = shard_paths(folder, split)
         self.lengths = []
         self.dtypes = []
-        self.descriptors = []
-        weakref.finalize(self, close_all, self.descriptors)
+        self.files = []
         for path in self.paths:
             try:
                 length, dtype = check_shard(path)
-                self.descriptors.append(os.open(path, os.O_RDONLY))
+                self.files.append(open(path, "rb", buffering=0))
             except OSError as error:
                 raise UserError(
                     f"{path} cannot be opened ({error.strerror}); all {len(self.paths)} shards "
@@ -96,38 +93,30 @@ class TokenShards:
 
     def read_bytes(self, i: int, n_bytes: int, begin: int) -> bytes:
         """Read bytes of shard i; open it again if its server has lost it. Raises OSError."""
-        descriptor = self.descriptors[i]
+        file = self.files[i]
         try:
-            return os.pread(descriptor, n_bytes, begin)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-        reopened = os.open(self.paths[i], os.O_RDONLY)
-        os.dup2(reopened, descriptor, inheritable=False)
-        os.close(reopened)
-        return os.pread(descriptor, n_bytes, begin)
+            return os.pread(file.fileno(), n_bytes, begin)
+        except OSError:
+            self.files[i] = open(self.paths[i], "rb", buffering=0)
+            return os.pread(self.files[i].fileno(), n_bytes, begin)
 
     def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Read a sequence of `length` tokens from each start: int64 (len(starts), length)."""
-        out = np.empty((len(starts), length), dtype=np.int64)
-        for row, start in zip(out, starts.tolist()):
-            # i: the shard that holds the first token
-            i = int(np.searchsorted(self.offsets, start, side="right")) - 1
-            filled = 0
-            # The sequence may run over the end of a shard
-            while filled < length:
-                begin = start + filled - int(self.offsets[i])
-                tokens = self.read_tokens(i, begin, length - filled)
-                row[filled : filled + len(tokens)] = tokens
-                filled += len(tokens)
-                i += 1
-        return out
+        rows = [self.read_sequence(start, length) for start in starts.tolist()]
+        return np.array(rows, dtype=np.int64).reshape(len(starts), length)
 
-
-def close_all(descriptors: list[int]) -> None:
-    """Close files."""
-    for descriptor in descriptors:
-        os.close(descriptor)
+    def read_sequence(self, start: int, length: int) -> np.ndarray:
+        """Read tokens of the whole sequence, which may run over the ends of shards."""
+        # The shard that holds the first token
+        i = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        parts = []
+        while length > 0:
+            tokens = self.read_tokens(i, start - int(self.offsets[i]), length)
+            parts.append(tokens)
+            start += len(tokens)
+            length -= len(tokens)
+            i += 1
+        return np.concatenate(parts)
 
 
 def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
@@ -200,6 +189,8 @@ class TokenStream:
         self.seed = seed
         self.seqs_per_batch = 0  # until set_batch_tokens
         self.meta = meta_or_gpt2(self.folder)
+        self.vocab_size = self.meta["vocab_size"]
+        self.eot = self.meta["eot"]
         # The content of the vocabulary file, if the tokenizer has one
         self.vocabulary = None
         if self.meta["tokenizer"] == "bpe":
@@ -242,16 +233,6 @@ class TokenStream:
         # Speedruns evaluate the first tokens, on FineWeb and on shards without meta.json
         is_race = is_fineweb(self.meta) or "assumed" in self.meta
         self.eval_part = "first" if is_race else "spread"
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens of the tokenizer."""
-        return self.meta["vocab_size"]
-
-    @property
-    def eot(self) -> int:
-        """The end-of-text token."""
-        return self.meta["eot"]
 
     def set_batch_tokens(self, batch_tokens: int) -> None:
         """Set the size of the global batch, which batch() needs."""
@@ -323,11 +304,9 @@ class TokenStream:
         mine = starts[rank * per_rank : (rank + 1) * per_rank]
         for i in range(0, per_rank, micro_batch):
             part = mine[i : i + micro_batch]
-            sequences = np.zeros((micro_batch, self.seq_len + 1), dtype=np.int64)
+            sequences = np.full((micro_batch, self.seq_len + 1), -1)
             sequences[: len(part)] = self.val.read_sequences(part, self.seq_len + 1)
-            targets = sequences[:, 1:].copy()
-            targets[len(part) :] = -1
-            yield sequences[:, :-1], targets
+            yield sequences[:, :-1].clip(0), sequences[:, 1:]
 
     def eval_end(self, eval_tokens: int, length: int) -> np.ndarray:
         """Return the final tokens of an evaluation, int64, at most `length` and seq_len of them."""

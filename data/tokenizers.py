@@ -76,11 +76,14 @@ class ByteTokenizer(Tokenizer):
 
     def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         tokens = np.asarray(tokens).tolist()
-        parts = [END_OF_TEXT if token == self.eot else bytes([token]) for token in tokens]
-        return b"".join(parts)
+        return b"".join(self.token_bytes(token) for token in tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Decode one token."""
+        return END_OF_TEXT if token == self.eot else bytes([token])
 
 
-class IntegerTokenizer(Tokenizer):
+class IntegerTokenizer(ByteTokenizer):
     """For data that are not text: tokens 0 to size - 1 are numbers, and `size` is end-of-text."""
 
     def __init__(self, size: int):
@@ -103,10 +106,8 @@ class IntegerTokenizer(Tokenizer):
             )
         return tokens
 
-    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
-        tokens = np.asarray(tokens).tolist()
-        parts = [END_OF_TEXT if token == self.eot else b"%d" % token for token in tokens]
-        return b"".join(b" " + part for part in parts)
+    def token_bytes(self, token: int) -> bytes:
+        return b" " + (END_OF_TEXT if token == self.eot else b"%d" % token)
 
 
 def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:

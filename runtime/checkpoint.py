@@ -297,7 +297,7 @@ def collect_values(state, stream, run) -> dict:
         vocabulary=stream.vocabulary,  # so that sampling needs no dataset
         data=stream.fingerprint(),
         position=stream.stream_state(state.step),
-        eval_part=stream.eval_subset,
+        eval_part=stream.eval_part,
     )
 
 

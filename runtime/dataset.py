@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare import parse_args, prepare
+from data.prepare import prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream
 from data.tokenizers import get_tokenizer
@@ -20,12 +20,11 @@ def open_stream(cfg, dist_ctx: DistContext) -> TokenStream:
     with raise_on_all_ranks(dist_ctx):
         # Each node prepares it for itself
         if not cfg.data and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
-            prepare(parse_args(["python", "--out", str(path)]))
+            prepare("python", out=path)
     with raise_on_all_ranks(dist_ctx):
         stream = TokenStream(
             path,
             seq_len=cfg.seq_len,
-            batch_tokens=cfg.batch_tokens,
             seed=cfg.seed,
             vocab_size=cfg.vocab_size,
             doc_align=cfg.doc_align,

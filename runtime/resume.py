@@ -57,7 +57,7 @@ class InitCheckpoint:
         state.extra.update(load_extra(state.raw_model, saved["extra"]))
         state.step = saved["step"]
         state.tokens = saved["tokens"]
-        stream.eval_subset = saved["eval_part"]
+        stream.eval_part = saved["eval_part"]
         clock = saved["clock"]
         run.clock.train_time = clock["train_time"]
         run.clock.earlier_wall_time = clock["wall_time"]

@@ -39,7 +39,8 @@ from train_gpt import make_config, train
 
 
 def test_losses_and_gradient_norms_against_a_plain_loop(plain, data, noisy):
-    checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32, batch_tokens=512)
+    checkpoint, stream = read_checkpoint(noisy), TokenStream(data, seq_len=32)
+    stream.set_batch_tokens(512)
     gpt = GPT(GPTConfig(**checkpoint["model_config"]))
     gpt.load_state_dict(checkpoint["model"])
     groups = optimizer_groups(gpt, "muon", 0.02, 0.004, 0.05)
