@@ -379,8 +379,8 @@ def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[byt
             rows = json.load(stream)
         else:
             rows = (json.loads(line) for line in stream if line.strip())
-        for row in filter(None, rows):
-            text = "\n".join([row[key] for key in keys])
+        for row in rows:
+            text = "\n".join([row[key] for key in keys]) if row is not None else ""
             number += 1
             raw = text.replace("\0", "").encode("utf-8", errors="replace")
             yield from raw.split(END_OF_TEXT)
