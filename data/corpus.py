@@ -79,8 +79,9 @@ def python_files() -> list[TextFile]:
     for path in files_under(root, NOT_PYTHON.__contains__):
         if path.suffix == ".py":
             file = measure(path, ())
-            name = path.relative_to(root).as_posix()
-            file.hashes[:] = array("Q", map(hash_bytes, [name.encode()] * len(file.hashes)))
+            digest = hashlib.sha256(path.relative_to(root).as_posix().encode())
+            if file.hashes:
+                file.hashes[0] = int.from_bytes(digest.digest()[:8])
             files.append(file)
     return sort_by_hash(files)
 
@@ -116,7 +117,8 @@ def is_included(path: Path, include: Sequence[str]) -> bool:
     is_prepared = (path.parent / "train_000000.bin").exists()
     name = path.name.lower()
     patterns = include or ["*"]
-    return not is_prepared and any(fnmatch.fnmatchcase(name, text.lower()) for text in patterns)
+    matches = any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in patterns)
+    return matches and not is_prepared
 
 
 def find_texts(
@@ -146,11 +148,6 @@ def find_texts(
             "folders"
         )
     return sort_by_hash(files)
-
-
-def hash_bytes(raw: bytes) -> int:
-    """Hash bytes to 64 bits."""
-    return int.from_bytes(hashlib.sha256(raw).digest()[:8])
 
 
 def measure(path: Path, keys: Sequence[str]) -> TextFile:
@@ -384,7 +381,7 @@ def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[byt
             number += 1
             raw = text.replace("\0", "").encode("utf-8", errors="replace")
             yield from raw.split(END_OF_TEXT)
-    except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
         reason = f"{type(error).__name__}: {error}"
         found = f"after row {number}: expected {{{expected}}} ({reason})"

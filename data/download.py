@@ -106,8 +106,7 @@ def prepare_hellaswag(out: str | None = None) -> None:
 def fineweb_hashes() -> dict[str, str]:
     """Return the SHA-256 of the shards that records may use, by their names."""
     lines = Path(__file__).with_name("fineweb10B.sha256").read_text().splitlines()
-    pairs = [line.split() for line in lines]
-    return {name: sha256 for sha256, name in pairs}
+    return {name: sha256 for sha256, name in map(str.split, lines)}
 
 
 def prepare_fineweb(out: str | None = None, shards: int = 103) -> None:

@@ -268,31 +268,6 @@ def train_on_sample(documents: Iterable[corpus.Piece], vocab_size: int | None, n
 # Documents to shards
 
 
-class SplitWriter:
-    """Writes the tokens of one split to shards, and counts them."""
-
-    def __init__(self, folder: Path, split: str):
-        self.folder = folder
-        self.split = split
-        self.counts = Counter(tokens=0, bytes=0, documents=0)
-        self.files: dict[str, dict] = {}  # each shard's entry in meta.json, by its name
-        self.waiting = array("H")  # tokens that are in no shard yet
-
-    def add(self, tokens: np.ndarray, n_bytes: int, starts_document: bool) -> None:
-        """Append tokens, and write each shard that is full."""
-        self.counts.update(tokens=tokens.size, bytes=n_bytes, documents=starts_document)
-        self.waiting.frombytes(tokens.tobytes())
-        while len(self.waiting) >= SHARD_TOKENS:
-            self.write_shard()
-
-    def write_shard(self) -> None:
-        """Write the tokens that wait as a shard, at most SHARD_TOKENS of them."""
-        name = f"{self.split}_{len(self.files):06d}.bin"
-        tokens = np.array(self.waiting[:SHARD_TOKENS])
-        self.files[name] = write_shard(self.folder / name, tokens)
-        del self.waiting[:SHARD_TOKENS]
-
-
 def write_shards(
     documents: Iterable[corpus.Piece], tokenizer: Tokenizer, folder: Path, progress: Progress
 ) -> dict:
@@ -301,30 +276,44 @@ def write_shards(
     Returns the entries of meta.json about the tokenizer and the shards. Raises UserError if a split
     is empty.
     """
-    writers = {split: SplitWriter(folder, split) for split in ("train", "val")}
+    waiting = {"train": array("H"), "val": array("H")}  # tokens that are in no shard yet
+    counts = {split: Counter(tokens=0, bytes=0, documents=0) for split in waiting}
+    files = {}
+
+    def write(split):
+        number = (counts[split]["tokens"] - len(waiting[split])) // SHARD_TOKENS
+        name = f"{split}_{number:06d}.bin"
+        files[name] = write_shard(folder / name, np.array(waiting[split][:SHARD_TOKENS]))
+        del waiting[split][:SHARD_TOKENS]
+
     # Threads suffice: tiktoken and numpy release the GIL
     threads = min(cpu_cores(), 16)
     encode = partial(encode_pieces, tokenizer)
     for encoded in map_ahead(encode, batches(documents), depth=2 * threads, threads=threads):
         for split, tokens, n_bytes, starts_document in encoded:
-            writers[split].add(tokens, n_bytes, starts_document)
+            counts[split].update(tokens=tokens.size, bytes=n_bytes, documents=starts_document)
+            waiting[split].frombytes(tokens.tobytes())
+            while len(waiting[split]) >= SHARD_TOKENS:
+                write(split)
             progress.add(n_bytes)
 
-    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-    meta |= {"splits": {}, "files": {}}
-    for split, writer in writers.items():
-        if not writer.counts["tokens"]:
+    for split in waiting:
+        if not counts[split]["tokens"]:
             raise UserError(
                 f"the {split} split has no text; give more text, give it as a single file, or "
                 "change --val or --val_fraction"
             )
-        if writer.waiting:
-            writer.write_shard()
+        if waiting[split]:
+            write(split)
         if tokenizer.name.startswith("integers"):
-            writer.counts["bytes"] = None  # they are not text
-        meta["splits"][split] = writer.counts
-        meta["files"] |= writer.files
-    return meta
+            counts[split]["bytes"] = None  # they are not text
+    return dict(
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        splits=counts,
+        files=files,
+    )
 
 
 def batches(pieces: Iterable[corpus.Piece]) -> Iterator[list[corpus.Piece]]:
@@ -375,7 +364,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     If another process was first, or if preparation fails, it is removed. Raises OSError if it
     cannot be made, RunError if it cannot be renamed.
     """
-    folder = Path(os.path.realpath(folder))
+    folder = folder.resolve()
     temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:

@@ -28,7 +28,7 @@ def read_questions(path: str | Path) -> list[Question]:
         try:
             if line.strip():
                 questions.append(parse_question(json.loads(line)))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             raise UserError(f"{path}, line {number} is not a question; {EXPECTED}") from None
     if not questions:
         raise UserError(f"{path} has no questions; {EXPECTED}")

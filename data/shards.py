@@ -83,17 +83,15 @@ def meta_or_gpt2(folder: Path) -> dict:
         return GPT2 | {"source": "unknown", "assumed": True, "splits": {}, "files": {}}
     try:
         meta = json.loads(path.read_bytes())
-        counts = [meta["vocab_size"], meta["eot"]]
-        counts += [meta["splits"][split]["tokens"] for split in ("train", "val")]
-        counts += [shard["tokens"] for shard in meta["files"].values()]
+        counts = [meta["splits"]["train"], meta["splits"]["val"], *meta["files"].values()]
+        numbers = [meta["vocab_size"], meta["eot"], *(count["tokens"] for count in counts)]
         texts = [meta["tokenizer"], meta["source"]]
         if meta["tokenizer"] == "bpe":
             texts.append(meta["vocabulary"]["sha256"])
-        is_valid = {int} == set(map(type, counts)) and {str} == set(map(type, texts))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"{path} is damaged; delete the folder and prepare it again")
+        if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is damaged; delete the folder and prepare it again") from None
     return meta
 
 

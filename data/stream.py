@@ -326,12 +326,12 @@ class TokenStream:
 
     def fingerprint(self) -> str:
         """Hash meta.json's entries of shards, and each shard's name, length and first tokens."""
-        digest = hashlib.sha256(json.dumps(self.meta["files"], sort_keys=True).encode())
+        text = json.dumps(self.meta["files"], sort_keys=True)
         for shards in (self.train, self.val):
             for i, path in enumerate(shards.paths):
-                digest.update(f"{path.name} {shards.lengths[i]}".encode())
-                digest.update(shards.read_tokens(i, 0, 2048))
-        return digest.hexdigest()
+                first_tokens = shards.read_tokens(i, 0, 2048).tolist()
+                text += f"{path.name} {shards.lengths[i]} {first_tokens}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def map_ahead(

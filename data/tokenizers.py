@@ -122,8 +122,17 @@ def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
     if integers:
         return IntegerTokenizer(int(integers[1]))
     if name == "bpe" and vocabulary:
+        import tiktoken
+
         pattern, ranks = parse_vocabulary(vocabulary)
-    elif name != "gpt2":
+        special_tokens = {END_OF_TEXT.decode(): len(ranks)}  # the last token
+        return Tokenizer(
+            name,
+            tiktoken.Encoding(
+                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            ),
+        )
+    if name != "gpt2":
         raise UserError(
             f"unknown tokenizer {name!r}; expected gpt2, bytes, integers:N, or bpe with its "
             "vocabulary"
@@ -131,15 +140,7 @@ def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
     try:
         import tiktoken
 
-        if name == "gpt2":
-            encoding = tiktoken.get_encoding(name)
-        else:
-            encoding = tiktoken.Encoding(
-                name,
-                pat_str=pattern,
-                mergeable_ranks=ranks,
-                special_tokens={END_OF_TEXT.decode(): len(ranks)},  # the last token
-            )
+        return Tokenizer(name, tiktoken.get_encoding(name))
     except Exception as error:
         # tiktoken's download can fail in any way
         raise UserError(
@@ -147,7 +148,6 @@ def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
             "network, set TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use "
             "--tokenizer bytes"
         ) from error
-    return Tokenizer(name, encoding)
 
 
 def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
@@ -238,14 +238,13 @@ def parse_vocabulary(text: str) -> tuple[str, dict[bytes, int]]:
         pattern = PATTERNS[content["pattern"]]
         for token in content["tokens"]:
             ranks[bytes.fromhex(token)] = len(ranks)
-        is_intact = len(ranks) == 256 + len(content["tokens"]) and b"" not in ranks
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_intact = False
-    if not is_intact:
+        if len(ranks) != 256 + len(content["tokens"]) or b"" in ranks:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
         raise UserError(
             "the vocabulary is damaged, or not made by `data/prepare.py --tokenizer bpe`; give a "
             "different one"
-        )
+        ) from None
     return pattern, ranks
 
 
