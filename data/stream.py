@@ -45,7 +45,8 @@ class TokenShards:
         self.lengths = []
         self.dtypes = []
         self.files = []
-        for path in self.paths:
+        self.beginnings = ""  # each shard's name, length and first tokens
+        for i, path in enumerate(self.paths):
             try:
                 length, dtype = check_shard(path)
                 self.files.append(open(path, "rb", buffering=0))
@@ -60,6 +61,7 @@ class TokenShards:
                 )
             self.lengths.append(length)
             self.dtypes.append(dtype)
+            self.beginnings += f"{path.name} {length} {self.read_tokens(i, 0, 2048).tolist()}"
         self.n_tokens = sum(self.lengths)
         # The position of each shard's first token in the whole sequence
         self.offsets = np.cumsum([0, *self.lengths[:-1]])
@@ -327,10 +329,7 @@ class TokenStream:
     def fingerprint(self) -> str:
         """Hash meta.json's entries of shards, and each shard's name, length and first tokens."""
         text = json.dumps(self.meta["files"], sort_keys=True)
-        for shards in (self.train, self.val):
-            for i, path in enumerate(shards.paths):
-                first_tokens = shards.read_tokens(i, 0, 2048).tolist()
-                text += f"{path.name} {shards.lengths[i]} {first_tokens}"
+        text += self.train.beginnings + self.val.beginnings
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -824,10 +824,14 @@ def test_damage_is_caught_while_tokens_are_read(tmp_path):
     everything = independent_split(data, "train")
     whole = shards.read_sequences(starts, 33)
     assert np.array_equal(whole, [everything[at : at + 33] for at in starts])
-    said = refusal(TokenShards(data, "train", 100, {}).read_sequences, starts, 33)
-    assert re.search("a_train_0.bin holds token .* ends at 99; prepare", said)
+    large = "holds token {}, but the vocabulary ends at {}; prepare the data again"
+    assert large.format(256, 99) in refusal(TokenShards, data, "train", 100, {})
+    with open(data / "a_train_0.bin", "r+b") as file:
+        file.seek(1024 + 2 * 11_105)
+        file.write(b"\xff\xff")
+    assert large.format(65535, 256) in refusal(shards.read_sequences, starts, 33)
     os.truncate(data / "a_train_1.bin", 20_000)
-    assert "a_train_1.bin can no longer be read whole" in refusal(shards.read_sequences, starts, 33)
+    assert "a_train_1.bin can no longer be read whole" in refusal(shards.read_sequence, 28900, 33)
 
 
 def test_shards_stay_open(data, monkeypatch):
