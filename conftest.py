@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from common.errors import run_command
+from common.errors import UserError, run_command
 from data.shards import write_shard
 from data.tokenizers import get_tokenizer
 from model import GPT, Block, GPTConfig, optimizer_groups
@@ -272,6 +272,16 @@ def run_ranks(
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+def refusal(function, *args, **options) -> str:
+    """The sentence of the UserError that a call raises, or ""; other errors fail the test."""
+    try:
+        function(*args, **options)
+    except UserError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1500
+        return str(error)
+    return ""
 
 
 def rows(folder, key: str) -> list:

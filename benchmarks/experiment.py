@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.compare import read_metrics
 from benchmarks.harness import Bench, progress, run_python, table
 from common.errors import RunError, TrainerError, UserError
-from data.shards import DATA_DIR, HEADER_BYTES, check_shard, find_shards, load_meta, write_meta
+from data.shards import DATA_DIR, HEADER_BYTES, check_shard, meta_or_gpt2, shard_paths, write_meta
 from records.check import t_test
 from records.source import git
 from runtime.run_folder import REPO, copy_sources, find_sources
@@ -58,7 +58,7 @@ def write_part(dataset: Path, is_final: bool, folder: Path) -> None:
     UserError if the dataset is not there.
     """
     folder.mkdir()
-    val_shards = find_shards(dataset, "val")
+    val_shards = shard_paths(dataset, "val")
     for path in dataset.iterdir():
         if path.is_file() and path not in val_shards:
             (folder / path.name).symlink_to(path.resolve())
@@ -71,7 +71,7 @@ def write_part(dataset: Path, is_final: bool, folder: Path) -> None:
         header[2] = len(tokens) // dtype.itemsize
         (folder / path.name).write_bytes(header.tobytes() + tokens)
 
-    meta = load_meta(dataset)
+    meta = meta_or_gpt2(dataset)
     if "assumed" not in meta:
         meta["files"] = {}  # whose hashes no longer hold
         # Their bytes are not counted, so losses are in nats per token

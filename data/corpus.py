@@ -1,80 +1,67 @@
 """Turn files into documents: which files are read, in which order, and the split of each document.
 
-All text is UTF-8. A document is a file or a part of one. It is read in pieces, which are tuples:
-its split, True if a document starts with the piece, and the bytes.
+All text is UTF-8. A document is a row of a table or of JSON, a part of a text between
+<|endoftext|>, or any other file.
 """
 
 import codecs
 import csv
 import fnmatch
-import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
-import sys
 import sysconfig
 import zipfile
 import zlib
-from collections import defaultdict
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
 
 from common.errors import UserError, print_line
-from common.files import sha256_of_file
 from data.tokenizers import END_OF_TEXT
 
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 ROW_FORMATS = (".jsonl", ".ndjson", ".csv", ".parquet")
-DAMAGED_GZIP = (EOFError, gzip.BadGzipFile, zlib.error)
-# What choose_split returns for files that are used whole, for training or for validation
-ALL_TRAIN = (0, 0, -1)
-ALL_VAL = (1, 0, -1)
-# Bytes read at once. In pieces of 10^6 bytes or more, tiktoken fails on long runs of whitespace.
-PIECE = 1 << 18
-# The second to fourth bytes of UTF-8 characters
-CONTINUATION = bytes(range(0x80, 0xC0))
-# Text can be cut between a visible character and whitespace: no GPT-2 token spans the two. Taken as
-# visible are ASCII's visible characters, and others outside the ranges with whitespace (U+0085,
-# U+00A0, U+1680, U+2000 to U+205F, U+3000).
-SAFE_CUT = re.compile(
-    rb"(?s).*(?:[!-~]|[\xc3-\xe0\xe4-\xf4][\x80-\xbf]+|\xe3[\x80-\xbf][\x81-\xbf])(?=[ \t\n\r])"
-)
+# Bytes read at once
+BLOCK = 1 << 18
+# The second to fourth bytes of a UTF-8 character
+CONTINUATION = re.compile(rb"[\x80-\xbf]*")
+# Text can be cut between a visible character and whitespace: no GPT-2 token spans the two
+SAFE_CUT = re.compile(rb"(?s).*[!-~](?=\s)")
+
+# Of a document: its split, "train" or "val", True if the document starts with the piece, the bytes
+Piece = tuple[str, bool, bytes]
+
+
+class TextFile(NamedTuple):
+    """A file, with the hash (64 bits) and the size in bytes of each of its documents."""
+
+    path: Path
+    hashes: array
+    sizes: array
 
 
 class Unreadable(UserError):
     """A file that cannot be read. Found inside a folder, it is skipped."""
 
-    def __init__(self, path, found, advice):
-        super().__init__(f"{path} {found}: {advice}")
+    def __init__(self, path: Path, found: str, advice: str):
+        super().__init__(f"{path} {found}; {advice}")
         self.found = found
 
 
 # -----------------------------------------------------------------------------
-# Which files, in which order and split
+# Which files, in which order, and the split of their documents
 
 
-def hash_bytes(raw):
-    """Return the SHA-256 of bytes, an int below 2**256."""
-    return int(hashlib.sha256(raw).hexdigest(), 16)
-
-
-def name_hash(name):
-    """Return the SHA-256 of a file's name, an int below 2**256."""
-    return hash_bytes(name.encode("utf-8", errors="surrogateescape"))
-
-
-def sort_by_hash(files):
-    """Sort files, (name, path, ...), by the hashes of their names, then by their paths.
-
-    The first tokens of a split are then a fair sample of it.
-    """
-    return sorted(files, key=lambda file: (name_hash(file[0]), file[1].as_posix()))
-
-
-def _files_under(folder, is_unwanted):
-    """Return the files in a folder and its subfolders, except those with unwanted names."""
+def files_under(folder: Path, is_unwanted: Callable[[str], bool]) -> list[Path]:
+    """List the files in a folder and its subfolders, except those with unwanted names."""
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not is_unwanted(name)]
@@ -82,354 +69,326 @@ def _files_under(folder, is_unwanted):
     return found
 
 
-def python_files():
-    """Return the Python files of this Python's standard library, without its tests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = _files_under(root, NOT_PYTHON.__contains__)
-    return sort_by_hash(
-        (path.relative_to(root).as_posix(), path) for path in paths if path.suffix == ".py"
-    )
+def python_files() -> list[TextFile]:
+    """Measure the Python files of this Python's standard library, without its tests.
 
-
-def find_files(arguments, include):
-    """Return the files that arguments (files, folders, globs) stand for: {path: name}.
-
-    Also returns the set of paths that were given directly or by a glob. Files inside folders are
-    left out if they are hidden, made by prepare.py, or match no pattern of `include`.
+    Their hashes are those of their names, so that other versions of Python split them alike.
     """
-    names = {}
-    given = set()
-    for argument in map(os.path.abspath, arguments):
-        matches = [argument]
-        if not os.path.exists(argument):
-            matches = sorted(glob.glob(argument, recursive=True))
-        if not matches:
-            raise UserError(
-                f"{argument} is not a file or folder, nor a glob that matches any: check the path"
-            )
-        for match in map(Path, matches):
-            paths = [match]
-            if match.is_dir():
-                paths = _files_under(match, lambda name: name.startswith("."))
-                paths = [path for path in paths if _is_included(path, include)]
-            else:
-                given.add(match)
-            for path in paths:
-                names.setdefault(path, path.relative_to(match.parent).as_posix())
-
-    # Distinguish several files of one name by their folders
-    paths_of = defaultdict(list)
-    for path, name in names.items():
-        paths_of[name].append(path)
-    for paths in paths_of.values():
-        if len(paths) > 1:
-            root = os.path.commonpath(paths)
-            names |= {path: path.relative_to(root).as_posix() for path in paths}
-    return names, given
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in files_under(root, NOT_PYTHON.__contains__):
+        if path.suffix == ".py":
+            file = measure(path, ())
+            digest = hashlib.sha256(path.relative_to(root).as_posix().encode())
+            if file.hashes:
+                file.hashes[0] = int.from_bytes(digest.digest()[:8])
+            files.append(file)
+    return sort_by_hash(files)
 
 
-def _is_included(path, include):
+def sort_by_hash(files: Iterable[TextFile]) -> list[TextFile]:
+    """Sort files by the hashes of their documents.
+
+    The first tokens of a split are then a fair sample of it.
+    """
+    return sorted(files, key=lambda file: file.hashes)
+
+
+def find_files(arguments: Sequence[str | Path], include: Sequence[str]) -> list[Path]:
+    """List the files that arguments (files, folders) stand for. Raises UserError.
+
+    Files inside folders are left out if they are hidden, made by prepare.py, or match no pattern
+    of `include`.
+    """
+    paths = {}
+    for argument in map(Path, arguments):
+        found = [argument]
+        if argument.is_dir():
+            found = files_under(argument, lambda name: name.startswith("."))
+            found = [path for path in found if is_included(path, include)]
+        elif not os.path.lexists(argument):
+            raise UserError(f"there is no file or folder {argument}; check the path")
+        paths |= dict.fromkeys(found)
+    return [*paths]
+
+
+def is_included(path: Path, include: Sequence[str]) -> bool:
     """Return True for a file inside a folder that is read."""
-    is_prepared = (path.parent / "meta.json").exists() and any(path.parent.glob("*train*.bin"))
+    is_prepared = (path.parent / "train_000000.bin").exists()
     name = path.name.lower()
     patterns = include or ["*"]
-    return not is_prepared and any(fnmatch.fnmatchcase(name, text.lower()) for text in patterns)
+    matches = any(fnmatch.fnmatchcase(name, pattern.lower()) for pattern in patterns)
+    return matches and not is_prepared
 
 
-def find_texts(arguments, include, keys):
-    """Return the files that arguments stand for, (name, path, SHA-256), sorted by name_hash.
+def find_texts(
+    arguments: Sequence[str | Path], include: Sequence[str], keys: Sequence[str]
+) -> list[TextFile]:
+    """Find and measure the files that arguments stand for.
 
-    Equal files get the same name, so that they are in the same split. Unreadable files inside
-    folders are skipped and listed. Raises Unreadable for one that was given, and UserError if none
-    is left.
+    Unreadable files inside folders are skipped and listed. Raises Unreadable for one that was
+    given, and UserError if none is left.
     """
-    names, given = find_files(arguments, include)
+    given = set(map(Path, arguments))
     files = []
-    names_of = {}
     skipped = []
-    for name, path in sort_by_hash((name, path) for path, name in names.items()):
+    for path in find_files(arguments, include):
         try:
-            for _ in read_files([(name, path)], keys, ALL_TRAIN):
-                # An error further on in a given file ends the preparation anyway
-                if path in given:
-                    break
-            sha256 = sha256_of_file(path)
-            first_name = names_of.setdefault(sha256, name)
-            files.append((first_name, path, sha256))
+            files.append(measure(path, keys))
         except Unreadable as error:
             if path in given:
                 raise
-            skipped.append(f"{name} ({error.found})")
+            skipped.append(f"{path} ({error.found})")
     if skipped:
         examples = ", ".join(sorted(skipped)[:5])
         print_line(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
     if not files:
         raise UserError(
-            f"there is no text in {list(map(str, arguments))}: give PATHs of readable files, "
-            "folders or globs"
+            f"there is no text in {list(map(str, arguments))}; give PATHs of readable files or "
+            "folders"
         )
-    return files
+    return sort_by_hash(files)
 
 
-def describe_texts(files):
-    """Return the number of files from find_texts, and a hash of their names and contents."""
-    lines = [f"{name} {sha256}\n" for name, _, sha256 in files]
-    digest = name_hash("".join(lines))
-    return f"{len(files)} files, hash {digest >> 192:016x}"
+def measure(path: Path, keys: Sequence[str]) -> TextFile:
+    """Read a file for the hashes and sizes of its documents. Raises Unreadable."""
+    hashes = array("Q")
+    sizes = array("Q")
+    for starts_document, block in read_blocks(path, keys):
+        if starts_document:
+            digest = hashlib.sha256()
+            hashes.append(0)
+            sizes.append(0)
+        digest.update(block)
+        hashes[-1] = int.from_bytes(digest.digest()[:8])
+        sizes[-1] += len(block)
+    return TextFile(path, hashes, sizes)
 
 
-def check_disjoint(files, val_files):
+def total_size(files: Iterable[TextFile]) -> int:
+    """Add up the bytes of all documents."""
+    return sum(sum(file.sizes) for file in files)
+
+
+def describe_texts(files: Sequence[TextFile]) -> str:
+    """Return the number of files, and a hash of their contents."""
+    digest = hashlib.sha256(b"".join(file.hashes.tobytes() for file in files))
+    return f"{len(files)} files, hash {digest.hexdigest()[:16]}"
+
+
+def check_disjoint(files: Iterable[TextFile], val_files: Iterable[TextFile]) -> None:
     """Raise UserError if a text is among the files for training and those for validation."""
-    names = {sha256: name for name, path, sha256 in files if path.stat().st_size}
-    for val_name, _, sha256 in val_files:
-        if sha256 in names:
-            raise UserError(
-                f"{names[sha256]} is given for training and as --val ({val_name}): remove one"
-            )
+    paths = {file.hashes.tobytes(): file.path for file in files if file.hashes}
+    for file in val_files:
+        path = paths.get(file.hashes.tobytes())
+        if path:
+            raise UserError(f"{path} is given for training and as --val ({file.path}); remove one")
 
 
-def text_size(path):
-    """Estimate the bytes of text in a file."""
-    n_bytes = path.stat().st_size
-    if path.name.lower().endswith((".parquet", ".gz")):  # compressed
-        n_bytes *= 3
-    return n_bytes
+def choose_train_sizes(files: Sequence[TextFile], val_fraction: float) -> list[int]:
+    """Choose how many bytes of each document are for training; the others are for validation.
 
-
-def total_size(files):
-    """Estimate the bytes of text in files, (name, path, ...)."""
-    return sum(text_size(path) for _, path, *_ in files)
-
-
-def choose_split(files, val_fraction, keys):
-    """Return the rule for splitting files: (val_fraction, threshold, largest).
-
-    A document is for validation if its hash is below the threshold. A file of more than `largest`
-    bytes is cut in two. Both follow from val_fraction, but the threshold is moved so that each
-    split has a document; if that is impossible, every document is cut.
+    A document is for validation if its hash is below a threshold, which follows from val_fraction,
+    but is moved so that each split has a document. One with more than val_fraction of the bytes is
+    cut; every document is, if there are fewer than two others.
     """
-    threshold = int(val_fraction * 2**256)
-    largest = val_fraction * total_size(files)
-    lowest = 2**256
-    highest = -1
-    for digest, n_bytes, _, _ in _read_documents(files, keys):
-        if n_bytes > largest:
-            continue
-        lowest = min(lowest, digest)
-        highest = max(highest, digest)
-        if lowest < threshold <= highest:
-            break
-    # Fewer than two different documents
-    if lowest >= highest:
-        return val_fraction, 0, -1
-    return val_fraction, max(lowest + 1, min(threshold, highest)), largest
+    hashes = np.concatenate([file.hashes for file in files])
+    sizes = np.concatenate([file.sizes for file in files])
+    train_sizes = (sizes * (1 - val_fraction)).astype(int)
+    is_whole = sizes <= val_fraction * sizes.sum()
+    whole = hashes[is_whole]
+    if len(np.unique(whole)) > 1:
+        threshold = min(max(int(val_fraction * 2**64), int(whole.min()) + 1), int(whole.max()))
+        train_sizes[is_whole] = (sizes * (hashes >= threshold))[is_whole]
+    return train_sizes.tolist()
 
 
-def file_format(path):
+# -----------------------------------------------------------------------------
+# Documents, in blocks of bytes
+
+
+def file_format(path: Path) -> str:
     """Return the suffix of a file's name in lower case, without .gz, such as ".csv"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
-def open_file(path):
+def open_file(path: Path) -> BinaryIO:
     """Open a file as a binary stream, unpack .gz, and skip a byte order mark. Raises Unreadable."""
     # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
         raise Unreadable(path, "is a broken link, a pipe or a device", "give a file")
-    try:
-        stream = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
-    except OSError as error:
-        found = f"cannot be read ({error.strerror})"
-        raise Unreadable(path, found, "give a different file") from None
+    stream = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
     if stream.read(3) != codecs.BOM_UTF8:
         stream.seek(0)
     return stream
 
 
-# -----------------------------------------------------------------------------
-# Documents, in pieces
+def read_blocks(path: Path, keys: Sequence[str]) -> Iterator[tuple[bool, bytes]]:
+    """Yield the documents of a file that are not empty, in blocks.
 
-
-def read_document(split, stream, path, size=sys.maxsize):
-    """Yield the next `size` bytes of a binary stream as the pieces of one document.
-
-    The pieces have the same GPT-2 tokens as the whole. Raises Unreadable, with the path, if the
-    bytes are not UTF-8 or contain a zero.
+    Of each block, yields True if a document starts with it, and its bytes.
+    keys: of the texts in a row, which are joined by newlines.
+    Raises UserError, with the position, for a file that cannot be read.
     """
+    try:
+        with open_file(path) as stream:
+            if has_rows(stream, path):
+                for text in read_rows(stream, path, keys):
+                    if text:
+                        yield True, text
+            else:
+                yield from split_text(read_text(stream, path))
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error  # of a damaged .gz
+        raise Unreadable(path, f"cannot be read ({reason})", "repair or remove it") from None
+
+
+def read_text(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a text. Raises Unreadable if they are not UTF-8 or contain a zero."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    block = None
+    while block != b"":
+        block = stream.read(BLOCK)
+        try:
+            is_text = "\0" not in decoder.decode(block, final=not block)
+        except UnicodeDecodeError:
+            is_text = False
+        if not is_text:
+            raise Unreadable(path, "is not UTF-8 text", "convert or remove it")
+        yield block
+
+
+def split_text(blocks: Iterable[bytes]) -> Iterator[tuple[bool, bytes]]:
+    """Split a text into the documents between <|endoftext|>, without the line breaks around it."""
     starts_document = True
-    rest = b""  # read but not yielded yet
-    at_end = False
-    while not at_end:
-        block = stream.read(min(size, PIECE))
-        at_end = not block
-        size -= len(block)
+    line_breaks = b""  # to strip, once there has been an <|endoftext|>
+    rest = b""
+    for block in blocks:
+        *ends, rest = (rest + block).split(END_OF_TEXT)
+        texts = [end.rstrip(b"\r\n") for end in ends]
+        # What may belong to the next <|endoftext|> waits for the next block
+        body = rest[: -len(END_OF_TEXT)].rstrip(b"\r\n")
+        if not block:
+            body = rest.rstrip(line_breaks)
+        rest = rest[len(body) :]
+        for number, text in enumerate([*texts, body]):
+            if number > 0:
+                starts_document = True
+                line_breaks = b"\r\n"
+            if starts_document:
+                text = text.lstrip(line_breaks)
+            if text:
+                yield starts_document, text
+                starts_document = False
+
+
+# -----------------------------------------------------------------------------
+# Documents, split and in pieces
+
+
+def split_documents(
+    paths: Iterable[Path], keys: Sequence[str], train_sizes: Iterable[int]
+) -> Iterator[Piece]:
+    """Yield the blocks of all documents with their splits.
+
+    keys: of the texts in a row.
+    train_sizes: of each document, the bytes for training; the others are for validation.
+    """
+    sizes = iter(train_sizes)
+    for path in paths:
+        for starts_document, block in read_blocks(path, keys):
+            if starts_document:
+                left = next(sizes)  # bytes for training
+                split = "train" if left else "val"
+            if split == "train":
+                cut = len(block)
+                if left < cut:
+                    # Complete a character
+                    cut = CONTINUATION.match(block, left).end()
+                yield split, starts_document, block[:cut]
+                left = max(0, left - cut)
+                block = block[cut:]
+                starts_document = True
+            if block:
+                split = "val"
+                yield split, starts_document, block
+
+
+def cut_pieces(blocks: Iterable[Piece]) -> Iterator[Piece]:
+    """Join the blocks of each document, and cut long ones where no GPT-2 token is cut.
+
+    Pieces have less than 10^6 bytes, from which on tiktoken fails on long runs of whitespace.
+    """
+    piece_split = ""
+    starts_piece = True
+    rest = b""
+    for split, starts_document, block in itertools.chain(blocks, [("", True, b"")]):
+        if starts_document:
+            if rest:
+                yield piece_split, starts_piece, rest
+            piece_split = split
+            starts_piece = True
+            rest = b""
         rest += block
-        cut = len(rest) if at_end else _find_cut(rest)
-        piece = rest[:cut]
-        rest = rest[cut:]
-        if piece:
-            try:
-                is_text = "\0" not in piece.decode()
-            except UnicodeDecodeError:
-                is_text = False
-            if not is_text:
-                raise Unreadable(path, "is not UTF-8 text", "convert or remove it")
-            yield split, starts_document, piece
-            starts_document = False
+        while cut := find_cut(rest):
+            yield piece_split, starts_piece, rest[:cut]
+            starts_piece = False
+            rest = rest[cut:]
 
 
-def _find_cut(raw):
-    """Return a position where bytes of text can be cut, or 0 if more must be read."""
+def find_cut(raw: bytes) -> int:
+    """Return a position where a text of at least BLOCK bytes can be cut, or 0 if there is none."""
+    if len(raw) < BLOCK:
+        return 0
+    raw = raw[: 3 * BLOCK]
     safe = SAFE_CUT.match(raw)
     if safe:
         return safe.end()
     # Where no position is safe, bound the memory: cut before the last character
-    if len(raw) >= 3 * PIECE:
-        return max(0, len(raw.rstrip(CONTINUATION)) - 1)
-    return 0
-
-
-def read_files(files, keys, split):
-    """Yield the pieces of all documents of files, (name, path, ...).
-
-    A row of a table or of JSON is a document, and so is each part of a text or row between
-    <|endoftext|>. Any other file is one document.
-
-    keys: of the texts in a row, which are joined by newlines.
-    split: as returned by choose_split.
-    Raises UserError, with the position, for a file that cannot be read.
-    """
-    val_fraction, threshold, largest = split
-    for digest, n_bytes, path, stream in _read_documents(files, keys):
-        train_fraction = 1 - val_fraction
-        if n_bytes <= largest:
-            train_fraction = int(digest >= threshold)
-        yield from _read_text(stream, path, train_fraction)
-
-
-def _read_documents(files, keys):
-    """Yield (hash, bytes, path, binary stream) of each document that is not empty.
-
-    For a whole file, the hash is that of its name. For a document inside a file, it is that of its
-    text, and the bytes are 0.
-    """
-    for name, path, *_ in files:
-        try:
-            with open_file(path) as stream:
-                texts = []
-                if _has_rows(stream, path, keys):
-                    texts = _read_rows(stream, path, keys)
-                elif _has_separator(stream):
-                    texts = _split_text(stream)
-                elif stream.peek(1):
-                    yield name_hash(name), text_size(path), path, stream
-                for text in texts:
-                    if text:
-                        yield hash_bytes(text), 0, path, io.BytesIO(text)
-        except DAMAGED_GZIP as error:
-            found = f"is a damaged gzip file ({error})"
-            raise Unreadable(path, found, "fetch it again") from error
-
-
-def _has_separator(stream):
-    """Return True if a text file contains <|endoftext|>."""
-    begin = stream.tell()
-    end = b""
-    is_found = False
-    block = stream.read(PIECE)
-    while block and not is_found and b"\0" not in block:  # a zero is not in a text
-        is_found = END_OF_TEXT in end + block
-        end = block[-len(END_OF_TEXT) :]
-        block = stream.read(PIECE)
-    stream.seek(begin)
-    return is_found
-
-
-def _split_text(stream):
-    """Yield the documents of a text as bytes, without the line breaks around <|endoftext|>."""
-    parts = []
-    for line in stream:
-        *ends, rest = line.split(END_OF_TEXT)
-        for end in ends:
-            yield b"".join([*parts, end]).strip(b"\r\n")
-            parts = []
-        parts.append(rest)
-    yield b"".join(parts).strip(b"\r\n")
-
-
-def _read_text(stream, path, train_fraction):
-    """Yield the pieces of a text, one document per split, cut between characters."""
-    begin = stream.tell()
-    n_bytes = stream.seek(0, os.SEEK_END) - begin
-    size = int(n_bytes * train_fraction)
-    # Complete a character that is cut: at most three more bytes belong to it
-    stream.seek(begin + size)
-    following = stream.read(3)
-    size += len(following) - len(following.lstrip(CONTINUATION))
-    stream.seek(begin)
-    yield from read_document("train", stream, path, size)
-    yield from read_document("val", stream, path)
+    if len(raw) < 3 * BLOCK:
+        return 0
+    return len(raw.rstrip(bytes(range(0x80, 0xC0)))) - 1
 
 
 # -----------------------------------------------------------------------------
 # Rows of JSON, .csv and Parquet files
 
 
-def _has_rows(stream, path, keys):
-    """Return True if a file has rows.
-
-    A .json file may be plain text, such as settings. It has rows if its first object has a "text",
-    or if --text_key was given.
-    """
-    if file_format(path) != ".json":
-        return file_format(path) in ROW_FORMATS
-    begin = stream.tell()
-    try:
-        first_row = next(filter(None, _json_rows(stream)), None)
-    except (ValueError, RecursionError):
-        first_row = None
-    stream.seek(begin)
-    return isinstance(first_row, dict) and ("text" in first_row or tuple(keys) != ("text",))
+def has_rows(stream: BinaryIO, path: Path) -> bool:
+    """Return True if a file has rows. A .json file may be plain text, such as settings."""
+    if file_format(path) == ".json":
+        return stream.peek(1).lstrip().startswith(b"[")
+    return file_format(path) in ROW_FORMATS
 
 
-def _read_rows(stream, path, keys):
+def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[bytes]:
     """Yield the texts of a file's rows as bytes, split at <|endoftext|>."""
-    if file_format(path) == ".parquet":
-        rows = _parquet_rows(stream, path, keys)
-    elif file_format(path) == ".csv":
-        csv.field_size_limit(1 << 26)
-        text = io.TextIOWrapper(stream, "utf-8", newline="")
-        # Surplus cells turn the first text into a list, which is an error below
-        rows = csv.DictReader(text, restkey=keys[0], strict=True)
-    else:
-        rows = _json_rows(stream)
     number = 0
     try:
+        if file_format(path) == ".parquet":
+            rows = parquet_rows(stream, path, keys)
+        elif file_format(path) == ".csv":
+            csv.field_size_limit(1 << 26)
+            text = io.TextIOWrapper(stream, "utf-8", newline="")
+            # Surplus cells turn the first text into a list, which is an error below
+            rows = csv.DictReader(text, restkey=keys[0], strict=True)
+        elif file_format(path) == ".json":
+            rows = json.load(stream)
+        else:
+            rows = (json.loads(line) for line in stream if line.strip())
         for row in rows:
-            text = ""
-            if row is not None:
-                text = "\n".join([row[key] for key in keys])
+            text = "\n".join([row[key] for key in keys]) if row is not None else ""
             number += 1
             raw = text.replace("\0", "").encode("utf-8", errors="replace")
             yield from raw.split(END_OF_TEXT)
-    except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
         reason = f"{type(error).__name__}: {error}"
         found = f"after row {number}: expected {{{expected}}} ({reason})"
         raise Unreadable(path, found, "correct it, or give --text_key") from None
 
 
-def _json_rows(stream):
-    """Yield the objects of a JSON array or of JSON lines, None for blank lines."""
-    begin = stream.tell()
-    is_array = stream.read(PIECE).lstrip().startswith(b"[")
-    stream.seek(begin)
-    if is_array:
-        yield from json.load(stream)
-    for line in stream:
-        yield json.loads(line) if line.strip() else None
-
-
-def _parquet_rows(stream, path, keys):
+def parquet_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[dict]:
     """Yield these columns of a Parquet file row by row, with "" for empty cells.
 
     Only a few rows are in memory at a time.
@@ -437,7 +396,7 @@ def _parquet_rows(stream, path, keys):
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise UserError(f"{path} needs the package pyarrow: run `pip install pyarrow`") from None
+        raise UserError(f"{path} needs the package pyarrow; run `pip install pyarrow`") from None
     file = ParquetFile(stream)
     for batch in file.iter_batches(batch_size=256, columns=[*keys]):
         for row in batch.to_pylist():
@@ -448,24 +407,25 @@ def _parquet_rows(stream, path, keys):
 # WikiText
 
 
-def read_wikitext(archive):
-    """Yield the pieces of a WikiText archive in its own splits. Each article is a document."""
+def read_wikitext(archive: Path) -> Iterator[Piece]:
+    """Yield the lines of a WikiText archive in its own splits. Each article is a document."""
     with zipfile.ZipFile(archive) as members:
         for split, member in (("train", "wiki.train.raw"), ("val", "wiki.valid.raw")):
             # Archives differ in the name of their folder
             (name,) = [name for name in members.namelist() if name.endswith(member)]
-            article = bytearray()
+            starts_document = True
+            has_text = False
             previous = b""
             for line in members.open(name):
                 # A heading after a blank line starts the next article
-                if _is_title(line) and article.strip() and not previous.strip():
-                    yield from read_document(split, io.BytesIO(article), archive)
-                    article = bytearray()
-                article += line
+                if is_title(line) and has_text and not previous.strip():
+                    starts_document = True
+                yield split, starts_document, line
+                starts_document = False
+                has_text = has_text or bool(line.strip())
                 previous = line
-            yield from read_document(split, io.BytesIO(article), archive)
 
 
-def _is_title(line):
+def is_title(line: bytes) -> bool:
     """Return True for a heading of the first level, such as ` = Title = `."""
     return line.startswith(b" = ") and not line.startswith(b" = =") and line.endswith(b" = \n")

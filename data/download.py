@@ -1,4 +1,4 @@
-"""Resumable, verified downloads, and the progress lines of long jobs."""
+"""Verified downloads, and the progress lines of long jobs."""
 
 import http.client
 import os
@@ -7,8 +7,8 @@ import urllib.request
 from pathlib import Path
 
 from common.errors import UserError, print_line
-from common.files import sha256_of_file
-from data.shards import DATA_DIR, check_shard, is_fineweb, load_meta, write_meta
+from common.files import atomic_write, sha256_of_file
+from data.shards import DATA_DIR, GPT2, check_shard, is_fineweb, meta_or_gpt2, write_meta
 
 HUB = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/") + "/datasets"
 GITHUB = "https://raw.githubusercontent.com"
@@ -39,105 +39,63 @@ DOWNLOADS = {
 class Progress:
     """Prints how much of a job of `total` bytes is done, every 5 seconds and at its end."""
 
-    def __init__(self, job, total):
+    def __init__(self, job: str, total: int):
         self.job = job
         self.total = total
         self.done = 0
         self.shown = time.monotonic()
 
-    def add(self, n_bytes):
+    def add(self, n_bytes: int) -> None:
         self.done += n_bytes
         if time.monotonic() - self.shown > 5 or self.done == self.total:
             self.shown = time.monotonic()
             print_line(f"{self.job}: {self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB")
 
 
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Keeps the file's SHA-256. Hugging Face sends it only with the redirect to its storage."""
+def fetch(url: str, path: Path) -> None:
+    """Download `url` to `path`, whole or not at all. Raises OSError, ValueError, HTTPException."""
+    request = urllib.request.Request(url, headers={"User-Agent": "prepare.py"})
+    with urllib.request.urlopen(request, timeout=30) as response, atomic_write(path) as file:
+        total = int(response.headers.get("Content-Length", 0))
+        progress = Progress(f"downloading {path.name}", total)
+        while block := response.read(1 << 18):
+            file.write(block)
+            progress.add(len(block))
+        if progress.done < total:
+            raise OSError(f"the connection ended after {progress.done} of {total} bytes")
 
-    sha256 = None
 
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        self.sha256 = headers.get("X-Linked-ETag", "").strip('"') or self.sha256
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+def download(url: str, path: Path, sha256: str | None = None) -> str:
+    """Download `url` to `path` unless it is there, and return its SHA-256 in hex.
 
-
-def _fetch(url, partial):
-    """Try once to complete the file `partial`.
-
-    Returns the SHA-256 that Hugging Face sends, or None for other servers.
+    Raises UserError if four attempts fail, or if the hash is not `sha256`.
     """
-    have = partial.stat().st_size if partial.exists() else 0
-    headers = {"User-Agent": "prepare.py", "Range": f"bytes={have}-"}
-    request = urllib.request.Request(url, headers=headers)
-    redirects = _Redirects()
-    with urllib.request.build_opener(redirects).open(request, timeout=30) as response:
-        # A server that ignores ranges sends the whole file again
-        if response.status != 206:
-            have = 0
-        total = have + int(response.headers.get("Content-Length", 0))
-        progress = Progress(f"downloading {partial.name.removeprefix('.tmp-')}", total)
-        progress.add(have)
-        mode = "ab" if have else "wb"
-        with open(partial, mode) as file:
-            while block := response.read(1 << 18):
-                file.write(block)
-                progress.add(len(block))
-    if progress.done < total:
-        raise http.client.HTTPException(
-            f"the connection ended after {progress.done} of {total} bytes"
-        )
-    return redirects.sha256
-
-
-def _fetch_with_retries(url, path, partial):
-    """Try up to four times to complete the file `partial`; return the hash from _fetch.
-
-    Raises UserError.
-    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     for wait_s in (1, 2, 4, None):
+        if path.exists():
+            break
         try:
-            return _fetch(url, partial)
+            fetch(url, path)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            # 416: the partial file is as long as the whole, or longer
-            if getattr(error, "code", None) == 416:
-                partial.unlink()
             if wait_s is None:
                 raise UserError(
-                    f"{url} could not be downloaded ({error}): run this again to resume, set "
-                    f"HF_ENDPOINT to a mirror of Hugging Face, put the file at {path} by hand, or "
-                    "use `python data/prepare.py python`"
+                    f"{url} could not be downloaded ({error}); run this again, set HF_ENDPOINT to "
+                    f"a mirror of Hugging Face, put the file at {path} by hand, or use `python "
+                    "data/prepare.py python`"
                 ) from error
             print_line(f"{error}; trying again in {wait_s} s")
             time.sleep(wait_s)
 
-
-def download(url, path, sha256=None):
-    """Download `url` to `path` unless it is there, and return its SHA-256 in hex.
-
-    Until it is complete, the file beside it is called `.tmp-<name>`; later runs resume from there.
-    Raises UserError if four attempts fail, or if the hash is not `sha256` or, without one, the
-    hash that the server sent.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Only a file that is complete and verified gets the name `path`
-    arrived = path
-    if not path.exists():
-        arrived = path.with_name(f".tmp-{path.name}")
-        server_sha256 = _fetch_with_retries(url, path, arrived)
-        sha256 = sha256 or server_sha256
-    digest = sha256_of_file(arrived)
+    digest = sha256_of_file(path)
     if sha256 not in (None, digest):
-        arrived.unlink()
+        path.unlink()
         raise UserError(
-            f"{url} gave SHA-256 {digest} instead of {sha256}: it is deleted, run this again"
+            f"{url} gave SHA-256 {digest} instead of {sha256}; it is deleted, run this again"
         )
-    os.replace(arrived, path)
     return digest
 
 
-def prepare_hellaswag(out):
+def prepare_hellaswag(out: str | None = None) -> None:
     """Download HellaSwag's questions to the folder `out`. Raises UserError."""
     path = Path(out or DATA_DIR / "hellaswag", "hellaswag_val.jsonl")
     url, sha256 = DOWNLOADS["hellaswag"]
@@ -145,23 +103,22 @@ def prepare_hellaswag(out):
     print_line(f"next: python sample.py --run RUN --choices {path}")
 
 
-def fineweb_hashes():
-    """Return the SHA-256 of the shards that records may use: name -> hex."""
+def fineweb_hashes() -> dict[str, str]:
+    """Return the SHA-256 of the shards that records may use, by their names."""
     lines = Path(__file__).with_name("fineweb10B.sha256").read_text().splitlines()
-    pairs = [line.split() for line in lines]
-    return {name: sha256 for sha256, name in pairs}
+    return {name: sha256 for sha256, name in map(str.split, lines)}
 
 
-def prepare_fineweb(out, shards, command):
+def prepare_fineweb(out: str | None = None, shards: int = 103) -> None:
     """Download the FineWeb shards that are not in the folder `out` yet, and write meta.json.
 
     shards: the number of training shards. Raises UserError.
     """
     folder = Path(out or DATA_DIR / "fineweb10B")
     if (folder / "meta.json").exists():
-        meta = load_meta(folder)
+        meta = meta_or_gpt2(folder)
         if not is_fineweb(meta):
-            raise UserError(f"{folder} holds other data: choose a different --out")
+            raise UserError(f"{folder} holds other data; choose a different --out")
         shards = max(shards, len(meta["files"]) - 1)
     print_line(
         f"{folder}: {shards} training shards and one for validation, {0.2 * (shards + 1):.1f} GB"
@@ -169,15 +126,12 @@ def prepare_fineweb(out, shards, command):
 
     known = fineweb_hashes()
     files = {}
-    n_tokens = {"train": 0, "val": 0}
+    splits = {"train": {"tokens": 0}, "val": {"tokens": 0}}
     for number in range(shards + 1):
         split = "train" if number else "val"
         name = f"fineweb_{split}_{number:06d}.bin"
         sha256 = download(FINEWEB + name, folder / name, known.get(name))
         length, _ = check_shard(folder / name)
         files[name] = {"tokens": length, "sha256": sha256}
-        n_tokens[split] += length
-
-    meta = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256, "source": FINEWEB}
-    splits = {split: {"tokens": count} for split, count in n_tokens.items()}
-    write_meta(folder, meta | {"splits": splits, "files": files, "command": command})
+        splits[split]["tokens"] += length
+    write_meta(folder, GPT2 | {"source": FINEWEB, "splits": splits, "files": files})

@@ -13,11 +13,12 @@ import itertools
 import os
 import platform
 import secrets
-import shlex
 import shutil
-import signal
 import sys
+from array import array
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,11 +30,18 @@ if __name__ == "__main__":
 
 from common.errors import RunError, UserError, is_bad_path, print_line, run_command
 from common.files import sha256_of_file
+from common.values import cpu_cores
 from data import corpus
 from data.download import DOWNLOADS, Progress, download, prepare_fineweb, prepare_hellaswag
-from data.shards import DATA_DIR, PYTHON_VOCABULARY, load_meta, write_meta, write_shard
+from data.shards import DATA_DIR, PYTHON_VOCABULARY, meta_or_gpt2, write_meta, write_shard
 from data.stream import map_ahead
-from data.tokenizers import VOCABULARY_FILE, get_tokenizer, read_vocabulary, train_vocabulary
+from data.tokenizers import (
+    VOCABULARY_FILE,
+    Tokenizer,
+    get_tokenizer,
+    read_vocabulary,
+    train_vocabulary,
+)
 
 # Each source's default tokenizer, or its vocabulary file; None: chosen by the size of the text
 SOURCES = {
@@ -59,116 +67,147 @@ BATCH_PIECES = 16  # pieces of documents that a thread encodes at once
 # Preparation
 
 
-def prepare(args):
-    """Make a folder of token shards, or find it complete, and return its Path.
+@dataclass
+class Options:
+    """Everything that decides the content of a folder, as meta.json records it."""
 
-    args: as parse_args returns them, for a key of SOURCES. Several processes may make the same
-    folder at once. Raises UserError.
+    source: str
+    tokenizer: str | None
+    vocab_size: int | None
+    val_fraction: float
+    text_key: list[str]
+    include: list[str] | None
+    texts: str  # the number of files, and a hash of their contents
+    val: str
+
+
+def prepare(
+    source: str,
+    *,
+    paths: Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    tokenizer: str | None = None,
+    vocab_size: int | None = None,
+    val_fraction: float = 0.1,
+    val: Sequence[str | Path] = (),
+    text_key: Sequence[str] = ("text",),
+    include: Sequence[str] = (),
+) -> Path:
+    """Make a folder of token shards, or find it complete, and return its path.
+
+    source: a key of SOURCES. The others are described by --help. Several processes may make the
+    same folder at once. Raises UserError.
     """
+    if not 0 < val_fraction < 1:
+        raise UserError(f"--val_fraction is {val_fraction}; expected between 0 and 1")
     # Your own texts, for training and for validation
     texts = []
     val_texts = []
-    if args.source == "files":
-        texts = corpus.find_texts(args.paths, args.include, args.text_key)
-    if args.val:
-        val_texts = corpus.find_texts(args.val, args.include, args.text_key)
+    if source == "files":
+        texts = corpus.find_texts(paths, include, text_key)
+    if val:
+        val_texts = corpus.find_texts(val, include, text_key)
         corpus.check_disjoint(texts, val_texts)
 
-    # The tokenizer and the folder; a complete folder is not made again
-    tokenizer, vocabulary = _choose_tokenizer(args, texts)
-    folder = Path(args.out or _default_folder(args))
-    options = vars(args) | {"paths": corpus.describe_texts(texts)}
-    options |= {"val": corpus.describe_texts(val_texts), "out": None, "command": None}
-    if _is_prepared(folder, options):
+    # The folder; a complete one is not made again
+    options = Options(
+        source=source,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        val_fraction=val_fraction,
+        text_key=[*text_key],
+        include=[*include] or None,
+        texts=corpus.describe_texts(texts),
+        val=corpus.describe_texts(val_texts),
+    )
+    folder = Path(out or default_folder(options))
+    name, vocabulary = choose_tokenizer(options, texts)
+    if is_prepared(folder, options):
         return folder
 
-    with _temporary_folder(folder) as temporary:
-        origin = args.command
-        if args.source != "files":
-            origin, texts = _source_texts(args.source)
-        documents = _document_reader(args, texts, val_texts)
+    with temporary_folder(folder) as temporary:
+        origin, read, n_bytes = open_source(options, texts, val_texts)
 
         # Train a vocabulary, in a first pass over the documents
-        n_bytes = corpus.total_size(texts)
-        if tokenizer == "bpe":
-            vocabulary = _train_vocabulary(documents(), args.vocab_size, n_bytes)
-        name = "bpe" if vocabulary else tokenizer
+        if name == "bpe" and not vocabulary:
+            vocabulary = train_on_sample(read(), vocab_size, n_bytes)
         encoder = get_tokenizer(name, vocabulary)
 
         # Write the shards in a second pass, then the vocabulary and meta.json
-        n_bytes += corpus.total_size(val_texts)
-        progress = Progress(f"preparing {args.source}", n_bytes)
-        meta = _write_shards(documents(), encoder, temporary, progress)
-        meta |= {"source": origin, "command": args.command, "options": options}
+        progress = Progress(f"preparing {source}", n_bytes)
+        meta = write_shards(read(), encoder, temporary, progress)
+        meta |= {"source": origin, "options": asdict(options)}
         if vocabulary:
             path = temporary / VOCABULARY_FILE
             path.write_bytes(vocabulary.encode())
             meta["vocabulary"] = {"sha256": sha256_of_file(path)}
         write_meta(temporary, meta)
 
-    _print_summary(folder, meta)
+    print_summary(folder, meta)
     return folder
 
 
-def _default_folder(args):
+def default_folder(options: Options) -> Path:
     """Return data/<source>, with the tokenizer's name if it is not the source's default."""
-    name = args.source
-    if args.tokenizer not in (None, SOURCES[args.source]):
-        name += f"_{Path(args.tokenizer).name.replace(':', '')}"
+    name = options.source
+    if options.tokenizer not in (None, SOURCES[name]):
+        name += f"_{Path(options.tokenizer).name.replace(':', '')}"
     return DATA_DIR / name
 
 
-def _is_prepared(folder, options):
+def is_prepared(folder: Path, options: Options) -> bool:
     """Return True if a folder is complete.
 
     Raises UserError if it was made with other options, or is something else.
     """
     if not (folder / "meta.json").exists():
-        # A preparation that was killed, or one in another process, leaves a hidden folder
+        # A preparation that was killed leaves a hidden folder
         if folder.is_file() or any(folder.glob("[!.]*")):
-            raise UserError(f"{folder} is not a folder of prepared data: choose a different --out")
+            raise UserError(f"{folder} is not a folder of prepared data; choose a different --out")
         return False
 
     # Folders made by other programs do not record their options
-    recorded = load_meta(folder).get("options", {})
-    for name, now in options.items():
-        before = recorded.get(name, now)
-        if before != now:
+    now = asdict(options)
+    recorded = now | meta_or_gpt2(folder).get("options", {})
+    for name, value in now.items():
+        if recorded[name] != value:
             raise UserError(
-                f"{folder} was made with {name} {before}, which now is {now}: remove it, or "
-                "choose a different --out"
+                f"{folder} was made with {name} {recorded[name]}, which now is {value}; remove it, "
+                "or choose a different --out"
             )
     print_line(f"already there: {folder}; to make it again, remove it")
     return True
 
 
-def _source_texts(source):
-    """Return the origin of a source, and its files, (name, path), after downloading them."""
-    if source == "python":
-        return f"standard library of Python {platform.python_version()}", corpus.python_files()
-    url, sha256 = DOWNLOADS[source]
-    path = DOWNLOAD_DIR / url.rpartition("/")[2]
-    download(url, path, sha256)
-    return url, [(source, path)]
+def open_source(
+    options: Options, texts: list[corpus.TextFile], val_texts: list[corpus.TextFile]
+) -> tuple[str, Callable[[], Iterator[corpus.Piece]], int]:
+    """Return the origin of a source, a function that reads its documents, and their bytes."""
+    origin = options.texts
+    if options.source == "python":
+        origin = f"standard library of Python {platform.python_version()}"
+        texts = corpus.python_files()
+    elif options.source != "files":
+        origin, sha256 = DOWNLOADS[options.source]
+        path = DOWNLOAD_DIR / origin.rpartition("/")[2]
+        download(origin, path, sha256)
+        if options.source.startswith("wikitext"):
+            n_bytes = 3 * path.stat().st_size  # unpacked, about
+            return origin, lambda: corpus.cut_pieces(corpus.read_wikitext(path)), n_bytes
+        texts = [corpus.measure(path, ())]
+
+    val_fraction = 0 if val_texts else options.val_fraction
+    train_sizes = corpus.choose_train_sizes(texts, val_fraction)
+    paths = [file.path for file in [*texts, *val_texts]]
+
+    def read():
+        sizes = itertools.chain(train_sizes, itertools.repeat(0))
+        return corpus.cut_pieces(corpus.split_documents(paths, options.text_key, sizes))
+
+    return origin, read, corpus.total_size([*texts, *val_texts])
 
 
-def _document_reader(args, texts, val_texts):
-    """Return a function that reads the pieces of all documents from the beginning."""
-    if args.source.startswith("wikitext"):
-        return partial(corpus.read_wikitext, texts[0][1])
-    keys = args.text_key
-    split = corpus.ALL_TRAIN
-    if not val_texts:
-        split = corpus.choose_split(texts, args.val_fraction, keys)
-
-    def documents():
-        yield from corpus.read_files(texts, keys, split)
-        yield from corpus.read_files(val_texts, keys, corpus.ALL_VAL)
-
-    return documents
-
-
-def _print_summary(folder, meta):
+def print_summary(folder: Path, meta: dict) -> None:
     """Print the size of each split, and the bytes per token of text."""
     total = sum(counts["tokens"] for counts in meta["splits"].values())
     for split, counts in meta["splits"].items():
@@ -182,15 +221,16 @@ def _print_summary(folder, meta):
 # Tokenizers
 
 
-def _choose_tokenizer(args, texts):
+def choose_tokenizer(options: Options, texts: list) -> tuple[str, str | None]:
     """Return the tokenizer's name, and the content of its vocabulary file or None.
 
-    The name is "gpt2", "bytes", "integers:N", "bpe" if the vocabulary is to be trained, or the path
-    of one. Raises UserError.
+    The name is "gpt2", "bytes", "integers:N" or "bpe", whose vocabulary is None if it is to be
+    trained. Raises UserError.
     """
-    name = args.tokenizer
+    name = options.tokenizer
+    vocab_size = options.vocab_size
     if not name:
-        name = SOURCES[args.source] if args.vocab_size is None else "bpe"
+        name = SOURCES[options.source] if vocab_size is None else "bpe"
     if not name:
         n_bytes = corpus.total_size(texts)
         name = "bpe" if n_bytes >= BPE_BYTES else "bytes"
@@ -198,14 +238,14 @@ def _choose_tokenizer(args, texts):
             f"tokenizer {name}, for {n_bytes / 1e6:.1f} MB of text (GPT-2's presets need "
             "--tokenizer gpt2)"
         )
-    if args.vocab_size is not None and name != "bpe":
-        raise UserError(f"--vocab_size {args.vocab_size} needs --tokenizer bpe, not {name}")
+    if vocab_size is not None and name != "bpe":
+        raise UserError(f"--vocab_size {vocab_size} needs --tokenizer bpe, not {name}")
     if name in ("gpt2", "bytes", "bpe") or name.startswith("integers:"):
         return name, None
-    return name, read_vocabulary(name)
+    return "bpe", read_vocabulary(name)
 
 
-def _train_vocabulary(documents, vocab_size, n_bytes):
+def train_on_sample(documents: Iterable[corpus.Piece], vocab_size: int | None, n_bytes: int) -> str:
     """Train a vocabulary on the first BPE_SAMPLE_BYTES of the training split, and return it."""
     if vocab_size is None:
         vocab_size = LARGE_VOCAB_SIZE if n_bytes >= LARGE_VOCAB_BYTES else SMALL_VOCAB_SIZE
@@ -228,75 +268,64 @@ def _train_vocabulary(documents, vocab_size, n_bytes):
 # Documents to shards
 
 
-class SplitWriter:
-    """Writes the tokens of one split to shards, and counts them."""
-
-    def __init__(self, folder, split):
-        self.folder = folder
-        self.split = split
-        self.counts = Counter(tokens=0, bytes=0, documents=0)
-        self.files = {}  # each shard's entry in meta.json, by its name
-        self.waiting = []  # arrays of tokens that are in no shard yet
-        self.n_waiting = 0
-
-    def add(self, tokens, n_bytes, starts_document):
-        """Append tokens, and write each shard that is full."""
-        self.counts.update(tokens=tokens.size, bytes=n_bytes, documents=starts_document)
-        self.waiting.append(tokens)
-        self.n_waiting += tokens.size
-        while self.n_waiting >= SHARD_TOKENS:
-            self.write_shard()
-
-    def write_shard(self):
-        """Write the tokens that wait as a shard, at most SHARD_TOKENS of them."""
-        tokens = np.concatenate(self.waiting)
-        name = f"{self.split}_{len(self.files):06d}.bin"
-        self.files[name] = write_shard(self.folder / name, tokens[:SHARD_TOKENS])
-        self.waiting = [tokens[SHARD_TOKENS:]]
-        self.n_waiting = self.waiting[0].size
-
-
-def _write_shards(documents, tokenizer, folder, progress):
+def write_shards(
+    documents: Iterable[corpus.Piece], tokenizer: Tokenizer, folder: Path, progress: Progress
+) -> dict:
     """Encode pieces of documents on all cores, and write them in order.
 
     Returns the entries of meta.json about the tokenizer and the shards. Raises UserError if a split
     is empty.
     """
-    writers = {split: SplitWriter(folder, split) for split in ("train", "val")}
+    waiting = {"train": array("H"), "val": array("H")}  # tokens that are in no shard yet
+    counts = {split: Counter(tokens=0, bytes=0, documents=0) for split in waiting}
+    files = {}
+
+    def write(split):
+        number = (counts[split]["tokens"] - len(waiting[split])) // SHARD_TOKENS
+        name = f"{split}_{number:06d}.bin"
+        files[name] = write_shard(folder / name, np.array(waiting[split][:SHARD_TOKENS]))
+        del waiting[split][:SHARD_TOKENS]
+
     # Threads suffice: tiktoken and numpy release the GIL
-    threads = min(os.cpu_count() or 1, 16)
-    encode = partial(_encode, tokenizer)
-    for encoded in map_ahead(encode, _batches(documents), depth=2 * threads, threads=threads):
+    threads = min(cpu_cores(), 16)
+    encode = partial(encode_pieces, tokenizer)
+    for encoded in map_ahead(encode, batches(documents), depth=2 * threads, threads=threads):
         for split, tokens, n_bytes, starts_document in encoded:
-            writers[split].add(tokens, n_bytes, starts_document)
+            counts[split].update(tokens=tokens.size, bytes=n_bytes, documents=starts_document)
+            waiting[split].frombytes(tokens.tobytes())
+            while len(waiting[split]) >= SHARD_TOKENS:
+                write(split)
             progress.add(n_bytes)
 
-    meta = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-    meta |= {"splits": {}, "files": {}}
-    for split, writer in writers.items():
-        if not writer.counts["tokens"]:
+    for split in waiting:
+        if not counts[split]["tokens"]:
             raise UserError(
-                f"the {split} split has no text: give more text, give it as a single file, or "
+                f"the {split} split has no text; give more text, give it as a single file, or "
                 "change --val or --val_fraction"
             )
-        if writer.n_waiting:
-            writer.write_shard()
+        if waiting[split]:
+            write(split)
         if tokenizer.name.startswith("integers"):
-            writer.counts["bytes"] = None  # they are not text
-        meta["splits"][split] = writer.counts
-        meta["files"] |= writer.files
-    return meta
+            counts[split]["bytes"] = None  # they are not text
+    return dict(
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.vocab_size,
+        eot=tokenizer.eot,
+        splits=counts,
+        files=files,
+    )
 
 
-def _batches(pieces):
+def batches(pieces: Iterable[corpus.Piece]) -> Iterator[list[corpus.Piece]]:
     """Yield lists of BATCH_PIECES pieces."""
-    batch = list(itertools.islice(pieces, BATCH_PIECES))
-    while batch:
+    pieces = iter(pieces)
+    while batch := list(itertools.islice(pieces, BATCH_PIECES)):
         yield batch
-        batch = list(itertools.islice(pieces, BATCH_PIECES))
 
 
-def _encode(tokenizer, pieces):
+def encode_pieces(
+    tokenizer: Tokenizer, pieces: Iterable[corpus.Piece]
+) -> list[tuple[str, np.ndarray, int, bool]]:
     """Encode pieces of documents, with an end-of-text token before each document.
 
     Returns, for each piece, its split, its tokens (1-D uint16), its size in bytes, and True if a
@@ -311,13 +340,13 @@ def _encode(tokenizer, pieces):
     return encoded
 
 
-def encode_file(path, tokenizer):
+def encode_file(path: Path, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
     """Encode a text file like a training text: returns 1-D uint16 tokens, and its size in bytes.
 
     Raises UserError if it is not UTF-8.
     """
-    pieces = corpus.read_files([(path.name, path)], ["text"], corpus.ALL_TRAIN)
-    encoded = _encode(tokenizer, pieces)
+    documents = corpus.split_documents([path], ["text"], itertools.repeat(sys.maxsize))
+    encoded = encode_pieces(tokenizer, corpus.cut_pieces(documents))
     tokens = [np.empty(0, dtype=np.uint16)]
     tokens += [tokens for _, tokens, _, _ in encoded]
     n_bytes = sum(n_bytes for _, _, n_bytes, _ in encoded)
@@ -329,16 +358,14 @@ def encode_file(path, tokenizer):
 
 
 @contextlib.contextmanager
-def _temporary_folder(folder):
-    """Make a folder in or beside `folder`, yield its path, then give it the name of `folder`.
+def temporary_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder beside `folder`, yield its path, then give it the name of `folder`.
 
-    If preparation fails, it is removed. Raises OSError if it cannot be made, RunError if it cannot
-    be renamed.
+    If another process was first, or if preparation fails, it is removed. Raises OSError if it
+    cannot be made, RunError if it cannot be renamed.
     """
-    folder = Path(os.path.realpath(folder))
-    name = f".tmp-{folder.name}-{secrets.token_hex(4)}"
-    # An existing folder may be a disk of its own
-    temporary = folder / name if folder.is_dir() else folder.with_name(name)
+    folder = folder.resolve()
+    temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -346,52 +373,43 @@ def _temporary_folder(folder):
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     try:
-        _publish(temporary, folder)
-    except OSError as error:
-        raise RunError(
-            f"{folder} cannot be made ({error.strerror}): the data are complete in {temporary}, "
-            "move them by hand"
-        ) from None
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _publish(temporary, folder):
-    """Give a temporary folder its name, unless another process was first."""
-    with contextlib.suppress(OSError):
         os.rename(temporary, folder)
-        return
-    # Some file systems cannot rename a folder, and none can if `folder` holds it
-    if (folder / "meta.json").exists():
-        return
-    folder.mkdir(exist_ok=True)
-    for path in sorted(temporary.iterdir(), key=lambda path: path.name == "meta.json"):
-        os.replace(path, folder / path.name)
+    except OSError as error:
+        if not (folder / "meta.json").exists():
+            raise RunError(
+                f"{folder} cannot be made ({error.strerror}); the data are complete in "
+                f"{temporary}, move it by hand"
+            ) from None
+        # Another process was first
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # -----------------------------------------------------------------------------
 # Command line
 
-ALL_SOURCES = [*SOURCES, "fineweb10B", "hellaswag"]
-# The options of each source, besides --out
-OPTIONS = {"tokenizer", "vocab_size", "val_fraction"}
+# The options of each source
+OPTIONS = {"out", "tokenizer", "vocab_size", "val_fraction"}
 OPTIONS_OF = {
-    "hellaswag": set(),
-    "fineweb10B": {"shards"},
+    **dict.fromkeys(SOURCES, OPTIONS),
     "files": OPTIONS | {"paths", "val", "text_key", "include"},
+    "fineweb10B": {"out", "shards"},
+    "hellaswag": {"out"},
 }
 
 
-def make_parser():
-    parser = argparse.ArgumentParser(description="Prepare token shards.", allow_abbrev=False)
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line. Options that are not given are left out."""
+    parser = argparse.ArgumentParser(
+        description="Prepare token shards.", allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
     add = parser.add_argument
     several = dict(nargs="+", action="extend")
-    add("source", choices=ALL_SOURCES, help="files: your own texts; hellaswag: questions")
+    add("source", choices=OPTIONS_OF, help="files: your own texts; hellaswag: questions")
     add(
         "paths",
         nargs="*",
-        default=[],
         metavar="PATH",
-        help="files: text, JSON, .csv or .parquet files; folders; globs",
+        help="files: text, JSON, .csv or .parquet files; folders",
     )
     add("--out", help="the folder to make (default: data/<source>)")
     add(
@@ -404,7 +422,7 @@ def make_parser():
         help=f"tokens of bpe (default: {SMALL_VOCAB_SIZE}, for much text {LARGE_VOCAB_SIZE})",
     )
     split = parser.add_mutually_exclusive_group().add_argument
-    split("--val_fraction", type=float, default=0.1, help="fraction for validation (0.1)")
+    split("--val_fraction", type=float, help="fraction for validation (default: 0.1)")
     split("--val", **several, help="files: validation texts, instead of a fraction")
     add(
         "--text_key",
@@ -419,53 +437,27 @@ def make_parser():
     add(
         "--shards",
         type=int,
-        default=103,
         help="fineweb10B: training shards, 200 MB each (default: all 103)",
     )
     return parser
 
 
-def parse_args(argv):
-    """Return the options of a command line: a Namespace, with the command itself as `command`.
-
-    Raises UserError for options that the source does not take.
-    """
-    parser = make_parser()
-    args = parser.parse_intermixed_args(argv)
-    taken = {"source", "out"} | OPTIONS_OF.get(args.source, OPTIONS)
-    for name, value in vars(args).items():
-        if name not in taken and value != parser.get_default(name):
-            raise UserError(f"{args.source} does not take {name}: remove it")
-    if not 0 < args.val_fraction < 1:
-        raise UserError(f"--val_fraction is {args.val_fraction}: expected between 0 and 1")
-    args.text_key = args.text_key or ["text"]
-    args.command = shlex.join(["python", "data/prepare.py", *argv])
-    return args
-
-
-def main(argv):
-    """Run the command line and return the exit code: 0 done, 2 a user's mistake, 1 other errors."""
-    args = parse_args(argv)
+def main(argv: list[str]) -> None:
+    """Run the command line. Raises UserError, also for options that the source does not take."""
+    options = vars(make_parser().parse_intermixed_args(argv))
+    source = options.pop("source")
+    for name in options.keys() - OPTIONS_OF[source]:
+        raise UserError(f"{source} does not take {name}; remove it")
+    others = {"fineweb10B": prepare_fineweb, "hellaswag": prepare_hellaswag}
     try:
-        if args.source == "hellaswag":
-            prepare_hellaswag(args.out)
-        elif args.source == "fineweb10B":
-            prepare_fineweb(args.out, args.shards, args.command)
-        else:
-            prepare(args)
+        others.get(source, partial(prepare, source))(**options)
+    except KeyboardInterrupt:
+        raise RunError("stopped; run the same command again") from None
     except OSError as error:
         if is_bad_path(error):
             raise
-        raise RunError(f"{error}: run the same command again to resume") from None
-
-
-def stop(number, _frame):
-    """Exit after removing the temporary folder."""
-    print("stopped: run the same command again to resume", file=sys.stderr)
-    sys.exit(128 + number)
+        raise RunError(f"{error}; run the same command again") from None
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
     sys.exit(run_command(main, sys.argv[1:]))

@@ -18,12 +18,14 @@ from common.files import atomic_write, sha256_of_file
 DATA_DIR = Path(__file__).resolve().parent
 # Trained on Python 3.11.7's library, with --tokenizer bpe --vocab_size 1024
 PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"
+# The entries of meta.json for GPT-2's tokenizer
+GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
 HEADER_BYTES = 1024
 # The version and the dtype of the tokens for each magic number
 FORMATS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 
 
-def write_shard(path, tokens):
+def write_shard(path: Path, tokens: np.ndarray) -> dict:
     """Write a 1-D uint16 array as a shard, and return its entry in meta.json."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = 20240520, 1, tokens.size
@@ -33,13 +35,12 @@ def write_shard(path, tokens):
     return {"tokens": tokens.size, "sha256": sha256_of_file(path)}
 
 
-def check_shard(path):
+def check_shard(path: Path) -> tuple[int, np.dtype]:
     """Return the number of tokens of a shard and their dtype, uint16 or uint32.
 
     Raises UserError for a file that is not an intact shard.
     """
     # A missing or short file gets a header of zeros
-    path = Path(path)
     size = path.stat().st_size if path.is_file() else 0
     header = bytes(12)
     if size >= HEADER_BYTES:
@@ -51,68 +52,60 @@ def check_shard(path):
     if version != known_version or count <= 0 or size != HEADER_BYTES + count * dtype.itemsize:
         raise UserError(
             f"{path} is not an intact token shard (magic {magic}, version {version}, {count} "
-            f"tokens, {size} bytes): delete it, and prepare or download it again"
+            f"tokens, {size} bytes); delete it, and prepare or download it again"
         )
     return count, dtype
 
 
-def find_shards(folder, split):
-    """Return the sorted paths of the shards of a split, "train" or "val".
-
-    Raises UserError if there are none.
-    """
+def shard_paths(folder: Path, split: str) -> list[Path]:
+    """List the shards of a split, "train" or "val", sorted. Raises UserError if there are none."""
     # The name of a dataset may contain "train" or "val" too, as in medieval_train_000000.bin
     is_of_split = re.compile(f"{split}(?!.*(train|val))").search
-    shards = sorted(path for path in Path(folder).glob("[!.]*.bin") if is_of_split(path.name))
+    shards = sorted(path for path in folder.glob("[!.]*.bin") if is_of_split(path.name))
     if not shards:
         found = f"there is no folder {folder}"
-        if Path(folder).is_dir():
+        if folder.is_dir():
             found = f"{folder} has no shards *{split}*.bin"
-        raise UserError(f"{found}: expected a folder that `python data/prepare.py SOURCE` made")
+        raise UserError(f"{found}; expected a folder that `python data/prepare.py SOURCE` made")
     return shards
 
 
-def load_meta(folder):
-    """Return meta.json of a prepared folder; without one, GPT-2's tokenizer and "assumed": True.
+def meta_or_gpt2(folder: Path) -> dict:
+    """Read meta.json of a prepared folder; without one, assume GPT-2's tokenizer ("assumed": True).
 
     Keys: tokenizer, vocab_size, eot, source, splits ({"train" and "val": {tokens, perhaps bytes and
     documents}}), files ({shard: {tokens, sha256}}); vocabulary ({sha256}) for the tokenizer "bpe";
-    perhaps command and options.
-
-    Raises UserError if one is missing or has a wrong value.
+    perhaps options. Raises UserError if one is missing or has a wrong value.
     """
-    path = Path(folder) / "meta.json"
+    path = folder / "meta.json"
     if not path.exists():
-        find_shards(folder, "train")
-        meta = dict(tokenizer="gpt2", vocab_size=50257, eot=50256, source="unknown", assumed=True)
-        return meta | dict(splits={}, files={})
+        shard_paths(folder, "train")
+        return GPT2 | {"source": "unknown", "assumed": True, "splits": {}, "files": {}}
     try:
         meta = json.loads(path.read_bytes())
-        counts = [meta["vocab_size"], meta["eot"]]
-        counts += [meta["splits"][split]["tokens"] for split in ("train", "val")]
-        counts += [shard["tokens"] for shard in meta["files"].values()]
+        counts = [meta["splits"]["train"], meta["splits"]["val"], *meta["files"].values()]
+        numbers = [meta["vocab_size"], meta["eot"], *(count["tokens"] for count in counts)]
         texts = [meta["tokenizer"], meta["source"]]
         if meta["tokenizer"] == "bpe":
             texts.append(meta["vocabulary"]["sha256"])
-        is_valid = {int} == set(map(type, counts)) and {str} == set(map(type, texts))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"{path} is damaged: delete the folder and prepare it again")
+        if {*map(type, numbers)} != {int} or {*map(type, texts)} != {str}:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path} is damaged; delete the folder and prepare it again") from None
     return meta
 
 
-def is_fineweb(meta):
-    """True for the shards of `prepare.py fineweb10B`, from any endpoint and commit."""
+def is_fineweb(meta: dict) -> bool:
+    """Return True for the shards of `prepare.py fineweb10B`, from any endpoint and commit."""
     return "/fineweb10B-gpt2/resolve/" in meta["source"]
 
 
-def write_meta(folder, meta):
+def write_meta(folder: Path, meta: dict) -> None:
     """Write meta.json of a prepared folder."""
     with atomic_write(folder / "meta.json") as file:
         file.write(json.dumps(meta, indent=1).encode())
 
 
-def recorded_hashes(meta):
+def recorded_hashes(meta: dict) -> dict[str, str | None]:
     """Return the SHA-256 of each shard, by name, as meta.json records it."""
     return {name: shard.get("sha256") for name, shard in meta["files"].items()}

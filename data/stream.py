@@ -2,35 +2,38 @@
 
 Only numpy is needed, and no trainer:
 
-stream = TokenStream("data/python", seq_len=256, batch_tokens=4096)
+stream = TokenStream("data/python", seq_len=256)
+stream.set_batch_tokens(4096)
 stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
 """
 
-import functools
 import hashlib
 import itertools
 import json
+import os
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from common.errors import UserError
-from common.files import sha256_of_file
 from common.values import derive_seed
-from data.shards import HEADER_BYTES, check_shard, find_shards, is_fineweb, load_meta
-from data.tokenizers import read_vocabulary
+from data.shards import HEADER_BYTES, check_shard, is_fineweb, meta_or_gpt2, shard_paths
+from data.tokenizers import Tokenizer, read_vocabulary
+
+READ_AT_ONCE = 1 << 24  # tokens, in a search through all of them
 
 
 class TokenShards:
-    """The shards of one split as one long token sequence, read when needed."""
+    """The shards of one split as one long token sequence, read when needed.
 
-    # On opening, at most this many tokens are compared with the hash of their shard and with the
-    # vocabulary. Every token is compared with the vocabulary when it is read.
-    CHECKED = 1 << 28
+    They stay open: a network file system takes longer to open a file than to read a sequence.
+    """
 
-    def __init__(self, folder, split, vocab_size, files):
+    def __init__(self, folder: Path, split: str, vocab_size: int, files: dict[str, dict]):
         """Open the shards of a split, "train" or "val". Raises UserError for wrong shards.
 
         vocab_size: the model's; all tokens must be smaller.
@@ -38,30 +41,32 @@ class TokenShards:
         """
         self.split = split
         self.vocab_size = vocab_size
-        self.paths = find_shards(folder, split)
+        self.paths = shard_paths(folder, split)
         self.lengths = []
         self.dtypes = []
-        unchecked = self.CHECKED
+        self.files = []
+        self.beginnings = ""  # each shard's name, length and first tokens
         for i, path in enumerate(self.paths):
-            length, dtype = check_shard(path)
+            try:
+                length, dtype = check_shard(path)
+                self.files.append(open(path, "rb", buffering=0))
+            except OSError as error:
+                raise UserError(
+                    f"{path} cannot be opened ({error.strerror}); all {len(self.paths)} shards "
+                    "stay open, which `ulimit -n` must allow"
+                ) from None
+            if files.get(path.name, {}).get("tokens", length) != length:
+                raise UserError(
+                    f"{path} is not the shard that meta.json describes; prepare the data again"
+                )
             self.lengths.append(length)
             self.dtypes.append(dtype)
-            if unchecked > 0:
-                self.read_tokens(i, 0, unchecked)
-            recorded = files.get(path.name, {})
-            is_same = recorded.get("tokens", length) == length
-            if recorded.get("sha256") and length <= unchecked:
-                is_same = recorded["sha256"] == sha256_of_file(path)
-            if not is_same:
-                raise UserError(
-                    f"{path} is not the shard that meta.json describes: prepare the data again"
-                )
-            unchecked -= length
+            self.beginnings += f"{path.name} {length} {self.read_tokens(i, 0, 2048).tolist()}"
         self.n_tokens = sum(self.lengths)
         # The position of each shard's first token in the whole sequence
         self.offsets = np.cumsum([0, *self.lengths[:-1]])
 
-    def read_tokens(self, i, begin, count):
+    def read_tokens(self, i: int, begin: int, count: int) -> np.ndarray:
         """Read at most `count` tokens of shard i, beginning at its token `begin`.
 
         The dtype is the file's. Raises UserError for damage, or a token outside the vocabulary.
@@ -72,56 +77,51 @@ class TokenShards:
         # Not a memory map: some systems have none, and if the file is truncated, reading one kills
         # the process
         try:
-            with open(path, "rb") as file:
-                file.seek(HEADER_BYTES + begin * itemsize)
-                raw = file.read(n_bytes)
+            raw = self.read_bytes(i, n_bytes, HEADER_BYTES + begin * itemsize)
         except OSError:
             raw = b""
         if len(raw) < n_bytes:
             raise UserError(
-                f"{path} can no longer be read whole: put the whole shard back and --resume"
+                f"{path} can no longer be read whole; put the whole shard back and --resume"
             )
         tokens = np.frombuffer(raw, self.dtypes[i])
         largest = int(tokens.max())
         if largest >= self.vocab_size:
             raise UserError(
-                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}: "
+                f"{path} holds token {largest}, but the vocabulary ends at {self.vocab_size - 1}; "
                 "prepare the data again with the tokenizer in meta.json, or raise --vocab_size"
             )
         return tokens
 
-    def read_sequences(self, starts, length):
+    def read_bytes(self, i: int, n_bytes: int, begin: int) -> bytes:
+        """Read bytes of shard i; open it again if its server has lost it. Raises OSError."""
+        file = self.files[i]
+        try:
+            return os.pread(file.fileno(), n_bytes, begin)
+        except OSError:
+            self.files[i] = open(self.paths[i], "rb", buffering=0)
+            return os.pread(self.files[i].fileno(), n_bytes, begin)
+
+    def read_sequences(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Read a sequence of `length` tokens from each start: int64 (len(starts), length)."""
-        out = np.empty((len(starts), length), dtype=np.int64)
-        for row, start in zip(out, starts.tolist()):
-            # i: the shard that holds the first token
-            i = int(np.searchsorted(self.offsets, start, side="right")) - 1
-            filled = 0
-            # The sequence may run over the end of a shard
-            while filled < length:
-                begin = start + filled - int(self.offsets[i])
-                tokens = self.read_tokens(i, begin, length - filled)
-                row[filled : filled + len(tokens)] = tokens
-                filled += len(tokens)
-                i += 1
-        return out
+        rows = [self.read_sequence(start, length) for start in starts.tolist()]
+        return np.array(rows, dtype=np.int64).reshape(len(starts), length)
 
-    def hash_shards(self):
-        """Hash 16 chunks of 2,048 tokens, spread evenly over each shard.
-
-        Returns the number of tokens and the hash of each shard, by its name.
-        """
-        hashes = {}
-        for i, (path, length) in enumerate(zip(self.paths, self.lengths)):
-            digest = hashlib.sha256()
-            count = min(2048, length)
-            for k in range(16):
-                digest.update(self.read_tokens(i, (length - count) * k // 15, count))
-            hashes[path.name] = f"{length} tokens, {digest.hexdigest()[:12]}"
-        return hashes
+    def read_sequence(self, start: int, length: int) -> np.ndarray:
+        """Read tokens of the whole sequence, which may run over the ends of shards."""
+        # The shard that holds the first token
+        i = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        parts = []
+        while length > 0:
+            tokens = self.read_tokens(i, start - int(self.offsets[i]), length)
+            parts.append(tokens)
+            start += len(tokens)
+            length -= len(tokens)
+            i += 1
+        return np.concatenate(parts)
 
 
-def feistel_permute(index, n, key):
+def feistel_permute(index: np.ndarray, n: int, key: int) -> np.ndarray:
     """Apply the pseudo-random permutation of range(n) with this key to each index; return uint64.
 
     A Feistel network permutes range(m), where m is a power of four and at least n. It is applied
@@ -146,7 +146,7 @@ def feistel_permute(index, n, key):
     return out
 
 
-def document_sequences(shards, eot, seq_len):
+def document_sequences(shards: TokenShards, eot: int, seq_len: int) -> np.ndarray:
     """Find sequences that begin a document and do not overlap; return their starts, int64 (n,).
 
     The remainders of documents are dropped.
@@ -154,8 +154,9 @@ def document_sequences(shards, eot, seq_len):
     # The positions of documents in the whole sequence
     starts = []
     for i, offset in enumerate(shards.offsets):
-        tokens = shards.read_tokens(i, 0, shards.lengths[i])
-        starts.append(np.flatnonzero(tokens == eot) + offset)
+        for begin in range(0, shards.lengths[i], READ_AT_ONCE):
+            tokens = shards.read_tokens(i, begin, READ_AT_ONCE)
+            starts.append(np.flatnonzero(tokens == eot) + offset + begin)
     starts = np.concatenate(starts)
     starts = starts[starts + seq_len < shards.n_tokens]
     # For a sequence at each document: the first document that starts after it
@@ -173,11 +174,11 @@ class TokenStream:
 
     def __init__(
         self,
-        folder,
-        seq_len,
-        seed=0,
-        vocab_size=None,
-        doc_align=False,
+        folder: str | Path,
+        seq_len: int,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        doc_align: bool = False,
     ):
         """Open a prepared folder.
 
@@ -189,18 +190,20 @@ class TokenStream:
         self.seq_len = seq_len
         self.seed = seed
         self.seqs_per_batch = 0  # until set_batch_tokens
-        self.tokenizer = None
-        self.meta = load_meta(self.folder)
+        self.tokenizer: Tokenizer | None = None  # set by who samples
+        self.meta = meta_or_gpt2(self.folder)
+        self.vocab_size = self.meta["vocab_size"]
+        self.eot = self.meta["eot"]
         # The content of the vocabulary file, if the tokenizer has one
         self.vocabulary = None
         if self.meta["tokenizer"] == "bpe":
             self.vocabulary = read_vocabulary(self.folder, self.meta["vocabulary"]["sha256"])
-        if vocab_size and vocab_size < self.meta["vocab_size"]:
-            needed = f"the {self.meta['vocab_size']} of the tokenizer of {folder}"
+        if vocab_size and vocab_size < self.vocab_size:
+            needed = f"the {self.vocab_size} of the tokenizer of {folder}"
             raise UserError(f"--vocab_size {vocab_size} is less than {needed}: raise it")
 
         # Open the shards of both splits
-        vocab_size = max(vocab_size or 0, self.meta["vocab_size"])
+        vocab_size = max(vocab_size or 0, self.vocab_size)
         files = self.meta["files"]
         self.train = TokenShards(self.folder, "train", vocab_size, files)
         self.val = TokenShards(self.folder, "val", vocab_size, files)
@@ -208,13 +211,13 @@ class TokenStream:
         if files and found != files.keys():
             raise UserError(
                 f"{self.folder} has other shards than its meta.json names "
-                f"({min(found ^ files.keys())}): prepare the data again"
+                f"({min(found ^ files.keys())}); prepare the data again"
             )
         for shards in (self.train, self.val):
             if shards.n_tokens <= seq_len:
                 raise UserError(
                     f"the {shards.split} split of {folder} has {shards.n_tokens} tokens, too few "
-                    f"for --seq_len {seq_len} and a target: use more data or a smaller --seq_len"
+                    f"for --seq_len {seq_len} and a target; use more data or a smaller --seq_len"
                 )
 
         # One less than there are, so that an epoch can begin at any of seq_len offsets
@@ -222,30 +225,23 @@ class TokenStream:
         # The starts of all sequences with doc_align, int64 (seqs_per_epoch,)
         self.aligned = None
         if doc_align:
-            self.aligned = document_sequences(self.train, self.meta["eot"], seq_len)
+            self.aligned = document_sequences(self.train, self.eot, seq_len)
             self.seqs_per_epoch = len(self.aligned)
             if not self.seqs_per_epoch:
                 raise UserError(
                     f"--doc_align finds no document in {folder} with {seq_len} tokens after its "
-                    f"start (token {self.meta['eot']}): use a smaller --seq_len, or remove it"
+                    f"start (token {self.eot}); use a smaller --seq_len, or remove it"
                 )
 
         # Speedruns evaluate the first tokens, on FineWeb and on shards without meta.json
         is_race = is_fineweb(self.meta) or "assumed" in self.meta
-        self.eval_subset = "first" if is_race else "spread"
+        self.eval_part = "first" if is_race else "spread"
 
-    @property
-    def vocab_size(self):
-        return self.meta["vocab_size"]
-
-    @property
-    def eot(self):
-        return self.meta["eot"]
-
-    def set_batch_tokens(self, batch_tokens):
+    def set_batch_tokens(self, batch_tokens: int) -> None:
+        """Set the size of the global batch, which batch() needs."""
         self.seqs_per_batch = batch_tokens // self.seq_len
 
-    def sequence_starts(self, index):
+    def sequence_starts(self, index: np.ndarray) -> np.ndarray:
         """Return the starts of the training sequences with these numbers, int64 (len(index),).
 
         Each epoch cuts the stream into sequences of seq_len tokens from its own offset, or uses
@@ -267,7 +263,7 @@ class TokenStream:
                 starts[here] = offset + self.seq_len * order
         return starts
 
-    def batch(self, step, rank=0, world_size=1):
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """Return this rank's part of the global batch of `step`: int64 (sequences, seq_len + 1).
 
         A sequence holds the inputs and one more target.
@@ -278,26 +274,28 @@ class TokenStream:
         starts = self.sequence_starts(first + np.arange(per_rank, dtype=np.int64))
         return self.train.read_sequences(starts, self.seq_len + 1)
 
-    def num_eval_seqs(self, eval_tokens):
-        """Return the number of sequences in an evaluation of so many tokens, or "all"."""
+    def num_eval_seqs(self, eval_tokens: int | str) -> int:
+        """Return the number of sequences in an evaluation of so many tokens, or of "all"."""
         available = (self.val.n_tokens - 1) // self.seq_len
         if eval_tokens == "all":
             return available
         return min(available, max(1, eval_tokens // self.seq_len))
 
-    def eval_starts(self, eval_tokens):
+    def eval_starts(self, eval_tokens: int | str) -> np.ndarray:
         """Return the starts of the sequences in an evaluation, int64 (n,), ascending.
 
-        They are spread evenly over the validation split, or its first ones if eval_subset is
+        They are spread evenly over the validation split, or its first ones if eval_part is
         "first".
         """
         n_seqs = self.num_eval_seqs(eval_tokens)
         index = np.arange(n_seqs, dtype=np.int64)
-        if self.eval_subset == "spread":
+        if self.eval_part == "spread":
             index = index * self.num_eval_seqs("all") // n_seqs
         return index * self.seq_len
 
-    def eval_batches(self, eval_tokens, micro_batch, rank=0, world_size=1):
+    def eval_batches(
+        self, eval_tokens: int | str, micro_batch: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield this rank's part of an evaluation: inputs, targets, int64 (micro_batch, seq_len).
 
         Every rank gets the same number of batches. Incomplete ones are padded with targets of -1,
@@ -309,42 +307,36 @@ class TokenStream:
         mine = starts[rank * per_rank : (rank + 1) * per_rank]
         for i in range(0, per_rank, micro_batch):
             part = mine[i : i + micro_batch]
-            sequences = np.zeros((micro_batch, self.seq_len + 1), dtype=np.int64)
+            sequences = np.full((micro_batch, self.seq_len + 1), -1)
             sequences[: len(part)] = self.val.read_sequences(part, self.seq_len + 1)
-            targets = sequences[:, 1:].copy()
-            targets[len(part) :] = -1
-            yield sequences[:, :-1], targets
+            yield sequences[:, :-1].clip(0), sequences[:, 1:]
 
-    def eval_end(self, eval_tokens, length):
+    def eval_end(self, eval_tokens: int | str, length: int) -> np.ndarray:
         """Return the final tokens of an evaluation, int64, at most `length` and seq_len of them."""
         final = self.eval_starts(eval_tokens)[-1:]
         return self.val.read_sequences(final, self.seq_len)[0, -length:]
 
-    def stream_state(self, step):
-        """Identify the stream, and the position of `step` in it, for checkpoints.
-
-        Their keys call a sequence a window.
-        """
-        epoch, window = divmod(step * self.seqs_per_batch, self.seqs_per_epoch)
+    def stream_state(self, step: int) -> dict[str, int]:
+        """Identify the stream, and the position of `step` in it, for checkpoints."""
+        epoch, sequence = divmod(step * self.seqs_per_batch, self.seqs_per_epoch)
         return dict(
             seed=self.seed,
             seq_len=self.seq_len,
-            windows=self.seqs_per_epoch,
+            seqs_per_epoch=self.seqs_per_epoch,
             epoch=epoch,
-            window=window,
+            sequence=sequence,
         )
 
-    @functools.cached_property
-    def shard_hashes(self):
-        return self.train.hash_shards() | self.val.hash_shards()
-
-    def fingerprint(self):
-        """Return a hash of the shards and of meta.json's entries, for checkpoints."""
-        text = json.dumps([self.shard_hashes, self.meta["files"]], sort_keys=True)
+    def fingerprint(self) -> str:
+        """Hash meta.json's entries of shards, and each shard's name, length and first tokens."""
+        text = json.dumps(self.meta["files"], sort_keys=True)
+        text += self.train.beginnings + self.val.beginnings
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def map_ahead(function, items, depth, threads):
+def map_ahead(
+    function: Callable[[Any], Any], items: Iterable[Any], depth: int, threads: int
+) -> Iterator[Any]:
     """Yield function(item) for each item, in order; threads compute up to `depth` items ahead."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="map_ahead")
     try:
@@ -360,6 +352,6 @@ def map_ahead(function, items, depth, threads):
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def prefetch(load, first, depth):
+def prefetch(load: Callable[[int], Any], first: int, depth: int) -> Iterator[Any]:
     """Yield load(first), load(first + 1), ... endlessly; a thread works `depth` calls ahead."""
     return map_ahead(load, itertools.count(first), depth=depth, threads=1)

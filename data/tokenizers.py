@@ -7,13 +7,18 @@ import heapq
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import UserError
 from common.files import sha256_of_file
+
+if TYPE_CHECKING:
+    import tiktoken
 
 VOCABULARY_FILE = "tokenizer.json"
 PATTERNS = {
@@ -35,25 +40,25 @@ LONGEST_WORD = 256  # letters, in training a vocabulary: the time is quadratic i
 class Tokenizer:
     """Encodes and decodes byte pairs with a tiktoken Encoding."""
 
-    def __init__(self, name, encoding):
+    def __init__(self, name: str, encoding: "tiktoken.Encoding"):
         self.name = name
         self.tiktoken = encoding
         self.vocab_size = encoding.n_vocab
         self.eot = encoding.eot_token
 
-    def encode(self, text):
+    def encode(self, text: str) -> np.ndarray:
         """Encode a str as a 1-D uint16 array.
 
         Special tokens are encoded as ordinary text. Lone surrogates become "?".
         """
         return self.encode_raw(text.encode("utf-8", errors="replace")).astype(np.uint16)
 
-    def encode_raw(self, raw):
+    def encode_raw(self, raw: bytes) -> np.ndarray:
         """Encode UTF-8 bytes as a 1-D array of unsigned integers. Invalid bytes become U+FFFD."""
         text = raw.decode("utf-8", errors="replace")
         return self.tiktoken.encode_to_numpy(text, disallowed_special=())
 
-    def decode_bytes(self, tokens):
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Decode a sequence or array of tokens to bytes. End-of-text becomes b"<|endoftext|>"."""
         return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
@@ -66,26 +71,29 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = 257
         self.eot = 256
 
-    def encode_raw(self, raw):
+    def encode_raw(self, raw: bytes) -> np.ndarray:
         return np.frombuffer(raw, dtype=np.uint8)
 
-    def decode_bytes(self, tokens):
+    def decode_bytes(self, tokens: Sequence[int] | np.ndarray) -> bytes:
         tokens = np.asarray(tokens).tolist()
-        parts = [END_OF_TEXT if token == self.eot else bytes([token]) for token in tokens]
-        return b"".join(parts)
+        return b"".join(self.token_bytes(token) for token in tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """Decode one token."""
+        return END_OF_TEXT if token == self.eot else bytes([token])
 
 
-class IntegerTokenizer(Tokenizer):
+class IntegerTokenizer(ByteTokenizer):
     """For data that are not text: tokens 0 to size - 1 are numbers, and `size` is end-of-text."""
 
-    def __init__(self, size):
+    def __init__(self, size: int):
         if not 0 < size < MAX_SIZE:
-            raise UserError(f"the tokenizer is integers:{size}: expected 1 to {MAX_SIZE - 1}")
+            raise UserError(f"the tokenizer is integers:{size}; expected 1 to {MAX_SIZE - 1}")
         self.name = f"integers:{size}"
         self.vocab_size = size + 1
         self.eot = size
 
-    def encode_raw(self, raw):
+    def encode_raw(self, raw: bytes) -> np.ndarray:
         """Encode numbers, text with spaces between. Raises UserError."""
         try:
             tokens = np.array(raw.split(), dtype=np.int64)
@@ -93,19 +101,17 @@ class IntegerTokenizer(Tokenizer):
             tokens = np.array([-1])
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.eot:
             raise UserError(
-                f"{raw[:40]!r} must be integers from 0 to {self.eot - 1} with spaces between: "
+                f"{raw[:40]!r} must be integers from 0 to {self.eot - 1} with spaces between; "
                 "correct it, or prepare the data with a larger integers:N"
             )
         return tokens
 
-    def decode_bytes(self, tokens):
-        tokens = np.asarray(tokens).tolist()
-        parts = [END_OF_TEXT if token == self.eot else b"%d" % token for token in tokens]
-        return b"".join(b" " + part for part in parts)
+    def token_bytes(self, token: int) -> bytes:
+        return b" " + (END_OF_TEXT if token == self.eot else b"%d" % token)
 
 
-def get_tokenizer(name, vocabulary=None):
-    """Return the Tokenizer called "gpt2", "bytes", "integers:N" or "bpe".
+def get_tokenizer(name: str, vocabulary: str | None = None) -> Tokenizer:
+    """Make the Tokenizer called "gpt2", "bytes", "integers:N" or "bpe".
 
     vocabulary: the content of its file, for "bpe".
     Raises UserError for other names, and for a vocabulary that is damaged or cannot be loaded.
@@ -116,45 +122,45 @@ def get_tokenizer(name, vocabulary=None):
     if integers:
         return IntegerTokenizer(int(integers[1]))
     if name == "bpe" and vocabulary:
+        import tiktoken
+
         pattern, ranks = parse_vocabulary(vocabulary)
-    elif name != "gpt2":
+        special_tokens = {END_OF_TEXT.decode(): len(ranks)}  # the last token
+        return Tokenizer(
+            name,
+            tiktoken.Encoding(
+                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            ),
+        )
+    if name != "gpt2":
         raise UserError(
-            f"unknown tokenizer {name!r}: expected gpt2, bytes, integers:N, or bpe with its "
+            f"unknown tokenizer {name!r}; expected gpt2, bytes, integers:N, or bpe with its "
             "vocabulary"
         )
     try:
         import tiktoken
 
-        if name == "gpt2":
-            encoding = tiktoken.get_encoding(name)
-        else:
-            encoding = tiktoken.Encoding(
-                name,
-                pat_str=pattern,
-                mergeable_ranks=ranks,
-                special_tokens={END_OF_TEXT.decode(): len(ranks)},  # the last token
-            )
+        return Tokenizer(name, tiktoken.get_encoding(name))
     except Exception as error:
         # tiktoken's download can fail in any way
         raise UserError(
-            f"the {name} vocabulary could not be loaded ({type(error).__name__}): connect to the "
+            f"the {name} vocabulary could not be loaded ({type(error).__name__}); connect to the "
             "network, set TIKTOKEN_CACHE_DIR to a folder where tiktoken has stored it, or use "
             "--tokenizer bytes"
         ) from error
-    return Tokenizer(name, encoding)
 
 
-def train_vocabulary(texts, vocab_size):
-    """Train a byte-pair vocabulary on texts, and return the content of its file, a str.
+def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
+    """Train a byte-pair vocabulary on texts, and return the content of its file.
 
-    texts: an iterable of UTF-8 bytes. Invalid bytes become U+FFFD.
+    texts: in UTF-8. Invalid bytes become U+FFFD.
     vocab_size: the number of tokens, including end-of-text, the last; a short text may give fewer.
     The result is deterministic. Raises UserError for a vocab_size out of range.
     """
     import regex  # which tiktoken requires
 
     if not MIN_SIZE <= vocab_size <= MAX_SIZE:
-        raise UserError(f"--vocab_size is {vocab_size}: expected {MIN_SIZE} to {MAX_SIZE}")
+        raise UserError(f"--vocab_size is {vocab_size}; expected {MIN_SIZE} to {MAX_SIZE}")
 
     # The frequency of each distinct word; merges do not cross word boundaries
     words = Counter()
@@ -171,11 +177,11 @@ def train_vocabulary(texts, vocab_size):
     return json.dumps(content, indent=0) + "\n"
 
 
-def merge_pairs(words, n_tokens):
+def merge_pairs(words: dict[bytes, int], n_tokens: int) -> list[bytes]:
     """Merge the most frequent pair of tokens in all words, repeatedly: byte-pair encoding.
 
-    words: the frequency of each word, a dict from bytes to int. Returns at most n_tokens byte
-    strings, in the order in which they were made. (Sennrich et al. 2016)
+    words: the frequency of each word. Returns at most n_tokens tokens, in the order in which they
+    were made. (Sennrich et al. 2016)
     """
     word_counts = list(words.values())
     word_tokens = [[bytes([byte]) for byte in word] for word in words]
@@ -220,8 +226,8 @@ def merge_pairs(words, n_tokens):
     return list(made)
 
 
-def parse_vocabulary(text):
-    """Return the pattern that splits text, and a dict from each token's bytes to its rank.
+def parse_vocabulary(text: str) -> tuple[str, dict[bytes, int]]:
+    """Return the pattern that splits text, and the rank of each token.
 
     Raises UserError if the vocabulary is damaged.
     """
@@ -232,19 +238,18 @@ def parse_vocabulary(text):
         pattern = PATTERNS[content["pattern"]]
         for token in content["tokens"]:
             ranks[bytes.fromhex(token)] = len(ranks)
-        is_intact = len(ranks) == 256 + len(content["tokens"]) and b"" not in ranks
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_intact = False
-    if not is_intact:
+        if len(ranks) != 256 + len(content["tokens"]) or b"" in ranks:
+            raise ValueError
+    except (ValueError, KeyError, TypeError):
         raise UserError(
-            "the vocabulary is damaged, or not made by `data/prepare.py --tokenizer bpe`: give a "
+            "the vocabulary is damaged, or not made by `data/prepare.py --tokenizer bpe`; give a "
             "different one"
-        )
+        ) from None
     return pattern, ranks
 
 
-def read_vocabulary(path, sha256=None):
-    """Return the content of a vocabulary file, or of the one in a folder, as a str.
+def read_vocabulary(path: str | Path, sha256: str | None = None) -> str:
+    """Read a vocabulary file, or the one in a folder.
 
     Raises UserError if it is missing, or if its hash is not sha256.
     """
@@ -255,13 +260,13 @@ def read_vocabulary(path, sha256=None):
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"there is no vocabulary {path} ({error}): put it back and prepare the data again, or "
+            f"there is no vocabulary {path} ({error}); put it back and prepare the data again, or "
             "give --tokenizer gpt2 or bytes"
         ) from None
     digest = sha256_of_file(path)
     if sha256 and digest != sha256:
         raise UserError(
-            f"{path} has the hash {digest[:12]}, but the data were made with {sha256[:12]}: put "
+            f"{path} has the hash {digest[:12]}, but the data were made with {sha256[:12]}; put "
             "that file back, or prepare the data again"
         )
     return text

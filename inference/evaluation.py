@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import UserError
-from data.choices import Question, read_questions
 from data.prepare import encode_file
+from data.questions import Question, read_questions
 from data.tokenizers import Tokenizer
 from model import GPT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from data.shards import HEADER_BYTES, load_meta, write_meta
+from data.shards import HEADER_BYTES, meta_or_gpt2, write_meta
 from records import source
 from records.check import command_words, read_run
 
@@ -83,7 +83,7 @@ def is_same_start(folder: Path, words: list[str], dataset: Path) -> bool:
     """
     with tempfile.TemporaryDirectory() as work:
         other = Path(shutil.copytree(dataset, Path(work, "other")))
-        meta = load_meta(other)
+        meta = meta_or_gpt2(other)
         new_ids = np.random.default_rng(0).permutation(meta["vocab_size"]).astype("<u2")
         for path in other.glob("*.bin"):
             shard = np.fromfile(path, "<u2")

@@ -264,7 +264,7 @@ def collect_values(run: Run) -> dict[str, Any]:
         vocabulary=stream.vocabulary,  # so that sampling needs no dataset
         data=stream.fingerprint(),
         position=stream.stream_state(state.step),
-        eval_part=stream.eval_subset,
+        eval_part=stream.eval_part,
     )
 
 

@@ -79,7 +79,7 @@ def summarize(run: Run, stopped_by: str) -> dict[str, Any]:
             tokens_per_s=state.tokens / max(clock.train_time, 1e-9),
             machine=device_summary(state.dist_ctx),
             dtype=state.cfg.dtype,
-            eval_part=stream.eval_subset,
+            eval_part=stream.eval_part,
             val_tokens=run.log.val_tokens,
             files=recorded_hashes(stream.meta),
             data_wait_s=clock.data_wait_s,

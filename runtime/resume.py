@@ -96,7 +96,7 @@ class Start:
         state.extra.update(load_extra(state.raw_model, saved["extra"]))
         state.step = saved["step"]
         state.tokens = saved["tokens"]
-        stream.eval_subset = saved["eval_part"]
+        stream.eval_part = saved["eval_part"]
         run.clock.load_state(saved["clock"])
         if saved["config"]["eval_tokens"] == state.cfg.eval_tokens:  # losses can be compared
             run.best_val_loss = saved["best_val_loss"]

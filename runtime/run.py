@@ -20,7 +20,7 @@ from torch import Tensor
 from common.errors import RunError, SavedInterrupt, UserError, error_sentence
 from common.files import atomic_write
 from common.values import env_int
-from data.prepare import parse_args, prepare
+from data.prepare import prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream, prefetch
 from data.tokenizers import VOCABULARY_FILE, get_tokenizer
@@ -208,7 +208,7 @@ def open_stream(cfg: Config, dist_ctx: DistContext, start: Start | None = None) 
     with raise_on_all_ranks(dist_ctx):
         # Each node prepares it for itself
         if not cfg.data and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
-            prepare(parse_args(["python", "--out", str(path)]))
+            prepare("python", out=path)
     with raise_on_all_ranks(dist_ctx):
         stream = TokenStream(
             path,

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import struct
@@ -31,46 +30,28 @@ import pytest
 
 from common.errors import RunError, UserError, run_command
 from common.files import atomic_write
-from conftest import ROOT, make_data, run_python
+from conftest import ROOT, make_data, refusal, run_python
 from data import corpus, download, prepare, tokenizers
-from data.shards import PYTHON_VOCABULARY, find_shards, load_meta, write_meta, write_shard
+from data.shards import PYTHON_VOCABULARY, meta_or_gpt2, shard_paths, write_meta, write_shard
 from data.stream import TokenShards, TokenStream, feistel_permute, prefetch
 from data.tokenizers import get_tokenizer
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files` (path -> bytes).
+    """Serves `files` (path -> bytes); the first `cut` answers end half way."""
 
-    `ranges` False ignores Range, `cut` ends that many next answers half way.
-    """
-
-    files, redirects, ranges, cut, requests = {}, {}, True, 0, []
+    files, cut, requests = {}, 0, []
 
     def do_GET(self):
-        asked = self.headers.get("Range")
-        type(self).requests.append((self.path, asked))
-        if self.path in self.redirects:
-            self.send_response(302)
-            self.send_header("Location", self.redirects[self.path])
-            self.send_header("X-Linked-ETag", f'"{self.linked_sha256}"')
-            self.end_headers()
-            return
+        type(self).requests.append(self.path)
         if self.path not in self.files:
-            self.send_error(404)
-            return
+            return self.send_error(404)
         body = self.files[self.path]
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if self.ranges else 0
-        if start >= len(body) > 0:
-            self.send_error(416)
-            return
-        self.send_response(206 if start else 200)
-        body = body[start:]
+        self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.cut > 0:
-            type(self).cut -= 1
-            body = body[: len(body) // 2]
-        self.wfile.write(body)
+        type(self).cut -= 1
+        self.wfile.write(body[: len(body) // 2] if self.cut >= 0 else body)
 
     def log_message(self, *arguments):
         pass
@@ -79,7 +60,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     """The handler class of an HTTP server on this machine, with its `address`."""
-    handler = type("Handler", (Server,), dict(files={}, redirects={}, requests=[]))
+    handler = type("Handler", (Server,), dict(files={}, requests=[]))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.02,))
         thread.start()
@@ -107,7 +88,7 @@ def independent_read(path):
 
 
 def independent_split(folder, split):
-    return np.concatenate([independent_read(path) for path in find_shards(folder, split)])
+    return np.concatenate([independent_read(path) for path in shard_paths(folder, split)])
 
 
 def documents_of(folder):
@@ -123,23 +104,24 @@ def documents_of(folder):
 def expected_documents(texts, fraction):
     """The same, of {file's name: its text, or the texts of its rows}.
 
-    Files are in the order of their hashes, rows in their own. Names of files and texts of rows
-    decide.
+    Files are in the order of the hashes of their documents, rows in their own.
     """
+
+    def hashes(documents):
+        return [sha256(text.encode()) for text in documents if text]
+
     made = {"train": [], "val": []}
-    for name in sorted(texts, key=lambda name: sha256(name.encode())):
-        rows = texts[name]
-        for document, text in [(name, rows)] if type(rows) is str else zip(rows, rows):
-            in_val = int(sha256(document.encode()), 16) < fraction * 2**256
+    for documents in sorted(map(list, texts.values()), key=hashes):
+        for text in documents:
+            in_val = int(sha256(text.encode()), 16) < fraction * 2**256
             made["val" if in_val else "train"] += [text.encode()] * bool(text)
     assert all(len(documents) > 3 for documents in made.values())
     return made
 
 
 def prepared(out, *paths, source="files", tokenizer="bytes", fraction=0.3, **options):
-    args = prepare.parse_args([source, *map(str, paths)])
-    vars(args).update(out=out, tokenizer=tokenizer, val_fraction=fraction, **options)
-    return prepare.prepare(args)
+    options |= dict(out=out, paths=paths, tokenizer=tokenizer, val_fraction=fraction)
+    return prepare.prepare(source, **options)
 
 
 def write_texts(folder, **texts):
@@ -171,11 +153,11 @@ def test_shard_is_what_the_format_describes(tmp_path, letter, header):
     content = struct.pack("<3i", *header, 5) + bytes(1012) + struct.pack(f"<5{letter}", *tokens)
     (tmp_path / "train.bin").write_bytes(content)
     assert TokenShards(tmp_path, "train", 65536, {}).read_tokens(0, 0, 5).tolist() == tokens
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError):  # int64
         write_shard(tmp_path / "val.bin", np.array(tokens))
 
 
-def test_find_shards_and_meta_json(tmp_path):
+def test_shards_of_a_split_and_meta_json(tmp_path):
     # The last "train" or "val" of a name decides
     named = {
         "train": ["a_train_0.bin", "b_train_1.bin", "medieval_train_0.bin"],
@@ -184,23 +166,22 @@ def test_find_shards_and_meta_json(tmp_path):
     for name in (*sum(named.values(), []), ".tmp-train_9.bin", "train.txt"):
         (tmp_path / name).touch()
     for split, names in named.items():
-        assert [path.name for path in find_shards(str(tmp_path), split)] == names
+        assert [path.name for path in shard_paths(tmp_path, split)] == names
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"has no shards \*val\*.bin"):
-        find_shards(tmp_path / "empty", "val")
+    assert "has no shards *val*.bin; expected" in refusal(shard_paths, tmp_path / "empty", "val")
+    assert "there is no folder" in refusal(meta_or_gpt2, tmp_path / "nothing")
     gpt2 = dict(assumed=True, tokenizer="gpt2", vocab_size=50257, eot=50256)
-    assert gpt2.items() <= load_meta(tmp_path).items()
+    assert gpt2.items() <= meta_or_gpt2(tmp_path).items()
 
     split = {"tokens": 2}
     good = {"tokenizer": "mine", "vocab_size": 257, "eot": 256, "source": "x"}
     good |= {"splits": {"train": split, "val": split}, "files": {"train_0.bin": split}}
     (tmp_path / "meta.json").write_text(json.dumps(good))
-    assert load_meta(tmp_path) == good
+    assert meta_or_gpt2(tmp_path) == good
     wrong = [{"vocab_size": "257"}, {"splits": {"train": split}}, {"files": {"train_0.bin": {}}}]
     for bad in ("{", *(json.dumps(good | part) for part in (*wrong, {"tokenizer": "bpe"}))):
         (tmp_path / "meta.json").write_text(bad)
-        with pytest.raises(UserError, match="meta.json is damaged"):
-            load_meta(tmp_path)
+        assert "meta.json is damaged" in refusal(meta_or_gpt2, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -216,11 +197,14 @@ def test_python_source_is_the_standard_library(tmp_path, monkeypatch):
     dropped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     names = [name for name in names if not dropped & set(name.split("/"))]
     assert "json/decoder.py" in names
-    texts = {name: (root / name).read_bytes().decode() for name in names}
-    expected = expected_documents(texts, 0.1)
-    meta, vocabulary = load_meta(folder), PYTHON_VOCABULARY.read_text()
+    expected = {"train": [], "val": []}
+    for name in sorted(names, key=lambda name: sha256(name.encode())):
+        in_val = int(sha256(name.encode()), 16) < 0.1 * 2**256
+        text = (root / name).read_bytes()
+        expected["val" if in_val else "train"] += [text] * bool(text)
+    meta, vocabulary = meta_or_gpt2(folder), PYTHON_VOCABULARY.read_text()
     assert (folder / "tokenizer.json").read_text() == vocabulary
-    assert meta["vocab_size"] == 1024 and meta["command"] == "python data/prepare.py python"
+    assert meta["vocab_size"] == 1024 and meta["options"]["source"] == "python"
     assert meta["source"].startswith("standard library of Python 3.")
     tokenizer = get_tokenizer("bpe", vocabulary)
     for split, counts in meta["splits"].items():
@@ -250,10 +234,7 @@ PARTS = [*",;'\t\n\r\u2028\u0085\x0b\x1c\ufeff", '"', '""', "\r\n", "\\n", "a", 
 
 @pytest.mark.parametrize("keys", [["text"], ["answer", 'a "b",\nc']])
 def test_files_of_all_kinds(tmp_path, keys, capsys, monkeypatch):
-    """Texts and rows, packed or not, in folders, by glob and by name.
-
-    They are in the order of the hashes of their names.
-    """
+    """Texts and rows, packed or not, in folders and by name."""
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 100)
     texts, folder, columns = {}, tmp_path / "corpus", ["id", "text", 'a "b",\nc', "answer"]
     (folder / "deep").mkdir(parents=True)
@@ -261,10 +242,11 @@ def test_files_of_all_kinds(tmp_path, keys, capsys, monkeypatch):
     (folder / "deep" / "empty.txt").touch()
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     for i in range(9):
-        texts |= {f"corpus/deep/{i}.txt": f"é{i} " * 50, f"glob{i}.md": f"glob {i}"}
-    for name, text in texts.items():
+        texts |= {f"corpus/deep/{i}.txt": [f"é{i} " * 50], f"given{i}.md": [f"given {i}"]}
+    for name, (text,) in texts.items():
         (tmp_path / name).write_text(text)
-    texts["corpus/packed.txt.gz"] = "packed"
+    given = [tmp_path / f"given{i}.md" for i in range(9)]
+    texts["corpus/packed.txt.gz"] = ["packed"]
     (folder / "packed.txt.gz").write_bytes(gzip.compress(b"packed"))
     quoted = dict(quoting=csv.QUOTE_ALL)  # where Python's writer leaves a lone \r without
     dialects = dict.fromkeys(("a.jsonl", "b.jsonl.gz", "c.csv", "d.csv.gz"), {})
@@ -281,22 +263,21 @@ def test_files_of_all_kinds(tmp_path, keys, capsys, monkeypatch):
         joined = ["\n".join(row[columns.index(key)] for key in keys) for row in rows]
         texts[f"corpus/{name}"] = joined
     # A file that is named twice is taken once
-    arguments = [folder, f"{tmp_path}/glob*.md", folder / "a.jsonl"]
-    out = prepared(folder / "out", *arguments, text_key=keys)
+    out = prepared(folder / "out", folder, *given, folder / "a.jsonl", text_key=keys)
     assert documents_of(out) == expected_documents(texts, 0.3)
-    said = "skipped 1 files that cannot be read as text: corpus/image.png (is not UTF-8 text)"
+    said = f"skipped 1 files that cannot be read as text: {folder}/image.png (is not UTF-8 text)"
     assert capsys.readouterr().out.splitlines()[0] == said
-    meta = load_meta(out)
+    meta = meta_or_gpt2(out)
     for split, counts in meta["splits"].items():
-        paths = find_shards(out, split)
+        paths = shard_paths(out, split)
         sizes = [len(independent_read(path)) for path in paths]
         assert set(sizes[:-1]) == {100} and sum(sizes) == counts["tokens"] and 0 < sizes[-1] <= 100
         for path, size in zip(paths, sizes):
             assert meta["files"][path.name] == dict(tokens=size, sha256=sha256(path.read_bytes()))
     # Wherever the folder lies, in any order of the arguments; earlier output is left out
     moved = shutil.copytree(folder, tmp_path / "else" / "corpus")
-    again = prepared(tmp_path / "again", f"{tmp_path}/glob*.md", moved, text_key=keys)
-    assert load_meta(again)["files"] == meta["files"]
+    again = prepared(tmp_path / "again", *given, moved, text_key=keys)
+    assert meta_or_gpt2(again)["files"] == meta["files"]
 
 
 def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
@@ -309,7 +290,6 @@ def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
     (folder / "other.csv").write_text("id,name\n1,a\n")
     (folder / "other.jsonl").write_text('{"text": "good"}\n{"id": 1}\n')
     (folder / "settings.json").write_text('{"id": 1}')
-    (folder / "lines.JSON").write_text('{"text": "é1"}\n{"text": "2"}\n')
     (folder / "array.json").write_text('\n[{"text": "3"}, {"text": "\\u00e94\\u0000"}]')
     (folder / "packed.TXT.GZ").write_bytes(gzip.compress(b"packed"))
     (folder / "link").symlink_to("nothing")
@@ -319,25 +299,28 @@ def test_what_is_in_a_folder_does_not_stop_its_preparation(tmp_path):
     words = ("files", folder, "--tokenizer=bytes", "--out", tmp_path / "out", "--val_fraction=0.5")
     done = run_python("data/prepare.py", *words, env=env)
     assert done.returncode == 0, done.stderr
-    assert "skipped 6 files that cannot be read as text: in/late.txt (is not" in done.stdout
+    assert "skipped 6 files that cannot be read as text: " in done.stdout
+    assert "in/late.txt (is not UTF-8" in done.stdout and "in/link (is a broken" in done.stdout
     assert 'in/other.csv (after row 0: expected {"text": TEXT} (KeyError' in done.stdout
-    assert "in/link (is a broken link" in done.stdout
-    texts = [b"text %d" % i for i in range(9)] + ["é1".encode(), b"2", b"3", "é4".encode()]
+    texts = [b"text %d" % i for i in range(9)] + [b"3", "é4".encode()]
     texts += [b'{"id": 1}', b"packed"]
     assert sorted(sum(documents_of(tmp_path / "out").values(), [])) == sorted(texts)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 20])
 def test_each_split_has_a_document(n, tmp_path):
-    """Whatever the fraction, in files of one name and in rows; a large file is cut in two."""
-    for i in range(n):
-        (tmp_path / str(i)).mkdir()
-        (tmp_path / str(i) / "README.md").write_text(f"the text number {i}")
+    """Whatever the fraction, in files of one name and in rows; a large document is cut in two."""
+    files = [tmp_path / str(i) / "README.md" for i in range(n)]
+    for i, path in enumerate(files):
+        path.parent.mkdir()
+        path.write_text(f"the text number {i}")
     (tmp_path / "rows.jsonl").write_text(jsonl(f"row number {i}" for i in range(n)))
-    for path, fraction in itertools.product(("*/README.md", "rows.jsonl"), (0.1, 0.5, 0.9)):
-        out = prepared(tmp_path / f"{fraction}-{path[0]}", tmp_path / path, fraction=fraction)
+    for paths, fraction in itertools.product((files, [tmp_path / "rows.jsonl"]), (0.1, 0.5, 0.9)):
+        out = prepared(
+            tmp_path / f"{fraction}-{len(paths)}-{paths[0].name}", *paths, fraction=fraction
+        )
         train, val = documents_of(out).values()
-        is_cut = n == 1 or (path != "rows.jsonl" and n * fraction < 1)
+        is_cut = n * fraction < 1 or n == 1
         assert train and val and len(train + val) == n * (1 + is_cut)
         assert is_cut or set(map(len, train + val)) <= {12, 13, 17, 18}
 
@@ -345,8 +328,8 @@ def test_each_split_has_a_document(n, tmp_path):
 @pytest.mark.parametrize("names", ["ab", "ba", "cde"])
 def test_validation_has_its_fraction_of_unequal_files(tmp_path, names):
     sizes = zip(names, (90_000, 13, 5_000))
-    write_texts(tmp_path, **{name: f"{name} " * (size // 2) for name, size in sizes})
-    counts = load_meta(prepared(tmp_path / "out", tmp_path / "*.txt", fraction=0.1))["splits"]
+    write_texts(tmp_path / "in", **{name: f"{name} " * (size // 2) for name, size in sizes})
+    counts = meta_or_gpt2(prepared(tmp_path / "out", tmp_path / "in", fraction=0.1))["splits"]
     n_val = counts["val"]["bytes"]
     assert 0.09 < n_val / (n_val + counts["train"]["bytes"]) < 0.2
 
@@ -359,11 +342,9 @@ def test_a_row_of_parquet_is_a_document(tmp_path, monkeypatch):
     pq.write_table(table, path, row_group_size=700)
     out = prepared(tmp_path / "one", path, text_key=["content"])
     assert documents_of(out) == expected_documents({"a.parquet": [row or "" for row in rows]}, 0.3)
-    with pytest.raises(UserError, match="KeyError: 'text'"):
-        prepared(tmp_path / "wrong", path)
+    assert "KeyError: 'text'" in refusal(prepared, tmp_path / "wrong", path)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(UserError, match="needs the package pyarrow: run `pip install pyarrow`"):
-        prepared(tmp_path / "out", path)
+    assert "needs the package pyarrow; run `pip" in refusal(prepared, tmp_path / "out", path)
 
 
 def test_own_validation_files(tmp_path):
@@ -378,9 +359,8 @@ def test_own_validation_files(tmp_path):
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "new.txt").write_text("new")
     (tmp_path / "held" / "copy.txt").write_text("train " * 20)
-    says = r"train.txt is given for training and as --val \(held/copy.txt\)"
-    with pytest.raises(UserError, match=says):
-        prepared(tmp_path / "copy", *ours, val=[tmp_path / "held"])
+    said = refusal(prepared, tmp_path / "copy", *ours, val=[tmp_path / "held"])
+    assert re.search(r"train.txt is given for training and as --val \(.*held/copy.txt\)", said)
 
 
 def test_equal_texts_are_in_one_split(tmp_path):
@@ -394,7 +374,7 @@ def test_equal_texts_are_in_one_split(tmp_path):
     write_texts(tmp_path / "texts", **{str(i): f"file {i // 2}" for i in range(60)})
     for parts in (whole, fewer, documents_of(prepared(tmp_path / "3", tmp_path / "texts"))):
         assert not set(parts["train"]) & set(parts["val"])
-        assert 0.2 < len(parts["val"]) / sum(map(len, parts.values())) < 0.6
+        assert 0.1 < len(parts["val"]) / sum(map(len, parts.values())) < 0.6
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
@@ -414,19 +394,18 @@ def test_end_of_text_separates_documents(tmp_path, name):
 
 
 def test_integers_are_tokens(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 300, 5000)
-    np.savetxt(tmp_path / "a.txt", tokens, fmt="%d")
+    tokens = np.random.default_rng(0).integers(0, 300, 200_000)
+    (tmp_path / "a.txt").write_text(" ".join(map(str, tokens)))  # one line, in several pieces
     np.savetxt(tmp_path / "b.txt", tokens[:700], fmt="%d")
     options = dict(tokenizer="integers:300", val=[tmp_path / "b.txt"])
     out = prepared(tmp_path / "out", tmp_path / "a.txt", **options)
-    for split, n_tokens in (("train", 5000), ("val", 700)):
+    for split, n_tokens in (("train", 200_000), ("val", 700)):
         assert independent_split(out, split).tolist() == [300, *tokens[:n_tokens]]
-    meta, tokenizer = load_meta(out), get_tokenizer("integers:300")
+    meta, tokenizer = meta_or_gpt2(out), get_tokenizer("integers:300")
     assert (meta["vocab_size"], meta["eot"], meta["splits"]["val"]["bytes"]) == (301, 300, None)
-    assert tokenizer.decode_bytes([3, 299]) == b" 3 299"
+    assert tokenizer.decode_bytes([3, 299, 300]) == b" 3 299 <|endoftext|>"
     for text in ("3 300", "-1", "three", "9" * 30):
-        with pytest.raises(UserError, match="must be integers from 0 to 299"):
-            tokenizer.encode(text)
+        assert "must be integers from 0 to 299" in refusal(tokenizer.encode, text)
 
 
 @pytest.mark.parametrize(
@@ -451,19 +430,30 @@ WORDS += [*" \n\t\u00a0\u2003\u3000\u0085\u1680", "  ", "\n\n", "\r\n"]
 
 
 def test_pieces_have_the_tokens_of_the_whole(gpt2, monkeypatch):
-    monkeypatch.setattr(corpus, "PIECE", 48)
+    monkeypatch.setattr(corpus, "BLOCK", 200)
     draw = random.Random(1)
-    for separator in (" ", ""):
+
+    def pieces_of(raw):
+        """In blocks of any size, which may cut characters."""
+        blocks, at = [("val", True, b"")], 0
+        while at < len(raw):
+            size = draw.randint(1, 100)
+            blocks.append(("val", False, raw[at : at + size]))
+            at += size
+        splits, starts, pieces = zip(*corpus.cut_pieces(blocks))
+        assert b"".join(pieces) == raw and max(map(len, pieces)) <= 3 * 200
+        assert {*splits} == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
+        return pieces
+
+    for separator in (" ", "", "\n"):
         raw = separator.join(draw.choices(WORDS, k=3000)).encode()
-        splits, starts, pieces = zip(*corpus.read_document("val", io.BytesIO(raw), "x"))
-        assert b"".join(pieces) == raw and len(pieces) > 100
-        assert set(splits) == {"val"} and starts == (True,) + (False,) * (len(pieces) - 1)
+        pieces = pieces_of(raw)
+        assert len(pieces) > 40
         joined = [token for piece in pieces for token in gpt2.encode_raw(piece).tolist()]
         assert joined == gpt2.tiktoken.encode_ordinary(raw.decode())
-    raw = "漢字🙂".encode() * 500  # no place to cut: they stay small, and no character is cut
-    pieces = [piece for _, _, piece in corpus.read_document("val", io.BytesIO(raw), "x")]
-    assert "".join(piece.decode() for piece in pieces).encode() == raw
-    assert max(map(len, pieces)) <= 4 * 48
+    # No place to cut: no character is cut
+    raw = "漢字🙂".encode() * 500
+    assert "".join(piece.decode() for piece in pieces_of(raw)).encode() == raw
 
 
 def test_rows_are_read_in_little_memory(tmp_path):
@@ -471,7 +461,8 @@ def test_rows_are_read_in_little_memory(tmp_path):
     with gzip.open(tmp_path / "a.csv.gz", "wb", compresslevel=1) as file:
         file.write(b"id,text\n" + row * 2000)
     tracemalloc.start()
-    pieces = corpus.read_files([("a", tmp_path / "a.csv.gz")], ["text"], (0.1, 0, -1))
+    blocks = corpus.split_documents([tmp_path / "a.csv.gz"], ["text"], itertools.repeat(5))
+    pieces = corpus.cut_pieces(blocks)
     size = sum(len(piece) for _, _, piece in pieces)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -494,94 +485,86 @@ def test_a_folder_that_is_complete_is_used_as_it_is(tmp_path, monkeypatch, capsy
     assert prepared(folder, "in") == folder
     assert f"already there: {folder}; to make it again, remove it" in capsys.readouterr().out
     # With other options or other texts it is refused
+    (tmp_path / "b.txt").write_text("other")
     for change, says in (
-        (dict(fraction=0.5), "val_fraction 0.3, which now is 0.5: remove it"),
+        (dict(fraction=0.5), "val_fraction 0.3, which now is 0.5; remove it"),
         (dict(tokenizer="bpe"), "tokenizer bytes, which now is bpe"),
         (dict(val=["b.txt"]), "val 0 files.* which now is 1 files"),
     ):
-        (tmp_path / "b.txt").write_text("other")
-        with pytest.raises(UserError, match=f"{folder} was made with {says}"):
-            prepared(folder, "in", **change)
+        said = refusal(prepared, folder, "in", **change)
+        assert re.search(f"{folder} was made with {says}", said)
     (tmp_path / "in" / "a.txt").write_text("same size " * 50)
-    with pytest.raises(UserError, match="paths 2 files, hash .*, which now is 2 files, hash "):
-        prepared(folder, "in")
+    said = refusal(prepared, folder, "in")
+    assert re.search("texts 2 files, hash .*, which now is 2 files, hash ", said)
     assert tree(folder) == before
     for out in (tmp_path / "in", tmp_path / "b.txt"):
-        with pytest.raises(UserError, match="not a folder of prepared data: choose a different"):
-            prepared(out, "in")
+        assert "not a folder of prepared data; choose a different" in refusal(prepared, out, "in")
 
 
-@pytest.mark.parametrize("how", ["bad line", "disk full", "SIGINT", "SIGTERM", "SIGKILL"])
-def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path):
+def test_a_folder_made_before_options_had_this_form_is_recognized(tmp_path, capsys):
+    folder = prepared(tmp_path / "out", source="python", tokenizer=None, fraction=0.1)
+    meta = meta_or_gpt2(folder)
+    meta["options"] = {
+        "out": None,
+        "tokenizer": None,
+        "vocab_size": None,
+        "val_fraction": 0.1,
+        "val": "0 files, hash e3b0c44298fc1c14",
+        "text_key": ["text"],
+        "include": None,
+        "shards": 103,
+        "source": "python",
+        "paths": "0 files, hash e3b0c44298fc1c14",
+        "command": None,
+    }
+    write_meta(folder, meta)
+    prepared(folder, source="python", tokenizer=None, fraction=0.1)
+    assert "already there" in capsys.readouterr().out
+    assert "which now is gpt2" in refusal(
+        prepared, folder, source="python", tokenizer="gpt2", fraction=0.1
+    )
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt(), OSError(27, "File too large"), "SIGKILL"])
+def test_a_preparation_that_fails_is_not_in_the_way(how, tmp_path, monkeypatch, capsys):
     """It leaves nothing, or a hidden folder if it was killed."""
     (tmp_path / "a.txt").write_text("some text " * 100_000)
-    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' * 9_000 + "{\n")
-    name = "bad.jsonl" if how == "bad line" else "a.txt"
     before = tree(tmp_path)
-    command = ["files", str(tmp_path / name), "--tokenizer=bytes", f"--out={tmp_path}/new/out"]
-    script = f"""
-import os, resource, runpy, signal, sys
-from data import shards
-write, how = shards.write_shard, {how!r}
-def stop(path, tokens):
-    write(path, tokens)
-    os.kill(os.getpid(), signal.Signals[how])
-if how == "disk full":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-if how.startswith("SIG"):
-    shards.write_shard = stop
-sys.argv[1:] = {command!r}
-runpy.run_path("data/prepare.py", run_name="__main__")
-"""
-    done = run_python("-c", script)
-    code, says = {
-        "bad line": (2, "bad.jsonl after row 9000: expected"),
-        "disk full": (1, "File too large.*: run the same command again"),
-        "SIGINT": (128 + signal.SIGINT, "stopped: run the same command again to resume"),
-        "SIGTERM": (128 + signal.SIGTERM, "stopped: run the same command again to resume"),
-        "SIGKILL": (-signal.SIGKILL, ""),
-    }[how]
-    assert done.returncode == code and re.search(says, done.stderr)
-    assert done.stderr.count("\n") == (how != "SIGKILL")
-    assert not (tmp_path / "new" / "out").exists()
-    if how != "SIGKILL":
+    words = ["files", f"{tmp_path}/a.txt", "--tokenizer=bytes", f"--out={tmp_path}/new/out"]
+    if how == "SIGKILL":
+        code = "import os, sys; from data import prepare; prepare.write_shard = lambda *_: os.kill("
+        done = run_python("-c", f"{code}os.getpid(), 9); prepare.main({words!r})")
+        assert done.returncode == -signal.SIGKILL
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "write_shard", Mock(side_effect=how))
+            assert run_command(prepare.main, words) == 1
+        said = capsys.readouterr().err
+        assert re.search("(stopped|File too large); run the same command again\n$", said)
         assert {name for name in tree(tmp_path) if name != "new"} == before.keys()
-    folder = prepared(tmp_path / "new" / "out", tmp_path / "a.txt", fraction=0.5)
-    assert sum(map(len, documents_of(folder).values())) == 2
+    assert not (tmp_path / "new" / "out").exists()
+    assert run_command(prepare.main, words) == 0
+    assert sum(map(len, documents_of(tmp_path / "new" / "out").values())) == 2
 
 
-@pytest.mark.parametrize("out", ["link", "dangling", ".", "left", "no renaming", "new"])
+@pytest.mark.parametrize("out", ["link", "dangling", "new/deep"])
 def test_what_is_prepared_arrives(out, tmp_path, monkeypatch):
-    write_texts(tmp_path, a="some text " * 50)
-    for name in ("empty", "here", "left/.tmp-left-1"):
-        (tmp_path / name).mkdir(parents=True)
+    write_texts(tmp_path / "in", a="some text " * 50)
+    (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "dangling").symlink_to("nowhere")
-    monkeypatch.chdir(tmp_path / "here" if out == "." else tmp_path)
-    if out == "no renaming":  # of folders
-        monkeypatch.setattr(prepare.os, "rename", lambda old, new: os.link(old, new))
     for _ in range(2):  # the second time it is there
-        prepared(out, tmp_path / "a.txt")
-    names = [path.name for path in sorted(Path(out).glob("[!.]*"))]
+        prepared(tmp_path / out, tmp_path / "in")
+    names = [path.name for path in sorted((tmp_path / out).iterdir())]
     assert names == ["meta.json", "train_000000.bin", "val_000000.bin"]
-    assert [path.name for path in tmp_path.rglob(".*")] == [".tmp-left-1"]
-
-
-def test_what_cannot_arrive_is_kept(tmp_path, monkeypatch):
-    write_texts(tmp_path, a="some text " * 50)
-    (tmp_path / "out").mkdir()
-
-    def fail(old, new):
-        if Path(old).suffix == ".bin":
-            raise OSError(5, "Input/output error")
-        replace(old, new)
-
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(RunError, match="Input/output error.*: the data are complete in ") as told:
-        prepared(tmp_path / "out", tmp_path / "a.txt")
-    kept = Path(re.search(r"complete in (\S*),", str(told.value))[1])
-    assert load_meta(kept) and len(independent_split(kept, "train")) == 351
+    assert not [*tmp_path.rglob(".*")]
+    # Where a folder cannot be renamed, it is kept
+    monkeypatch.setattr(os, "rename", Mock(side_effect=OSError(5, "Input/output error")))
+    words = ["files", f"{tmp_path}/in", "--tokenizer=bytes", f"--out={tmp_path}/other"]
+    with pytest.raises(RunError, match="Input/output error.; the data are complete in ") as told:
+        prepare.main(words)
+    kept = Path(re.search(r"complete in (\S*), move it by hand", str(told.value))[1])
+    assert meta_or_gpt2(kept) and len(independent_split(kept, "train")) == 451
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
@@ -597,7 +580,7 @@ def test_several_processes_at_once(tmp_path):
     command = [sys.executable, "data/prepare.py", "files", tmp_path / "a.txt", "--tokenizer=bytes"]
     all_three = [subprocess.Popen([*command, f"--out={tmp_path}/out"], cwd=ROOT) for _ in range(3)]
     assert [process.wait(timeout=60) for process in all_three] == [0, 0, 0]
-    assert load_meta(tmp_path / "out")["splits"]["train"]["tokens"] == 1_800_001
+    assert meta_or_gpt2(tmp_path / "out")["splits"]["train"]["tokens"] == 1_800_001
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
 
@@ -608,39 +591,19 @@ BODY = random.Random(3).randbytes(1_000_000)
 SHA = sha256(BODY)
 
 
-@pytest.mark.parametrize(
-    "cut, ranges, before, asked",
-    [
-        (2, True, b"", ["bytes=0-", "bytes=500000-", "bytes=750000-"]),
-        (1, False, b"", ["bytes=0-", "bytes=500000-"]),  # a server without ranges
-        (0, True, BODY[:9], ["bytes=9-"]),
-        (0, True, BODY + b"more", ["bytes=1000004-", "bytes=0-"]),
-    ],
-)
-def test_downloads_resume(server, tmp_path, cut, ranges, before, asked):
-    server.files["/x"], server.cut, server.ranges = BODY, cut, ranges
-    if before:
-        (tmp_path / ".tmp-x").write_bytes(before)
+def test_downloads_are_whole_and_verified(server, tmp_path, capsys):
+    server.files["/x"], server.cut = BODY, 2
     for _ in range(2):  # the second time it is there: nothing is asked for
         assert download.download(server.address + "/x", tmp_path / "x", SHA) == SHA
-    assert (tmp_path / "x").read_bytes() == BODY and os.listdir(tmp_path) == ["x"]
-    assert [request for _, request in server.requests] == asked
-
-
-def test_downloads_are_verified(server, tmp_path, capsys):
-    """By the hash that is known, or by the one that Hugging Face names in its redirect."""
-    server.files["/x"], server.redirects["/y"], server.linked_sha256 = BODY, "/x", SHA
-    assert download.download(server.address + "/y", tmp_path / "y") == SHA
-    server.linked_sha256 = "0" * 64
-    for name, known in (("x", "0" * 64), ("y", None)):
-        with pytest.raises(UserError, match=f"gave SHA-256 {SHA} instead of 0000.*deleted"):
-            download.download(f"{server.address}/{name}", tmp_path / "z", known)
-    says = "/missing .*404.* to resume, .* put the file at .*/x by hand, or .*prepare.py python"
-    with pytest.raises(UserError, match=says):
-        download.download(server.address + "/missing", tmp_path / "x")
-    with pytest.raises(UserError, match="refused"):
-        download.download("http://127.0.0.1:9/x", tmp_path / "x")
-    assert os.listdir(tmp_path) == ["y"] and capsys.readouterr().out.count("trying again") == 6
+    assert (tmp_path / "x").read_bytes() == BODY and server.requests == ["/x"] * 3
+    (tmp_path / "x").unlink()
+    for url, says in (
+        (server.address + "/x", f"gave SHA-256 {SHA} instead of 0000.*; it is deleted, run this"),
+        (server.address + "/y", "/y .*404.*; run this again, .* put the file at .*/x by hand"),
+        ("http://127.0.0.1:9/x", "refused"),
+    ):
+        assert re.search(says, refusal(download.download, url, tmp_path / "x", "0" * 64))
+    assert not os.listdir(tmp_path) and capsys.readouterr().out.count("trying again") == 8
     code = "from data.download import FINEWEB; print(FINEWEB)"
     done = run_python("-c", code, env=dict(os.environ, HF_ENDPOINT="https://mirror.example/"))
     pinned = r"https://mirror\.example/datasets/kjj0/fineweb10B-gpt2/resolve/[0-9a-f]{40}/\n"
@@ -649,42 +612,34 @@ def test_downloads_are_verified(server, tmp_path, capsys):
 
 def test_fineweb(server, tmp_path, capsys, monkeypatch):
     assert len(download.fineweb_hashes()) == 32
-    base, entries = "/fineweb10B-gpt2/resolve/main/", {}
+    base, entries, content = "/fineweb10B-gpt2/resolve/main/", {}, {}
     for number, name in enumerate(("val_000000", "train_000001", "train_000002")):
-        name = f"fineweb_{name}.bin"
-        entries[name] = write_shard(tmp_path / name, np.full(10 + number, number, dtype=np.uint16))
-    content = {base + name: (tmp_path / name).read_bytes() for name in entries}
+        path = tmp_path / f"fineweb_{name}.bin"
+        entries[path.name] = write_shard(path, np.full(10 + number, number, dtype=np.uint16))
+        content[base + path.name] = path.read_bytes()
     known = {name: entry["sha256"] for name, entry in list(entries.items())[:2]}
     monkeypatch.setattr(download, "fineweb_hashes", lambda: known)
-    folder, command = tmp_path / "fw", ["fineweb10B", "--out", f"{tmp_path}/fw", "--shards"]
+    folder = tmp_path / "fw"
+
+    def run(shards, out=folder):
+        words = ["fineweb10B", "--out", str(out), "--shards", str(shards)]
+        return run_command(prepare.main, words), len(server.requests), capsys.readouterr().err
+
     server.files |= dict(list(content.items())[:2])
-    # It fails, resumes, is there
-    for shards, code, fetched in ((2, 2, 6), (2, 0, 1), (2, 0, 0), (1, 0, 0)):
-        before = len(server.requests)
-        assert run_command(prepare.main, [*command, str(shards)]) == code
-        assert len(server.requests) - before == fetched
-        assert (folder / "meta.json").exists() == (code == 0)
-        server.files |= content
-    meta = load_meta(folder)
+    assert run(2)[:2] == (2, 6) and not (folder / "meta.json").exists()
+    server.files |= content
+    for shards in (2, 2, 1):  # what has arrived stays
+        assert run(shards)[:2] == (0, 7)
+    meta = meta_or_gpt2(folder)
     assert meta["splits"] == {"train": {"tokens": 23}, "val": {"tokens": 10}}
-    assert meta["files"] == entries
-    assert TokenStream(folder, 4, 8).eval_subset == "first"
-    # A folder from another endpoint or commit goes on
-    write_meta(folder, meta | dict(source="https://x/kjj0/fineweb10B-gpt2/resolve/main/"))
-    assert TokenStream(folder, 4, 8).eval_subset == "first"
-    assert run_command(prepare.main, [*command, "2"]) == 0
+    assert meta["files"] == entries and TokenStream(folder, 4).eval_part == "first"
+    # A shard that is damaged, or not the known one
     server.files[base + "fineweb_train_000003.bin"] = b"<html>"
-    assert run_command(prepare.main, [*command, "3"]) == 2
-    assert "000003.bin is not an intact token shard" in capsys.readouterr().err
+    assert "000003.bin is not an intact token shard" in run(3)[2]
     known["fineweb_train_000003.bin"] = "0" * 64
-    (folder / "fineweb_train_000003.bin").unlink()
-    assert run_command(prepare.main, [*command, "3"]) == 2
-    assert f"instead of {'0' * 64}" in capsys.readouterr().err
-    assert load_meta(folder)["files"] == meta["files"]
-    assert (
-        run_command(prepare.main, ["fineweb10B", "--out", str(make_data(tmp_path / "other"))]) == 2
-    )
-    assert "holds other data" in capsys.readouterr().err
+    assert f"instead of {'0' * 64}" in run(3)[2]
+    assert meta_or_gpt2(folder)["files"] == meta["files"]
+    assert "holds other data" in run(3, make_data(tmp_path / "other"))[2]
 
 
 def serve(server, monkeypatch, source, name, content):
@@ -709,7 +664,7 @@ def test_wikitext_has_a_document_for_each_article(server, tmp_path, monkeypatch)
     folder = prepared(tmp_path / "a" / "out", source="wikitext2")
     train = [(articles[0] + articles[1]).encode(), articles[2].encode()]
     assert documents_of(folder) == dict(train=train, val=[b" \n = V = \n x \n"])
-    assert load_meta(folder)["source"] == entry[0]
+    assert meta_or_gpt2(folder)["source"] == entry[0]
     assert sorted(os.listdir(tmp_path)) == ["a", "downloads"]
     assert os.listdir(tmp_path / "downloads") == ["w.zip"]
 
@@ -736,6 +691,7 @@ FILES = {
     "long.txt": "é".encode() * 200_000 + b"\xff",
     "later.txt": b"one\n<|endoftext|>\ntwo \xff",
     "bad.jsonl": b'{"text": "good"}\n{"text": \n',
+    "empty.txt": b"",
     "number.jsonl": b'{"text": 5}\n',
     "keys.jsonl": b'\n{"a": "1"}\n',
     "cut.jsonl.gz": gzip.compress(b'{"text": "good"}\n' * 9)[:-9],
@@ -752,29 +708,29 @@ FILES = {
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("fineweb10B --tokenizer bytes", "fineweb10B does not take tokenizer: remove it"),
+        ("fineweb10B --tokenizer bytes", "fineweb10B does not take tokenizer; remove it"),
         ("python a.txt", "python does not take paths"),
         ("python --tokenizer gpt5", "there is no vocabulary gpt5"),
         ("python --tokenizer bytes --vocab_size 400", "--vocab_size 400 needs --tokenizer bpe"),
-        ("python --vocab_size 257", "--vocab_size is 257: expected 258 to 65536"),
-        ("python --tokenizer integers:70000", "integers:70000: expected 1 to 65535"),
-        ("files", r"there is no text in \[\]: give PATHs of readable files, folders or globs"),
-        ("files a.txt none*.txt", "none.*txt is not a file or folder, nor a glob that matches any"),
-        ("files long.txt", "long.txt is not UTF-8 text: convert or remove it"),
+        ("python --vocab_size 257", "--vocab_size is 257; expected 258 to 65536"),
+        ("python --tokenizer integers:70000", "integers:70000; expected 1 to 65535"),
+        ("files", r"there is no text in \[\]; give PATHs of readable files or folders"),
+        ("files a.txt none*.txt", r"there is no file or folder .*none\*.txt; check the path"),
+        ("files long.txt", "long.txt is not UTF-8 text; convert or remove it"),
         ("files later.txt", "later.txt is not UTF-8 text"),
+        ("files empty.txt", "the train split has no text; give more"),
         ("files zero.txt", "zero.txt is not UTF-8 text"),
-        ("files a.txt --val_fraction 0", "--val_fraction is 0.0: expected between 0 and 1"),
-        ("files keys.jsonl --text_key a", "the .* split has no text: give more"),
+        ("files a.txt --val_fraction 0", "--val_fraction is 0.0; expected between 0 and 1"),
         (
             "files bad.jsonl",
-            r'bad.jsonl after row 1: expected {"text": TEXT} .*: correct it, or give --text_key',
+            r'bad.jsonl after row 1: expected {"text": TEXT} .*; correct it, or give --text_key',
         ),
         ("files number.jsonl", "number.jsonl after row 0: expected .* int found"),
         (
             "files keys.jsonl --text_key a b",
-            r"""keys.jsonl after row 1: expected {"a": TEXT, "b": TEXT} .*: 'b'""",
+            r"""keys.jsonl after row 0: expected {"a": TEXT, "b": TEXT} .*: 'b'""",
         ),
-        ("files cut.jsonl.gz", "cut.jsonl.gz is a damaged gzip file"),
+        ("files cut.jsonl.gz", "cut.jsonl.gz cannot be read .Compressed file ended"),
         ("files narrow.csv", "narrow.csv after row 1: expected .* NoneType found"),
         ("files wide.csv", "wide.csv after row 1: expected .* list found"),
         ("files quotes.csv", "quotes.csv after row 1: .*unexpected end of data"),
@@ -784,7 +740,7 @@ FILES = {
             marks=pytest.mark.skipif(not find_spec("pyarrow"), reason="needs pyarrow"),
         ),
         ("files two.json --text_key txet", "two.json after row 0: expected .*KeyError: 'txet'"),
-        ("files link", "link is a broken link, a pipe or a device: give a file"),
+        ("files link", "link is a broken link, a pipe or a device; give a file"),
         ("files /dev/null", "/dev/null is a broken link, a pipe or a device"),
         ("files a.txt --out a.txt/sub", "cannot be read or written .Not a directory."),
         (f"files a.txt --out {'x' * 300}", "cannot be read or written .File name too long."),
@@ -811,7 +767,7 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "in" / "deep").mkdir(parents=True)
     for name in ("a.md", "b.txt", "c.py", "deep/d.md", "deep/F.MD"):
         (tmp_path / "in" / name).write_text(f"<{name}>" * 9)
-    write_texts(tmp_path, own="<own>" * 9)
+    (tmp_path / "own.txt").write_text("<own>" * 9)
     flags = ["--tokenizer", "bytes", tmp_path / "own.txt", "--val_fraction", "0.5"]
     flags += ["--include", "b.t?t", "--include=*.md", "--out", tmp_path / "out"]
     words = list(map(str, ["data/prepare.py", "files", tmp_path / "in", *flags]))
@@ -820,8 +776,7 @@ def test_command_line(tmp_path, capsys):
     found = b"".join(sum(documents_of(tmp_path / "out").values(), []))
     names = {b"a.md", b"b.txt", b"deep/d.md", b"deep/F.MD", b"own"}
     assert set(re.findall(rb"<(.*?)>", found)) == names
-    meta = load_meta(tmp_path / "out")
-    assert shlex.split(meta["command"]) == ["python", *words]
+    assert meta_or_gpt2(tmp_path / "out")["options"]["include"] == ["b.t?t", "*.md"]
     for wrong, says in (
         (["notes/"], "invalid choice: 'notes/' .choose from 'python', 'files'"),
         (["python", "--tok", "bytes"], "unrecognized"),
@@ -839,48 +794,69 @@ def test_command_line(tmp_path, capsys):
 
 def test_shards_that_meta_json_does_not_describe_are_refused(tmp_path):
     data = make_data(tmp_path / "data")
-    shard, meta = data / "a_train_1.bin", json.loads((data / "meta.json").read_text())
-    content, more = shard.read_bytes(), data / "more_train.bin"
-    meta["files"]["a_train_1.bin"]["sha256"] = sha256(content)
-    meta_json = json.dumps(meta)
-    (data / "meta.json").write_text(meta_json)
-    whole = TokenStream(data, 32, 64).fingerprint()
-    other = content[:5000] + b"a\0" + content[5002:]
+    shard, more = data / "a_train_1.bin", data / "more_train.bin"
+    content, meta_json = shard.read_bytes(), (data / "meta.json").read_text()
+    whole = TokenStream(data, 32).fingerprint()
+    longer = struct.pack("<3i", 20240520, 1, 17890) + content[12:] + b"a\0"
     for path, wrong, says in (
-        (shard, content[:2000] + b"\xff\xff" + content[2002:], "token 65535, but the .* at 256"),
-        (shard, other, "is not the shard that meta.json describes"),
+        (shard, longer, "is not the shard that meta.json describes"),
         (shard, None, "has other shards than its meta.json names .a_train_1.bin."),
         (more, content, "has other shards than its meta.json names .more_train.bin."),
     ):
         path.write_bytes(wrong) if wrong else path.unlink()
-        with pytest.raises(UserError, match=f"{data}.*{says}"):
-            TokenStream(data, 32, 64)
+        assert re.search(f"{data}.*{says}", refusal(TokenStream, data, 32))
         more.unlink(missing_ok=True)
         shard.write_bytes(content)
-    # Other content is other data
-    shard.write_bytes(other)
-    (data / "meta.json").unlink()
-    assert TokenStream(data, 32, 64).fingerprint() != whole
+    # Other tokens, or another entry in meta.json, are other data
+    shard.write_bytes(content[:5000] + b"a\0" + content[5002:])
+    assert TokenStream(data, 32).fingerprint() != whole
     shard.write_bytes(content)
+    (data / "meta.json").write_text(meta_json.replace('"sha256": ""', '"sha256": "0"'))
+    assert TokenStream(data, 32).fingerprint() != whole
     (data / "meta.json").write_text(meta_json)
-    assert TokenStream(data, 32, 64).fingerprint() == whole
+    assert TokenStream(data, 32).fingerprint() == whole
 
 
-def test_damage_is_caught_while_tokens_are_read(tmp_path, monkeypatch):
+def test_damage_is_caught_while_tokens_are_read(tmp_path):
     data = make_data(tmp_path / "data")
     starts = np.array([0, 11100, 11110, 11111, 28900])  # also over the end of a shard
     shards = TokenShards(data, "train", 257, {})
     everything = independent_split(data, "train")
     whole = shards.read_sequences(starts, 33)
     assert np.array_equal(whole, [everything[at : at + 33] for at in starts])
-    monkeypatch.setattr(TokenShards, "CHECKED", 0)  # as in a corpus too large to scan on opening
-    with pytest.raises(UserError, match="a_train_0.bin holds token .* ends at 99"):
-        TokenShards(data, "train", 100, {}).read_sequences(starts, 33)
+    large = "holds token {}, but the vocabulary ends at {}; prepare the data again"
+    assert large.format(256, 99) in refusal(TokenShards, data, "train", 100, {})
+    with open(data / "a_train_0.bin", "r+b") as file:
+        file.seek(1024 + 2 * 11_105)
+        file.write(b"\xff\xff")
+    assert large.format(65535, 256) in refusal(shards.read_sequences, starts, 33)
     os.truncate(data / "a_train_1.bin", 20_000)
-    for _ in range(2):
-        with pytest.raises(UserError, match="a_train_1.bin can no longer be read whole"):
-            shards.read_sequences(starts, 33)
-        (data / "a_train_1.bin").unlink(missing_ok=True)
+    assert "a_train_1.bin can no longer be read whole" in refusal(shards.read_sequence, 28900, 33)
+
+
+def test_shards_stay_open(data, monkeypatch):
+    """Files are opened once per run, again if a server loses them, and closed with the stream."""
+    before = len(os.listdir("/proc/self/fd"))
+    streams = [TokenStream(data, 32) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before + 60
+    shards, pread, lost = streams.pop().train, os.pread, [errno.ESTALE]
+
+    def read(descriptor, *place):
+        if lost:
+            raise OSError(lost.pop(), "Stale file handle")
+        return pread(descriptor, *place)
+
+    streams.clear()
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    whole = shards.read_sequence(0, 29_000)
+    monkeypatch.setattr(os, "pread", read)
+    opened = Mock(side_effect=open)
+    monkeypatch.setattr("builtins.open", opened)
+    for _ in range(3):
+        assert np.array_equal(shards.read_sequence(0, 29_000), whole)
+    assert opened.call_count == 1
+    lost += [errno.ESTALE] * 2
+    assert "can no longer be read whole" in refusal(shards.read_sequence, 0, 9)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000, 4097])
@@ -893,10 +869,10 @@ def test_permutation_visits_everything_once(n):
 
 
 @pytest.mark.parametrize("n_tokens", [33, 63, 64, 65, 1000])
-def test_windows_of_an_epoch(n_tokens, tmp_path):
+def test_sequences_of_an_epoch(n_tokens, tmp_path):
     for split in ("train", "val"):
         write_shard(tmp_path / f"{split}.bin", np.arange(n_tokens, dtype=np.uint16))
-    stream, offsets = TokenStream(tmp_path, seq_len=32, batch_tokens=32, seed=3), set()
+    stream, offsets = TokenStream(tmp_path, seq_len=32, seed=3), set()
     n_seqs = stream.seqs_per_epoch
     assert n_seqs == max(1, n_tokens // 32 - 1)
     for epoch in range(40):
@@ -908,14 +884,17 @@ def test_windows_of_an_epoch(n_tokens, tmp_path):
     assert len(offsets) > 10 or n_tokens < 64
 
 
-def test_batches_hold_the_tokens_of_their_windows(data, monkeypatch):
+def test_batches_hold_the_tokens_of_their_sequences(data, monkeypatch):
     monkeypatch.setattr(np, "memmap", None)  # some file systems have no memory maps
+    monkeypatch.setattr("data.stream.READ_AT_ONCE", 5000)
     everything = independent_split(data, "train")
-    stream = TokenStream(data, seq_len=32, batch_tokens=512)
+    stream = TokenStream(data, seq_len=32)
+    stream.set_batch_tokens(512)
     starts = stream.sequence_starts(77 * 16 + np.arange(16))
     assert np.array_equal(stream.batch(77), np.stack([everything[s : s + 33] for s in starts]))
     # --doc_align
-    stream = TokenStream(data, seq_len=32, batch_tokens=512, doc_align=True)
+    stream = TokenStream(data, seq_len=32, doc_align=True)
+    stream.set_batch_tokens(512)
     batches = np.concatenate([stream.batch(step) for step in range(-(-len(stream.aligned) // 16))])
     assert (batches[:, 0] == 256).all()
     assert (np.diff(stream.aligned) >= 32).all() and len(stream.aligned) > 0.9 * 29000 / 97

@@ -1,4 +1,4 @@
-"""The choice among endings: `sample.py --choices`, and the questions of data/choices.py."""
+"""The choice among endings: `sample.py --choices`, and the questions of data/questions.py."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-import data.choices
+import data.questions
 import sample
 from common.errors import UserError, run_command
 from conftest import random_gpt
@@ -99,7 +99,7 @@ def test_choices_on_the_command_line(noisy, tmp_path, capsys):
 def test_hellaswags_rows_are_scored_as_elsewhere(tmp_path):
     row = dict(ctx="A man. he", endings=["stops.", "goes."], label=1, activity_label="Ice")
     path = write(tmp_path / "q.jsonl", [row, row | dict(ctx="A man. he  ")])
-    for question, space in zip(data.choices.read_questions(path), (" ", "   ")):
+    for question, space in zip(data.questions.read_questions(path), (" ", "   ")):
         pairs = encode_question(question, BYTES, 64, "")
         texts = [[bytes(tokens).decode() for tokens in pair] for pair in pairs]
         assert texts == [["A man. he", space + "stops."], ["A man. he", space + "goes."]]

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.errors import UserError
-from conftest import built, final
+from conftest import built, final, refusal
 from data import prepare
 from data.stream import TokenStream
 from runtime.checkpoint import (
@@ -37,41 +36,33 @@ def mutated(raw: bytes, rng: random.Random, head: int) -> bytes:
     return rng.choice(damaged)
 
 
-def refused(function) -> bool:
-    """Whether it raises a UserError of one sentence; any other exception fails the test."""
-    try:
-        function()
-    except UserError as error:
-        text = str(error)
-        assert "\n" not in text.strip() and 20 < len(text) < 1500 and "Traceback" not in text, text
-        return True
-    return False
-
-
 def test_damaged_shards(tmp_path, monkeypatch):
     rng, outcomes = random.Random(1), []
     words = [rng.choice(["one", "two", "three"]) for _ in range(3000)]
     (tmp_path / "text.txt").write_text(" ".join(words))
     monkeypatch.setattr(prepare, "SHARD_TOKENS", 5000)
-    words = ["files", tmp_path / "text.txt", "--tokenizer=bytes", f"--out={tmp_path}/data"]
-    data = prepare.prepare(prepare.parse_args([*map(str, words)]))
+    data = prepare.prepare("files", paths=[tmp_path / "text.txt"], out=tmp_path / "data")
     shards = {path: path.read_bytes() for path in sorted(data.glob("*.bin"))}
-    meta = data / "meta.json"
+
+    def read_all():
+        stream = TokenStream(data, 32)
+        for split, name in ((stream.train, "train"), (stream.val, "val")):
+            tokens = []
+            for shard in sorted(shards):
+                if name in shard.name:
+                    tokens += independent_tokens(shard)
+            assert split.read_sequence(0, split.n_tokens).tolist() == tokens
+            assert max(tokens) < 257
+
     for i in range(500):
         path, raw = rng.choice(list(shards.items()))
         path.write_bytes(mutated(raw, rng, 16))
-        if i == 250:  # from here on without hashes
-            meta.unlink()
-        opened = []
-        outcomes.append(refused(lambda: opened.append(TokenStream(data, 32, 64))))  # noqa: B023
-        if opened:
-            assert not meta.exists() or path.read_bytes() == raw
-            for split, name in ((opened[0].train, "train"), (opened[0].val, "val")):
-                tokens = []
-                for shard in sorted(shards):
-                    if name in shard.name:
-                        tokens += independent_tokens(shard)
-                assert split.read_sequences(np.array([0]), split.n_tokens)[0].tolist() == tokens
+        if i == 250:  # from here on without lengths
+            (data / "meta.json").write_text(
+                '{"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "source": "", "files": {}, '
+                '"splits": {"train": {"tokens": 1}, "val": {"tokens": 1}}}'
+            )
+        outcomes.append(bool(refusal(read_all)))
         path.write_bytes(raw)
     assert 200 < sum(outcomes) < 500
 
@@ -98,7 +89,7 @@ def test_damaged_checkpoints(plain, tmp_path):
     for _ in range(150):
         path.write_bytes(mutated(raw, rng, 4096 if rng.random() < 0.5 else len(raw)))
         loaded = []
-        outcomes.append(refused(load))
+        outcomes.append(bool(refusal(load)))
         if loaded:
             for part in ("model", "optimizer"):
                 torch.testing.assert_close(loaded[0][part], content[part], rtol=0, atol=0)

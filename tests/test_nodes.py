@@ -143,9 +143,9 @@ def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
     (data.parent / "data").mkdir(exist_ok=True)
     (data.parent / "data" / "python").unlink(missing_ok=True)
 
-    def make(args):
-        made.append(args.source)
-        Path(args.out).symlink_to(data)
+    def make(source, out):
+        made.append(source)
+        Path(out).symlink_to(data)
 
     monkeypatch.setattr(run_module, "prepare", make)
     for local_rank in (0, 1, 0, 2):

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import torch
 
 import export
 import sample
-from common.errors import UserError, run_command
-from conftest import ROOT, TINY, final, flags_of, run_main, tiny_run
+from common.errors import run_command
+from conftest import ROOT, TINY, final, flags_of, refusal, run_main, tiny_run
 from data import corpus, prepare, tokenizers
-from data.shards import PYTHON_VOCABULARY, load_meta
+from data.shards import PYTHON_VOCABULARY, meta_or_gpt2
 from data.stream import TokenStream
 from data.tokenizers import (
     PATTERN,
@@ -100,10 +101,8 @@ def test_tokenizers_round_trip(name, vocab_size, eot, gpt2):
 
 def test_tokenizers_that_cannot_be_loaded(monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", None)
-    with pytest.raises(UserError, match="gpt2, bytes, integers:N, or bpe"):
-        get_tokenizer("gpt3")
-    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR .* --tokenizer bytes"):
-        get_tokenizer("gpt2")
+    assert "expected gpt2, bytes, integers:N, or bpe" in refusal(get_tokenizer, "gpt3")
+    assert re.search("TIKTOKEN_CACHE_DIR .* --tokenizer bytes", refusal(get_tokenizer, "gpt2"))
 
 
 def test_long_words_are_cut_for_training(monkeypatch):
@@ -114,10 +113,8 @@ def test_long_words_are_cut_for_training(monkeypatch):
     assert max(map(len, ranks)) == 20
 
 
-def prepared(path, out, source="files", **options):
-    args = prepare.parse_args([source, *[str(path)] * bool(path)])
-    vars(args).update(out=out, **options)
-    return prepare.prepare(args)
+def prepared(path, out, **options):
+    return prepare.prepare("files", paths=[path], out=out, **options)
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +129,10 @@ def notes(tmp_path_factory, text):
 
 
 def test_a_folder_has_its_vocabulary_and_only_learns_from_training(notes, text):
-    meta, kept = load_meta(notes), read_vocabulary(notes)
+    meta, kept = meta_or_gpt2(notes), read_vocabulary(notes)
     assert meta["tokenizer"] == "bpe" and meta["vocab_size"] == 400 and meta["eot"] == 399
     assert meta["vocabulary"]["sha256"] == hashlib.sha256(kept.encode()).hexdigest()
-    stream = TokenStream(notes, 32, 512)
+    stream = TokenStream(notes, 32)
     tokenizer, split = get_tokenizer("bpe", kept), meta["splits"]["train"]
     tokens = stream.train.read_tokens(0, 0, 10**9)
     raw = tokenizer.decode_bytes(tokens[tokens != tokenizer.eot])
@@ -180,6 +177,9 @@ def test_another_vocabulary_is_refused(trained, tmp_path, capsys, text):
 
 
 def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path):
+    def said() -> str:
+        return refusal(prepare.prepare, "python", out=tmp_path / "x", tokenizer=str(tmp_path))
+
     for wrong in (
         "{",
         "{}",
@@ -188,32 +188,26 @@ def test_vocabularies_that_cannot_be_are_refused(notes, tmp_path):
         '{"pattern": "gpt4-digits2", "tokens": [""]}',
     ):
         (tmp_path / "tokenizer.json").write_text(wrong)
-        with pytest.raises(UserError, match="the vocabulary is damaged"):
-            prepared(None, tmp_path / "x", source="python", tokenizer=str(tmp_path))
+        assert "the vocabulary is damaged" in said()
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="there is no vocabulary .* give --tokenizer gpt2"):
-        prepared(None, tmp_path / "x", source="python", tokenizer=str(tmp_path))
+    assert re.search("there is no vocabulary .* give --tokenizer gpt2", said())
     assert not (tmp_path / "x").exists()
     # Without a pair of bytes to merge, a vocabulary is bytes
     (tmp_path / "a.txt").write_bytes(b"1\n" * 20)
     out = prepared(tmp_path / "a.txt", tmp_path / "bytes", tokenizer="bpe")
-    assert load_meta(out)["vocab_size"] == 257
+    assert meta_or_gpt2(out)["vocab_size"] == 257
     broken = shutil.copytree(notes, tmp_path / "broken")
     (broken / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="there is no vocabulary"):
-        TokenStream(broken, 32, 512)
+    assert "there is no vocabulary" in refusal(TokenStream, broken, 32)
     (broken / "tokenizer.json").write_text(read_vocabulary(notes).replace("gpt4", "gpt5"))
-    with pytest.raises(UserError, match="has the hash .*, but the data were made with"):
-        TokenStream(broken, 32, 512)
+    said = refusal(TokenStream, broken, 32)
+    assert re.search("has the hash .*, but the data were made with", said)
 
 
 def test_the_shipped_vocabulary_is_that_of_the_default_corpus():
-    """Of the training split alone; of every fourth file here."""
-    texts = []
-    for name, path in corpus.python_files():
-        if corpus.name_hash(name) >= 0.1 * 2**256:
-            texts.append(path.read_bytes())
-    own = parse_vocabulary(train_vocabulary(texts[::4], 1024))[1]
+    """Of every fourth file here."""
+    texts = [file.path.read_bytes() for file in corpus.python_files()[::4]]
+    own = parse_vocabulary(train_vocabulary(texts, 1024))[1]
     shipped = parse_vocabulary(PYTHON_VOCABULARY.read_text())[1]
     assert len(shipped) == 1023 and len(own.keys() & shipped.keys()) > 870
 
@@ -227,31 +221,29 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text, capsys, monkeypatch):
     (tmp_path / "packed.gz").write_bytes(gzip.compress(text[:100_000]))  # has less than BPE_BYTES
     for name, options, tokenizer, vocab_size in (
         ("a.txt", {}, "bpe", 1024),
-        # By the text for training alone, and by about what .gz holds
+        # By the text for training alone, and by what .gz holds
         ("small.txt", dict(val=[tmp_path / "half.txt"]), "bytes", 257),
         ("packed.gz", {}, "bpe", 512),
-        ("small.txt", dict(tokenizer="bpe"), "bpe", 512),
         ("small.txt", dict(vocab_size=300), "bpe", 300),  # can only mean bpe
     ):
-        out = tmp_path / f"{name}-{len(options)}-{vocab_size}"
-        meta = load_meta(prepared(tmp_path / name, out, **options))
+        meta = meta_or_gpt2(prepared(tmp_path / name, tmp_path / f"{name}-{vocab_size}", **options))
         assert (meta["tokenizer"], meta["vocab_size"]) == (tokenizer, vocab_size)
         said = capsys.readouterr().out.startswith(f"tokenizer {tokenizer}, for ")
-        assert said == (not {"tokenizer", "vocab_size"} & options.keys())
+        assert said == ("vocab_size" not in options)
 
 
 def test_races_are_evaluated_on_the_first_tokens(data, tmp_path):
     """And a run on those of its checkpoint."""
-    stream = TokenStream(data, 32, 512)
+    stream = TokenStream(data, 32)
     assert stream.eval_starts(1024)[:3].tolist() == [0, 4 * 32, 8 * 32]
-    assert stream.eval_starts(0).tolist() == list(range(0, 135 * 32, 32))
+    assert stream.eval_starts("all").tolist() == list(range(0, 135 * 32, 32))
     bare = shutil.copytree(data, tmp_path / "bare")
     meta = json.loads((data / "meta.json").read_text())
     meta["source"] = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
     (bare / "meta.json").write_text(json.dumps(meta))
-    assert TokenStream(bare, 32, 512).eval_starts(1024)[:3].tolist() == [0, 32, 64]
+    assert TokenStream(bare, 32).eval_starts(1024)[:3].tolist() == [0, 32, 64]
     (bare / "meta.json").unlink()
-    assert TokenStream(bare, 32, 512).eval_subset == "first"
+    assert TokenStream(bare, 32).eval_part == "first"
     flags = dict(data=data, max_steps=2, eval_tokens=512)
     spread = tiny_run(tmp_path / "run", **flags)
     old = final(tmp_path / "run") | dict(eval_part="first")

@@ -59,7 +59,7 @@ def only_answers_count(run) -> bool:
     """Also in evaluation."""
     x, y = run.batch[:, :-1], answers(run.batch[:, :-1], run.batch[:, 1:])
     model_cfg, cfg = run.state.raw_model.cfg, run.state.cfg
-    stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
+    stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.seed)
     (x_val, y_val), *_ = (map(torch.from_numpy, b) for b in stream.eval_batches(2048, 99))
     evaluated = Plain(run.checkpoint["model"], model_cfg).loss(x_val, answers(x_val, y_val))
     same = math.isclose(rows(run.folder, "val_loss")[-1], evaluated, rel_tol=2e-6)
@@ -76,8 +76,13 @@ def sources_are_mixed(run) -> bool:
     """
     state, stream_of = run.state, run.ours.train_gpt.TokenStream
     a, b = (part.rsplit(":", 1)[0] for part in state.cfg.data.split(","))
-    mixed = sys.modules["data.stream"].MixedStream(state.cfg.data, 32, 32 * 20)
-    parts = [stream_of(folder, 32, 32 * n).batch(0).tolist() for folder, n in ((a, 70), (b, 30))]
+    mixed = sys.modules["data.stream"].MixedStream(state.cfg.data, 32)
+    mixed.set_batch_tokens(32 * 20)
+    parts = []
+    for folder, n in ((a, 70), (b, 30)):
+        stream = stream_of(folder, 32)
+        stream.set_batch_tokens(32 * n)
+        parts.append(stream.batch(0).tolist())
     drawn = [row for step in range(5) for row in mixed.batch(step).tolist()]
     for part in parts:
         assert [row for row in drawn if row in part] == part
@@ -193,7 +198,8 @@ def student_is_taught(run) -> bool:
     """The first half's weights are the teacher; the second half begins anew."""
     cfg, teacher, student = run.state.cfg, run.checkpoint["extra"]["teacher"], run.sampled
     noise(student, derive_seed(cfg.seed, "student"))
-    stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.batch_tokens, cfg.seed)
+    stream = run.ours.train_gpt.TokenStream(cfg.data, cfg.seq_len, cfg.seed)
+    stream.set_batch_tokens(cfg.batch_tokens)
     batch = torch.from_numpy(stream.batch(2))
     x, y = batch[:, :-1], batch[:, 1:].clone()
     probs = Plain(teacher, student.cfg).logits(x).softmax(-1)
