@@ -38,7 +38,7 @@ def step_case(cfg, n_cases):
     if cfg.compile != "off":
         ms *= 1.5
     flags = [cfg.dtype, cfg.attn, cfg.compile, cfg.fp8, cfg.checkpointing]
-    yield dict(micro_batch=cfg.micro_batch, flags=flags)
+    yield dict(micro_batch=cfg.micro_batch or 1, flags=flags)
     while True:
         yield {"ms/step": ms, "tokens/s": 512000 / ms}
 
