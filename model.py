@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,8 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    matmul = staticmethod(F.linear)  # --fp8 and sample.py --compile replace it in some layers
+    # --fp8 and sample.py --compile replace it in some layers
+    matmul: Callable = staticmethod(F.linear)
 
     def __init__(self, n_in: int, n_out: int | list[int]):
         rows = [n_out] if isinstance(n_out, int) else n_out
@@ -289,7 +290,7 @@ class GPT(nn.Module):
         self.eot = eot
         self.ngram_dropout = ngram_dropout
         self.step_seed = 0  # for n-gram dropout, equal on all ranks; the trainer sets it per step
-        self.loss_functions = None  # of chunked_loss, if compiled
+        self.loss_functions: Any = None  # of chunked_loss, if compiled
         self.windows = layer_windows(cfg.window, cfg.n_layer, cfg.seq_len)
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)

@@ -81,8 +81,8 @@ def error_sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         path = error.filename2 or error.filename or "a file"  # filename2: destination of a copy
         return f"{path} could not be written ({error.strerror}); make room and --resume"
-    is_away = getattr(error, "errno", None) in (errno.EIO, errno.ESTALE) and error.filename
-    if is_bad_path(error) or is_away:
+    no_path = (*BAD_PATH, errno.EIO, errno.ESTALE)
+    if isinstance(error, OSError) and error.errno in no_path and error.filename:
         return (
             f"{error.filename} cannot be read or written ({error.strerror}); give a different "
             "path, or repair this one"

@@ -29,9 +29,7 @@ def env_int(name: str, default: int) -> int:
 
 def largest_divisor(n: int, most: int) -> int:
     """Find the largest divisor of n that is at most `most`, or 1."""
-    for divisor in range(min(n, max(1, most)), 0, -1):
-        if n % divisor == 0:
-            return divisor
+    return next(d for d in range(min(n, max(1, most)), 0, -1) if n % d == 0)
 
 
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ class VarlenMask(NamedTuple):
 
 
 # None: plain causal attention. bool (T, T) or (B, 1, T, T), or a bias, for SDPA and blocked
-Mask: TypeAlias = "Tensor | BlockMask | VarlenMask | None"
+Mask: TypeAlias = Any  # None for causal attention; otherwise what the kernel takes
 
 
 def attention_mask(
@@ -221,7 +221,7 @@ SDPA_KERNELS = {
     "fa3": SDPBackend.FLASH_ATTENTION,
     "fa4": SDPBackend.FLASH_ATTENTION,
 }
-ATTENTION_KERNELS = {}
+ATTENTION_KERNELS: dict[str, Callable[..., Tensor]] = {}
 for name, kernel in SDPA_KERNELS.items():
     ATTENTION_KERNELS[name] = functools.partial(sdpa_attention, kernels=kernel)
 ATTENTION_KERNELS["blocked"] = blocked_attention

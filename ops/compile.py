@@ -1,13 +1,18 @@
 """torch.compile, of each block and of the loss, in place."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ops.loss import LossFunctions, loss_and_gradients, loss_only
 from ops.recompute import activation_budget
+
+if TYPE_CHECKING:
+    from model import GPT
 
 # The modes that use CUDA graphs, and what they are without
 WITHOUT_CUDAGRAPHS = {
@@ -55,7 +60,7 @@ def keep_gcc_from_copying() -> None:
         )
 
 
-def apply_compile(model: nn.Module, mode: str, checkpointing: str = "none") -> None:
+def apply_compile(model: GPT, mode: str, checkpointing: str = "none") -> None:
     """Compile a GPT's blocks, which share one compilation, and its loss; parameter names stay.
 
     mode: of torch.compile. checkpointing: a value of the flag; if it is a number, the compiler

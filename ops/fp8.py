@@ -1,7 +1,14 @@
 """Matmuls of linear layers in float8."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
 def quantize_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -58,12 +65,12 @@ def fp8_linear(x: Tensor, w: Tensor) -> Tensor:
     return Fp8Linear.apply(x, w)
 
 
-def apply_fp8(model: nn.Module) -> None:
+def apply_fp8(model: GPT) -> None:
     """Use float8 in the head and MLPs of a GPT: in layers that have a `matmul`, like model.Linear.
 
     Layers with sizes that 16 does not divide stay as they are, and so does attention.
     """
-    layers = [model.head]
+    layers: list[Any] = [model.head]
     for block in model.blocks:
         for name, module in block.named_children():
             if name != "attn":

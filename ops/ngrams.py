@@ -1,5 +1,7 @@
 """Embeddings of hashed n-grams (Over-Tokenized Transformer, Huang et al. 2025); their optimizer."""
 
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -92,7 +94,7 @@ def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     A step reads few rows of an n-gram table; updating the others would take as long as a layer.
     GPUs, DDP and FSDP need dense gradients.
     """
-    weights = set()
+    weights: set[Tensor] = set()
     for group in optimizer.param_groups:
         if group.get("kind") == "rmsprop" and not dist.is_initialized():
             weights.update(p for p in group["params"] if p.is_cpu)

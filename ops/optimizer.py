@@ -1,8 +1,11 @@
 """Parts of model.py's optimizer: batches of matrices, where state lies, several ranks, Adam."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +13,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from ops.parallel import is_dtensor, to_local
+
+if TYPE_CHECKING:
+    from model import Optimizer
 
 # Elements that a rank updates at once; Newton-Schulz takes several times their memory
 MAX_STACK_NUMEL = 2**26
@@ -32,9 +38,7 @@ def batches_by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextlib.contextmanager
-def state_tensors(
-    optimizer: torch.optim.Optimizer, name: str, params: list[Tensor]
-) -> Iterator[list[Tensor]]:
+def state_tensors(optimizer: Optimizer, name: str, params: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the optimizer's state of this name, a tensor per parameter; zeros at first.
 
     Each has the rows of this rank's shard. With optimizer.offload they are stored in pinned CPU
@@ -65,7 +69,7 @@ def state_tensors(
 
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor],
-    rows: list[Tensor],
+    rows: list[Tensor] | tuple[Tensor, ...],
     params: list[Tensor],
     dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -90,19 +94,21 @@ def on_whole_matrices(
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     param = params[0]
-    mesh, placements = mesh_of_all_ranks(param.device.type, dist.group.WORLD), [Replicate()]
     if is_dtensor(param):
         mesh = param.device_mesh
         placements = [Shard(1) if p.is_shard() else p for p in param.placements]
+    else:
+        mesh = mesh_of_all_ranks(param.device.type, dist.group.WORLD)
+        placements = [Replicate()]
     shape = torch.Size((len(stack), *param.shape))
     stride = torch.empty(shape, device="meta").stride()
-    layout = dict(shape=shape, stride=stride, run_check=False)
+    layout: dict[str, Any] = dict(shape=shape, stride=stride, run_check=False)
     by_matrix = [Shard(0)] * mesh.ndim
 
     whole = DTensor.from_local(stack, mesh, placements, **layout).redistribute(placements=by_matrix)
-    updates = DTensor.from_local(function(whole.to_local()), mesh, by_matrix, **layout)
-    updates = updates.redistribute(placements=placements).to_local()
-    return list(updates.to(rows[0].dtype))
+    results = DTensor.from_local(function(whole.to_local()), mesh, by_matrix, **layout)
+    results = results.redistribute(placements=placements)
+    return list(results.to_local().to(rows[0].dtype))
 
 
 @functools.cache
@@ -115,7 +121,7 @@ def mesh_of_all_ranks(device_type: str, group: dist.ProcessGroup) -> dist.device
 # Adam
 
 
-def adam_(optimizer: torch.optim.Optimizer, group: dict, params: list[Tensor]) -> None:
+def adam_(optimizer: Optimizer, group: dict, params: list[Tensor]) -> None:
     """Update parameters of one shape by Adam with decoupled weight decay, by PyTorch's kernel."""
     weights = [to_local(p) for p in params]
     grads = [to_local(p.grad) for p in params]

@@ -1,15 +1,23 @@
 """DDP and FSDP2: wrapping a model, shards and whole tensors."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
-def is_dtensor(tensor: Tensor) -> bool:
+    from model import GPT
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """True if FSDP has sharded a tensor. Checks an attribute: importing DTensor takes a second."""
     return hasattr(tensor, "full_tensor")
 
@@ -83,7 +91,7 @@ def apply_ddp(
 
 
 def apply_fsdp(
-    model: nn.Module, dtype: torch.dtype, grad_dtype: torch.dtype, shard_size: int | None = None
+    model: GPT, dtype: torch.dtype, grad_dtype: torch.dtype, shard_size: int | None = None
 ) -> None:
     """Shard each block of a GPT by itself, then the rest, with FSDP2.
 
@@ -108,7 +116,7 @@ def apply_fsdp(
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def unshard(model: nn.Module) -> None:
+def unshard(model: GPT) -> None:
     """Gather the parameters outside of blocks, which FSDP itself does in forward() only."""
     if hasattr(model, "unshard"):
         model.unshard()
@@ -131,7 +139,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> contextlib.AbstractContex
 
 
 @contextlib.contextmanager
-def swapped_weights(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+def swapped_weights(model: GPT, weights: dict[str, Tensor]) -> Iterator[None]:
     """Context in which parameters, by name, have these values instead of their own."""
     swap_weights(model, weights)
     try:
@@ -142,7 +150,7 @@ def swapped_weights(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[No
 
 
 @torch.no_grad()
-def swap_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def swap_weights(model: GPT, weights: dict[str, Tensor]) -> None:
     """Exchange parameters, by name, with these tensors, in place."""
     for name, other in weights.items():
         weight, other = to_local(model.get_parameter(name)), to_local(other)

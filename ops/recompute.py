@@ -5,6 +5,7 @@ own, compiled blocks would not share one compilation.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,12 @@ def apply_recompute(block: nn.Module, mode: str) -> None:
     mode: one of RECOMPUTE_MODES. Recomputation draws the same random numbers from torch's
     generators; buffers that a forward pass writes are written twice.
     """
-    plain_class = getattr(type(block), "plain_class", type(block))
+    plain_class: Any = getattr(type(block), "plain_class", type(block))
     block.__class__ = recomputed_class(plain_class, mode)
 
 
 @functools.cache
-def recomputed_class(plain_class: type[nn.Module], mode: str) -> type[nn.Module]:
+def recomputed_class(plain_class: Any, mode: str) -> type:
     """Make the subclass whose forward pass is recomputed, one for all blocks."""
     if mode == "none":
         return plain_class
@@ -71,11 +72,12 @@ def selective_ac_policy(ctx: object, op: object, *args, **kwargs) -> CheckpointP
 
 def apply_offload(block: nn.Module) -> None:
     """Have the block, compiled or not, keep in pinned host memory what backward needs; for CUDA."""
-    block.__class__ = offloaded_class(type(block))
+    plain_class: Any = type(block)
+    block.__class__ = offloaded_class(plain_class)
 
 
 @functools.cache
-def offloaded_class(plain_class: type[nn.Module]) -> type[nn.Module]:
+def offloaded_class(plain_class: Any) -> type:
     """Make the subclass that offloads, around a compiled forward pass as well."""
 
     def call(self: nn.Module, *inputs) -> Tensor:

@@ -12,7 +12,7 @@ import dataclasses
 import errno
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ops.parallel import shard_like, state_to_full, to_local
 from runtime.ranks import DistContext, run_on_rank0
 
 if TYPE_CHECKING:
-    from model import GPT
+    from model import GPT, GPTConfig
     from runtime.run import Run
 
 FORMAT = 2  # bump it when the content changes: older files are then refused
@@ -34,8 +34,6 @@ BEST = "ckpt_best.pt"  # the weights of the best evaluation
 # Entries of the optimizer's groups that follow from the flags; a resumed run takes all others, such
 # as counters that an optimizer of your own keeps there, from the checkpoint
 SET_BY_FLAGS = "lr initial_lr weight_decay betas momentum kind matrix_rows params".split()
-
-Config = TypeVar("Config")
 
 
 class CorruptCheckpointError(UserError):
@@ -49,9 +47,9 @@ def checkpoint_step(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint files of a run's folder, newest first."""
-    found = folder.glob("ckpt_*.pt")
-    found = [path for path in found if path.stem.removeprefix("ckpt_").isdecimal()]
-    return sorted(found, key=checkpoint_step, reverse=True)
+    paths = folder.glob("ckpt_*.pt")
+    numbered = [path for path in paths if path.stem.removeprefix("ckpt_").isdecimal()]
+    return sorted(numbered, key=checkpoint_step, reverse=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -94,7 +92,7 @@ def read_checkpoint(path: Path, verify: bool = True) -> dict[str, Any]:
     return checkpoint
 
 
-def system_error(error: Exception) -> BaseException:
+def system_error(error: Exception) -> Exception:
     """Return the OSError that torch.save or zipfile wraps in its own, or else the error itself."""
     return error.__context__ if isinstance(error.__context__, OSError) else error
 
@@ -105,7 +103,7 @@ def with_eval_weights(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint | dict(model=weights)
 
 
-def model_config(checkpoint: dict[str, Any], kind: type[Config], path: Path) -> Config:
+def model_config(checkpoint: dict[str, Any], kind: type[GPTConfig], path: Path) -> GPTConfig:
     """Return the model's configuration as an instance of `kind`, GPTConfig. Raises UserError."""
     saved = checkpoint["model_config"]
     version = kind().version

@@ -89,10 +89,12 @@ def check_values(flags: dict[str, Any], config: type[GivenFlags]) -> dict[str, A
     """
     fields = {field.name: field for field in dataclasses.fields(config)}
     checked = {}
+    value: Any
     for name, value in flags.items():
         if name not in fields:
             raise UserError(f"unknown flag --{name}{closest(name, fields)}")
-        kind, metadata = kind_of(fields[name]), fields[name].metadata
+        kind = kind_of(fields[name])
+        metadata = fields[name].metadata
         words = metadata.get("words", ())
         is_number = kind in (int, float)
 

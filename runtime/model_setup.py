@@ -193,8 +193,8 @@ def step_fits(
             raise
     if dist_ctx.world_size > 1:
         needed += sum(4 * p.numel() for p in model.parameters())  # DDP's buckets, in fp32
-    available = torch.cuda.get_device_properties(None).total_memory
-    available *= torch.cuda.get_per_process_memory_fraction()
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    available = fraction * torch.cuda.get_device_properties(None).total_memory
     model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     return not any_rank(dist_ctx, needed > 0.92 * available)

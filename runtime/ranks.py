@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -77,13 +77,13 @@ def raise_on_all_ranks(dist_ctx: DistContext) -> Iterator[None]:
         own_error = error
     if not any_rank(dist_ctx, own_error is not None):  # in each step: cheap
         return
-    for rank, error in enumerate(gather_objects(dist_ctx, own_error)):
-        if error is not None:
-            error.printed = rank != dist_ctx.rank
-            raise error
+    for rank, first_error in enumerate(gather_objects(dist_ctx, own_error)):
+        if first_error is not None:
+            first_error.printed = rank != dist_ctx.rank
+            raise first_error
 
 
-def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator[T]) -> Iterator[T]:
+def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator[T]) -> Generator[T, None, None]:
     """Yield batches, equally many on every rank; a reading error is raised on all ranks."""
     while True:
         with raise_on_all_ranks(dist_ctx):
@@ -125,7 +125,7 @@ def any_rank(dist_ctx: DistContext, flag: bool) -> bool:
 
 def mean_over_ranks(dist_ctx: DistContext, values: dict[str, float | Tensor]) -> dict[str, float]:
     """Average each number or 0-d tensor over the ranks that have it; waits for the device."""
-    own = {name: float(to_full(value)) for name, value in values.items()}
+    own = {name: float(to_full(torch.as_tensor(value))) for name, value in values.items()}
     by_name: dict[str, list[float]] = {}
     for numbers in gather_objects(dist_ctx, own):
         for name, number in numbers.items():

@@ -112,9 +112,9 @@ def effective_amount(amount: float, unique: float, reuse: float) -> float:
 
 def expected_loss(n_params: int, tokens: float, n_tokens: int) -> float:
     """The loss after training on `tokens`, of which n_tokens are different, without its unit."""
-    n_params = effective_amount(n_params, n_tokens / TOKENS_PER_PARAM, PARAMS_REUSE)
+    params = effective_amount(n_params, n_tokens / TOKENS_PER_PARAM, PARAMS_REUSE)
     tokens = effective_amount(tokens, n_tokens, TOKENS_REUSE)
-    params_term = PARAMS_TERM / (n_params / 1e5) ** PARAMS_EXPONENT
+    params_term = PARAMS_TERM / (params / 1e5) ** PARAMS_EXPONENT
     return 1 + params_term + TOKENS_TERM / (tokens / 1e6) ** TOKENS_EXPONENT
 
 
