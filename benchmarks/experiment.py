@@ -235,11 +235,7 @@ def train_all(bench: Bench, sides: dict) -> dict[str, list[dict]]:
 
     Raises UserError if the base fails or a dataset is missing, RunError if the edit fails.
     """
-    datasets = bench.options.data
-    if not datasets:
-        datasets = [str(DATA_DIR / "python")]
-        if not Path(datasets[0], "meta.json").exists():
-            run_python(REPO / "data" / "prepare.py", "python")
+    datasets = bench.options.data or [str(DATA_DIR / "python")]
     other_order = dict(reversed(sides.items()))
     flags = dict(eval_every="end", eval_tokens="all") | bench.flags
     runs = {data: [] for data in datasets}
