@@ -113,9 +113,8 @@ def check_values(flags: dict[str, Any], config: type[GivenFlags]) -> dict[str, A
             expected = ", ".join([kind.__name__, *words])
             raise UserError(f"--{name} is {value!r}; expected {expected}")
         elif kind is str and words and value not in words:
-            raise UserError(
-                f"--{name} is {value!r}; expected one of {', '.join(words)}{closest(value, words)}"
-            )
+            hint = closest(str(value), words)
+            raise UserError(f"--{name} is {value!r}; expected one of {', '.join(words)}{hint}")
         elif is_number and not least <= value < 2**48:
             expected = "".join(f"{word}, " for word in words)
             expected += f"a finite number of at least {least} and below 2**48"
