@@ -125,6 +125,13 @@ class Dropped(Plain):
         return x + F.dropout(self.mlp(rms_norm(x), i), 0.1, self.training)
 
 
+class SwiGLU(Plain):
+    def mlp(self, x, i):
+        w = {name: self.w[f"blocks.{i}.mlp.{name}.weight"] for name in ("fc", "proj")}
+        gate, up = w["fc"].chunk(2)
+        return (F.silu(x @ gate.T) * (x @ up.T)) @ w["proj"].T
+
+
 class LayersLeftOut(Plain):
     def block(self, x, i):
         skipped = self.training and derive_seed(self.seed, i) % 4 == 0

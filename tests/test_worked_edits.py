@@ -1,4 +1,4 @@
-"""Each worked edit of docs/edits.md, in a copy: compared with plain PyTorch, resumed, sampled."""
+"""Each worked edit in docs/edits, in a copy: compared with plain PyTorch, resumed, sampled."""
 
 import contextlib
 import copy
@@ -32,10 +32,7 @@ EQUALS, EOT = 61, 256
 BASE = "base/ckpt_4.pt"
 
 
-def worked_edits() -> dict[str, str]:
-    """Title -> diff, of every diff in docs/edits.md."""
-    text = (ROOT / "docs" / "edits.md").read_text(encoding="utf-8")
-    return dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```", text, re.M | re.S))
+EDITS = sorted((ROOT / "docs" / "edits").glob("*.diff"))
 
 
 def rates(form):
@@ -186,7 +183,7 @@ def base_stays(run) -> bool:
         name for name in now if "lora" in name and not torch.equal(now[name], run.weights[name])
     ]
     kept = [name for name in base if torch.equal(base[name], now[name])]
-    return len(moved) == 22 and len(kept) == 11  # two layers of five matrices, and the head
+    return len(moved) == 22 and len(kept) == len(base)  # two layers of five matrices, and the head
 
 
 def figure_is_logged(run) -> bool:
@@ -217,49 +214,48 @@ def student_is_taught(run) -> bool:
 
 
 CASES = {
-    "A flag": Case(flags=dict(min_lr_frac=0.5), holds=rates(lambda x: 0.5 + 0.5 * x)),
-    "A learning-rate schedule": Case(holds=rates(lambda x: 0.5 - 0.5 * math.cos(math.pi * x))),
-    "A parameter": Case(plain.Scaled),
-    "Dropout": Case(plain.Dropped),
-    "Layers left out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
-    "A buffer": Case(plain.MeanSubtracted),
-    "Label smoothing": Case(plain.Smoothed),
-    "A loss term": Case(plain.ZLoss),
-    "Weights of tokens": Case(plain.Weighted),
-    "Loss on answers alone": Case(holds=only_answers_count),
-    "An auxiliary head": Case(plain.SecondHead),
-    "A contrastive term": Case(plain.Contrastive),
-    "A student of the model": Case(holds=student_is_taught),
-    "Mixture of experts": Case(plain.Experts, holds=experts_are_orthogonalized_apart),
-    "Tied embeddings": Case(plain.Tied),
-    "Grouped queries": Case(plain.Grouped, holds=half_the_keys_are_cached),
-    "ALiBi": Case(plain.Alibi),
-    "Learned positions": Case(plain.Positions, holds=texts_are_longer_than_the_context),
-    "The previous token": Case(plain.TokenBefore),
-    "Another optimizer": Case(holds=lion_is_lion),
-    "NorMuon": Case(holds=rows_are_evened),
-    "A learning rate by layer": Case(holds=layers_have_their_rates),
-    "An average of the weights": Case(holds=average_is_what_is_evaluated),
-    "Frozen parameters": Case(holds=embedding_stays),
-    "A part of a checkpoint": Case(
-        flags=dict(n_layer=3, init_from=BASE), holds=what_fits_is_loaded
-    ),
-    "Fine-tuning by LoRA": Case(plain.LowRank, flags=dict(init_from=BASE), holds=base_stays),
-    "A mixture of sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
-    "Your own metric": Case(holds=figure_is_logged),
+    "flag": Case(flags=dict(min_lr_frac=0.5), holds=rates(lambda x: 0.5 + 0.5 * x)),
+    "learning-rate-schedule": Case(holds=rates(lambda x: 0.5 - 0.5 * math.cos(math.pi * x))),
+    "parameter": Case(plain.Scaled),
+    "dropout": Case(plain.Dropped),
+    "swiglu": Case(plain.SwiGLU),
+    "layers-left-out": Case(plain.LayersLeftOut, flags=dict(n_layer=4)),
+    "buffer": Case(plain.MeanSubtracted),
+    "label-smoothing": Case(plain.Smoothed),
+    "loss-term": Case(plain.ZLoss),
+    "weights-of-tokens": Case(plain.Weighted),
+    "loss-on-answers-alone": Case(holds=only_answers_count),
+    "auxiliary-head": Case(plain.SecondHead),
+    "contrastive-term": Case(plain.Contrastive),
+    "student-of-the-model": Case(holds=student_is_taught),
+    "mixture-of-experts": Case(plain.Experts, holds=experts_are_orthogonalized_apart),
+    "tied-embeddings": Case(plain.Tied),
+    "grouped-queries": Case(plain.Grouped, holds=half_the_keys_are_cached),
+    "alibi": Case(plain.Alibi),
+    "learned-positions": Case(plain.Positions, holds=texts_are_longer_than_the_context),
+    "previous-token": Case(plain.TokenBefore),
+    "another-optimizer": Case(holds=lion_is_lion),
+    "normuon": Case(holds=rows_are_evened),
+    "learning-rate-by-layer": Case(holds=layers_have_their_rates),
+    "average-of-the-weights": Case(holds=average_is_what_is_evaluated),
+    "frozen-parameters": Case(holds=embedding_stays),
+    "part-of-a-checkpoint": Case(flags=dict(n_layer=3, init_from=BASE), holds=what_fits_is_loaded),
+    "fine-tuning-by-lora": Case(plain.LowRank, flags=dict(init_from=BASE), holds=base_stays),
+    "mixture-of-sources": Case(flags=dict(data="data:0.7,other:0.3"), holds=sources_are_mixed),
+    "metric": Case(holds=figure_is_logged),
 }
-# The others: 12
-MOST_LINES = {"A student of the model": 22, "Grouped queries": 19, "A mixture of sources": 40}
+# The others: 10
+MOST_LINES = {"student-of-the-model": 19, "grouped-queries": 13, "mixture-of-sources": 35}
 # Of the run that is compared, 4 for the others: draws differ between micro-batches, and answers are
 # in some of them only
-MICRO_BATCH = {"Dropout": 16, "Loss on answers alone": 1}
+MICRO_BATCH = {"dropout": 16, "loss-on-answers-alone": 1}
 RANKS = (
-    "Layers left out",
-    "A buffer",
-    "Mixture of experts",
-    "Tied embeddings",
-    "NorMuon",
-    "An average of the weights",
+    "layers-left-out",
+    "buffer",
+    "mixture-of-experts",
+    "tied-embeddings",
+    "normuon",
+    "average-of-the-weights",
 )
 
 
@@ -271,23 +267,21 @@ def noise(model, seed: int) -> None:
         p.copy_(0.1 * torch.randn(p.shape, generator=generator))
 
 
-def edited(title: str, repo: Path) -> Path:
+def edited(name: str, repo: Path) -> Path:
     """A copy of the sources with a worked edit."""
     ignored = shutil.ignore_patterns("python", "__pycache__", "*.bin")
-    for name in COPIED:
+    repo.mkdir()
+    for source in COPIED:
         copy = shutil.copy
-        if (ROOT / name).is_dir():
+        if (ROOT / source).is_dir():
             copy = functools.partial(shutil.copytree, ignore=ignored)
-        repo.mkdir(exist_ok=True)
-        copy(ROOT / name, repo / name)
-    edits = worked_edits()
-    diff = edits[title]
-    if title == "Fine-tuning by LoRA":
-        diff = edits["A part of a checkpoint"] + diff
-    done = subprocess.run(
-        ["patch", "-p1", "-F0"], input=diff, text=True, cwd=repo, capture_output=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        copy(ROOT / source, repo / source)
+    needs = {"fine-tuning-by-lora": ["part-of-a-checkpoint"]}
+    for edit in (*needs.get(name, []), name):
+        path = ROOT / "docs" / "edits" / f"{edit}.diff"
+        command = ["git", "apply", "--whitespace=nowarn", path]
+        done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     return repo
 
 
@@ -372,11 +366,11 @@ def assert_samples(case: Case, run, path: Path) -> None:
     assert run.ours.generation.cache_is_exact(run.sampled)
 
 
-@pytest.mark.parametrize("title", CASES)
-def test_a_worked_edit_is_right(title, base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", CASES)
+def test_a_worked_edit_is_right(name, base, tmp_path, monkeypatch):
     monkeypatch.chdir(base)
-    case, flags = CASES[title], dict(data="data") | CASES[title].flags
-    with pages(edited(title, tmp_path / "repo")) as ours:
+    case, flags = CASES[name], dict(data="data") | CASES[name].flags
+    with pages(edited(name, tmp_path / "repo")) as ours:
         run = trained(ours, tmp_path / "run", case, **flags)
         path = tmp_path / "run" / "ckpt_4.pt"
         run.checkpoint = torch.load(path, weights_only=True)
@@ -387,44 +381,46 @@ def test_a_worked_edit_is_right(title, base, tmp_path, monkeypatch):
         other = torch.load(rest.folder / "ckpt_4.pt", weights_only=True)
         for part in ("model", "optimizer", "extra"):
             torch.testing.assert_close(other[part], run.checkpoint[part], rtol=0, atol=0)
-        layout = dict(micro_batch=MICRO_BATCH.get(title, 4), loss_chunk=100, checkpointing="full")
+        layout = dict(micro_batch=MICRO_BATCH.get(name, 4), loss_chunk=100, checkpointing="full")
         again = trained(ours, tmp_path / "again", **flags, **layout)
         np.testing.assert_allclose(figures(again), figures(run), rtol=2e-5)
         assert case.holds is None or case.holds(run)
 
 
 def test_every_worked_edit_has_a_case_and_is_small():
-    edits = worked_edits()
-    assert edits.keys() == CASES.keys()
-    for title, diff in edits.items():
-        changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-])", line)]
-        assert len(changed) <= MOST_LINES.get(title, 12), title
-        assert max(map(len, changed)) <= 1 + 100, title
-    assert f"\n{len(edits)} edits" in (ROOT / "docs" / "edits.md").read_text()
+    assert {path.stem for path in EDITS} == CASES.keys()
+    text = (ROOT / "docs" / "edits.md").read_text()
+    assert f"\n{len(EDITS)} edits" in text
+    for path in EDITS:
+        assert text.count(f"(edits/{path.name})") == 1
+        lines = path.read_text().splitlines()
+        added = [line for line in lines if re.match(r"\+(?!\+)", line)]
+        assert len(added) <= MOST_LINES.get(path.stem, 10), path.name
+        assert max(map(len, added)) <= 1 + 100, path.name
 
 
 def test_two_ranks_train_worked_edits_as_one(base, tmp_path):
     alone = {}
-    for title in RANKS:
-        flags = CASES[title].flags | dict(data=str(base / "data"), micro_batch=8)
-        with pages(edited(title, tmp_path / title)) as ours:
-            alone[title] = figures(trained(ours, tmp_path / "alone" / title, **flags))
+    for name in RANKS:
+        flags = CASES[name].flags | dict(data=str(base / "data"), micro_batch=8)
+        with pages(edited(name, tmp_path / name)) as ours:
+            alone[name] = figures(trained(ours, tmp_path / "alone" / name, **flags))
     (tmp_path / "data").symlink_to(base / "data")
     done = run_ranks(tmp_path, __file__, tmp_path)
     assert done.codes == [0, 0], [text[-3000:] for text in done.stderr]
-    for parallel, title in itertools.product(("ddp", "fsdp"), RANKS):
-        found = SimpleNamespace(folder=tmp_path / parallel / title)
-        np.testing.assert_allclose(figures(found), alone[title], rtol=2e-5, err_msg=title)
+    for parallel, name in itertools.product(("ddp", "fsdp"), RANKS):
+        found = SimpleNamespace(folder=tmp_path / parallel / name)
+        np.testing.assert_allclose(figures(found), alone[name], rtol=2e-5, err_msg=name)
 
 
 def main(folder: Path) -> None:
-    for title in RANKS:
-        with pages(folder / title) as ours:
+    for name in RANKS:
+        with pages(folder / name) as ours:
             for parallel in ("ddp", "fsdp"):
-                flags = CASES[title].flags | dict(
+                flags = CASES[name].flags | dict(
                     data=str(folder / "data"), micro_batch=4, parallel=parallel
                 )
-                trained(ours, folder / parallel / title, **flags)
+                trained(ours, folder / parallel / name, **flags)
     torch.distributed.destroy_process_group()
 
 
