@@ -57,11 +57,11 @@ CPU = DistContext(torch.device("cpu"))
         ("--muon_lr nan", "--muon_lr is nan; expected auto, a finite number"),
         ("--log_every 0", "--log_every is 0; expected a finite number of at least 1"),
         (
-            "--eval_every end",
+            "--eval_every 0",
             "--eval_every is 0; expected end, auto, a finite number of at least 1",
         ),
         (
-            "--embed_decay auto",
+            "--embed_decay -1",
             "--embed_decay is -1.0; expected auto, a finite number of at least 0",
         ),
         ("--max_steps 3e14", "below 2\\*\\*48"),
