@@ -46,7 +46,7 @@ nanogpt() {
 tests() { PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.2 python3 -m pytest -m gpu -n 4 -q -p no:cacheprovider; }
 sample() {
     local run; run=$(mktemp -d)
-    python3 train_gpt.py $flags --data $DATA --max_steps 2 --eval_every 0 --eval_tokens 4096 --out_dir $run/run
+    python3 train_gpt.py $flags --data $DATA --max_steps 2 --eval_every end --eval_tokens 4096 --out_dir $run/run
     for options in "" "--compile"; do
         python3 sample.py --run $run/run --device $device --prompt "def" --max_new_tokens ${NEW:-512} $options
     done
