@@ -112,7 +112,7 @@ def built(**flags):
     """The TrainState of a tiny run, before its first step."""
     cfg, stream, dist_ctx = make_config(**TINY | flags), stream_of(29000, 257), join_ranks()
     configure_device(cfg, dist_ctx)
-    cfg = choose_auto_values(cfg, stream, dist_ctx, train_gpt.learning_rates)
+    cfg = train_gpt.choose_learning_rates(choose_auto_values(cfg, stream, dist_ctx))
     return train_gpt.build(cfg, dist_ctx, stream)
 
 

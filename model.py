@@ -65,7 +65,7 @@ class GPTConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that are rotated by position: half of them."""
+        """Dimensions of a head that are rotated by position: half of them, an even number."""
         return 2 * (self.head_dim // 4)
 
     @property
@@ -86,7 +86,7 @@ class Linear(nn.Linear):
     of q, k and v. Muon orthogonalizes each of them separately.
     """
 
-    # --fp8 and sample.py --compile replace it in some layers
+    # What multiplies: --fp8 and sample.py --compile set another function in some layers
     matmul: Callable = staticmethod(F.linear)
 
     def __init__(self, n_in: int, n_out: int | list[int]):
@@ -113,7 +113,8 @@ def rotary_cos_sin(position: Tensor, cfg: GPTConfig, dtype: torch.dtype) -> tupl
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al. 2021): rotate x's dimensions i and i + R/2 as a pair.
 
-    x: (B, T, n_head, R). cos, sin: from rotary_cos_sin. Returns both halves of the result.
+    By minus the angle, as in nanochat: attention sees differences only. x: (B, T, n_head, R). cos,
+    sin: from rotary_cos_sin. Returns the halves of the result, for the caller to concatenate.
     """
     x1, x2 = x.chunk(2, dim=-1)
     return x1 * cos + x2 * sin, x2 * cos - x1 * sin
@@ -129,7 +130,7 @@ def may_attend(
     """Return True where a query may attend to a key.
 
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
-    query_doc, key_doc: numbers of documents, with --doc_mask.
+    query_doc, key_doc: equal in the same document, with --doc_mask: numbers, or True in generation.
 
     Edit this to change the mask. Exceptions: --attn varlen has its own; --attn blocked and the KV
     cache skip keys outside of the window before they ask.
@@ -199,7 +200,7 @@ class CausalSelfAttention(nn.Module):
         halves = (self.rotary_dim, self.head_dim - self.rotary_dim)
         q_rotary, q_rest = q.split(halves, dim=-1)
         k_rotary, k_rest = k.split(halves, dim=-1)
-        k_rest = previous_token(k_rest, ctx, "key")
+        k_rest = previous_token(k_rest, ctx, "key")  # "key": in the KV cache
         q = torch.cat((*rotate(q_rotary, ctx.cos, ctx.sin), q_rest), dim=-1)
         k = torch.cat((*rotate(k_rotary, ctx.cos, ctx.sin), k_rest), dim=-1)
 
@@ -267,7 +268,7 @@ class GPT(nn.Module):
     cfg: the shape
     compute_dtype: dtype of the activations
     loss_chunk: tokens per chunk of head and loss, so that few logits exist at once; 0 is all
-    attn_backend: a value of --attn; like loss_chunk, it changes results by rounding only
+    attn_backend: as in attention(); like loss_chunk, it changes results by rounding only
     eot: the end-of-text token, which precedes each document; if given, documents are masked from
         each other
     ngram_dropout: probability of dropping an n-gram's embedding in training
@@ -290,7 +291,7 @@ class GPT(nn.Module):
         self.eot = eot
         self.ngram_dropout = ngram_dropout
         self.step_seed = 0  # for n-gram dropout, equal on all ranks; the trainer sets it per step
-        self.loss_functions: Any = None  # of chunked_loss, if compiled
+        self.compiled_loss: Any = None  # apply_compile sets it, to LossFunctions
         self.windows = layer_windows(cfg.window, cfg.n_layer, cfg.seq_len)
 
         self.wte = nn.Embedding(cfg.vocab_size, cfg.n_embd)
@@ -325,7 +326,7 @@ class GPT(nn.Module):
         T = idx.size(1)
         if T > self.cfg.seq_len:
             raise ValueError(f"got {T} tokens; the model's context is {self.cfg.seq_len}: cut them")
-        # tokens: idx after earlier tokens, which only n-grams look at. position: of idx
+        # position: of idx. tokens: idx, in generation after the few tokens before it, for n-grams
         if cache is None:
             tokens = idx
             position = torch.arange(T, device=idx.device)
@@ -352,19 +353,22 @@ class GPT(nn.Module):
                 mask=masks[window],
                 attn_backend=self.attn_backend,
                 value_embed=value_embed,
-                kv_cache=cache.layers[layer] if cache else None,
+                kv_cache=None if cache is None else cache.layers[layer],
             )
             x = block(x, ctx)
         return norm(x)
 
     def embed(self, tokens: Tensor, T: int) -> Tensor:
-        """Embed the final T of the tokens (B, S), and the n-grams that end at each: (B, T, C)."""
+        """Embed the final T of the tokens, and the n-grams that end at each: (B, T, C).
+
+        tokens: (B, T), in generation a few more, which came before.
+        """
         x = self.wte(tokens[:, -T:])
         if self.ngrams is None:
             return x
 
-        # An n-gram's hash, for each token further back: h = (h * HASH_A + token) % 2^31. It selects
-        # a row of the table, (h * HASH_B >> 7) % ngram_rows
+        # A number for each n-gram that ends at a token, a hash of its tokens: it selects the row
+        # that NgramEmbedding adds
         hashes = hash_ngrams(tokens, self.cfg.ngram, self.eot)[:, -T:]  # (B, T, ngram - 1)
         dropout = self.ngram_dropout if self.training else 0.0
         return x + self.ngrams(hashes, dropout, self.step_seed).to(x.dtype)
@@ -372,7 +376,7 @@ class GPT(nn.Module):
     def attention_masks(self, idx: Tensor, attn_backend: str) -> dict[int, Mask]:
         """Make the mask of each window, for idx (B, T), in the form that attn_backend takes.
 
-        attn_backend: not self's in generation, which always uses "sdpa".
+        attn_backend: self.attn_backend; but "sdpa" in generation, which has masks as tensors.
         """
         masks = {}
         for window in set(self.windows):
@@ -384,7 +388,7 @@ class GPT(nn.Module):
         return softcap(self.head(x).float(), self.cfg.softcap)
 
     def token_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss per token, averaged over N tokens: backbone's x (N, C), targets int64 (N,).
+        """The mean loss of N tokens: backbone's x (N, C), targets int64 (N,).
 
         To change the loss, edit this. It must return the mean over targets that are not -1.
         cross_entropy soft-caps the logits, as self.logits does.
@@ -394,8 +398,8 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The token_loss of x (B, T, C) and targets (B, T), in chunks of `loss_chunk` tokens.
 
-        chunked_loss computes a chunk's gradients while its logits exist, then frees these. So it
-        must know what token_loss may use besides x: any parameter outside of the blocks.
+        chunked_loss differentiates token_loss itself, a chunk at a time, while its logits exist.
+        Parameters that are not listed here would get no gradient from it.
         """
         params = [p for name, p in self.named_parameters() if not name.startswith("blocks.")]
         return chunked_loss(
@@ -404,17 +408,18 @@ class GPT(nn.Module):
             x.flatten(0, 1),
             targets.flatten(),
             chunk=self.loss_chunk,
-            via=self.loss_functions,
+            compiled=self.compiled_loss,
         )
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: of matmuls with weights, and of attention."""
-        # Keys that an average query of a full context attends to, summed over the layers
+        # Keys that an average query of a full context attends to, summed over the layers. The first
+        # ones have fewer than a whole window
         T = self.cfg.seq_len
         attended = 0.0
         for window in self.windows:
             longest = window or T
-            attended += sum(min(position, longest) for position in range(1, T + 1)) / T
+            attended += longest - longest * (longest - 1) / (2 * T)
 
         # Tables are looked up, not multiplied (NgramEmbedding, too, is an nn.Embedding)
         matmul_weights = 0
@@ -431,12 +436,12 @@ class GPT(nn.Module):
 
 
 def normal(std: float) -> Callable:
-    """Draw from a normal distribution with this standard deviation."""
+    """Return an initializer: normal, with this standard deviation."""
     return lambda x, generator: x.normal_(0, std, generator=generator)
 
 
 def scaled_normal(std: float) -> Callable:
-    """Draw with a standard deviation of std / sqrt(number of inputs)."""
+    """Return an initializer: normal, with a standard deviation of std / sqrt(number of inputs)."""
     return lambda x, generator: x.normal_(0, std / x.size(-1) ** 0.5, generator=generator)
 
 
@@ -445,7 +450,7 @@ def zeros(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class ParamSpec(NamedTuple):
-    """How the parameters whose names match are initialized and optimized."""
+    """How the parameters whose names match are initialized and, but for adamw, optimized."""
 
     pattern: str = ""  # regular expression for the whole name
     init: Callable | None = None  # None: keep the module's initialization
@@ -470,7 +475,7 @@ PARAM_TABLE = [
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
-    # The standard deviation of nn.Linear's own default, sqrt(1/3) / sqrt(inputs), to two digits
+    # Nearly nn.Linear's own default, sqrt(1/3) / sqrt(inputs): 0.33, as recorded runs were drawn
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
@@ -488,6 +493,7 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 
 def is_block_matrix(name: str, param: Tensor) -> bool:
+    """True for what Muon trains by default. Experts stacked in three dimensions are not: Adam."""
     return name.startswith("blocks.") and param.dim() == 2
 
 
@@ -501,12 +507,13 @@ def init_weights(model: GPT, seed: int) -> None:
     for name, param in model.named_parameters():
         init = get_spec(name, param).init
         if init is not None:
-            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)  # 63 bits
+            # >> 1: 63 bits, as the recorded runs were drawn
+            generator = torch.Generator().manual_seed(derive_seed(seed, name) >> 1)
             values = torch.empty(param.shape, device="cpu")
             param.copy_(init(values, generator))
 
-    # The last layer that attends to everything. (If the second layer starts so, deep models end at
-    # a higher loss: docs/rates.md)
+    # The final layer that attends to everything, if any does. An earlier one was worse in deep
+    # models (docs/rates.md)
     if len(model.blocks) > 1:
         unlimited = [b for b, window in zip(model.blocks, model.windows) if window == 0]
         block = unlimited[-1] if unlimited else model.blocks[-1]
@@ -533,9 +540,11 @@ def optimizer_groups(
     decay_per_step = 1 - math.exp(-embed_decay / max_steps)
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
-        # How this parameter is optimized. What trains a block's matrix, Muon or a method of your
-        # own, has muon_lr and weight_decay; Adam and RMSprop have adam_lr and embed_decay
+        # How this parameter is optimized. Muon anywhere, and a method of your own for a block's
+        # matrix, have muon_lr and weight_decay; all else has adam_lr and embed_decay
         spec = get_spec(name, param)
+        is_own_method = spec.optim not in ("muon", "adam", "rmsprop")
+        is_matrix = spec.optim == "muon" or (is_own_method and is_block_matrix(name, param))
         if optimizer == "adamw":
             settings = dict(
                 kind="adam",
@@ -543,23 +552,19 @@ def optimizer_groups(
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
             )
-        elif is_block_matrix(name, param) and spec.optim not in ("adam", "rmsprop"):
+        elif is_matrix:
             settings = dict(
                 kind=spec.optim,
                 lr=spec.lr_mul * muon_lr,
-                momentum=0.95,
+                momentum=0.95,  # train_step sets it: get_momentum
                 weight_decay=weight_decay,
                 matrix_rows=get_matrix_rows(model, name, param),
             )
         else:
             lr = spec.lr_mul * adam_lr
-            settings = dict(
-                kind=spec.optim,
-                lr=lr,
-                betas=spec.betas,
-                # Decay is lr * weight_decay, at the peak rate decay * decay_per_step
-                weight_decay=spec.decay * decay_per_step / lr if lr else 0.0,
-            )
+            # A step shrinks by lr * weight_decay: at the peak rate by spec.decay * decay_per_step
+            decay = spec.decay * decay_per_step / lr if lr else 0.0
+            settings = dict(kind=spec.optim, lr=lr, betas=spec.betas, weight_decay=decay)
 
         # Parameters with equal settings share a group
         key = tuple(settings.values())
@@ -581,7 +586,7 @@ def get_matrix_rows(model: GPT, name: str, param: Tensor) -> tuple[int, ...]:
 # 5. Optimizer: Muon + Adam
 
 # Polar Express (Amsel et al. 2025): tuned coefficients of the Newton-Schulz iteration. Iteration i
-# maps singular values x in [0.01, 1] to a x + b x^3 + c x^5 with row i's (a, b, c)
+# maps each singular value s to a s + b s^3 + c s^5 with row i's (a, b, c)
 POLAR_EXPRESS_COEFFS = [
     (7.9339, -22.2516, 15.7938),
     (3.5701, -2.5678, 0.4861),
@@ -694,7 +699,8 @@ class Optimizer(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # Each rank orthogonalizes a part of the matrices, all rows of each (ops/optimizer.py)
+        # Stacked, in ns_dtype. With several ranks, each orthogonalizes a share of the matrices, all
+        # rows of each (ops/optimizer.py)
         updates = on_whole_matrices(
             lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
         )
@@ -704,7 +710,7 @@ class Optimizer(torch.optim.Optimizer):
         torch._foreach_add_(weights, updates, alpha=-lr)
 
     def adam(self, group: dict, params: list[Tensor]) -> None:
-        """Update parameters of one shape by Adam, with PyTorch's fused kernel."""
+        """Update parameters of one shape by Adam, PyTorch's fused kernel (ops/optimizer.py)."""
         adam_(self, group, params)
 
     def rmsprop(self, group: dict, params: list[Tensor]) -> None:

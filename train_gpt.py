@@ -21,8 +21,10 @@ from typing import Any
 
 from runtime import set_environment
 
+# Before torch is imported, which reads OpenMP's and Inductor's variables. A program that imports
+# this file has set its own
 if __name__ == "__main__":
-    set_environment()  # before torch is imported, which reads OpenMP's and Inductor's variables
+    set_environment()
 
 import numpy as np
 import torch
@@ -39,7 +41,7 @@ from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
 from ops.attention import ATTENTION_BACKENDS
 from ops.compile import apply_compile
 from ops.fp8 import apply_fp8
-from ops.ngrams import grad_values, use_sparse_gradients
+from ops.ngrams import coalesce_gradients, grad_values, use_sparse_gradients
 from ops.parallel import (
     apply_ddp,
     apply_fsdp,
@@ -53,7 +55,7 @@ from ops.parallel import (
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.device import DTYPES
-from runtime.flags import GivenFlags, check_values, flag, implied_flags, parse_flags
+from runtime.flags import check_values, flag, implied_flags, parse_flags
 from runtime.model_setup import check_causal, fit_into_memory, warm_up
 from runtime.progress import agree_on_status, reason_to_stop
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
@@ -97,8 +99,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         max_steps=1000,
         eval_tokens=262144,
     ),
-    # GPT-2's depths and widths, mostly with fewer, wider heads
-    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, ngram=2, ngram_rows=251520),
+    # GPT-2's depths and widths. Heads have 128 dimensions, and in xl 64, as GPT-2's. n-grams: a
+    # table of five rows per token in small; not tried in the larger ones
+    "gpt2-small": dict(n_layer=12, n_head=6, n_embd=768, ngram=2, ngram_rows=5 * 50304),
     "gpt2-medium": dict(n_layer=24, n_head=8, n_embd=1024, max_steps=10000),
     "gpt2-large": dict(n_layer=36, n_head=10, n_embd=1280, max_steps=20000),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, max_steps=40000),
@@ -107,13 +110,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # Each field is a flag: flag(default, help, choices, const, min, auto). Command line, checks and log
 # are derived from it. const: the value of a bare --flag. min: the smallest number, by default 0.
-# None is "auto" on the command line: the value is chosen before the model is built
+# Numbers with a default of None, or auto=True, may be "auto": None until choose_auto_values chooses
+# them, or build() in the case of vocab_size, micro_batch and shard_size
 @dataclass(frozen=True)
-class Config(GivenFlags):
+class Config:
     """The flags of a run. Build it with make_config, which applies a preset ("laptop" by default).
 
-    The defaults below fill in what the preset leaves out; they are gpt2-small's. GivenFlags adds
-    `given`, the names of the flags that the user set; automatic choices leave those alone.
+    The defaults below fill in what the preset leaves out; they are gpt2-small's.
     """
 
     # run
@@ -121,14 +124,16 @@ class Config(GivenFlags):
     data: str = flag("", "folder from data/prepare.py; default: Python's own source code")
     out_dir: str = flag("", "folder of this run (default: runs/<time>-<preset>)")
     resume: str = flag(
-        "", "continue out_dir's run, or PATH; auto: continue it or start a new one", const="newest"
+        "",
+        "continue the run in --out_dir; PATH: that one; auto: --out_dir's, or a new one",
+        const="newest",
     )
     init_from: str = flag("", "run or checkpoint to load weights from; with a new schedule")
     seed: int = flag(0, "seed for initial weights and data order")
     trials: int = flag(1, "number of runs, with seeds seed, seed+1, ..., under out_dir", min=1)
     device: str = flag("auto", "auto = cuda if available, else cpu", ("auto", "cpu", "cuda", "mps"))
     # model
-    params: int = flag(0, "choose a size of so many parameters; auto: by --minutes", auto=True)
+    params: int = flag(0, "choose depth and width for N parameters; auto: by --minutes", auto=True)
     n_layer: int = flag(12, "transformer blocks", min=1)
     n_head: int = flag(6, "attention heads; a head dimension of 128 is fastest", min=1)
     n_embd: int = flag(768, "width", min=1)
@@ -136,18 +141,18 @@ class Config(GivenFlags):
     window: str = flag("L", "pattern of layers: L full, S sliding; SSSL:256 sets the width of S")
     vocab_size: int = flag(None, "rows of embedding and head; auto: the tokenizer's, padded", min=1)
     # N-grams: an embedding for the newest 2, 3, ... tokens, looked up by hash
-    ngram: int = flag(0, "hashed embeddings of n-grams up to length N; 0 disables", auto=True)
+    ngram: int = flag(0, "longest n-gram with a hashed embedding; 0: none", auto=True)
     ngram_rows: int = flag(16384, "rows of the hash table that all n-grams share", min=1)
     ngram_dropout: float = flag(None, "dropout of n-grams; auto: from the number of epochs")
     softcap: float = flag(15.0, "tanh soft-cap on logits; 0 disables")
-    loss_chunk: int = flag(None, "tokens per chunk of head and loss; 0 disables chunks")
+    loss_chunk: int = flag(None, "tokens per chunk of head and loss; 0: all at once")
     # optimizer
     optimizer: str = flag("muon", "muon: Muon for matrices, Adam for the rest", ("muon", "adamw"))
     muon_lr: float = flag(None, "learning rate of Muon; auto: from max_steps", min=1e-9)
     adam_lr: float = flag(None, "learning rate of Adam; auto: from the width", min=1e-9)
     weight_decay: float = flag(0.05, "decoupled decay of block matrices; with adamw, of everything")
     embed_decay: float = flag(
-        None, "embeddings would shrink to exp(-X) in a run at the peak rate; auto: by the epochs"
+        None, "decay of embeddings: to exp(-X) in a run at the peak rate; auto: by the epochs"
     )
     grad_clip: float = flag(0.0, "max gradient norm; 0 disables")
     batch_tokens: int = flag(
@@ -194,6 +199,9 @@ class Config(GivenFlags):
     profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
     wandb: bool = flag(False, "also log to Weights & Biases")
 
+    # Names of the flags that the user set, or a checkpoint: automatic choices leave those alone
+    given: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
     @property
     def is_compiled(self) -> bool:
         return self.compile != "off"
@@ -221,23 +229,26 @@ def make_config(**flags: Any) -> Config:
     return Config(**values, given=tuple(sorted(given)))
 
 
-def learning_rates(cfg: Config) -> tuple[float, float]:
-    """Learning rates of Muon (the blocks' matrices) and of Adam (the rest; with adamw, everything).
+def choose_learning_rates(cfg: Config) -> Config:
+    """Set muon_lr (of the blocks' matrices) and adam_lr (of the rest; with adamw, of everything).
 
     A rate that is not given is computed from the number of steps or the width, by formulas fitted
     to the runs in docs/rates.md. For GPT-2 small and 5,000 steps they give the speedrun's rates.
     """
     # Shorter runs and narrower models take higher rates
-    muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
-    adam_lr = 0.006 * (768 / cfg.n_embd) ** 0.4
     if cfg.optimizer == "adamw":
         muon_lr = 0.0
         adam_lr = 0.002 * (768 / cfg.n_embd) ** 0.75
+    else:
+        muon_lr = 0.02 * (5000 / cfg.max_steps) ** 0.16
+        adam_lr = 0.006 * (768 / cfg.n_embd) ** 0.4
 
     # A given rate wins; chosen ones are rounded to the three digits that are logged
-    muon_lr = cfg.muon_lr or float(f"{muon_lr:.3g}")
-    adam_lr = cfg.adam_lr or float(f"{adam_lr:.3g}")
-    return muon_lr, adam_lr
+    return dataclasses.replace(
+        cfg,
+        muon_lr=cfg.muon_lr or float(f"{muon_lr:.3g}"),
+        adam_lr=cfg.adam_lr or float(f"{adam_lr:.3g}"),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,7 +268,6 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0  # updates so far, skipped ones included
     tokens: int = 0  # trained on so far
-    n_val_targets: int = 0  # in the newest evaluation, for the log
 
     # For your own use: values to log. name -> number or 0-d tensor, averaged over ranks and logged
     # with every training and evaluation line, until you change or delete it
@@ -270,7 +280,7 @@ class TrainState:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[GPT]:
-        """Context: the model in eval mode, with extra["eval_weights"] if there are any."""
+        """Context: raw_model in eval mode, with extra["eval_weights"] if there are any."""
         self.raw_model.eval()
         with swapped_weights(self.raw_model, self.extra.get("eval_weights", {})):
             yield self.raw_model
@@ -324,8 +334,9 @@ def build(
     if cfg.is_compiled:
         apply_compile(raw_model, cfg.compile, cfg.checkpointing)
 
-    # Recompute activations where memory is short; find the micro-batch that fits. On a GPU, this
-    # and warm_up make steps on dummy data, with optimizers of their own. They change no weights
+    # Choose the micro-batch, and what to recompute where memory is short. On a GPU by trial steps,
+    # on dummy data and with optimizers of their own, which change no weights. Before DDP: no rank
+    # must wait for one whose trial runs out of memory
     micro_batch = fit_into_memory(raw_model, cfg, make_optimizer, dist_ctx)
 
     # FSDP shards the weights, in place; DDP averages gradients
@@ -339,7 +350,8 @@ def build(
     elif dist_ctx.world_size > 1:
         model = apply_ddp(raw_model, grad_dtype, bucket_cap_mb=cfg.bucket_cap_mb)
 
-    # Compile and connect in advance, for the first and the final sequence length
+    # Steps on dummy data, for the first and the final sequence length: compile, and open NCCL's
+    # connections, now instead of in step 1
     seq_lens = {get_seq_len(0.0, cfg), get_seq_len(1.0, cfg)}
     warm_up(model, raw_model, cfg, make_optimizer, micro_batch=micro_batch, seq_lens=seq_lens)
 
@@ -371,7 +383,7 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         embed_decay=cfg.embed_decay,
         max_steps=cfg.max_steps,
     )
-    # In fp16 runs Newton-Schulz uses fp32, because GPUs that need fp16 lack bf16
+    # Newton-Schulz in bf16 or fp32: GPUs that need fp16 lack bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
 
@@ -390,7 +402,7 @@ def get_lr_multiplier(progress: float, cfg: Config) -> float:
 
 
 def get_momentum(step: int) -> float:
-    """Muon's momentum: from 0.85 to 0.95 over 1,000 steps (NanoGPT speedrun: over 300)."""
+    """Muon's momentum: from 0.85 to 0.95 over 1,000 steps (the speedrun: 300; not compared)."""
     return 0.85 + 0.1 * min(1.0, step / 1000)
 
 
@@ -416,7 +428,7 @@ def seed_random(state: TrainState) -> None:
     state.raw_model.step_seed = derive_seed(seed, "step", step)
     rank_seed = derive_seed(seed, "step", step, rank)
     random.seed(rank_seed)
-    np.random.seed(rank_seed % 2**32)
+    np.random.seed(rank_seed % 2**32)  # NumPy takes 32 bits
     torch.manual_seed(rank_seed)
 
 
@@ -433,16 +445,16 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     batch = batch.to(dist_ctx.device, non_blocking=True)
     inputs, targets = batch[:, :-1], batch[:, 1:].clone()
 
-    # Split into micro-batches of the same number of tokens: the shorter the sequences, the more of
-    # them are in each
+    # In the first short_frac of the run, cut each sequence into eight. Micro-batches have the same
+    # number of tokens either way
     seq_len = get_seq_len(progress, cfg)
     micro_batch = state.micro_batch * cfg.seq_len // seq_len
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss is the mean over all targets of the global batch that are not -1. The model returns a
-    # micro-batch's mean, so weight it by its share of the targets. DDP and FSDP average gradients
-    # over ranks, so that this is its share of the targets per rank, not of all
+    # The loss of the global batch: the sum over its targets that are not -1 / their number. The
+    # model returns a micro-batch's mean, which times its targets is the sum. DDP and FSDP average
+    # gradients over ranks instead of adding them: divide by the targets per rank
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -456,10 +468,11 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Norm of the gradients, for the log; clipping. grad_values(p) is p.grad, or the rows of a
-    # sparse one (n-grams on a CPU), coalesced, as clipping needs it
+    # Norm of the gradients, for the log; clipping. On a CPU p.grad of the n-grams is sparse:
+    # grad_values(p) are its rows, once those that occur twice have been added up
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
+    coalesce_gradients(params)
     norm = nn.utils.get_total_norm([grad_values(p) for p in params])
     if cfg.grad_clip:
         nn.utils.clip_grads_with_norm_(params, cfg.grad_clip, norm)
@@ -485,10 +498,12 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
 @torch.no_grad()
 def evaluate(
     state: TrainState, stream: TokenStream, should_stop: Callable[[], bool] | None = None
-) -> float | None:
-    """Mean loss over --eval_tokens validation tokens, in nats; the same on any number of ranks.
+) -> tuple[float, float] | None:
+    """Mean loss over --eval_tokens validation tokens, the same on any number of ranks.
 
-    Returns None if should_stop() becomes true, because little time may be left after a signal.
+    Returns it in nats per target and in bits per byte of the targets, which is nan if the
+    tokenizer is unknown. Returns None if should_stop() becomes true, because little time may be
+    left after a signal. It asks all ranks, so each must call it after every batch.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
@@ -496,20 +511,21 @@ def evaluate(
     )
     # Sum up the losses of this rank's batches. All ranks get equally many, the final one padded
     # with targets of -1. If one rank fails to read, read_on_all_ranks raises on all of them
-    sums = torch.zeros(2, dtype=torch.float64)  # of losses, and of targets
+    sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, and bytes of targets
     with state.evaluating() as model:
         for inputs, targets in read_on_all_ranks(dist_ctx, batches):
             if should_stop and should_stop():
                 return None
             x = torch.from_numpy(inputs).to(dist_ctx.device)
             y = torch.from_numpy(targets).to(dist_ctx.device)
-            n = int((y >= 0).sum())
-            sums += torch.tensor([model(x, y).item() * n, n], dtype=torch.float64)
+            counted = y[y >= 0]
+            n, n_bytes = len(counted), stream.count_bytes(counted.cpu().numpy())
+            sums += torch.tensor([model(x, y).item() * n, n, n_bytes], dtype=torch.float64)
 
-    # The mean over all ranks
-    loss_sum, n_targets = sum_over_ranks(sums).tolist()
-    state.n_val_targets = int(n_targets)
-    return loss_sum / n_targets if n_targets else math.nan
+    # The mean over all ranks; nan if every target is -1
+    total = sum_over_ranks(sums)
+    val_loss, val_bpb = total[0] / total[1], total[0] / math.log(2) / total[2]
+    return val_loss.item(), val_bpb.item()
 
 
 def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
@@ -539,7 +555,8 @@ def train(
     with Run.open(cfg) as run:
         dist_ctx = run.dist_ctx
 
-        # The checkpoint of --resume or --init_from, if any; cfg keeps flags that are saved there
+        # The checkpoint of --resume or --init_from, or None. Flags that were not given come from
+        # it: to resume, all of them; with --init_from, the model's shape
         cfg, start = find_start(cfg, run)
 
         # Device, threads; checks of the flags
@@ -547,16 +564,20 @@ def train(
 
         # Data, and the values of flags that are still automatic
         stream = open_stream(cfg, dist_ctx, start)
-        cfg = choose_auto_values(cfg, stream, dist_ctx, learning_rates)
+        cfg = choose_auto_values(cfg, stream, dist_ctx)
+        cfg = choose_learning_rates(cfg)
         stream.set_batch_tokens(cfg.batch_tokens)
 
-        # Model and optimizer. raise_on_all_ranks: if one rank fails, the others do not wait for it
+        # Model and optimizer; to resume, their state, the step, the clock. raise_on_all_ranks: if
+        # one rank fails, the others do not wait for it
         with raise_on_all_ranks(dist_ctx):
             state = build(cfg, dist_ctx, stream, start)
-
-        # Restore what is resumed, log the effective settings, train, write the summary
-        run.begin(state, stream, start)
+            if start and start.is_resume:
+                start.restore(state, stream, run)
         del start  # free its tensors
+
+        # Open the log, with the effective settings; train; write the summary
+        run.begin(state, stream)
         stopped_by = loop(run, on_step)
         summary = run.finish(stopped_by)
     if return_model:
@@ -574,33 +595,35 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
     state, stream = run.state, run.stream
     cfg, dist_ctx = state.cfg, state.dist_ctx
     loss, grad_norm = torch.zeros(()), 0.0  # of the previous step
+    # A thread reads the batches of the next steps ahead; next_batch() takes them in order
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
-            # Progress, signals and clock, the same on all ranks. step: the number of updates so far
-            step = state.step
-            status = agree_on_status(run)
-            stop = reason_to_stop(status, run)  # "" to go on
+            step = state.step  # updates so far
+            # Signals, is a save due, and progress: step / max_steps, or by the clock with --minutes
+            status = agree_on_status(run)  # of all ranks
+            # "signal", "diverged", "max_steps", "target_val_loss", ... (runtime/progress.py); or ""
+            stop = reason_to_stop(status, run)
 
-            # Once in a while: log
+            # Once in a while: log the previous step
             if step > run.first_step and (stop or is_due(cfg.log_every, step) or step == 1):
                 run.log.step(state, loss, grad_norm)
 
-            # Once in a while: save a checkpoint
+            # Once in a while: save a checkpoint. A run may be killed in the evaluation below
             if stop or status.is_save_due:
                 save_checkpoint(run)
 
-            # After a signal there may be little time left; diverged weights need no evaluation
+            # After a signal there may be little time left; a run that diverged is an error
             if stop in ("signal", "diverged"):
                 break
 
             # Once in a while: evaluate, unless a resumed run did so at this step
             if (stop or is_due(cfg.eval_every, step)) and step != run.log.last_eval_step:
                 with run.clock.timing_evaluation():
-                    val_loss = evaluate(state, stream, run.any_rank_is_asked_to_stop)
-                if val_loss is None:
+                    losses = evaluate(state, stream, run.any_rank_is_asked_to_stop)
+                if losses is None:
                     stop = "signal"
                     break
-                run.add_evaluation(val_loss)  # saves the weights if they are the best so far
+                run.add_evaluation(*losses)  # saves the weights if they are the best so far
                 # Ask again: this loss may have reached the target, or exhaust the patience
                 stop = reason_to_stop(status, run)
 
@@ -614,7 +637,7 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             # A single training step
             with run.clock.timing_step():
                 loss, grad_norm = train_step(state, next_batch(), status.progress)
-            run.after_step(state.step, grad_norm)  # counts bad gradients, for reason_to_stop
+            run.after_step(state.step, grad_norm)  # counts bad gradients; profiles
             if on_step:
                 on_step(state, loss)
 
@@ -631,7 +654,8 @@ HELP = "Train a GPT. In brackets: the defaults of --preset laptop."
 
 def main(argv: list[str]) -> None:
     """Train as the command line says."""
-    cfg = make_config(**parse_flags(argv, Config, PRESETS["laptop"], HELP))
+    flags = parse_flags(argv, Config, help_defaults=PRESETS["laptop"], description=HELP)
+    cfg = make_config(**flags)
     if cfg.trials == 1:
         train(cfg)
     else:

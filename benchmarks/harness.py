@@ -32,8 +32,8 @@ from train_gpt import (
     Config,
     TrainState,
     build,
+    choose_learning_rates,
     get_batch,
-    learning_rates,
     make_config,
     train_step,
 )
@@ -177,7 +177,7 @@ def build_state(cfg: Config) -> tuple[TrainState, TokenStream, Tensor]:
     check_flags(cfg)
     check_device(cfg, dist_ctx)
     stream = open_stream(cfg, dist_ctx)
-    cfg = choose_auto_values(cfg, stream, dist_ctx, learning_rates)
+    cfg = choose_learning_rates(choose_auto_values(cfg, stream, dist_ctx))
     stream.set_batch_tokens(cfg.batch_tokens)
     state = build(cfg, dist_ctx, stream)
     return state, stream, get_batch(stream, dist_ctx, 0)

@@ -7,6 +7,7 @@ stream.set_batch_tokens(4096)
 stream.batch(step=0)  # int64 (16, 257): the inputs and one more target
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -190,7 +191,7 @@ class TokenStream:
         self.seq_len = seq_len
         self.seed = seed
         self.seqs_per_batch = 0  # until set_batch_tokens
-        self.tokenizer: Tokenizer | None = None  # set by who samples
+        self.tokenizer: Tokenizer | None = None  # open_stream sets it where one can be loaded
         self.meta = meta_or_gpt2(self.folder)
         self.vocab_size = self.meta["vocab_size"]
         self.eot = self.meta["eot"]
@@ -310,6 +311,17 @@ class TokenStream:
             sequences = np.full((micro_batch, self.seq_len + 1), -1)
             sequences[: len(part)] = self.val.read_sequences(part, self.seq_len + 1)
             yield sequences[:, :-1].clip(0), sequences[:, 1:]
+
+    @functools.cached_property
+    def bytes_per_token(self) -> np.ndarray:
+        """Bytes of each token's text: float64 (vocab_size,), nan without a tokenizer."""
+        if self.tokenizer is None:
+            return np.full(self.vocab_size, np.nan)
+        return self.tokenizer.bytes_per_token()
+
+    def count_bytes(self, tokens: np.ndarray) -> float:
+        """Count the bytes of the text of tokens, integer (N,); nan without a tokenizer."""
+        return float(self.bytes_per_token[tokens].sum())
 
     def eval_end(self, eval_tokens: int | str, length: int) -> np.ndarray:
         """Return the final tokens of an evaluation, int64, at most `length` and seq_len of them."""

@@ -62,6 +62,12 @@ class Tokenizer:
         """Decode a sequence or array of tokens to bytes. End-of-text becomes b"<|endoftext|>"."""
         return self.tiktoken.decode_bytes(np.asarray(tokens).tolist())
 
+    def bytes_per_token(self) -> np.ndarray:
+        """Count the bytes of each token's text: float64 (vocab_size,). End-of-text has none."""
+        counts = [len(self.decode_bytes([token])) for token in range(self.vocab_size)]
+        counts[self.eot] = 0
+        return np.array(counts, dtype=np.float64)
+
 
 class ByteTokenizer(Tokenizer):
     """Tokens 0 to 255 are the bytes of the UTF-8 text, 256 is end-of-text."""

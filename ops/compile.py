@@ -102,4 +102,4 @@ def apply_compile(model: GPT, mode: str, checkpointing: str = "none") -> None:
     # On a CPU, evaluation is not worth its compile time; without chunks, training needs it
     if on_cuda or model.loss_chunk == 0:
         functions = functions._replace(loss_only=compiled(loss_only))
-    model.loss_functions = functions
+    model.compiled_loss = functions

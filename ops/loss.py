@@ -42,26 +42,26 @@ def chunked_loss(
     targets: Tensor,
     *,
     chunk: int,
-    via: LossFunctions | None = None,
+    compiled: LossFunctions | None = None,
 ) -> Tensor:
     """Compute the mean of function(x, targets) over targets that are not -1: fp32, 0 for none.
 
     function: the mean loss of any rows of x (N, D) against their targets, int64 (N,). It depends on
     x and `params` only. chunk: rows at once; 0 is all. The gradients of a chunk are computed while
-    its logits exist, so that nothing is computed twice (Liger Kernel, Hsu et al. 2024). via:
-    compiled functions.
+    its logits exist, so that nothing is computed twice (Liger Kernel, Hsu et al. 2024).
+    compiled: the functions above, compiled.
     """
-    via = via or LossFunctions()
+    how = compiled or LossFunctions()
     if chunk and torch.is_grad_enabled():
         trained = [p for p in params if p.requires_grad]
-        return ChunkedLoss.apply(function, via.loss_and_gradients, chunk, x, targets, *trained)
+        return ChunkedLoss.apply(function, how.loss_and_gradients, chunk, x, targets, *trained)
 
     # By plain autograd
     chunk = chunk or len(x)
     total = torch.zeros((), device=x.device)
     for part, part_targets in zip(x.split(chunk), targets.split(chunk)):
         n = (part_targets >= 0).sum()
-        loss = via.loss_only(function, part, part_targets).float()
+        loss = how.loss_only(function, part, part_targets).float()
         total = total + torch.where(n > 0, loss * n, 0)
     return total / (targets >= 0).sum().clamp(min=1)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -103,15 +105,16 @@ def use_sparse_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
             module.sparse = module.weight in weights
 
 
-def grad_values(param: Tensor) -> Tensor:
-    """Return the gradient of a parameter; of a sparse one the values, which have the same norm.
+def coalesce_gradients(params: Iterable[Tensor]) -> None:
+    """Add up the rows that occur twice in sparse gradients: norms and clipping need that."""
+    for p in params:
+        if p.grad.is_sparse:
+            p.grad = p.grad.coalesce()
 
-    A sparse p.grad is replaced by a coalesced one, in which rows that occur twice are added up.
-    """
-    if param.grad.is_sparse:
-        param.grad = param.grad.coalesce()
-        return param.grad.values()
-    return param.grad
+
+def grad_values(param: Tensor) -> Tensor:
+    """Return the gradient of a parameter; of a sparse, coalesced one the rows."""
+    return param.grad.values() if param.grad.is_sparse else param.grad
 
 
 def rmsprop_rows_(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +22,8 @@ FEW_EPOCHS = 0.75  # in which nothing is memorized
 NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in it
 
 
-def choose_auto_values(
-    cfg: Config,
-    stream: TokenStream,
-    dist_ctx: DistContext,
-    learning_rates: Callable[[Config], tuple[float, float]],
-) -> Config:
-    """Replace automatic values by chosen ones: dtype, sizes, steps, kernels, n-grams, rates, ...
+def choose_auto_values(cfg: Config, stream: TokenStream, dist_ctx: DistContext) -> Config:
+    """Replace automatic values by chosen ones: dtype, sizes, steps, kernels, n-grams, decay.
 
     They are the same on every rank, because rank 0 measures the speeds. Values that were given, or
     come from a checkpoint, are kept.
@@ -41,9 +35,7 @@ def choose_auto_values(
     vocab_size = cfg.vocab_size or stream.vocab_size
     kernels = run_on_rank0(dist_ctx, lambda: choose_kernels(cfg, dist_ctx.device, vocab_size))
     cfg = replace(cfg, **kernels)
-    cfg = replace(cfg, **choose_by_epochs(cfg, stream))
-    muon_lr, adam_lr = learning_rates(cfg)
-    return replace(cfg, muon_lr=muon_lr, adam_lr=adam_lr)
+    return replace(cfg, **choose_by_epochs(cfg, stream))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import os
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,13 +194,14 @@ def load_extra(model: GPT, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(run: Run, is_last: bool = False) -> None:
-    """Save a checkpoint, unless this step has one; delete all but the newest `keep`.
+    """Save a checkpoint, unless this step has one. Every rank must call it.
 
-    Every rank must call it. A file that cannot be written is a warning, because there may be room
-    next time; at the end of the run it raises RunError.
+    A file that cannot be written is a warning, because there may be room next time; at the end of
+    the run it raises RunError. While steps are skipped because of their gradients, nothing is
+    saved: the weights may be ruined.
     """
     state = run.state
-    if run.saved_step == state.step:
+    if run.saved_step == state.step or run.bad_steps:
         return
     path = run.folder / f"ckpt_{state.step}.pt"
     checkpoint = collect_values(run)
@@ -213,13 +215,17 @@ def save_checkpoint(run: Run, is_last: bool = False) -> None:
     failed = run_on_rank0(run.dist_ctx, lambda: write_file(path, checkpoint, run))
     run.saved_at_s = run.clock.process_time
     if failed and is_last:
-        raise RunError(f"{failed}; make room and --resume", printed=run.dist_ctx.rank > 0)
+        raise RunError(failed, printed=run.dist_ctx.rank > 0)
     if failed:
         run.log.info(f"WARNING: {failed}")
-        return
-    run.saved_step = state.step
-    if run.dist_ctx.rank == 0 and state.cfg.keep != "all":
-        for old in list_checkpoints(run.folder)[state.cfg.keep :]:
+    else:
+        run.saved_step = state.step
+
+
+def delete_old_checkpoints(run: Run, keep: int | str) -> None:
+    """Delete all but the newest `keep` checkpoints, a number or "all"."""
+    if run.dist_ctx.rank == 0 and isinstance(keep, int):
+        for old in list_checkpoints(run.folder)[keep:]:
             with contextlib.suppress(OSError):
                 old.unlink()
 
@@ -231,14 +237,31 @@ def save_best_weights(run: Run, val_loss: float) -> None:
     """
     if not val_loss < run.best_val_loss:
         return
-    with run.state.evaluating():
-        checkpoint = collect_values(run)
-        checkpoint["val_loss"] = val_loss
-        failed = run_on_rank0(run.dist_ctx, lambda: write_file(run.folder / BEST, checkpoint, run))
+    failed = ""
+    if not run_on_rank0(run.dist_ctx, lambda: link_as_best(run)):
+        path = run.folder / BEST
+        with run.state.evaluating():
+            checkpoint = collect_values(run)
+            failed = run_on_rank0(run.dist_ctx, lambda: write_file(path, checkpoint, run))
     if failed:
         run.log.info(f"WARNING: {failed}")
     else:
         run.best_val_loss = val_loss
+
+
+def link_as_best(run: Run) -> bool:
+    """Give the checkpoint of this step a second name, if there is one that has these weights."""
+    if run.saved_step != run.state.step or "eval_weights" in run.state.extra:
+        return False
+    link = run.folder / ".tmp-link.pt"
+    try:
+        link.unlink(missing_ok=True)
+        os.link(run.folder / f"ckpt_{run.saved_step}.pt", link)
+        os.replace(link, run.folder / BEST)
+        link.unlink(missing_ok=True)  # where both were names of one file, replace does nothing
+    except OSError:  # some file systems have no links
+        return False
+    return True
 
 
 def collect_values(run: Run) -> dict[str, Any]:
@@ -268,6 +291,11 @@ def collect_values(run: Run) -> dict[str, Any]:
 
 def write_file(path: Path, checkpoint: dict[str, Any], run: Run) -> str:
     """Write a checkpoint and read it back; return a sentence if that fails, else ""."""
+    if not all(tensor.isfinite().all() for tensor in checkpoint["model"].values()):
+        return (
+            f"{path} is not saved, because weights are not finite; resume from an earlier "
+            "checkpoint with lower learning rates, --grad_clip 1 or --dtype fp32"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # the user may have moved it
         run.log.sync()
@@ -278,7 +306,7 @@ def write_file(path: Path, checkpoint: dict[str, Any], run: Run) -> str:
                 read_checkpoint(Path(file.name))
         return ""
     except (OSError, RuntimeError, UserError) as error:
-        return f"{path} could not be saved ({system_error(error)})"
+        return f"{path} could not be saved ({system_error(error)}); make room and --resume"
 
 
 def whole_tensors(

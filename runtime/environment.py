@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from train_gpt import Config
 
 
+def check_caller() -> None:
+    """Raise UserError for settings of the calling program that would change how a run computes."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    settings = {
+        f"torch.set_default_dtype({dtype})": dtype != torch.float32,
+        f"torch.set_default_device({str(device)!r})": device.type != "cpu",
+        "torch.no_grad or inference_mode": not torch.is_grad_enabled(),
+        "torch.autocast": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+    }
+    for setting, is_on in settings.items():
+        if is_on:
+            raise UserError(
+                f"{setting} is in effect; undo it before train(), which has flags for that"
+            )
+
+
 def configure_process(cfg: Config, dist_ctx: DistContext) -> None:
     """Set CUDA's variables and device, threads, determinism and matmul precision.
 

@@ -1,19 +1,30 @@
-"""Flags: each field of a dataclass is one. The command line, --help, checks, and implied flags."""
+"""Flags: fields of train_gpt.py's Config. Command line, --help, checks, and implied flags."""
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import difflib
 import math
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from common.errors import UserError
 from common.values import boolean, integer
 from runtime.sizes import flags_for_size
 
+if TYPE_CHECKING:
+    from train_gpt import Config
+
 # With one of these, --minutes chooses no size
 SIZE_FLAGS = {"preset", "params", "n_layer", "n_embd", "n_head", "init_from"}
+
+# Type of a flag -> how its text is read
+READERS: dict[type, Callable[[str], Any]] = dict(
+    zip((int, float, bool, str), (integer, float, boolean, str))
+)
 
 # Names in nanoGPT and elsewhere, and what there is here
 OTHER_NAMES = {
@@ -36,16 +47,6 @@ OTHER_NAMES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class GivenFlags:
-    """Base of Config. given: names of the flags that were given or come from a checkpoint.
-
-    No other value is chosen for them.
-    """
-
-    given: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-
-
 def flag(
     default: Any,
     help: str,
@@ -65,9 +66,15 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def flags_of(config: type[Config]) -> dict[str, dataclasses.Field]:
+    """Return the fields that are flags, by name."""
+    return {field.name: field for field in dataclasses.fields(config) if kind_of(field) in READERS}
+
+
 def kind_of(field: dataclasses.Field) -> type:
     """Return the type of a flag: int for `int` and for `int | str`, whose texts are words."""
-    return (get_args(field.type) or (field.type,))[0]
+    kind: Any = field.type
+    return get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
 
 
 def closest(name: str, names: Iterable[str]) -> str:
@@ -82,12 +89,12 @@ def closest(name: str, names: Iterable[str]) -> str:
 # Checks
 
 
-def check_values(flags: dict[str, Any], config: type[GivenFlags]) -> dict[str, Any]:
+def check_values(flags: dict[str, Any], config: type[Config]) -> dict[str, Any]:
     """Check names, types, choices and ranges of flags, which are fields of the dataclass `config`.
 
     Returns the flags with 1 as 1.0 where a float is due. Raises UserError.
     """
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    fields = flags_of(config)
     checked = {}
     value: Any
     for name, value in flags.items():
@@ -132,12 +139,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the flags")
 
 
-# Type of a flag -> how its text is read
-READERS: dict[type, Callable[[str], Any]] = dict(
-    zip((int, float, bool, str), (integer, float, boolean, str))
-)
-
-
 def reader(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
     """Return a function that reads a flag's text: one of the words, or a value of its type."""
 
@@ -149,12 +150,12 @@ def reader(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
 
 
 def parse_flags(
-    argv: list[str], config: type[GivenFlags], defaults: dict[str, Any], description: str
+    argv: list[str], config: type[Config], help_defaults: dict[str, Any], description: str
 ) -> dict[str, Any]:
     """Read the flags that a command line names; --help prints and exits.
 
-    config: the dataclass whose fields they are. defaults: what --help shows in place of the fields'
-    own. Raises UserError.
+    config: the dataclass whose fields they are. help_defaults: what --help shows in place of the
+    fields' own. Raises UserError.
     """
     parser = Parser(
         prog="train_gpt.py",
@@ -162,16 +163,11 @@ def parse_flags(
         description=description,
         argument_default=argparse.SUPPRESS,
     )
-    names = []
-    for field in dataclasses.fields(config):
-        kind = kind_of(field)
-        if kind not in READERS:
-            continue  # not a flag
-        names.append(field.name)
-        words = field.metadata.get("words", ())
-        options: dict[str, Any] = dict(type=reader(kind, words))
+    fields = flags_of(config)
+    for field in fields.values():
+        kind, words = kind_of(field), field.metadata.get("words", ())
         kinds = () if kind is str and words else (kind.__name__,)
-        options["metavar"] = "|".join(kinds + words)
+        options: dict[str, Any] = dict(type=reader(kind, words), metavar="|".join(kinds + words))
 
         # The value of a bare flag
         const = field.metadata.get("const") or kind is bool
@@ -180,7 +176,7 @@ def parse_flags(
 
         # The help text, with the default in brackets
         help_text = field.metadata.get("help", "").replace("%", "%%")
-        default = defaults.get(field.name, field.default)
+        default = help_defaults.get(field.name, field.default)
         if default != "":
             help_text = f"{help_text} [{'auto' if default is None else default}]"
         parser.add_argument(f"--{field.name}", help=help_text, **options)
@@ -191,7 +187,7 @@ def parse_flags(
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].lstrip("-").split("=")[0]
-        raise UserError(f"unknown flag {unknown[0]}{closest(name, names)}")
+        raise UserError(f"unknown flag {unknown[0]}{closest(name, fields)}")
     return vars(flags)
 
 

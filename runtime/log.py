@@ -21,7 +21,7 @@ from common.values import nan_to_none
 from runtime.device import peak_flops, peak_memory_mb
 from runtime.progress import Clock
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
-from runtime.run_folder import copy_sources, run_sources, source_hashes
+from runtime.run_folder import copy_sources, source_hashes
 
 if TYPE_CHECKING:
     from runtime.run import Run
@@ -61,29 +61,25 @@ class Log:
         # To convert units
         self.flops_per_token = math.nan
         self.peak_flops = math.nan
-        self.bits_per_nat = math.nan
-        self.val_tokens = 0  # of an evaluation
 
     # ----------------------------------------------------------------------------------------------
     # Files
 
     def begin(self, run: Run) -> None:
         """Open the files. A resumed run continues them after its step. Raises UserError."""
-        state, stream = run.state, run.stream
+        state = run.state
         self.cfg = cfg = state.cfg
         self.logged_tokens = state.tokens
         self.logged_train_time = self.clock.train_time
         self.flops_per_token = state.raw_model.flops_per_token()
         peak = peak_flops(self.dist_ctx.device, cfg.dtype) or math.nan
         self.peak_flops = peak * self.dist_ctx.world_size
-        self.val_tokens = stream.num_eval_seqs(cfg.eval_tokens) * stream.seq_len
-        counts = stream.meta["splits"].get("val") or dict(tokens=0)
-        tokens_per_byte = counts["tokens"] / (counts.get("bytes") or math.nan)
-        self.bits_per_nat = tokens_per_byte / math.log(2)
 
         # What was logged before the step that is resumed, the same on all ranks
         history = run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step))
-        self.evaluations = [row for row in history if row.get("val_loss") is not None]
+        self.evaluations = [row for row in history if "val_loss" in row]
+        for row in self.evaluations:
+            row["val_loss"] = math.nan if row["val_loss"] is None else row["val_loss"]
         # An evaluation may have come after the checkpoint
         times = [row.get("wall_time_s") or 0.0 for row in history]
         self.clock.earlier_wall_time = max([self.clock.earlier_wall_time, *times])
@@ -92,7 +88,7 @@ class Log:
         """Open the files on rank 0; returns the rows of metrics.jsonl up to this step.
 
         log.txt gets the flags, the command and the SHA-256 of the sources, which are copied to
-        source/, or source_<step>/ at a resume.
+        source/, or to source_<step>/ at a resume with changed ones.
         """
         # metrics.jsonl
         path = self.folder / "metrics.jsonl"
@@ -117,7 +113,7 @@ class Log:
             *self.early_lines,
         ):
             self.write(self.text, line)
-        copy_sources(run_sources(), self.folder / (f"source_{step}" if step else "source"))
+        copy_sources(self.folder, step)
 
         if cfg.wandb:
             self.start_wandb(flags, step)
@@ -224,13 +220,9 @@ class Log:
         )
         self.row(row, metrics, line)
 
-    def evaluation(self, state: TrainState, val_loss: float) -> None:
-        """Log a validation loss, in nats per token, and state.metrics."""
+    def evaluation(self, state: TrainState, val_loss: float, val_bpb: float) -> None:
+        """Log a validation loss, in nats per token and in bits per byte, and state.metrics."""
         metrics = mean_over_ranks(self.dist_ctx, state.metrics)
-        # If some targets are masked, the number of bytes of the others is unknown
-        val_bpb = math.nan
-        if state.n_val_targets == self.val_tokens:
-            val_bpb = val_loss * self.bits_per_nat
         bpb_text = f"val_bpb {val_bpb:.4f} | " if math.isfinite(val_bpb) else ""
         line = f"val_loss {val_loss:.4f} | {bpb_text}train_time {self.clock.train_time:.1f} s"
         row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)

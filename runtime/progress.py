@@ -134,22 +134,27 @@ def reason_to_stop(status: Status, run: Run) -> str:
     # A step is made before anything but completion ends the run, so that a job that is restarted
     # often still progresses
     has_trained = run.state.step > run.first_step
-    losses = [row["val_loss"] for row in run.log.evaluations]
     reasons = {
         "signal": has_trained and status.is_signaled,
         "diverged": run.bad_steps >= MAX_BAD_STEPS,
         "max_minutes": has_trained and status.is_time_up,
         "epochs": cfg.minutes > 0 and fraction_of_epochs(run) >= 1,
         "minutes" if cfg.minutes else "max_steps": status.progress >= 1,
-        "target_val_loss": min(losses, default=math.inf) <= cfg.target_val_loss,
-        "patience": is_out_of_patience(losses, run),
+        "target_val_loss": min(losses_so_far(run), default=math.inf) <= cfg.target_val_loss,
+        "patience": is_out_of_patience(run),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def is_out_of_patience(losses: list[float], run: Run) -> bool:
+def losses_so_far(run: Run) -> list[float]:
+    """Return the validation losses, infinite where they were not finite."""
+    losses = [row["val_loss"] for row in run.log.evaluations]
+    return [loss if math.isfinite(loss) else math.inf for loss in losses]
+
+
+def is_out_of_patience(run: Run) -> bool:
     """Return True if the newest evaluations have not lowered the loss, after the first epoch."""
-    patience = run.state.cfg.patience
+    patience, losses = run.state.cfg.patience, losses_so_far(run)
     if not patience or len(losses) <= patience:
         return False
     after_first_epoch = run.log.evaluations[-1]["tokens"] > run.stream.train.n_tokens

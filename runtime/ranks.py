@@ -47,6 +47,17 @@ def join_ranks() -> DistContext:
         local_rank=env_int("LOCAL_RANK", 0),
         local_world_size=env_int("LOCAL_WORLD_SIZE", 1),
     )
+    n_tasks = env_int("SLURM_STEP_NUM_TASKS", 1)
+    if n_tasks > 1 and "WORLD_SIZE" not in os.environ:
+        raise UserError(
+            f"srun has started {n_tasks} tasks, each of which would train on its own; start "
+            "one torchrun per node instead: srun --ntasks-per-node=1 torchrun ..."
+        )
+    if not 0 <= dist_ctx.rank < dist_ctx.world_size:
+        raise UserError(
+            f"RANK is {dist_ctx.rank}, but WORLD_SIZE is {dist_ctx.world_size}; unset both, or use "
+            "torchrun, which sets them"
+        )
     if dist_ctx.world_size > 1 and not dist.is_initialized():
         try:
             dist.init_process_group()

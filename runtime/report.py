@@ -80,7 +80,7 @@ def summarize(run: Run, stopped_by: str) -> dict[str, Any]:
             machine=device_summary(state.dist_ctx),
             dtype=state.cfg.dtype,
             eval_part=stream.eval_part,
-            val_tokens=run.log.val_tokens,
+            val_tokens=stream.num_eval_seqs(state.cfg.eval_tokens) * stream.seq_len,
             files=recorded_hashes(stream.meta),
             data_wait_s=clock.data_wait_s,
             train_time_s=clock.train_time,

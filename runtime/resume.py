@@ -27,7 +27,7 @@ from runtime.run_folder import new_run_folder
 if TYPE_CHECKING:
     from model import GPT
     from runtime.run import Run
-    from train_gpt import Config
+    from train_gpt import Config, TrainState
 
 # Flags of the command, which a resumed run does not take from its checkpoint
 COMMAND_FLAGS = {"resume", "out_dir", "trials", "profile", "given"}
@@ -77,12 +77,12 @@ class Start:
         checkpoint = self.checkpoint if self.is_resume else with_eval_weights(self.checkpoint)
         load_weights(model, checkpoint, self.path)
 
-    def restore(self, run: Run) -> None:
+    def restore(self, state: TrainState, stream: TokenStream, run: Run) -> None:
         """Restore the optimizer, loss scale, step, clock, best loss and TrainState.extra.
 
         Raises UserError if the stream or the optimizer differs.
         """
-        saved, path, state, stream = self.checkpoint, self.path, run.state, run.stream
+        saved, path = self.checkpoint, self.path
         position = stream.stream_state(saved["step"])
         if (saved["data"], saved["position"]) != (stream.fingerprint(), position):
             raise UserError(
@@ -98,6 +98,8 @@ class Start:
         state.tokens = saved["tokens"]
         stream.eval_part = saved["eval_part"]
         run.clock.load_state(saved["clock"])
+        if path.parent.resolve() == run.folder.resolve():
+            run.saved_step = state.step
         if saved["config"]["eval_tokens"] == state.cfg.eval_tokens:  # losses can be compared
             run.best_val_loss = saved["best_val_loss"]
         if state.step > state.cfg.max_steps and not state.cfg.minutes:

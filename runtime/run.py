@@ -24,12 +24,12 @@ from data.prepare import prepare
 from data.shards import DATA_DIR
 from data.stream import TokenStream, prefetch
 from data.tokenizers import VOCABULARY_FILE, get_tokenizer
-from runtime.checkpoint import save_best_weights
+from runtime.checkpoint import delete_old_checkpoints, list_checkpoints, save_best_weights
 from runtime.device import configure_device
-from runtime.environment import restored_process_state
+from runtime.environment import check_caller, restored_process_state
 from runtime.flag_checks import check_device, check_flags
 from runtime.log import Log
-from runtime.progress import Clock
+from runtime.progress import Clock, losses_so_far
 from runtime.ranks import (
     DistContext,
     any_rank,
@@ -40,7 +40,7 @@ from runtime.ranks import (
     read_on_all_ranks,
     run_on_rank0,
 )
-from runtime.report import closing_lines, describe_run, summarize
+from runtime.report import COMPLETE, closing_lines, describe_run, summarize
 from runtime.resume import Start, choose_folder
 from runtime.run_folder import locked_folder
 
@@ -76,6 +76,7 @@ class Run:
 
         An error that ends it is written to log.txt, whichever rank it is on. Raises UserError.
         """
+        check_caller()
         with restored_process_state(), contextlib.ExitStack() as stack:
             dist_ctx = join_ranks()
             folder = run_on_rank0(dist_ctx, lambda: choose_folder(cfg))
@@ -97,17 +98,17 @@ class Run:
                 self.log.info(f"WARNING: {warning}")
         check_ranks(cfg, self.dist_ctx)
 
-    def begin(self, state: TrainState, stream: TokenStream, start: Start | None) -> None:
-        """Restore what is resumed, open the log, and say what is in effect. Raises UserError."""
+    def begin(self, state: TrainState, stream: TokenStream) -> None:
+        """Open the log, and say what is in effect. Raises UserError."""
         self.state = state
         self.stream = stream
-        with raise_on_all_ranks(self.dist_ctx):
-            if start and start.is_resume:
-                start.restore(self)
-                self.saved_step = state.step
         self.first_step = state.step
         self.log.begin(self)
         self.has_begun = True
+        # A run may have been killed between its best evaluation, at this step, and what follows it
+        losses = losses_so_far(self)
+        if self.log.last_eval_step == state.step and losses[-1] == min(losses):
+            save_best_weights(self, losses[-1])
         with raise_on_all_ranks(self.dist_ctx):
             if self.dist_ctx.rank == 0 and stream.vocabulary:
                 with atomic_write(self.folder / VOCABULARY_FILE) as file:
@@ -141,15 +142,18 @@ class Run:
             self.profiler.step()
         if 0 < grad_norm < math.inf:
             self.bad_steps = 0
+            # Only now: the newest checkpoint's weights have been good for another step
+            if self.saved_step == step - 1:
+                delete_old_checkpoints(self, self.state.cfg.keep)
             return
         self.bad_steps += 1
         self.log.info(
             f"step {step} skipped: its gradient norm is {grad_norm} ({self.bad_steps} in a row)"
         )
 
-    def add_evaluation(self, val_loss: float) -> None:
+    def add_evaluation(self, val_loss: float, val_bpb: float) -> None:
         """Log a validation loss, and save the weights if it is the lowest so far."""
-        self.log.evaluation(self.state, val_loss)
+        self.log.evaluation(self.state, val_loss, val_bpb)
         save_best_weights(self, val_loss)
 
     def log_error(self, error: Exception) -> None:
@@ -168,12 +172,16 @@ class Run:
         """
         if stopped_by == "signal" and self.signals:
             stopped_by = self.signals[0]
-        summary = summarize(self, stopped_by)
-        # A run that was complete before keeps its figures
+        cfg, summary = self.state.cfg, summarize(self, stopped_by)
         path = self.folder / "summary.json"
-        if self.dist_ctx.rank == 0 and (self.state.step > self.first_step or not path.exists()):
-            with atomic_write(path) as file:
-                file.write(json.dumps(summary, indent=1).encode() + b"\n")
+        if self.dist_ctx.rank == 0:
+            # A run that was complete before keeps its figures
+            was_complete = path.exists() and json.loads(path.read_text())["stopped_by"] in COMPLETE
+            if self.state.step > self.first_step or not was_complete:
+                with atomic_write(path) as file:
+                    file.write(json.dumps(summary, indent=1).encode() + b"\n")
+        if stopped_by in COMPLETE and summary["val_loss"] and "keep" not in cfg.given:
+            delete_old_checkpoints(self, keep=1)
         for line in closing_lines(self, summary):
             self.log.info(line)
 
@@ -184,12 +192,12 @@ class Run:
             text = "another node was told to stop; --resume continues from what has been saved"
             raise RunError(text, printed=self.dist_ctx.local_rank > 0)
         if stopped_by == "diverged":
-            step = self.state.step
+            saved = [path.name for path in list_checkpoints(self.folder)[:1]]
             raise RunError(
-                f"the gradient was 0 or not finite in many steps in a row, to step {step} "
-                f"(ckpt_{step}.pt has the weights from before); if it was 0, see whether all "
-                "targets are masked, else try lower learning rates, --grad_clip 1 or --dtype fp32, "
-                "or look at the data",
+                "the gradient was 0 or not finite in many steps in a row, to step "
+                f"{self.state.step} ({', '.join(saved) or 'no checkpoint'} is from before); if it "
+                "was 0, see whether all targets are masked, otherwise --resume with lower learning "
+                "rates, --grad_clip 1 or --dtype fp32, or look at the data",
                 printed=self.dist_ctx.rank > 0,
             )
         return summary

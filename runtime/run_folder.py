@@ -96,8 +96,22 @@ def source_hashes() -> list[str]:
     return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
 
 
-def copy_sources(sources: dict[str, Path], folder: Path) -> None:
-    """Copy files into a folder, under their paths in the repository."""
+def copy_sources(folder: Path, step: int) -> None:
+    """Copy the sources to source/ in a run's folder; at a resume, changed ones to source_<step>/.
+
+    There they have their paths in the repository.
+    """
+    sources = run_sources()
+    earlier = sorted(folder.glob("source*"), key=lambda path: path.stat().st_mtime)
+    if step and earlier:
+        newest = earlier[-1]
+        if all(is_copied(path, newest / name) for name, path in sources.items()):
+            return
+    copy = folder / (f"source_{step}" if step else "source")
     for name, path in sources.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy / name)
+
+
+def is_copied(path: Path, copy: Path) -> bool:
+    return copy.exists() and copy.read_bytes() == path.read_bytes()

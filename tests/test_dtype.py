@@ -16,7 +16,7 @@ from runtime import auto
 from runtime import device as device_module
 from runtime.ranks import DistContext
 from test_train import difference, one_step
-from train_gpt import learning_rates, make_config
+from train_gpt import make_config
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_hardware_decides_on_gpus(monkeypatch, pretend):
 
 def chosen_values(cfg, device="cpu"):
     dist_ctx = DistContext(torch.device(device))
-    return auto.choose_auto_values(cfg, stream_of(10**6, 1024), dist_ctx, learning_rates)
+    return auto.choose_auto_values(cfg, stream_of(10**6, 1024), dist_ctx)
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,8 @@ def test_ranks_share_a_batch_and_copies_evenly():
 
 def test_learning_rates_by_rule():
     def rates(**flags):
-        return train_gpt.learning_rates(make_config(**flags))
+        cfg = train_gpt.choose_learning_rates(make_config(**flags))
+        return cfg.muon_lr, cfg.adam_lr
 
     speedrun = rates(preset="gpt2-small", max_steps=5000)
     assert speedrun == (0.02, 0.006)
@@ -376,8 +377,8 @@ def test_automatic_values_are_chosen_once_and_kept(data, tmp_path, monkeypatch):
     config = final(tmp_path / "run")["config"]
     assert config["dtype"] in ("fp32", "bf16") and config["attn"] in ("blocked", "sdpa")
     assert config["loss_chunk"] == 2048 and config["ngram"] == 6
-    rates = train_gpt.learning_rates(make_config(max_steps=120, n_embd=32))
-    assert (config["muon_lr"], config["adam_lr"]) == rates
+    cfg = train_gpt.choose_learning_rates(make_config(max_steps=120, n_embd=32))
+    assert (config["muon_lr"], config["adam_lr"]) == (cfg.muon_lr, cfg.adam_lr)
     epochs = 120 / 56.56
     assert config["embed_decay"] == pytest.approx(epochs - 0.75, rel=1e-3)
     chosen = {name: config[name] for name in AUTOMATIC}
@@ -496,7 +497,8 @@ def resolved(cfg: Config, stream, flops: float = 1e12) -> Config:
     """The config with automatic values, on a machine with so many FLOP/s."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "large_matmul_flops", lambda *_: flops)
-        return auto.choose_auto_values(cfg, stream, CPU, train_gpt.learning_rates)
+        cfg = auto.choose_auto_values(cfg, stream, CPU)
+        return train_gpt.choose_learning_rates(cfg)
 
 
 @pytest.mark.parametrize("vocab_size, epochs, ngram", [(257, 6, 6), (1024, 5, 4)])
