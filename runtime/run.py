@@ -180,8 +180,8 @@ class Run:
             if self.state.step > self.first_step or not was_complete:
                 with atomic_write(path) as file:
                     file.write(json.dumps(summary, indent=1).encode() + b"\n")
-        if stopped_by in COMPLETE and summary["val_loss"] and "keep" not in cfg.given:
-            delete_old_checkpoints(self, keep=1)
+        if stopped_by in COMPLETE and summary["val_loss"]:
+            delete_old_checkpoints(self, cfg.keep if "keep" in cfg.given else 1)
         for line in closing_lines(self, summary):
             self.log.info(line)
 
