@@ -32,7 +32,7 @@ from model import GPT, Block, GPTConfig, optimizer_groups
 from ops.compile import apply_compile
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import list_checkpoints, read_checkpoint
-from runtime.device import configure_device
+from runtime.environment import configure_device
 from runtime.flags import parse_flags
 from runtime.ranks import join_ranks
 from train_gpt import main, make_config, train

@@ -196,7 +196,7 @@ class Config:
     keep: int | str = flag(2, "number of newest checkpoints to keep", ("all",), min=1)
     sample_every: int | str = flag("end", "steps between text samples", ("end",), min=1)
     log_every: int = flag(10, "steps between log lines", min=1)
-    profile: int = flag(0, "steps to profile; writes a trace to out_dir", const=5)
+    profile: int = flag(0, "steps to profile; writes a trace to out_dir", const="5")
     wandb: bool = flag(False, "also log to Weights & Biases")
 
     # Names of the flags that the user set, or a checkpoint: automatic choices leave those alone
@@ -513,7 +513,7 @@ def evaluate(
     # with targets of -1. If one rank fails to read, read_on_all_ranks raises on all of them
     sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, and bytes of targets
     with state.evaluating() as model:
-        for inputs, targets in read_on_all_ranks(dist_ctx, batches):
+        for inputs, targets in read_on_all_ranks(batches):
             if should_stop and should_stop():
                 return None
             x = torch.from_numpy(inputs).to(dist_ctx.device)
@@ -570,7 +570,7 @@ def train(
 
         # Model and optimizer; to resume, their state, the step, the clock. raise_on_all_ranks: if
         # one rank fails, the others do not wait for it
-        with raise_on_all_ranks(dist_ctx):
+        with raise_on_all_ranks():
             state = build(cfg, dist_ctx, stream, start)
             if start and start.is_resume:
                 start.restore(state, stream, run)

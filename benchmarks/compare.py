@@ -25,7 +25,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def read_metrics(folder: Path) -> list[dict]:
     """Return the rows of a run's metrics.jsonl."""
-    return read_rows((folder / "metrics.jsonl").read_text(encoding="utf-8"))
+    return read_rows(folder / "metrics.jsonl")
 
 
 def read_log(folder: Path) -> str:

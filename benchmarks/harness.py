@@ -23,7 +23,8 @@ from torch import Tensor
 from common.errors import RunError, UserError, error_sentence
 from data.stream import TokenStream
 from runtime.auto import choose_auto_values
-from runtime.device import configure_device, select_device
+from runtime.device import select_device
+from runtime.environment import configure_device
 from runtime.flag_checks import check_device, check_flags
 from runtime.flags import parse_flags
 from runtime.ranks import join_ranks

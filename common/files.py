@@ -40,7 +40,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # some systems cannot open a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        fsync(folder)
-        os.close(folder)
+    folder = os.open(path.parent, os.O_RDONLY)
+    fsync(folder)
+    os.close(folder)

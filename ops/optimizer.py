@@ -12,17 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ops.parallel import is_dtensor, to_local
+from ops.parallel import get_world_size, is_dtensor, to_local
 
 if TYPE_CHECKING:
     from model import Optimizer
 
 # Elements that a rank updates at once; Newton-Schulz takes several times their memory
 MAX_STACK_NUMEL = 2**26
-
-
-def n_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def batches_by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -32,7 +28,7 @@ def batches_by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
         by_shape.setdefault(p.shape, []).append(p)
     for same_shape in by_shape.values():
         # on_whole_matrices divides a list among all ranks
-        at_once = n_ranks() * max(1, MAX_STACK_NUMEL // max(1, same_shape[0].numel()))
+        at_once = get_world_size() * max(1, MAX_STACK_NUMEL // max(1, same_shape[0].numel()))
         for first in range(0, len(same_shape), at_once):
             yield same_shape[first : first + at_once]
 
@@ -87,7 +83,7 @@ def on_whole_matrices(
     DDP: both ranks hold A B C D at first, and get the results of all.
     """
     stack = torch.stack(rows).to(dtype)
-    if n_ranks() == 1:
+    if get_world_size() == 1:
         return list(function(stack).to(rows[0].dtype))
 
     # As DTensors whose first dimension is that of the stack. HSDP: its mesh has two dimensions

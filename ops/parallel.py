@@ -159,6 +159,14 @@ def swap_weights(model: GPT, weights: dict[str, Tensor]) -> None:
         other.copy_(before)
 
 
+def get_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Sum x over all ranks, in place, and return it; for a tensor on the CPU, waits for no GPU."""
     if dist.is_initialized():

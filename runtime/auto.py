@@ -12,7 +12,7 @@ import torch
 from data.stream import TokenStream
 from runtime.device import DTYPES, faster_dtype, large_matmul_flops
 from runtime.flag_checks import has_window
-from runtime.ranks import DistContext, run_on_rank0
+from runtime.ranks import DistContext, gather_objects
 from runtime.sizes import choose_finetuning, choose_size, tokens_are_bytes, tokens_in_time
 
 if TYPE_CHECKING:
@@ -25,43 +25,25 @@ NGRAM_REPEATS = 0.55  # of a dataset's n-grams, at least, that occur earlier in 
 def choose_auto_values(cfg: Config, stream: TokenStream, dist_ctx: DistContext) -> Config:
     """Replace automatic values by chosen ones: dtype, sizes, steps, kernels, n-grams, decay.
 
-    They are the same on every rank, because rank 0 measures the speeds. Values that were given, or
-    come from a checkpoint, are kept.
+    Each may depend on those before it. Values that were given, or come from a checkpoint, are kept.
     """
-    world_size = dist_ctx.world_size
-    dtype, flops = run_on_rank0(dist_ctx, lambda: measure_speed(cfg, dist_ctx.device))
-    cfg = replace(cfg, dtype=dtype)
-    cfg = replace(cfg, **choose_sizes(cfg, stream, world_size, flops * world_size))
-    vocab_size = cfg.vocab_size or stream.vocab_size
-    kernels = run_on_rank0(dist_ctx, lambda: choose_kernels(cfg, dist_ctx.device, vocab_size))
-    cfg = replace(cfg, **kernels)
-    return replace(cfg, **choose_by_epochs(cfg, stream))
-
-
-# --------------------------------------------------------------------------------------------------
-# By the machine
-
-
-def measure_speed(cfg: Config, device: torch.device) -> tuple[str, float]:
-    """Choose the dtype, and with --minutes measure FLOP/s of one device; otherwise 0."""
+    device = dist_ctx.device
     dtype = cfg.dtype
     if cfg.deterministic and device.type == "cpu" and dtype == "auto":
         dtype = "fp32"  # bf16 would be chosen by timing
-    dtype = faster_dtype(dtype, device, cfg.n_embd)
-    flops = 0.0
-    if is_sized_by_time(cfg):
-        flops = large_matmul_flops(device, DTYPES[dtype])
-    return dtype, flops
-
-
-def choose_kernels(cfg: Config, device: torch.device, vocab_size: int) -> dict[str, Any]:
-    """Choose loss_chunk and attn, where they are automatic."""
-    chosen: dict[str, Any] = {}
+    cfg = replace(cfg, dtype=faster_dtype(dtype, device, cfg.n_embd))
+    cfg = choose_sizes(cfg, stream, dist_ctx)
     if cfg.loss_chunk is None:
-        chosen["loss_chunk"] = choose_loss_chunk(cfg, device, vocab_size)
+        vocab_size = cfg.vocab_size or stream.vocab_size
+        cfg = replace(cfg, loss_chunk=choose_loss_chunk(cfg, device, vocab_size))
     if cfg.attn == "auto":
-        chosen["attn"] = choose_attention(cfg) if device.type == "cpu" else "sdpa"
-    return chosen
+        cfg = replace(cfg, attn=choose_attention(cfg, device))
+    cfg = replace(cfg, **choose_by_epochs(cfg, stream))
+    return gather_objects(cfg)[0]  # speeds were measured: all take rank 0's choice
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels
 
 
 def choose_loss_chunk(cfg: Config, device: torch.device, vocab_size: int) -> int:
@@ -78,8 +60,10 @@ def choose_loss_chunk(cfg: Config, device: torch.device, vocab_size: int) -> int
     return max(1024, min(32768, 2 ** int(math.log2(fitting))))
 
 
-def choose_attention(cfg: Config) -> str:
-    """Choose the faster of "sdpa" and "blocked" on a CPU; blocked takes more memory."""
+def choose_attention(cfg: Config, device: torch.device) -> str:
+    """Choose the faster of "sdpa" and, on a CPU, "blocked", which takes more memory."""
+    if device.type != "cpu":
+        return "sdpa"
     if not cfg.is_compiled and cfg.checkpointing not in ("auto", "none"):
         return "sdpa"
     longest = 2048
@@ -100,22 +84,16 @@ def choose_attention(cfg: Config) -> str:
 # Sizes and steps
 
 
-def is_sized_by_time(cfg: Config) -> bool:
-    """Return True if --minutes chooses the steps of this run, which a resumed run has already."""
-    return cfg.minutes > 0 and "max_steps" not in cfg.given
-
-
-def choose_sizes(cfg: Config, stream: TokenStream, world_size: int, flops: float) -> dict[str, Any]:
-    """Choose batch and steps, with --minutes also the model's size, where they are automatic.
-
-    flops: FLOP/s of all devices together.
-    """
-    before = cfg
+def choose_sizes(cfg: Config, stream: TokenStream, dist_ctx: DistContext) -> Config:
+    """Choose batch and steps, with --minutes also the model's size, where they are automatic."""
     n_tokens, vocab_size = stream.train.n_tokens, stream.vocab_size
-    smallest = cfg.seq_len * world_size * (cfg.micro_batch or 1)  # a batch that all ranks can share
+    # A batch that all ranks can share
+    smallest = cfg.seq_len * dist_ctx.world_size * (cfg.micro_batch or 1)
     if cfg.init_from:
         cfg = replace(cfg, **choose_finetuning(cfg, n_tokens, smallest))
-    if is_sized_by_time(cfg):
+    # --minutes chooses the steps, which a resumed run has already
+    if cfg.minutes and "max_steps" not in cfg.given:
+        flops = large_matmul_flops(dist_ctx.device, DTYPES[cfg.dtype]) * dist_ctx.world_size
         if cfg.params is None:
             cfg = replace(cfg, **choose_size(cfg, n_tokens, vocab_size, flops))
             if "batch_tokens" not in cfg.given:
@@ -128,7 +106,7 @@ def choose_sizes(cfg: Config, stream: TokenStream, world_size: int, flops: float
     # Short sequences are eighths of whole ones, and so do not begin at documents
     if cfg.seq_len % 8 or cfg.doc_align:
         cfg = replace(cfg, short_frac=0.0)
-    return {name: value for name, value in vars(cfg).items() if value != getattr(before, name)}
+    return cfg
 
 
 # --------------------------------------------------------------------------------------------------

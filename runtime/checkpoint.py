@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from common.errors import RunError, UserError, is_out_of_memory
 from common.files import atomic_write
 from data.tokenizers import get_tokenizer
-from ops.parallel import shard_like, state_to_full, to_local
-from runtime.ranks import DistContext, run_on_rank0
+from ops.parallel import get_rank, shard_like, state_to_full, to_local
+from runtime.ranks import run_on_rank0
 
 if TYPE_CHECKING:
     from model import GPT, GPTConfig
@@ -146,15 +146,9 @@ def load_weights(model: GPT, checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any], path: Path
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]
 ) -> None:
-    """Copy a checkpoint's optimizer state into ours. Raises UserError if the optimizers differ."""
-    if checkpoint["optimizer_type"] != type(optimizer).__name__:
-        raise UserError(
-            f"{path} was saved by {checkpoint['optimizer_type']}; resume with that optimizer, or "
-            "use --init_from"
-        )
-
+    """Copy a checkpoint's optimizer state into ours."""
     # Settings: those that flags decide are ours, the others the checkpoint's
     groups = optimizer.state_dict()["param_groups"]
     for group, saved in zip(groups, checkpoint["optimizer_groups"]):
@@ -165,7 +159,7 @@ def load_optimizer(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     states = {}
     for number, p in enumerate(params):
-        state = dict(checkpoint["optimizer"].get(names.get(p), {}))
+        state = dict(checkpoint["optimizer"][names[p]])
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim():
                 state[key] = shard_like(value.clone(), p)  # no longer mapped from the file
@@ -205,14 +199,14 @@ def save_checkpoint(run: Run, is_last: bool = False) -> None:
         return
     path = run.folder / f"ckpt_{state.step}.pt"
     checkpoint = collect_values(run)
-    checkpoint["extra"] = whole_tensors(state.extra, "state.extra", run.dist_ctx)
+    checkpoint["extra"] = whole_tensors(state.extra, "state.extra")
     for name, p in state.raw_model.named_parameters():
         tensors = state.optimizer.state.get(p, {})
-        checkpoint["optimizer"][name] = whole_tensors(tensors, name, run.dist_ctx, param=p)
+        checkpoint["optimizer"][name] = whole_tensors(tensors, name, param=p)
     groups = state.optimizer.state_dict()["param_groups"]
-    checkpoint["optimizer_groups"] = whole_tensors(groups, "param_groups", run.dist_ctx)
+    checkpoint["optimizer_groups"] = whole_tensors(groups, "param_groups")
 
-    failed = run_on_rank0(run.dist_ctx, lambda: write_file(path, checkpoint, run))
+    failed = run_on_rank0(lambda: write_file(path, checkpoint, run))
     run.saved_at_s = run.clock.process_time
     if failed and is_last:
         raise RunError(failed, printed=run.dist_ctx.rank > 0)
@@ -238,11 +232,11 @@ def save_best_weights(run: Run, val_loss: float) -> None:
     if not val_loss < run.best_val_loss:
         return
     failed = ""
-    if not run_on_rank0(run.dist_ctx, lambda: link_as_best(run)):
+    if not run_on_rank0(lambda: link_as_best(run)):
         path = run.folder / BEST
         with run.state.evaluating():
             checkpoint = collect_values(run)
-            failed = run_on_rank0(run.dist_ctx, lambda: write_file(path, checkpoint, run))
+            failed = run_on_rank0(lambda: write_file(path, checkpoint, run))
     if failed:
         run.log.info(f"WARNING: {failed}")
     else:
@@ -272,20 +266,17 @@ def collect_values(run: Run) -> dict[str, Any]:
         step=state.step,
         tokens=state.tokens,
         clock=run.clock.state(),
-        best_val_loss=run.best_val_loss,
         config=dataclasses.asdict(state.cfg),
         model_config=dataclasses.asdict(state.raw_model.cfg),
-        model=whole_tensors(dict(state.raw_model.state_dict()), "model", run.dist_ctx),
+        model=whole_tensors(dict(state.raw_model.state_dict()), "model"),
         optimizer={},
         optimizer_groups=[],
-        optimizer_type=type(state.optimizer).__name__,
         scaler=state.scaler.state_dict(),
         extra={},
         tokenizer=stream.meta["tokenizer"],
         vocabulary=stream.vocabulary,  # so that sampling needs no dataset
         data=stream.fingerprint(),
         position=stream.stream_state(state.step),
-        eval_part=stream.eval_part,
     )
 
 
@@ -309,28 +300,22 @@ def write_file(path: Path, checkpoint: dict[str, Any], run: Run) -> str:
         return f"{path} could not be saved ({system_error(error)}); make room and --resume"
 
 
-def whole_tensors(
-    values: Any, name: str, dist_ctx: DistContext, param: Tensor | None = None
-) -> Any:
+def whole_tensors(values: Any, name: str, param: Tensor | None = None) -> Any:
     """Return nested values for a checkpoint, with whole tensors on the CPU of rank 0.
 
     Every rank must call it, because shards are gathered. param: the parameter to which the values
     belong as optimizer state. Raises UserError for values of types that a checkpoint cannot hold.
     """
 
-    def whole(value: Any, name: str) -> Any:
+    def whole(path: tuple, value: Any) -> Any:
         if isinstance(value, Tensor):
             full = state_to_full(value.detach(), param)
-            return full.cpu() if dist_ctx.rank == 0 else None
-        if isinstance(value, dict):
-            return {key: whole(item, f"{name}[{key!r}]") for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [whole(item, name) for item in value]
+            return full.cpu() if get_rank() == 0 else None
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise UserError(
-            f"{name} is a {type(value).__name__}; a checkpoint holds tensors, numbers, texts, "
-            "lists, dicts"
+            f"{name}{keystr(path)} is a {type(value).__name__}; a checkpoint holds tensors, "
+            "numbers, texts, lists, dicts"
         )
 
-    return whole(values, name)
+    return tree_map_with_path(whole, values)

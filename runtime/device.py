@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import math
 import platform
 import re
+import resource
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from common.errors import UserError
-from runtime.environment import configure_process
 from runtime.ranks import DistContext
-
-if TYPE_CHECKING:
-    from train_gpt import Config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -49,25 +42,6 @@ PEAK_TFLOPS = {
 }
 
 
-def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
-    """Choose the device of dist_ctx, and configure the process for it. Raises UserError."""
-    device = select_device(cfg.device)
-    if device.type == "cuda":
-        n_devices = torch.cuda.device_count()
-        if dist_ctx.local_rank >= n_devices:
-            raise UserError(
-                f"{dist_ctx.local_world_size} processes were started for {n_devices} CUDA "
-                f"device(s); use torchrun --nproc_per_node={n_devices}"
-            )
-        device = torch.device("cuda", dist_ctx.local_rank)
-    dist_ctx.device = device
-    configure_process(cfg, dist_ctx)
-    # FSDP needs a process group of a single rank, too; later runs of the process then use it
-    if cfg.is_sharded and not dist.is_initialized():
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-
-
 def select_device(name: str) -> torch.device:
     """Select the kind of device; "auto" is cuda if available, else cpu. Raises UserError."""
     if name == "auto":
@@ -84,10 +58,6 @@ def peak_memory_mb(device: torch.device) -> float:
     """Most memory held so far, in MiB: the GPU's allocations, or the whole process on a CPU."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_allocated() / 2**20, 1)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
     unit = 1 if sys.platform == "darwin" else 1024
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 

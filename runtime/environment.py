@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from common.errors import UserError
 from common.values import cpu_cores
+from runtime.device import select_device
 from runtime.ranks import DistContext
 
 if TYPE_CHECKING:
@@ -34,25 +37,34 @@ def check_caller() -> None:
     }
     for setting, is_on in settings.items():
         if is_on:
-            raise UserError(
-                f"{setting} is in effect; undo it before train(), which has flags for that"
-            )
+            raise UserError(f"{setting} is in effect; undo it before train()")
 
 
-def configure_process(cfg: Config, dist_ctx: DistContext) -> None:
-    """Set CUDA's variables and device, threads, determinism and matmul precision.
+def configure_device(cfg: Config, dist_ctx: DistContext) -> None:
+    """Choose the device of dist_ctx; set CUDA's variables, threads, determinism and precision.
 
-    Raises UserError if FlashAttention 3 or 4, which is not part of PyTorch, does not load.
+    Raises UserError, also if FlashAttention 3 or 4, which is not part of PyTorch, does not load.
     """
+    device = select_device(cfg.device)
+    if device.type == "cuda":
+        n_devices = torch.cuda.device_count()
+        if dist_ctx.local_rank >= n_devices:
+            raise UserError(
+                f"{dist_ctx.local_world_size} processes were started for {n_devices} CUDA "
+                f"device(s); use torchrun --nproc_per_node={n_devices}"
+            )
+        device = torch.device("cuda", dist_ctx.local_rank)
+    dist_ctx.device = device
+
     # CUDA reads these variables when it is first used
     if cfg.alloc_conf:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", cfg.alloc_conf)
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if dist_ctx.device.type == "cuda":
+    if device.type == "cuda":
         # The old default; Triton 3.9 warns that it will change
         os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-        torch.cuda.set_device(dist_ctx.device)
+        torch.cuda.set_device(device)
         if cfg.attn in ("fa3", "fa4"):  # SDPA's flash kernel, for the rest of the process
             try:
                 torch.nn.attention.activate_flash_attention_impl(cfg.attn.upper())
@@ -60,7 +72,7 @@ def configure_process(cfg: Config, dist_ctx: DistContext) -> None:
                 raise UserError(
                     f"--attn {cfg.attn} needs a package that does not load ({error}); use flash"
                 ) from None
-    elif dist_ctx.device.type == "cpu":
+    elif device.type == "cpu":
         tune_glibc_malloc()
         # CUDA builds of PyTorch warn of a missing GPU, and DTensor that gloo has no all-to-all
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -73,6 +85,11 @@ def configure_process(cfg: Config, dist_ctx: DistContext) -> None:
     if cfg.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(cfg.deterministic)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
+
+    # FSDP needs a process group of a single rank, too; later runs of the process then use it
+    if cfg.is_sharded and not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ def check_device(cfg: Config, dist_ctx: DistContext) -> list[str]:
         "--embed_decay": cfg.embed_decay and is_adamw,
         "--shard_size": cfg.shard_size and cfg.parallel != "hsdp",
     }
-    names = [name for name, is_unused in unused.items() if is_unused]
+    names = [name for name, is_unused in unused.items() if is_unused and name[2:] in cfg.given]
     warnings = [f"{name} has no effect with the other flags on {device.type}" for name in names]
     if device.type == "cuda" and cfg.attn in ("auto", "sdpa") and (has_window(cfg) or cfg.doc_mask):
         warnings.append(
@@ -144,8 +144,6 @@ def check_cuda(cfg: Config, device: torch.device) -> None:
     """Raise UserError for flags that cannot work on this GPU, or not together."""
     dtype = faster_dtype(cfg.dtype, device, cfg.n_embd)
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip:  # AMD's numbers mean something else
-        capability = (99, 0)
     needs_16_bits = cfg.attn in ("flash", "cudnn", "varlen", "fa3", "fa4")
     for is_wrong, sentence in (
         (

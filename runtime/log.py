@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 from torch import Tensor
 
 from common.errors import UserError, print_line
-from common.files import atomic_write, fsync
+from common.files import atomic_write, fsync, sha256_of_file
 from common.values import nan_to_none
 from runtime.device import peak_flops, peak_memory_mb
 from runtime.progress import Clock
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
-from runtime.run_folder import copy_sources, source_hashes
+from runtime.run_folder import copy_sources, run_sources
 
 if TYPE_CHECKING:
     from runtime.run import Run
@@ -30,27 +30,25 @@ if TYPE_CHECKING:
 SECTION = "=" * 40  # a line of log.txt begins so at each start of a run
 
 
-def read_rows(metrics: str) -> list[dict[str, Any]]:
-    """Parse the rows of a metrics.jsonl, without the torn line of a run that died or is writing."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a metrics.jsonl, if there is one. The final line of a killed run is torn."""
     rows = []
-    for line in metrics.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
 
 
 class Log:
     """The lines and rows of a run. Only rank 0 writes and prints."""
 
-    cfg: Config  # from begin() on
-
     def __init__(self, folder: Path, dist_ctx: DistContext, clock: Clock):
         self.folder = folder
         self.dist_ctx = dist_ctx
         self.clock = clock
-        self.is_rank0 = dist_ctx.rank == 0
         self.evaluations: list[dict[str, Any]] = []  # their rows
-        # Open from begin() on
+        # Open from begin() on, on rank 0
         self.text: TextIO | None = None
         self.metrics: TextIO | None = None
         self.wandb: Any = None
@@ -58,9 +56,7 @@ class Log:
         # At the previous logged step
         self.logged_tokens = 0
         self.logged_train_time = 0.0
-        # To convert units
-        self.flops_per_token = math.nan
-        self.peak_flops = math.nan
+        self.mfu_per_speed = math.nan  # MFU / (tokens/s)
 
     # ----------------------------------------------------------------------------------------------
     # Files
@@ -68,35 +64,33 @@ class Log:
     def begin(self, run: Run) -> None:
         """Open the files. A resumed run continues them after its step. Raises UserError."""
         state = run.state
-        self.cfg = cfg = state.cfg
+        cfg = state.cfg
         self.logged_tokens = state.tokens
         self.logged_train_time = self.clock.train_time
-        self.flops_per_token = state.raw_model.flops_per_token()
         peak = peak_flops(self.dist_ctx.device, cfg.dtype) or math.nan
-        self.peak_flops = peak * self.dist_ctx.world_size
+        flops_per_token = state.raw_model.flops_per_token()
+        self.mfu_per_speed = flops_per_token / (peak * self.dist_ctx.world_size)
 
         # What was logged before the step that is resumed, the same on all ranks
-        history = run_on_rank0(self.dist_ctx, lambda: self.open_files(cfg, state.step))
+        is_branch = run.saved_step != state.step  # from a checkpoint of another folder
+        history = run_on_rank0(lambda: self.open_files(cfg, state.step, is_branch))
         self.evaluations = [row for row in history if "val_loss" in row]
         for row in self.evaluations:
             row["val_loss"] = math.nan if row["val_loss"] is None else row["val_loss"]
         # An evaluation may have come after the checkpoint
-        times = [row.get("wall_time_s") or 0.0 for row in history]
+        times = [row["wall_time_s"] for row in history]
         self.clock.earlier_wall_time = max([self.clock.earlier_wall_time, *times])
 
-    def open_files(self, cfg: Config, step: int) -> list[dict[str, Any]]:
-        """Open the files on rank 0; returns the rows of metrics.jsonl up to this step.
+    def open_files(self, cfg: Config, step: int, is_branch: bool) -> list[dict[str, Any]]:
+        """Open the files on rank 0; returns the rows of metrics.jsonl that the run continues.
 
         log.txt gets the flags, the command and the SHA-256 of the sources, which are copied to
         source/, or to source_<step>/ at a resume with changed ones.
         """
         # metrics.jsonl
         path = self.folder / "metrics.jsonl"
-        history = []
-        if step and path.exists():
-            for row in read_rows(path.read_text(encoding="utf-8", errors="replace")):
-                if isinstance(row.get("step"), int) and row["step"] <= step:
-                    history.append(row)
+        rows = read_rows(path)
+        history = [row for row in rows if row["step"] <= step and not is_branch]
         with atomic_write(path) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in history)
         self.metrics = open(path, "a", encoding="utf-8")
@@ -105,31 +99,35 @@ class Log:
         path = self.folder / "log.txt"
         self.text = open(path, "a" if step else "w", encoding="utf-8", errors="replace")
         flags = dataclasses.asdict(cfg)
+        sources = run_sources()
+        hashes = [f"{name} sha256 {sha256_of_file(source)}" for name, source in sources.items()]
         for line in (
             f"{SECTION} run",
             json.dumps(flags),
             f"command: {shlex.join(sys.argv)}",
-            f"sources: {', '.join(source_hashes())}",
+            f"sources: {', '.join(hashes)}",
             *self.early_lines,
         ):
             self.write(self.text, line)
-        copy_sources(self.folder, step)
+        copy_sources(sources, self.folder, step)
 
         if cfg.wandb:
-            self.start_wandb(flags, step)
+            self.start_wandb(flags, step, is_new=not step or history != rows)
         return history
 
-    def start_wandb(self, flags: dict[str, Any], step: int) -> None:
+    def start_wandb(self, flags: dict[str, Any], step: int, is_new: bool) -> None:
         try:
             import wandb
 
-            # A resumed run continues its own
+            # A resumed run continues its own, unless that has rows of later steps
             id_file = self.folder / "wandb_id"
-            if not step or not id_file.exists():
+            name = os.environ.get("WANDB_NAME") or self.folder.name
+            if is_new or not id_file.exists():
                 id_file.write_text(os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
+                name += f" from step {step}" if step else ""
             self.wandb = wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or "train_gpt",
-                name=os.environ.get("WANDB_NAME") or self.folder.name,
+                name=name,
                 id=id_file.read_text(),
                 resume="allow",
                 dir=self.folder,
@@ -142,9 +140,8 @@ class Log:
 
     def sync(self) -> None:
         """Put the metrics so far on the disk: a checkpoint resumes from them. Raises OSError."""
-        if self.metrics:
-            self.metrics.flush()  # what a full disk held back
-            fsync(self.metrics.fileno())
+        self.metrics.flush()  # what a full disk held back
+        fsync(self.metrics.fileno())
 
     def close(self) -> None:
         for file in (self.text, self.metrics):
@@ -152,10 +149,7 @@ class Log:
                 with contextlib.suppress(OSError):  # a full disk has been reported
                     file.close()
         if self.wandb:
-            try:
-                self.wandb.finish()
-            except Exception as error:  # whatever the service raises
-                print_line(f"WARNING: --wandb could not finish ({error})")
+            self.wandb.finish()
 
     # ----------------------------------------------------------------------------------------------
     # Lines and rows
@@ -170,7 +164,7 @@ class Log:
 
     def info(self, text: str) -> None:
         """Print a line, and keep it in log.txt."""
-        if not self.is_rank0:
+        if self.dist_ctx.rank > 0:
             return
         print_line(text)
         if self.text:
@@ -179,9 +173,8 @@ class Log:
             self.early_lines.append(text)
 
     def step(self, state: TrainState, loss: Tensor, grad_norm: float) -> None:
-        """Log a training step, with the mean over ranks of its loss and of state.metrics."""
-        metrics = mean_over_ranks(self.dist_ctx, {**state.metrics, "train_loss": loss})
-        train_loss = metrics.pop("train_loss")
+        """Log a training step, with the mean over ranks of its loss."""
+        train_loss = mean_over_ranks(dict(loss=loss))["loss"]
 
         # The learning rate of Muon's group, or of the first
         groups = state.optimizer.param_groups
@@ -194,13 +187,13 @@ class Log:
         speed = (state.tokens - self.logged_tokens) / seconds
         self.logged_tokens = state.tokens
         self.logged_train_time = train_time
-        mfu = speed * self.flops_per_token / self.peak_flops
+        mfu = speed * self.mfu_per_speed
         memory = peak_memory_mb(self.dist_ctx.device)
 
         # Time so far and still to go
-        left_s = self.clock.typical_step_s * (self.cfg.max_steps - state.step)
-        if self.cfg.minutes:
-            left_s = 60 * self.cfg.minutes - self.clock.wall_time
+        left_s = self.clock.typical_step_s * (state.cfg.max_steps - state.step)
+        if state.cfg.minutes:
+            left_s = 60 * state.cfg.minutes - self.clock.wall_time
         eta = f"{as_time(self.clock.wall_time)} < {as_time(left_s)}"
 
         mfu_text = f"mfu {mfu:.1%} | " if math.isfinite(mfu) else ""
@@ -208,45 +201,46 @@ class Log:
             f"loss {train_loss:.4f} | lr {lr:.2e} | norm {grad_norm:.3f} | {speed:,.0f} tok/s | "
             f"{mfu_text}{memory:,.0f} MiB | {eta}"
         )
-        row = dict(
-            step=state.step,
+        self.row(
+            state,
+            line,
             train_loss=train_loss,
             grad_norm=grad_norm,
-            tokens=state.tokens,
             lr=lr,
             tokens_per_s=speed,
             mfu=mfu,
             peak_mem_mb=memory,
         )
-        self.row(row, metrics, line)
 
     def evaluation(self, state: TrainState, val_loss: float, val_bpb: float) -> None:
-        """Log a validation loss, in nats per token and in bits per byte, and state.metrics."""
-        metrics = mean_over_ranks(self.dist_ctx, state.metrics)
+        """Log a validation loss, in nats per token and in bits per byte."""
         bpb_text = f"val_bpb {val_bpb:.4f} | " if math.isfinite(val_bpb) else ""
         line = f"val_loss {val_loss:.4f} | {bpb_text}train_time {self.clock.train_time:.1f} s"
-        row = dict(step=state.step, val_loss=val_loss, val_bpb=val_bpb, tokens=state.tokens)
-        self.evaluations.append(row)
-        self.row(row, metrics, line)
+        self.evaluations.append(self.row(state, line, val_loss=val_loss, val_bpb=val_bpb))
 
-    def row(self, row: dict[str, Any], metrics: dict[str, float], line: str) -> None:
-        """Record a row, to which the times are added, and metrics; print a line."""
-        row["train_time_s"] = self.clock.train_time
-        row["wall_time_s"] = self.clock.wall_time
-        max_steps = str(self.cfg.max_steps)
-        words = [f"step {row['step']:>{len(max_steps)}}/{max_steps}", line]
+    def row(self, state: TrainState, line: str, **values: float) -> dict[str, Any]:
+        """Print a line and record a row, with step, times, and state.metrics averaged over ranks.
+
+        Returns the row.
+        """
+        metrics = mean_over_ranks(state.metrics)
+        max_steps = str(state.cfg.max_steps)
+        words = [f"step {state.step:>{len(max_steps)}}/{max_steps}", line]
         words += [f"{name} {value:.4g}" for name, value in metrics.items()]
         self.info(" | ".join(words))
-        if not self.metrics:
-            return
-        values = nan_to_none(row | metrics)
-        self.write(self.metrics, json.dumps(values))
+
+        row = dict(step=state.step, tokens=state.tokens) | values | metrics
+        row["train_time_s"] = self.clock.train_time
+        row["wall_time_s"] = self.clock.wall_time
+        if self.metrics:
+            self.write(self.metrics, json.dumps(nan_to_none(row)))
         if self.wandb:
             try:
-                self.wandb.log(values, step=row["step"])
+                self.wandb.log(nan_to_none(row), step=state.step)
             except Exception as error:  # whatever the service raises
                 self.wandb = None
                 self.info(f"WARNING: --wandb has failed ({error}); the run continues without it")
+        return row
 
     @property
     def last_eval_step(self) -> int | None:

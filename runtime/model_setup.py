@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from torch import nn
 
 from common.errors import UserError, is_out_of_memory
 from common.values import largest_divisor
-from ops.parallel import reshard
+from ops.parallel import get_world_size, reshard
 from ops.recompute import RECOMPUTE_MODES, apply_offload, apply_recompute
 from runtime.ranks import DistContext, any_rank
 
@@ -96,9 +95,10 @@ def fit_into_memory(
     n_seqs = seqs_per_rank(cfg, dist_ctx.world_size)
     on_cuda = dist_ctx.device.type == "cuda"
     modes = recompute_modes(cfg, on_cuda)
-    blocks = set(model.blocks)  # an edited model may use a block several times
-    for block in blocks:
+    for block in set(model.blocks):  # an edited model may use a block several times
         apply_recompute(block, modes[0])
+        if cfg.offload == "activations" and on_cuda:
+            apply_offload(block)
     if cfg.micro_batch:
         micro_batch = cfg.micro_batch
     elif not on_cuda:
@@ -107,10 +107,7 @@ def fit_into_memory(
         # No trials under FSDP: if one rank ran out of memory, others would wait for its shards
         micro_batch = largest_divisor(n_seqs, ENOUGH_TOKENS // cfg.seq_len)
     else:
-        micro_batch = find_micro_batch(model, cfg, make_optimizer, modes, n_seqs, dist_ctx)
-    if cfg.offload == "activations" and on_cuda:
-        for block in blocks:
-            apply_offload(block)
+        micro_batch = find_micro_batch(model, cfg, make_optimizer, modes, n_seqs)
     return micro_batch
 
 
@@ -127,77 +124,81 @@ def recompute_modes(cfg: Config, on_cuda: bool) -> list[str]:
 
 
 def find_micro_batch(
-    model: GPT,
-    cfg: Config,
-    make_optimizer: MakeOptimizer,
-    modes: list[str],
-    n_seqs: int,
-    dist_ctx: DistContext,
+    model: GPT, cfg: Config, make_optimizer: MakeOptimizer, modes: list[str], n_seqs: int
 ) -> int:
-    """Find the largest micro-batch that fits into a GPU, by steps on dummy data.
+    """Find the largest micro-batch that fits into a GPU, by passes on dummy data.
 
     Sets the first of the modes in which ENOUGH_TOKENS fit. Raises UserError if nothing fits.
     """
-
-    def fits(micro_batch: int) -> bool:
-        return step_fits(model, make_optimizer(cfg, model), micro_batch, cfg.seq_len, dist_ctx)
-
     candidates = [largest_divisor(n_seqs, MOST_TOKENS // cfg.seq_len)]
     while candidates[-1] > 1:
         candidates.append(largest_divisor(n_seqs, candidates[-1] // 2))
     enough = largest_divisor(n_seqs, -(-ENOUGH_TOKENS // cfg.seq_len))
+    # Eager, because each size would be compiled. FlexAttention would keep all scores then
+    stance = "force_eager" if cfg.is_compiled and cfg.attn != "flex" else "default"
+
+    # The optimizer's state takes memory, too. Its first update is made before the trials, in which
+    # a rank may run out of memory: Muon exchanges matrices, and others would wait for that rank
+    optimizer = make_optimizer(cfg, model)
+    set_mode(model, modes[-1])
+    with torch.compiler.set_stance(stance):
+        if not passes_fit(model, 1, cfg.seq_len):
+            raise UserError(
+                "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, "
+                "add --offload optimizer, or use a smaller --seq_len or model"
+            )
+        dummy_step(model, optimizer, 1, cfg.seq_len)
+        micro_batch = first_that_fits(model, modes, candidates, enough, cfg.seq_len)
+
+    # Compiled blocks keep less for backward: twice as many sequences may fit
+    larger = largest_divisor(n_seqs, min(2 * micro_batch, MOST_TOKENS // cfg.seq_len))
+    is_tried = cfg.is_compiled and not cfg.uses_cudagraphs and larger > micro_batch
+    return larger if is_tried and passes_fit(model, larger, cfg.seq_len) else micro_batch
+
+
+def first_that_fits(
+    model: GPT, modes: list[str], candidates: list[int], enough: int, seq_len: int
+) -> int:
+    """Return the first candidate that fits, at least `enough` unless in the final mode."""
     for mode in modes:
-        for block in model.blocks:
-            apply_recompute(block, mode)
+        set_mode(model, mode)
         for micro_batch in candidates:
             if micro_batch < enough and mode != modes[-1]:
                 break
-            # Eager, because each size would be compiled
-            with eager() if cfg.is_compiled else contextlib.nullcontext():
-                is_found = fits(micro_batch)
-            if not is_found:
-                continue
-            # Compiled blocks keep less for backward: twice as many sequences may fit
-            larger = largest_divisor(n_seqs, min(2 * micro_batch, MOST_TOKENS // cfg.seq_len))
-            is_tried = cfg.is_compiled and not cfg.uses_cudagraphs and larger > micro_batch
-            return larger if is_tried and fits(larger) else micro_batch
-    raise UserError(
-        "one sequence does not fit into this GPU's memory; leave --checkpointing at auto, add "
-        "--offload optimizer, or use a smaller --seq_len or model"
-    )
+            if passes_fit(model, micro_batch, seq_len):
+                return micro_batch
+    return 1  # which has fitted
 
 
-def eager() -> contextlib.AbstractContextManager:
-    """Context in which compiled functions run as if they were not compiled."""
-    return torch.compiler.set_stance("force_eager")
+def set_mode(model: GPT, mode: str) -> None:
+    """Have the blocks recompute as the mode says, unless they do already."""
+    for block in set(model.blocks):
+        if getattr(block, "recompute_mode", "none") != mode:
+            apply_recompute(block, mode)
 
 
-def step_fits(
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    micro_batch: int,
-    seq_len: int,
-    dist_ctx: DistContext,
-) -> bool:
-    """Return True if a trial step takes at most 92 % of the GPU's memory on every rank.
+def passes_fit(model: GPT, micro_batch: int, seq_len: int) -> bool:
+    """Return True if two micro-steps take at most 92 % of the GPU's memory on every rank.
 
     The rest is left for fragmentation.
     """
+    x = torch.zeros((micro_batch, seq_len), dtype=torch.int64, device=model.device)
     torch.cuda.reset_peak_memory_stats()
     needed = math.inf
     try:
-        dummy_step(model, optimizer, micro_batch, seq_len)
+        for _ in range(2):  # in the second, there are gradients already
+            model(x, x).backward()
         needed = torch.cuda.max_memory_allocated()
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    if dist_ctx.world_size > 1:
+    if get_world_size() > 1:
         needed += sum(4 * p.numel() for p in model.parameters())  # DDP's buckets, in fp32
     fraction = torch.cuda.get_per_process_memory_fraction()
     available = fraction * torch.cuda.get_device_properties(None).total_memory
     model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
-    return not any_rank(dist_ctx, needed > 0.92 * available)
+    return not any_rank(needed > 0.92 * available)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def agree_on_status(run: Run) -> Status:
     else:
         is_save_due = seconds - run.saved_at_s >= SAVE_EVERY_S
     own = [progress, run.is_asked_to_stop(), is_time_up, is_save_due]
-    progress, *flags = max_over_ranks(run.dist_ctx, own)
+    progress, *flags = max_over_ranks(own)
     return Status(progress, *map(bool, flags))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.errors import TrainerError, UserError
 from common.values import env_int
-from ops.parallel import to_full
+from ops.parallel import get_rank, get_world_size, to_full
 from runtime.run_folder import SOURCE_FILES
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def join_ranks() -> DistContext:
 
 
 @contextlib.contextmanager
-def raise_on_all_ranks(dist_ctx: DistContext) -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """If a TrainerError or OSError occurs in this block on any rank, raise it on all ranks.
 
     With several errors, the lowest rank's is raised. Only the rank where it occurred prints it.
@@ -86,59 +86,59 @@ def raise_on_all_ranks(dist_ctx: DistContext) -> Iterator[None]:
         yield
     except (TrainerError, OSError) as error:
         own_error = error
-    if not any_rank(dist_ctx, own_error is not None):  # in each step: cheap
+    if not any_rank(own_error is not None):  # in each step: cheap
         return
-    for rank, first_error in enumerate(gather_objects(dist_ctx, own_error)):
+    for rank, first_error in enumerate(gather_objects(own_error)):
         if first_error is not None:
-            first_error.printed = rank != dist_ctx.rank
+            first_error.printed = rank != get_rank()
             raise first_error
 
 
-def read_on_all_ranks(dist_ctx: DistContext, batches: Iterator[T]) -> Generator[T, None, None]:
+def read_on_all_ranks(batches: Iterator[T]) -> Generator[T, None, None]:
     """Yield batches, equally many on every rank; a reading error is raised on all ranks."""
     while True:
-        with raise_on_all_ranks(dist_ctx):
+        with raise_on_all_ranks():
             batch = next(batches, None)
         if batch is None:
             return
         yield batch
 
 
-def run_on_rank0(dist_ctx: DistContext, function: Callable[[], T]) -> T:
+def run_on_rank0(function: Callable[[], T]) -> T:
     """Call function() on rank 0; return its result, or raise its TrainerError, on all ranks."""
     answer = None
-    with raise_on_all_ranks(dist_ctx):
-        if dist_ctx.rank == 0:
+    with raise_on_all_ranks():
+        if get_rank() == 0:
             answer = function()
-    return gather_objects(dist_ctx, answer)[0]
+    return gather_objects(answer)[0]
 
 
-def gather_objects(dist_ctx: DistContext, own: T) -> list[T]:
+def gather_objects(own: T) -> list[T]:
     """Gather every rank's object on every rank; waits for no GPU."""
-    everyones = [own] * dist_ctx.world_size
-    if dist_ctx.world_size > 1:
+    everyones = [own] * get_world_size()
+    if dist.is_initialized():
         dist.all_gather_object(everyones, own)
     return everyones
 
 
-def max_over_ranks(dist_ctx: DistContext, values: list[float]) -> list[float]:
+def max_over_ranks(values: list[float]) -> list[float]:
     """Return, on every rank, the elementwise maximum over ranks: one small all-reduce on CPUs."""
     largest = torch.tensor(values, dtype=torch.float64)
-    if dist_ctx.world_size > 1:
+    if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()
 
 
-def any_rank(dist_ctx: DistContext, flag: bool) -> bool:
+def any_rank(flag: bool) -> bool:
     """Return True, on every rank, if the flag is set on any of them."""
-    return bool(max_over_ranks(dist_ctx, [flag])[0])
+    return bool(max_over_ranks([flag])[0])
 
 
-def mean_over_ranks(dist_ctx: DistContext, values: dict[str, float | Tensor]) -> dict[str, float]:
+def mean_over_ranks(values: dict[str, float | Tensor]) -> dict[str, float]:
     """Average each number or 0-d tensor over the ranks that have it; waits for the device."""
     own = {name: float(to_full(torch.as_tensor(value))) for name, value in values.items()}
     by_name: dict[str, list[float]] = {}
-    for numbers in gather_objects(dist_ctx, own):
+    for numbers in gather_objects(own):
         for name, number in numbers.items():
             by_name.setdefault(name, []).append(number)
     return {name: sum(numbers) / len(numbers) for name, numbers in by_name.items()}
@@ -148,15 +148,15 @@ def mean_over_ranks(dist_ctx: DistContext, values: dict[str, float | Tensor]) ->
 # Equal flags, code and versions
 
 
-def check_same_on_all_ranks(dist_ctx: DistContext, facts: dict[str, object], advice: str) -> None:
+def check_same_on_all_ranks(facts: dict[str, object], advice: str) -> None:
     """Raise UserError, on every rank, if a rank's value of a fact differs from rank 0's."""
-    everyones = gather_objects(dist_ctx, facts)
+    everyones = gather_objects(facts)
     for rank, theirs in enumerate(everyones):
         for name, value in everyones[0].items():
             if theirs.get(name) != value:
                 raise UserError(
                     f"rank {rank} has {name} {theirs.get(name)}, and rank 0 has {value}; {advice}",
-                    printed=dist_ctx.rank > 0,
+                    printed=get_rank() > 0,
                 )
 
 
@@ -168,4 +168,4 @@ def check_ranks(cfg: Config, dist_ctx: DistContext) -> None:
     sources = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCE_FILES.values()))
     facts["source files of hash"] = sources.hexdigest()[:12]
     advice = "start all ranks with the same command, and resume from a folder that all can read"
-    check_same_on_all_ranks(dist_ctx, facts, advice)
+    check_same_on_all_ranks(facts, advice)

@@ -11,10 +11,12 @@ import torch
 
 from common.values import nan_to_none
 from data.shards import recorded_hashes
+from ops.recompute import activation_budget
 from runtime.device import device_summary
 
 if TYPE_CHECKING:
     from runtime.run import Run
+    from train_gpt import TrainState
 
 # Ends of a run that has trained as far as its flags say
 COMPLETE = ("max_steps", "minutes", "epochs", "target_val_loss", "patience")
@@ -36,7 +38,7 @@ def describe_run(run: Run) -> list[str]:
         # How it is computed
         f"device: {device_summary(state.dist_ctx)}, {cfg.dtype}, compile {cfg.compile}, "
         f"parallel {cfg.parallel}, attention {cfg.attn}, loss_chunk {cfg.loss_chunk}, "
-        f"checkpointing {getattr(model.blocks[0], 'recompute_mode', 'none')}, "
+        f"checkpointing {describe_checkpointing(state)}, "
         f"matmul precision {torch.get_float32_matmul_precision()}",
         f"data: {stream.folder} ({meta['source']}), "
         f"{stream.train.n_tokens:,} + {stream.val.n_tokens:,} tokens, "
@@ -55,6 +57,13 @@ def describe_run(run: Run) -> list[str]:
     if stream.tokenizer is None:
         lines.append("no samples will be printed, because a rank has no tokenizer for this data")
     return lines
+
+
+def describe_checkpointing(state: TrainState) -> str:
+    """Return the mode of recomputation in effect, or the fraction that the compiler keeps."""
+    if activation_budget(state.cfg.checkpointing) < 1:
+        return state.cfg.checkpointing
+    return getattr(state.raw_model.blocks[0], "recompute_mode", "none")
 
 
 def summarize(run: Run, stopped_by: str) -> dict[str, Any]:

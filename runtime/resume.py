@@ -39,11 +39,11 @@ def find_start(cfg: Config, run: Run) -> tuple[Config, Start | None]:
     Returns cfg with the flags that it keeps from there as well, the same on every rank. Raises
     UserError.
     """
-    path, is_resume = run_on_rank0(run.dist_ctx, lambda: find_checkpoint(cfg, run))
+    path, is_resume = run_on_rank0(lambda: find_checkpoint(cfg, run))
     cfg = dataclasses.replace(cfg, out_dir=str(run.folder))
     if path is None:
         return cfg, None
-    with raise_on_all_ranks(run.dist_ctx):
+    with raise_on_all_ranks():
         start = Start(path, read_checkpoint(path, verify=False), is_resume)
         cfg = keep_flags(cfg, start)
     run.log.info(f"{'resumed' if is_resume else 'weights'} from {path}")
@@ -90,23 +90,15 @@ class Start:
                 f"({saved['position']}, not {position}); give its --data, --seed, --seq_len, "
                 f"--batch_tokens and --doc_align, or start a new run with --init_from {path}"
             )
-        load_optimizer(state.raw_model, state.optimizer, saved, path)
+        load_optimizer(state.raw_model, state.optimizer, saved)
         if saved["scaler"]:
             state.scaler.load_state_dict(saved["scaler"])
         state.extra.update(load_extra(state.raw_model, saved["extra"]))
         state.step = saved["step"]
         state.tokens = saved["tokens"]
-        stream.eval_part = saved["eval_part"]
         run.clock.load_state(saved["clock"])
         if path.parent.resolve() == run.folder.resolve():
             run.saved_step = state.step
-        if saved["config"]["eval_tokens"] == state.cfg.eval_tokens:  # losses can be compared
-            run.best_val_loss = saved["best_val_loss"]
-        if state.step > state.cfg.max_steps and not state.cfg.minutes:
-            raise UserError(
-                f"{path} is at step {state.step}, beyond --max_steps {state.cfg.max_steps}; give "
-                "more"
-            )
 
 
 def keep_flags(cfg: Config, start: Start) -> Config:
@@ -131,7 +123,7 @@ def keep_flags(cfg: Config, start: Start) -> Config:
         if "minutes" in given and cfg.minutes != saved["minutes"]:
             names -= {"max_steps"}  # more minutes, more steps
     else:
-        names = saved.keys() & start.checkpoint["model_config"].keys() - {"vocab_size"}
+        names = saved.keys() & start.checkpoint["model_config"].keys()
         if {"preset", "params"} & given:
             names = set()  # the shape is given, and has to fit
     kept = {name: saved[name] for name in names - given if hasattr(cfg, name)}
@@ -166,35 +158,34 @@ def find_checkpoint(cfg: Config, run: Run) -> tuple[Path | None, bool]:
     folder, resume = run.folder, cfg.resume
     if not resume and env_int("TORCHELASTIC_MAX_RESTARTS", 0):
         resume = "auto"  # torchrun restarts a job with the flags it had
-    if Path(resume).name == BEST:
-        raise UserError(
-            f"{resume} holds weights only, so it cannot be resumed; use --init_from {resume}"
-        )
-    checkpoints = list_checkpoints(folder)
-    saved = [*checkpoints, *folder.glob("ckpt_*.damaged")]
-    is_own_folder = resume not in ("", "auto") and Path(resume).resolve() == folder.resolve()
-    if resume == "newest" or is_own_folder or (saved and resume == "auto"):
-        return newest_valid(folder, run), True  # what the job has saved
+    checkpoints = [*list_checkpoints(folder), *folder.glob("ckpt_*.damaged")]
 
     # Nothing is overwritten, not even the best weights alone of a run that was killed
-    saved += folder.glob(BEST)
+    saved = [*checkpoints, *folder.glob(BEST)]
     if saved and not resume:
         raise UserError(
             f"{folder} already holds {saved[0].name}; add --resume auto to continue, or give "
             "another --out_dir, with --init_from to start from these weights"
         )
 
-    source = cfg.init_from if resume in ("", "auto") else resume
+    # The run's own checkpoints, those of --resume PATH, or weights for a new run
+    is_resume = resume not in ("", "auto") or (resume == "auto" and bool(checkpoints))
+    source = resume if is_resume else cfg.init_from
     if not source:
         return None, False
-    path = Path(source)
-    if path.is_dir():
+    path = folder if source in ("auto", "newest") else Path(source)
+    is_folder = path.is_dir()
+    if is_folder:
         path = newest_valid(path, run)
-    step = read_checkpoint(path)["step"]
-    is_resume = resume not in ("", "auto")
-    if is_resume and checkpoints and checkpoint_step(checkpoints[0]) > step:
+    if path.name == BEST and is_resume:
         raise UserError(
-            f"{folder} holds {checkpoints[0].name}, later than {path}; give another --out_dir to "
+            f"{path} holds weights only, so it cannot be resumed; use --init_from {path}"
+        )
+    step = read_checkpoint(path, verify=not is_folder)["step"]
+    newest = list_checkpoints(folder)[:1]
+    if is_resume and newest and checkpoint_step(newest[0]) > step:
+        raise UserError(
+            f"{folder} holds {newest[0].name}, later than {path}; give another --out_dir to "
             "branch off"
         )
     return path, is_resume
@@ -210,7 +201,7 @@ def newest_valid(folder: Path, run: Run) -> Path:
             read_checkpoint(path)
             return path
         except CorruptCheckpointError as error:
-            if folder == run.folder:
+            if folder.samefile(run.folder):
                 path.rename(f"{path}.damaged")
             run.log.info(
                 f"skipping a damaged checkpoint, in the run's folder renamed to .damaged: {error}"

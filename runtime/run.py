@@ -25,8 +25,7 @@ from data.shards import DATA_DIR
 from data.stream import TokenStream, prefetch
 from data.tokenizers import VOCABULARY_FILE, get_tokenizer
 from runtime.checkpoint import delete_old_checkpoints, list_checkpoints, save_best_weights
-from runtime.device import configure_device
-from runtime.environment import check_caller, restored_process_state
+from runtime.environment import check_caller, configure_device, restored_process_state
 from runtime.flag_checks import check_device, check_flags
 from runtime.log import Log
 from runtime.progress import Clock, losses_so_far
@@ -79,9 +78,9 @@ class Run:
         check_caller()
         with restored_process_state(), contextlib.ExitStack() as stack:
             dist_ctx = join_ranks()
-            folder = run_on_rank0(dist_ctx, lambda: choose_folder(cfg))
+            folder = run_on_rank0(lambda: choose_folder(cfg))
             run = cls(dist_ctx, folder, stack.enter_context(catch_signals()))
-            run_on_rank0(dist_ctx, lambda: stack.enter_context(locked_folder(folder)) or True)
+            run_on_rank0(lambda: stack.enter_context(locked_folder(folder)))
             stack.callback(run.log.close)
             try:
                 yield run
@@ -91,7 +90,7 @@ class Run:
 
     def configure(self, cfg: Config) -> None:
         """Set up the device and the process, and check the flags. Raises UserError."""
-        with raise_on_all_ranks(self.dist_ctx):
+        with raise_on_all_ranks():
             configure_device(cfg, self.dist_ctx)
             check_flags(cfg)
             for warning in check_device(cfg, self.dist_ctx):
@@ -102,17 +101,18 @@ class Run:
         """Open the log, and say what is in effect. Raises UserError."""
         self.state = state
         self.stream = stream
-        self.first_step = state.step
-        self.log.begin(self)
-        self.has_begun = True
-        # A run may have been killed between its best evaluation, at this step, and what follows it
-        losses = losses_so_far(self)
-        if self.log.last_eval_step == state.step and losses[-1] == min(losses):
-            save_best_weights(self, losses[-1])
-        with raise_on_all_ranks(self.dist_ctx):
+        with raise_on_all_ranks():
             if self.dist_ctx.rank == 0 and stream.vocabulary:
                 with atomic_write(self.folder / VOCABULARY_FILE) as file:
                     file.write(stream.vocabulary.encode())
+        self.first_step = state.step
+        self.log.begin(self)
+        self.has_begun = True
+        losses = losses_so_far(self)
+        if self.log.last_eval_step == state.step and losses[-1] == min(losses):
+            # The run may have been killed between this evaluation and saving its weights
+            save_best_weights(self, losses[-1])
+        self.best_val_loss = min(losses, default=math.inf)
         for line in describe_run(self):
             self.log.info(line)
 
@@ -122,7 +122,7 @@ class Run:
         return bool(self.signals) or is_orphan
 
     def any_rank_is_asked_to_stop(self) -> bool:
-        return any_rank(self.dist_ctx, self.is_asked_to_stop())
+        return any_rank(self.is_asked_to_stop())
 
     @contextlib.contextmanager
     def prefetching(self, get_batch: Callable[[int], Tensor]) -> Iterator[Callable[[], Tensor]]:
@@ -132,7 +132,7 @@ class Run:
         profiled.
         """
         batches = prefetch(get_batch, self.first_step, depth=2)
-        batches = read_on_all_ranks(self.dist_ctx, batches)
+        batches = read_on_all_ranks(batches)
         with contextlib.closing(batches), profiling(self) as self.profiler:
             yield lambda: self.clock.wait_for(batches)
 
@@ -213,11 +213,11 @@ def open_stream(cfg: Config, dist_ctx: DistContext, start: Start | None = None) 
     By default it is Python's own source code, prepared on first use.
     """
     path = Path(cfg.data or DATA_DIR / "python")
-    with raise_on_all_ranks(dist_ctx):
+    with raise_on_all_ranks():
         # Each node prepares it for itself
         if not cfg.data and dist_ctx.local_rank == 0 and not (path / "meta.json").exists():
             prepare("python", out=path)
-    with raise_on_all_ranks(dist_ctx):
+    with raise_on_all_ranks():
         stream = TokenStream(
             path,
             seq_len=cfg.seq_len,
@@ -232,11 +232,11 @@ def open_stream(cfg: Config, dist_ctx: DistContext, start: Start | None = None) 
         f"the shards of {path} with hash": stream.fingerprint()[:12],
         "a meta.json with tokenizer": stream.meta["tokenizer"],
     }
-    check_same_on_all_ranks(dist_ctx, facts, f"give every node the same data in {path}")
+    check_same_on_all_ranks(facts, f"give every node the same data in {path}")
 
     # Training does without a tokenizer; sampling needs it on all ranks, as under FSDP all take part
     with contextlib.suppress(UserError):
-        with raise_on_all_ranks(dist_ctx):
+        with raise_on_all_ranks():
             tokenizer = get_tokenizer(stream.meta["tokenizer"], stream.vocabulary)
         stream.tokenizer = tokenizer
     return stream

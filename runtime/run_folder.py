@@ -1,6 +1,7 @@
 """The folder of a run, which one run at a time may use, and the sources that are copied into it."""
 
 import contextlib
+import fcntl
 import os
 import platform
 import shutil
@@ -10,12 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import sha256_of_file
-
-try:
-    import fcntl  # not on Windows, where a run's folder is not locked
-except ImportError:
-    fcntl = None
 
 
 def new_run_folder(name: str) -> Path:
@@ -39,8 +34,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     lock = folder / ".lock"
     with open(lock, "a+") as lock_file:
         try:
-            if fcntl:
-                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock_file.seek(0)
             raise UserError(
@@ -91,17 +85,11 @@ def run_sources() -> dict[str, Path]:
     return sources
 
 
-def source_hashes() -> list[str]:
-    """List the name and SHA-256 of each source, one text per file."""
-    return [f"{name} sha256 {sha256_of_file(path)}" for name, path in run_sources().items()]
-
-
-def copy_sources(folder: Path, step: int) -> None:
+def copy_sources(sources: dict[str, Path], folder: Path, step: int) -> None:
     """Copy the sources to source/ in a run's folder; at a resume, changed ones to source_<step>/.
 
     There they have their paths in the repository.
     """
-    sources = run_sources()
     earlier = sorted(folder.glob("source*"), key=lambda path: path.stat().st_mtime)
     if step and earlier:
         newest = earlier[-1]

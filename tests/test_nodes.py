@@ -205,21 +205,21 @@ def check_agreement(dist_ctx: DistContext) -> None:
         raise UserError(f"of rank {rank}")
 
     for only, found in ((0, "of rank 0"), (1, "of rank 1"), (None, "of rank 0")):
-        with pytest.raises(UserError, match=found) as caught, raise_on_all_ranks(dist_ctx):
+        with pytest.raises(UserError, match=found) as caught, raise_on_all_ranks():
             if only in (rank, None):
                 fail()
         assert caught.value.printed == (rank != int(found[-1]))
     with pytest.raises(UserError, match="of rank 0"):
-        run_on_rank0(dist_ctx, fail)
-    assert run_on_rank0(dist_ctx, lambda: rank + 5) == 5
-    assert max_over_ranks(dist_ctx, [rank, -rank]) == [1, 0]
-    assert any_rank(dist_ctx, rank == 1) and not any_rank(dist_ctx, False)
-    assert gather_objects(dist_ctx, rank) == [0, 1]
+        run_on_rank0(fail)
+    assert run_on_rank0(lambda: rank + 5) == 5
+    assert max_over_ranks([rank, -rank]) == [1, 0]
+    assert any_rank(rank == 1) and not any_rank(dist_ctx, False)
+    assert gather_objects(rank) == [0, 1]
     # A mean is over the ranks that have the value
     own = dict(a=torch.tensor(2.0 + rank))
     if rank:
         own["b"] = 7
-    assert mean_over_ranks(dist_ctx, own) == dict(a=2.5, b=7.0)
+    assert mean_over_ranks(own) == dict(a=2.5, b=7.0)
 
 
 def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path):

@@ -62,7 +62,10 @@ def only_answers_count(run) -> bool:
     same = math.isclose(rows(run.folder, "val_loss")[-1], evaluated, rel_tol=2e-6)
     trained_on = Plain(run.weights, model_cfg).loss(x, y)
     same &= math.isclose(rows(run.folder, "train_loss")[0], trained_on, rel_tol=2e-6)
-    same &= not any(rows(run.folder, "val_bpb"))  # the answers' bytes are not counted
+    n_answers = (answers(x_val, y_val) >= 0).sum().item()
+    n_bytes = ((answers(x_val, y_val) >= 0) & (y_val != EOT)).sum().item()
+    bits = evaluated / math.log(2) * n_answers / n_bytes
+    same &= math.isclose(rows(run.folder, "val_bpb")[-1], bits, rel_tol=2e-6)
     return same and 0.1 < (y >= 0).any(1).float().mean() < 0.9
 
 
