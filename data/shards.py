@@ -48,6 +48,11 @@ def check_shard(path: Path) -> tuple[int, np.dtype]:
             header = file.read(12)
     magic, version, count = np.frombuffer(header, dtype="<i4").tolist()
 
+    if magic and magic not in FORMATS:
+        raise UserError(
+            f"{path} has no header of a token shard, as nanoGPT's train.bin; prepare or download "
+            "the data again, or convert the file as docs/data.md shows"
+        )
     known_version, dtype = FORMATS.get(magic, (None, None))
     if version != known_version or count <= 0 or size != HEADER_BYTES + count * dtype.itemsize:
         raise UserError(
