@@ -285,11 +285,12 @@ def train_on_sample(documents: Iterable[corpus.Piece], vocab_size: int | None, n
         seen = 0
         taken = 0
         for split, _, piece in documents:
-            # The sample's share of all that has been seen stays the same
-            if split == "train" and taken * n_bytes <= seen * sample_bytes:
-                yield piece
-                taken += len(piece)
-            seen += len(piece)
+            if split == "train":
+                # Always the same share of all that has been seen
+                if taken * n_bytes <= seen * sample_bytes:
+                    yield piece
+                    taken += len(piece)
+                seen += len(piece)
 
     return train_vocabulary(sample(), vocab_size)
 
