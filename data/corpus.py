@@ -36,9 +36,9 @@ OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MAX_UNREADABLE = 0.1  # the fraction of the text in a folder that may be left out
 # Bytes read at once
 BLOCK = 1 << 18
-# What completes a UTF-8 character, or a number, that would be cut
-CHARACTER = re.compile(rb"[\x80-\xbf]*")
-NUMBER = re.compile(rb"\S*")
+# The bytes that complete a UTF-8 character, or a number, that would be cut
+CHARACTER = bytes(range(0x80, 0xC0))
+NUMBER = b"0123456789"
 # Text can be cut between a visible character and whitespace: no GPT-2 token spans the two
 SAFE_CUT = re.compile(rb"(?s).*[!-~](?=\s)")
 
@@ -104,8 +104,8 @@ def find_files(arguments: Sequence[str | Path], include: Sequence[str]) -> list[
             found = [path for path in found if is_included(path, include)]
         elif not os.path.lexists(argument):
             raise UserError(f"there is no file or folder {argument}; check the path")
-        paths |= dict.fromkeys(found)
-    return [*paths]
+        paths |= {os.path.abspath(path): path for path in found}
+    return [*paths.values()]
 
 
 def is_included(path: Path, include: Sequence[str]) -> bool:
@@ -158,6 +158,7 @@ def measure(path: Path, keys: Sequence[str]) -> TextFile:
     """Read a file for the hashes and sizes of its documents. Raises Unreadable."""
     hashes = array("Q")
     sizes = array("Q")
+    digest = hashlib.sha256()
     for starts_document, block in read_blocks(path, keys):
         if starts_document:
             digest = hashlib.sha256()
@@ -315,24 +316,26 @@ def split_documents(
     paths: Iterable[Path],
     keys: Sequence[str],
     train_sizes: Iterable[int],
-    unit: re.Pattern[bytes] = CHARACTER,
+    unit: bytes = CHARACTER,
 ) -> Iterator[Piece]:
     """Yield the blocks of all documents with their splits.
 
     keys: of the texts in a row.
     train_sizes: of each document, the bytes for training; the others are for validation.
-    unit: CHARACTER or NUMBER; none is cut.
+    unit: CHARACTER or NUMBER: none is cut between the splits.
     """
     sizes = iter(train_sizes)
+    left = 0  # bytes of a document that are left for training
+    split = "train"
     for path in paths:
         for starts_document, block in read_blocks(path, keys):
             if starts_document:
-                left = next(sizes)  # bytes for training
+                left = next(sizes)
                 split = "train" if left else "val"
             if split == "train":
                 cut = len(block)
                 if left < cut:
-                    cut = unit.match(block, left).end()
+                    cut -= len(block[left:].lstrip(unit))
                 yield split, starts_document, block[:cut]
                 left = max(0, left - cut)
                 block = block[cut:]
@@ -375,7 +378,7 @@ def find_cut(raw: bytes) -> int:
     # Where no position is safe, bound the memory: cut before the last character
     if len(raw) < 3 * BLOCK:
         return 0
-    return len(raw.rstrip(bytes(range(0x80, 0xC0)))) - 1
+    return len(raw.rstrip(CHARACTER)) - 1
 
 
 # -----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import os
 import platform
-import re
 import secrets
 import shutil
 import sys
@@ -206,7 +205,7 @@ def open_source(
     options: Options,
     texts: list[corpus.TextFile],
     val_texts: list[corpus.TextFile],
-    unit: re.Pattern[bytes],
+    unit: bytes,
 ) -> tuple[str, Callable[[], Iterator[corpus.Piece]], int]:
     """Return the origin of a source, a function that reads its documents, and their bytes."""
     origin = options.texts

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import atomic_write, sha256_of_file
 
 DATA_DIR = Path(__file__).resolve().parent
-# Trained on Python 3.11.7's library and its generated tables, with --tokenizer bpe --vocab_size 1024
+# Trained on Python 3.11.7's library and its tables, with --tokenizer bpe --vocab_size 1024
 PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"
 # The entries of meta.json for GPT-2's tokenizer
 GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
