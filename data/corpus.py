@@ -194,8 +194,8 @@ def choose_train_sizes(files: Sequence[TextFile], val_fraction: float) -> list[i
     """Choose how many bytes of each document are for training; the others are for validation.
 
     Documents are for validation in the order of their hashes, equal ones together, until their
-    bytes reach val_fraction. If the one that reaches it is larger than all that is wanted, it is
-    cut: its end is for validation.
+    bytes reach val_fraction. Where they would be more than twice as much, or all, the document that
+    reaches it is cut: its end is for validation.
     """
     hashes = np.concatenate([file.hashes for file in files])
     sizes = np.concatenate([file.sizes for file in files])
@@ -205,11 +205,9 @@ def choose_train_sizes(files: Sequence[TextFile], val_fraction: float) -> list[i
     wanted = val_fraction * ends[-1]
     reaching = np.searchsorted(ends, wanted)
     train_sizes = sizes * (index > reaching)
-    is_cut = index == reaching
-    if n_bytes[reaching] > wanted:
+    if ends[reaching] > 2 * wanted or reaching == len(distinct) - 1:
+        is_cut = index == reaching
         train_sizes[is_cut] = sizes[is_cut] * ((ends[reaching] - wanted) / n_bytes[reaching])
-    elif reaching == len(distinct) - 1:  # it is the last, and remains for training
-        train_sizes[is_cut] = sizes[is_cut]
     return train_sizes.tolist()
 
 

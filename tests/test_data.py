@@ -216,16 +216,14 @@ def test_python_source_is_the_standard_library(tmp_path, monkeypatch):
     assert root / "json" / "decoder.py" in paths
     expected = expected_documents([[path.read_bytes().decode()] for path in paths], 0.1)
     meta, vocabulary = meta_or_gpt2(folder), PYTHON_VOCABULARY.read_text()
-    assert (folder / "tokenizer.json").read_text() == vocabulary
-    assert meta["vocab_size"] == 1024 and meta["options"]["source"] == "python"
+    assert (folder / "tokenizer.json").read_text() == vocabulary and meta["vocab_size"] == 1024
     assert meta["source"].startswith("standard library of Python 3.")
-    tokenizer = get_tokenizer("bpe", vocabulary)
     for split, counts in meta["splits"].items():
         tokens = independent_split(folder, split)
-        documents = tokenizer.decode_bytes(tokens).split(b"<|endoftext|>")[1:]
-        n_bytes = sum(map(len, documents))
-        assert documents == expected[split] and n_bytes / len(tokens) > 2.4
-        assert counts == dict(tokens=len(tokens), bytes=n_bytes, documents=len(documents))
+        documents = get_tokenizer("bpe", vocabulary).decode_bytes(tokens).split(b"<|endoftext|>")
+        assert documents[1:] == expected[split]
+        n_bytes = sum(map(len, expected[split]))
+        assert counts == dict(tokens=len(tokens), bytes=n_bytes, documents=len(expected[split]))
 
 
 def write_rows(path, rows, keys, mark="", **dialect):
@@ -333,34 +331,38 @@ def split_of(tmp_path, fraction, *files):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
 def test_validation_has_its_fraction(tmp_path, fraction):
-    """Of the bytes, whatever the sizes; equal texts stay together, and each split has one."""
+    """Of the bytes, whatever the sizes. Equal texts stay together, and names do not matter."""
     draw = random.Random(1)
     texts = [f"{i}." * draw.randint(1, 99) for i in range(400)]
     for files in ([texts], [[text] for text in texts[:60]], [texts, texts[::2]]):
         train, val = split_of(tmp_path, fraction, *files)
-        assert not {*train} & {*val}
+        assert not {*train} & {*val} and len(train + val) == sum(map(len, files))
         n_train, n_val = sum(map(len, train)), sum(map(len, val))
         assert 0 <= n_val - fraction * (n_train + n_val) < 1_000
     # A row that is removed moves few of the others
     whole, fewer = split_of(tmp_path, fraction, texts), split_of(tmp_path, fraction, texts[1:])
     assert len({*list(whole)[1]} ^ {*list(fewer)[1]}) < 9
-    # Two documents, and one
-    train, val = split_of(tmp_path, 0.5, ["one"], ["two"])
-    assert sorted(train + val) == [b"one", b"two"] and train and val
 
 
-def test_large_documents_are_cut(tmp_path):
-    """Those with more than the fraction: a single one, or copies, all at the same place."""
-    for copies, others in ((1, []), (8, ["b" * 800, "c" * 8_000]), (3, ["d"])):
-        text = "".join(map(str, range(1000)))[: 8_000 // copies]
-        train, val = split_of(tmp_path, 0.1, *[[text]] * copies, others)
-        n_train, n_val = sum(map(len, train)), sum(map(len, val))
-        assert abs(n_val - 0.1 * (n_train + n_val)) <= copies
-        for start, end in zip(sorted(train), sorted(val)):
-            assert not {*train} & {*val} and start + end in (
-                text.encode(),
-                *map(str.encode, others),
-            )
+@pytest.mark.parametrize(
+    "documents, fraction, n_val, n_cut",
+    [
+        ({"a": 1000}, 0.1, 100, 1),  # a single one
+        ({"a": 500, "b": 500}, 0.5, 500, 0),
+        ({"a": 100, "b": 100, "c": 100}, 0.1, 30, 1),
+        ({letter: 100 for letter in "abcdef"}, 0.1, 100, 0),  # up to twice the fraction
+        ({"a": 10, "b": 5000, "c": 9990}, 0.1, 1500, 1),
+        ({"a": 100, "b": 100}, 0.9, 180, 1),  # never all
+    ],
+)
+@pytest.mark.parametrize("copies", [1, 4])
+def test_large_documents_are_cut(tmp_path, documents, fraction, n_val, n_cut, copies):
+    """Copies all at the same place."""
+    texts = [letter * n for letter, n in documents.items()] * copies
+    train, val = split_of(tmp_path, fraction, *([text] for text in texts))
+    assert not {*train} & {*val} and sum(map(len, val)) == n_val * copies
+    assert len(train + val) == (len(documents) + n_cut) * copies
+    assert Counter(b"".join(train + val)) == Counter("".join(texts).encode())
 
 
 def test_a_row_of_parquet_is_a_document(tmp_path, monkeypatch):
