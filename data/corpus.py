@@ -230,7 +230,7 @@ def open_file(path: Path) -> BinaryIO:
         raise Unreadable(path, "is a broken link, a pipe or a device", "give a file")
     suffix = path.suffix.lower()
     if suffix in (".zst", ".zip"):
-        raise Unreadable(path, f"is packed as {suffix}, which Python cannot read", "unpack it")
+        raise Unreadable(path, f"is packed as {suffix}", "unpack it")
     stream = OPEN.get(suffix, open)(path, "rb")
     if stream.read(3) != codecs.BOM_UTF8:
         stream.seek(0)

@@ -735,7 +735,7 @@ FILES = {
         ("files cut.txt", "cut.txt is not UTF-8 text: byte 0xe2 in line 2"),
         ("files zero.txt", "zero.txt is not UTF-8 text: byte 0x00 in line 1"),
         ("files empty.txt", "there is no text in .*empty.txt.*; give PATHs of readable files"),
-        ("files a.txt.zst", "a.txt.zst is packed as .zst, which Python cannot read; unpack it"),
+        ("files a.txt.zst", "a.txt.zst is packed as .zst; unpack it"),
         ("files in --include *.md b*", "no text in .*in'. that matches --include .*md b.; give"),
         ("in/a.txt", "in/a.txt is not one of python,.*; for your own texts, .* files .*in/a.txt`"),
         ("files a.txt --vocab_size 70000", "--vocab_size is 70000; expected 258 to 65536"),
