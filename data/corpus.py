@@ -398,8 +398,11 @@ def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[byt
         if file_format(path) == ".parquet":
             rows = parquet_rows(stream, path, keys)
         elif file_format(path) == ".csv":
+            for _ in read_text(stream, path):  # finds the line of a byte that is not UTF-8
+                pass
+            stream.seek(0)
             csv.field_size_limit(1 << 26)
-            text = io.TextIOWrapper(stream, "utf-8", newline="")
+            text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
             # Surplus cells turn the first text into a list, which is an error below
             rows = csv.DictReader(text, restkey=keys[0], strict=True)
         elif file_format(path) == ".json":
