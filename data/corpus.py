@@ -4,6 +4,7 @@ All text is UTF-8. A document is a row of a table or of JSON, a part of a text b
 <|endoftext|>, or any other file.
 """
 
+import bz2
 import codecs
 import csv
 import fnmatch
@@ -12,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import sysconfig
@@ -28,11 +30,15 @@ from common.errors import UserError, print_line
 from data.tokenizers import END_OF_TEXT
 
 NOT_PYTHON = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+NOT_PYTHON |= {"encodings", "pydoc_data"}  # generated tables, with half of all duplicated text
 ROW_FORMATS = (".jsonl", ".ndjson", ".csv", ".parquet")
+OPEN = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+MAX_UNREADABLE = 0.1  # the fraction of the text in a folder that may be left out
 # Bytes read at once
 BLOCK = 1 << 18
-# The second to fourth bytes of a UTF-8 character
-CONTINUATION = re.compile(rb"[\x80-\xbf]*")
+# The bytes that complete a UTF-8 character, or a number, that would be cut
+CHARACTER = bytes(range(0x80, 0xC0))
+NUMBER = b"0123456789"
 # Text can be cut between a visible character and whitespace: no GPT-2 token spans the two
 SAFE_CUT = re.compile(rb"(?s).*[!-~](?=\s)")
 
@@ -51,9 +57,10 @@ class TextFile(NamedTuple):
 class Unreadable(UserError):
     """A file that cannot be read. Found inside a folder, it is skipped."""
 
-    def __init__(self, path: Path, found: str, advice: str):
+    def __init__(self, path: Path, found: str, advice: str, is_text: bool = False):
         super().__init__(f"{path} {found}; {advice}")
         self.found = found
+        self.text_size = path.stat().st_size if is_text else 0
 
 
 # -----------------------------------------------------------------------------
@@ -70,20 +77,9 @@ def files_under(folder: Path, is_unwanted: Callable[[str], bool]) -> list[Path]:
 
 
 def python_files() -> list[TextFile]:
-    """Measure the Python files of this Python's standard library, without its tests.
-
-    Their hashes are those of their names, so that other versions of Python split them alike.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for path in files_under(root, NOT_PYTHON.__contains__):
-        if path.suffix == ".py":
-            file = measure(path, ())
-            digest = hashlib.sha256(path.relative_to(root).as_posix().encode())
-            if file.hashes:
-                file.hashes[0] = int.from_bytes(digest.digest()[:8])
-            files.append(file)
-    return sort_by_hash(files)
+    """Measure the Python files of this Python's standard library, without tests and tables."""
+    paths = files_under(Path(sysconfig.get_path("stdlib")), NOT_PYTHON.__contains__)
+    return sort_by_hash(measure(path, ()) for path in paths if path.suffix == ".py")
 
 
 def sort_by_hash(files: Iterable[TextFile]) -> list[TextFile]:
@@ -108,8 +104,8 @@ def find_files(arguments: Sequence[str | Path], include: Sequence[str]) -> list[
             found = [path for path in found if is_included(path, include)]
         elif not os.path.lexists(argument):
             raise UserError(f"there is no file or folder {argument}; check the path")
-        paths |= dict.fromkeys(found)
-    return [*paths]
+        paths |= {os.path.abspath(path): path for path in found}
+    return [*paths.values()]
 
 
 def is_included(path: Path, include: Sequence[str]) -> bool:
@@ -127,11 +123,12 @@ def find_texts(
     """Find and measure the files that arguments stand for.
 
     Unreadable files inside folders are skipped and listed. Raises Unreadable for one that was
-    given, and UserError if none is left.
+    given, and UserError if no text is left, or less than 1 - MAX_UNREADABLE of it.
     """
     given = set(map(Path, arguments))
     files = []
     skipped = []
+    n_skipped_bytes = 0
     for path in find_files(arguments, include):
         try:
             files.append(measure(path, keys))
@@ -139,13 +136,20 @@ def find_texts(
             if path in given:
                 raise
             skipped.append(f"{path} ({error.found})")
+            n_skipped_bytes += error.text_size
+    n_bytes = total_size(files)
     if skipped:
+        share = n_skipped_bytes / max(1, n_skipped_bytes + n_bytes)
         examples = ", ".join(sorted(skipped)[:5])
-        print_line(f"skipped {len(skipped):,} files that cannot be read as text: {examples}")
-    if not files:
+        found = f"{len(skipped):,} files, with {share:.1%} of the text, cannot be read: {examples}"
+        if share > MAX_UNREADABLE:
+            raise UserError(f"{found}; convert or remove them, or choose others with --include")
+        print_line(f"skipped {found}")
+    if not n_bytes:
+        where = " that matches --include " + " ".join(include) if include else ""
         raise UserError(
-            f"there is no text in {list(map(str, arguments))}; give PATHs of readable files or "
-            "folders"
+            f"there is no text in {list(map(str, arguments))}{where}; give PATHs of readable files "
+            "or folders"
         )
     return sort_by_hash(files)
 
@@ -154,6 +158,7 @@ def measure(path: Path, keys: Sequence[str]) -> TextFile:
     """Read a file for the hashes and sizes of its documents. Raises Unreadable."""
     hashes = array("Q")
     sizes = array("Q")
+    digest = hashlib.sha256()
     for starts_document, block in read_blocks(path, keys):
         if starts_document:
             digest = hashlib.sha256()
@@ -188,18 +193,21 @@ def check_disjoint(files: Iterable[TextFile], val_files: Iterable[TextFile]) -> 
 def choose_train_sizes(files: Sequence[TextFile], val_fraction: float) -> list[int]:
     """Choose how many bytes of each document are for training; the others are for validation.
 
-    A document is for validation if its hash is below a threshold, which follows from val_fraction,
-    but is moved so that each split has a document. One with more than val_fraction of the bytes is
-    cut; every document is, if there are fewer than two others.
+    Documents are for validation in the order of their hashes, equal ones together, until their
+    bytes reach val_fraction. Where they would be more than twice as much, or all, the document that
+    reaches it is cut: its end is for validation.
     """
     hashes = np.concatenate([file.hashes for file in files])
     sizes = np.concatenate([file.sizes for file in files])
-    train_sizes = (sizes * (1 - val_fraction)).astype(int)
-    is_whole = sizes <= val_fraction * sizes.sum()
-    whole = hashes[is_whole]
-    if len(np.unique(whole)) > 1:
-        threshold = min(max(int(val_fraction * 2**64), int(whole.min()) + 1), int(whole.max()))
-        train_sizes[is_whole] = (sizes * (hashes >= threshold))[is_whole]
+    distinct, index = np.unique(hashes, return_inverse=True)
+    n_bytes = np.bincount(index, weights=sizes)
+    ends = np.cumsum(n_bytes)
+    wanted = val_fraction * ends[-1]
+    reaching = np.searchsorted(ends, wanted)
+    train_sizes = sizes * (index > reaching)
+    if ends[reaching] > 2 * wanted or reaching == len(distinct) - 1:
+        is_cut = index == reaching
+        train_sizes[is_cut] = sizes[is_cut] * ((ends[reaching] - wanted) / n_bytes[reaching])
     return train_sizes.tolist()
 
 
@@ -208,16 +216,22 @@ def choose_train_sizes(files: Sequence[TextFile], val_fraction: float) -> list[i
 
 
 def file_format(path: Path) -> str:
-    """Return the suffix of a file's name in lower case, without .gz, such as ".csv"."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    """Return the suffix of a file's name in lower case, without .gz and the like: ".csv"."""
+    name = Path(path.name.lower())
+    if name.suffix in OPEN:
+        name = name.with_suffix("")
+    return name.suffix
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file as a binary stream, unpack .gz, and skip a byte order mark. Raises Unreadable."""
+    """Open a file as a binary stream, unpack it, skip a byte order mark. Raises Unreadable."""
     # A pipe cannot be read twice, and opening one may block forever
     if not path.is_file():
         raise Unreadable(path, "is a broken link, a pipe or a device", "give a file")
-    stream = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")
+    suffix = path.suffix.lower()
+    if suffix in (".zst", ".zip"):
+        raise Unreadable(path, f"is packed as {suffix}", "unpack it")
+    stream = OPEN.get(suffix, open)(path, "rb")
     if stream.read(3) != codecs.BOM_UTF8:
         stream.seek(0)
     return stream
@@ -238,7 +252,7 @@ def read_blocks(path: Path, keys: Sequence[str]) -> Iterator[tuple[bool, bytes]]
                         yield True, text
             else:
                 yield from split_text(read_text(stream, path))
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error  # of a damaged .gz
         raise Unreadable(path, f"cannot be read ({reason})", "repair or remove it") from None
 
@@ -246,15 +260,25 @@ def read_blocks(path: Path, keys: Sequence[str]) -> Iterator[tuple[bool, bytes]]
 def read_text(stream: BinaryIO, path: Path) -> Iterator[bytes]:
     """Yield the bytes of a text. Raises Unreadable if they are not UTF-8 or contain a zero."""
     decoder = codecs.getincrementaldecoder("utf-8")()
+    line = 1
     block = None
     while block != b"":
         block = stream.read(BLOCK)
+        raw = block
+        bad = block.find(b"\0")
+        is_text = True
         try:
-            is_text = "\0" not in decoder.decode(block, final=not block)
-        except UnicodeDecodeError:
-            is_text = False
-        if not is_text:
-            raise Unreadable(path, "is not UTF-8 text", "convert or remove it")
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            is_text = bad < 0  # images and the like also have zeros
+            if is_text:
+                raw = error.object
+                bad = error.start
+        if bad >= 0:
+            line += raw.count(b"\n", 0, bad)
+            found = f"is not UTF-8 text: byte 0x{raw[bad]:02x} in line {line:,}"
+            raise Unreadable(path, found, "convert or remove it", is_text)
+        line += block.count(b"\n")
         yield block
 
 
@@ -287,24 +311,29 @@ def split_text(blocks: Iterable[bytes]) -> Iterator[tuple[bool, bytes]]:
 
 
 def split_documents(
-    paths: Iterable[Path], keys: Sequence[str], train_sizes: Iterable[int]
+    paths: Iterable[Path],
+    keys: Sequence[str],
+    train_sizes: Iterable[int],
+    unit: bytes = CHARACTER,
 ) -> Iterator[Piece]:
     """Yield the blocks of all documents with their splits.
 
     keys: of the texts in a row.
     train_sizes: of each document, the bytes for training; the others are for validation.
+    unit: CHARACTER or NUMBER: none is cut between the splits.
     """
     sizes = iter(train_sizes)
+    left = 0  # bytes of a document that are left for training
+    split = "train"
     for path in paths:
         for starts_document, block in read_blocks(path, keys):
             if starts_document:
-                left = next(sizes)  # bytes for training
+                left = next(sizes)
                 split = "train" if left else "val"
             if split == "train":
                 cut = len(block)
                 if left < cut:
-                    # Complete a character
-                    cut = CONTINUATION.match(block, left).end()
+                    cut -= len(block[left:].lstrip(unit))
                 yield split, starts_document, block[:cut]
                 left = max(0, left - cut)
                 block = block[cut:]
@@ -347,7 +376,7 @@ def find_cut(raw: bytes) -> int:
     # Where no position is safe, bound the memory: cut before the last character
     if len(raw) < 3 * BLOCK:
         return 0
-    return len(raw.rstrip(bytes(range(0x80, 0xC0)))) - 1
+    return len(raw.rstrip(CHARACTER)) - 1
 
 
 # -----------------------------------------------------------------------------
@@ -362,14 +391,18 @@ def has_rows(stream: BinaryIO, path: Path) -> bool:
 
 
 def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[bytes]:
-    """Yield the texts of a file's rows as bytes, split at <|endoftext|>."""
-    number = 0
+    """Yield the texts of a file's rows as bytes, split at <|endoftext|>. Raises UserError."""
+    number = 0  # of rows that have been read
+    row = {}
     try:
         if file_format(path) == ".parquet":
             rows = parquet_rows(stream, path, keys)
         elif file_format(path) == ".csv":
+            for _ in read_text(stream, path):  # finds the line of a byte that is not UTF-8
+                pass
+            stream.seek(0)
             csv.field_size_limit(1 << 26)
-            text = io.TextIOWrapper(stream, "utf-8", newline="")
+            text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
             # Surplus cells turn the first text into a list, which is an error below
             rows = csv.DictReader(text, restkey=keys[0], strict=True)
         elif file_format(path) == ".json":
@@ -377,30 +410,38 @@ def read_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[byt
         else:
             rows = (json.loads(line) for line in stream if line.strip())
         for row in rows:
-            text = "\n".join([row[key] for key in keys]) if row is not None else ""
+            cells = [cell_text(row[key]) for key in keys] if row else []
             number += 1
-            raw = text.replace("\0", "").encode("utf-8", errors="replace")
-            yield from raw.split(END_OF_TEXT)
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
+            if any(cells):
+                raw = "\n".join(cells).replace("\0", "").encode("utf-8", errors="replace")
+                yield from raw.split(END_OF_TEXT)
+    except KeyError as error:
+        found = f"has no {error} in row {number + 1:,}, which has {', '.join(map(repr, row))}"
+        raise Unreadable(path, found, "give --text_key", is_text=True) from None
+    except (ValueError, TypeError, csv.Error) as error:
         expected = ", ".join(f'"{key}": TEXT' for key in keys)
         reason = f"{type(error).__name__}: {error}"
-        found = f"after row {number}: expected {{{expected}}} ({reason})"
-        raise Unreadable(path, found, "correct it, or give --text_key") from None
+        found = f"after row {number:,}: expected {{{expected}}} ({reason})"
+        raise Unreadable(path, found, "correct it", is_text=True) from None
+
+
+def cell_text(cell: str | bytes | None) -> str:
+    """Return the text of a cell, "" if it is empty. Raises TypeError, UnicodeDecodeError."""
+    if isinstance(cell, bytes):  # as older programs write text to Parquet
+        cell = cell.decode()
+    return "" if cell is None else cell + ""
 
 
 def parquet_rows(stream: BinaryIO, path: Path, keys: Sequence[str]) -> Iterator[dict]:
-    """Yield these columns of a Parquet file row by row, with "" for empty cells.
-
-    Only a few rows are in memory at a time.
-    """
+    """Yield the rows of a Parquet file, of which only a few are in memory at a time."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise UserError(f"{path} needs the package pyarrow; run `pip install pyarrow`") from None
     file = ParquetFile(stream)
-    for batch in file.iter_batches(batch_size=256, columns=[*keys]):
-        for row in batch.to_pylist():
-            yield {key: "" if cell is None else cell for key, cell in row.items()}
+    columns = [*keys] if {*keys} <= {*file.schema_arrow.names} else None
+    for batch in file.iter_batches(batch_size=256, columns=columns):
+        yield from batch.to_pylist()
 
 
 # -----------------------------------------------------------------------------

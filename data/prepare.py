@@ -36,6 +36,8 @@ from data.download import DOWNLOADS, Progress, download, prepare_fineweb, prepar
 from data.shards import DATA_DIR, PYTHON_VOCABULARY, meta_or_gpt2, write_meta, write_shard
 from data.stream import map_ahead
 from data.tokenizers import (
+    MAX_SIZE,
+    MIN_SIZE,
     VOCABULARY_FILE,
     Tokenizer,
     get_tokenizer,
@@ -100,6 +102,9 @@ def prepare(
     """
     if not 0 < val_fraction < 1:
         raise UserError(f"--val_fraction is {val_fraction}; expected between 0 and 1")
+    if vocab_size is not None and not MIN_SIZE <= vocab_size <= MAX_SIZE:
+        raise UserError(f"--vocab_size is {vocab_size}; expected {MIN_SIZE} to {MAX_SIZE}")
+
     # Your own texts, for training and for validation
     texts = []
     val_texts = []
@@ -120,13 +125,14 @@ def prepare(
         texts=corpus.describe_texts(texts),
         val=corpus.describe_texts(val_texts),
     )
-    folder = Path(out or default_folder(options))
+    folder = Path(out or default_folder(options, paths))
     name, vocabulary = choose_tokenizer(options, texts)
     if is_prepared(folder, options):
         return folder
 
     with temporary_folder(folder) as temporary:
-        origin, read, n_bytes = open_source(options, texts, val_texts)
+        unit = corpus.NUMBER if name.startswith("integers") else corpus.CHARACTER
+        origin, read, n_bytes = open_source(options, texts, val_texts, unit)
 
         # Train a vocabulary, in a first pass over the documents
         if name == "bpe" and not vocabulary:
@@ -147,10 +153,18 @@ def prepare(
     return folder
 
 
-def default_folder(options: Options) -> Path:
-    """Return data/<source>, with the tokenizer's name if it is not the source's default."""
+def default_folder(options: Options, paths: Sequence[str | Path]) -> Path:
+    """Return data/<source>, or data/<name> for your own file or folder, or that of several.
+
+    The tokenizer's name is added if it is not the source's default.
+    """
     name = options.source
-    if options.tokenizer not in (None, SOURCES[name]):
+    if paths:
+        common = Path(os.path.commonpath([os.path.abspath(path) for path in paths]))
+        name = common.name if common.is_dir() else common.stem
+        if name in SOURCES:
+            name += "_files"
+    if options.tokenizer not in (None, SOURCES[options.source]):
         name += f"_{Path(options.tokenizer).name.replace(':', '')}"
     return DATA_DIR / name
 
@@ -167,20 +181,31 @@ def is_prepared(folder: Path, options: Options) -> bool:
         return False
 
     # Folders made by other programs do not record their options
-    now = asdict(options)
-    recorded = now | meta_or_gpt2(folder).get("options", {})
-    for name, value in now.items():
-        if recorded[name] != value:
+    recorded = meta_or_gpt2(folder).get("options", {})
+    for name, now in asdict(options).items():
+        before = recorded.get(name, now)
+        if before != now:
             raise UserError(
-                f"{folder} was made with {name} {recorded[name]}, which now is {value}; remove it, "
-                "or choose a different --out"
+                f"{folder} was made {in_words(name, before)}, not {in_words(name, now)}; remove "
+                "it, or choose a different --out"
             )
     print_line(f"already there: {folder}; to make it again, remove it")
     return True
 
 
+def in_words(name: str, value: str | float | list[str] | None) -> str:
+    """Name an option of Options and its value."""
+    if value is None:
+        return f"without --{name}"
+    flag = "from" if name in ("source", "texts") else f"with --{name}"
+    return f"{flag} {' '.join(value) if isinstance(value, list) else value}"
+
+
 def open_source(
-    options: Options, texts: list[corpus.TextFile], val_texts: list[corpus.TextFile]
+    options: Options,
+    texts: list[corpus.TextFile],
+    val_texts: list[corpus.TextFile],
+    unit: bytes,
 ) -> tuple[str, Callable[[], Iterator[corpus.Piece]], int]:
     """Return the origin of a source, a function that reads its documents, and their bytes."""
     origin = options.texts
@@ -202,7 +227,7 @@ def open_source(
 
     def read():
         sizes = itertools.chain(train_sizes, itertools.repeat(0))
-        return corpus.cut_pieces(corpus.split_documents(paths, options.text_key, sizes))
+        return corpus.cut_pieces(corpus.split_documents(paths, options.text_key, sizes, unit))
 
     return origin, read, corpus.total_size([*texts, *val_texts])
 
@@ -211,10 +236,10 @@ def print_summary(folder: Path, meta: dict) -> None:
     """Print the size of each split, and the bytes per token of text."""
     total = sum(counts["tokens"] for counts in meta["splits"].values())
     for split, counts in meta["splits"].items():
-        details = f"{counts['tokens'] / total:.1%}, {meta['tokenizer']}"
+        details = f"{counts['tokens'] / total:.1%} of all, {meta['tokenizer']}"
         if counts["bytes"]:
             details += f", {counts['bytes'] / counts['tokens']:.2f} bytes each"
-        print_line(f"{folder}: {counts['tokens']:,} tokens ({details}) in {split}")
+        print_line(f"{folder}: {counts['tokens']:,} tokens in {split} ({details})")
 
 
 # -----------------------------------------------------------------------------
@@ -246,20 +271,25 @@ def choose_tokenizer(options: Options, texts: list) -> tuple[str, str | None]:
 
 
 def train_on_sample(documents: Iterable[corpus.Piece], vocab_size: int | None, n_bytes: int) -> str:
-    """Train a vocabulary on the first BPE_SAMPLE_BYTES of the training split, and return it."""
+    """Train a vocabulary on BPE_SAMPLE_BYTES at most, spread over the training split; return it.
+
+    n_bytes: of all documents.
+    """
     if vocab_size is None:
         vocab_size = LARGE_VOCAB_SIZE if n_bytes >= LARGE_VOCAB_BYTES else SMALL_VOCAB_SIZE
-    n_bytes = min(n_bytes, BPE_SAMPLE_BYTES)
-    print_line(f"training {vocab_size} byte pairs on the first {n_bytes / 1e6:.1f} MB")
+    sample_bytes = min(n_bytes, BPE_SAMPLE_BYTES)
+    print_line(f"training {vocab_size} byte pairs on a sample of {sample_bytes / 1e6:.1f} MB")
 
     def sample():
-        size = 0
+        seen = 0
+        taken = 0
         for split, _, piece in documents:
-            if size >= BPE_SAMPLE_BYTES:
-                return
             if split == "train":
-                yield piece
-                size += len(piece)
+                # Always the same share of all that has been seen
+                if taken * n_bytes <= seen * sample_bytes:
+                    yield piece
+                    taken += len(piece)
+                seen += len(piece)
 
     return train_vocabulary(sample(), vocab_size)
 
@@ -404,14 +434,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     several = dict(nargs="+", action="extend")
-    add("source", choices=OPTIONS_OF, help="files: your own texts; hellaswag: questions")
+    add("source", metavar="SOURCE", help=f"one of {', '.join(OPTIONS_OF)}")
     add(
         "paths",
         nargs="*",
         metavar="PATH",
-        help="files: text, JSON, .csv or .parquet files; folders",
+        help="files: your own text, JSON, .csv or .parquet files; folders",
     )
-    add("--out", help="the folder to make (default: data/<source>)")
+    add("--out", help="the folder to make (default: data/<source>, or data/<name of the file>)")
     add(
         "--tokenizer",
         help="gpt2, bytes, bpe (trained on the text), integers:N, or a folder with a vocabulary",
@@ -446,6 +476,11 @@ def main(argv: list[str]) -> None:
     """Run the command line. Raises UserError, also for options that the source does not take."""
     options = vars(make_parser().parse_intermixed_args(argv))
     source = options.pop("source")
+    if source not in OPTIONS_OF:
+        raise UserError(
+            f"{source} is not one of {', '.join(OPTIONS_OF)}; for your own texts, type `python "
+            f"data/prepare.py files {source}`"
+        )
     for name in options.keys() - OPTIONS_OF[source]:
         raise UserError(f"{source} does not take {name}; remove it")
     others = {"fineweb10B": prepare_fineweb, "hellaswag": prepare_hellaswag}

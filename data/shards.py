@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import atomic_write, sha256_of_file
 
 DATA_DIR = Path(__file__).resolve().parent
-# Trained on Python 3.11.7's library, with --tokenizer bpe --vocab_size 1024
+# Trained on Python 3.11.7's library and its tables, with --tokenizer bpe --vocab_size 1024
 PYTHON_VOCABULARY = DATA_DIR / "python_tokenizer.json"
 # The entries of meta.json for GPT-2's tokenizer
 GPT2 = {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
@@ -48,6 +48,11 @@ def check_shard(path: Path) -> tuple[int, np.dtype]:
             header = file.read(12)
     magic, version, count = np.frombuffer(header, dtype="<i4").tolist()
 
+    if magic and magic not in FORMATS:
+        raise UserError(
+            f"{path} has no header of a token shard, as nanoGPT's train.bin; prepare or download "
+            "the data again, or convert the file as docs/data.md shows"
+        )
     known_version, dtype = FORMATS.get(magic, (None, None))
     if version != known_version or count <= 0 or size != HEADER_BYTES + count * dtype.itemsize:
         raise UserError(

@@ -161,12 +161,9 @@ def train_vocabulary(texts: Iterable[bytes], vocab_size: int) -> str:
 
     texts: in UTF-8. Invalid bytes become U+FFFD.
     vocab_size: the number of tokens, including end-of-text, the last; a short text may give fewer.
-    The result is deterministic. Raises UserError for a vocab_size out of range.
+    The result is deterministic.
     """
     import regex  # which tiktoken requires
-
-    if not MIN_SIZE <= vocab_size <= MAX_SIZE:
-        raise UserError(f"--vocab_size is {vocab_size}; expected {MIN_SIZE} to {MAX_SIZE}")
 
     # The frequency of each distinct word; merges do not cross word boundaries
     words = Counter()
