@@ -213,7 +213,7 @@ def check_agreement(dist_ctx: DistContext) -> None:
         run_on_rank0(fail)
     assert run_on_rank0(lambda: rank + 5) == 5
     assert max_over_ranks([rank, -rank]) == [1, 0]
-    assert any_rank(rank == 1) and not any_rank(dist_ctx, False)
+    assert any_rank(rank == 1) and not any_rank(False)
     assert gather_objects(rank) == [0, 1]
     # A mean is over the ranks that have the value
     own = dict(a=torch.tensor(2.0 + rank))
