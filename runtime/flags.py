@@ -205,7 +205,7 @@ def implied_flags(given: dict[str, Any]) -> dict[str, Any]:
             "--minutes ends the run by the clock, so that --max_steps cannot be given; remove one "
             "of them"
         )
-    if given.get("resume", "auto") != "auto" and given.get("init_from"):
+    if given.get("resume") not in (None, "", "auto") and given.get("init_from"):
         raise UserError("--resume and --init_from contradict each other; give one of them")
     implied: dict[str, Any] = {}
     if given.get("params"):

@@ -21,7 +21,7 @@ from common.values import nan_to_none
 from runtime.device import peak_flops, peak_memory_mb
 from runtime.progress import Clock
 from runtime.ranks import DistContext, mean_over_ranks, run_on_rank0
-from runtime.run_folder import copy_sources, run_sources
+from runtime.run_folder import copy_sources, have_changed, run_sources
 
 if TYPE_CHECKING:
     from runtime.run import Run
@@ -109,7 +109,8 @@ class Log:
             *self.early_lines,
         ):
             self.write(self.text, line)
-        copy_sources(sources, self.folder, step)
+        if not step or have_changed(sources, self.folder):
+            copy_sources(sources, self.folder / (f"source_{step}" if step else "source"))
 
         if cfg.wandb:
             self.start_wandb(flags, step, is_new=not step or history != rows)

@@ -85,21 +85,20 @@ def run_sources() -> dict[str, Path]:
     return sources
 
 
-def copy_sources(sources: dict[str, Path], folder: Path, step: int) -> None:
-    """Copy the sources to source/ in a run's folder; at a resume, changed ones to source_<step>/.
-
-    There they have their paths in the repository.
-    """
-    earlier = sorted(folder.glob("source*"), key=lambda path: path.stat().st_mtime)
-    if step and earlier:
-        newest = earlier[-1]
-        if all(is_copied(path, newest / name) for name, path in sources.items()):
-            return
-    copy = folder / (f"source_{step}" if step else "source")
+def copy_sources(sources: dict[str, Path], folder: Path) -> None:
+    """Copy files into a folder, under their paths in the repository."""
     for name, path in sources.items():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
-def is_copied(path: Path, copy: Path) -> bool:
-    return copy.exists() and copy.read_bytes() == path.read_bytes()
+def have_changed(sources: dict[str, Path], folder: Path) -> bool:
+    """Return True if the newest copy of the sources in a run's folder differs from them."""
+    copies = sorted(folder.glob("source*"), key=lambda path: path.stat().st_mtime)
+    if not copies:
+        return True
+    for name, path in sources.items():
+        copy = copies[-1] / name
+        if not copy.exists() or copy.read_bytes() != path.read_bytes():
+            return True
+    return False

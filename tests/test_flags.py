@@ -106,7 +106,7 @@ def test_from_python_values_are_checked_too():
         (dict(n_layer="2"), "expected int"),
         (dict(wandb=1), "expected bool"),
         (dict(lr=1), "use --muon_"),
-        (dict(resume="auto", init_from="x.pt"), "--resume and --init_from contradict each other"),
+        (dict(resume="x", init_from="x.pt"), "--resume and --init_from contradict each other"),
         (dict(compile="defualt"), "expected one of off, default.*did you mean default"),
     ):
         with pytest.raises(UserError, match=said):

@@ -82,7 +82,7 @@ def test_damaged_checkpoints(plain, tmp_path):
     def load():
         checkpoint = read_checkpoint(path)
         load_weights(state.raw_model, checkpoint, path)
-        load_optimizer(state.raw_model, state.optimizer, checkpoint, path)
+        load_optimizer(state.raw_model, state.optimizer, checkpoint)
         load_extra(state.raw_model, checkpoint["extra"])
         loaded.append(checkpoint)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import export
 import sample
@@ -251,7 +250,6 @@ def test_a_tokenizer_is_chosen_and_told(tmp_path, text, capsys, monkeypatch):
 
 
 def test_races_are_evaluated_on_the_first_tokens(data, tmp_path):
-    """And a run on those of its checkpoint."""
     stream = TokenStream(data, 32)
     assert stream.eval_starts(1024)[:3].tolist() == [0, 4 * 32, 8 * 32]
     assert stream.eval_starts("all").tolist() == list(range(0, 135 * 32, 32))
@@ -262,10 +260,3 @@ def test_races_are_evaluated_on_the_first_tokens(data, tmp_path):
     assert TokenStream(bare, 32).eval_starts(1024)[:3].tolist() == [0, 32, 64]
     (bare / "meta.json").unlink()
     assert TokenStream(bare, 32).eval_part == "first"
-    flags = dict(data=data, max_steps=2, eval_tokens=512)
-    spread = tiny_run(tmp_path / "run", **flags)
-    old = final(tmp_path / "run") | dict(eval_part="first")
-    torch.save(old, tmp_path / "old.pt")
-    first = tiny_run(tmp_path / "first", **flags, resume=tmp_path / "old.pt")
-    assert (spread["eval_part"], first["eval_part"]) == ("spread", "first")
-    assert first["val_loss"] != spread["val_loss"]
