@@ -1,5 +1,5 @@
-"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT
-[--prompt TEXT ...]`, or with `--perplexity FILE` or `--choices FILE.jsonl`."""
+"""Sample text from a checkpoint, or evaluate it: `python sample.py [RUN] [--prompt TEXT ...]`, or
+with `--perplexity FILE` or `--choices FILE.jsonl`."""
 
 import argparse
 import codecs
@@ -37,13 +37,19 @@ from runtime.device import peak_memory_mb, select_device
 from runtime.flag_checks import check_compiler
 from runtime.speed import DTYPES, sampling_dtype
 
+RUN_HELP = "folder of a run, or a checkpoint file; default: the newest run of runs/"
+
 
 def find_file(run: str | Path, best: bool = False) -> Path:
     """Return the checkpoint file to load: `run` itself, or the newest or best one in this folder.
 
-    Raises UserError.
+    An empty `run` is that of the newest checkpoint in runs/. Raises UserError.
     """
     path = Path(run)
+    if not run:
+        files = list(Path("runs").rglob("ckpt_*.pt"))
+        path = max(files, key=lambda file: file.stat().st_mtime, default=Path("runs/RUN")).parent
+        print(f"the newest run is {path}", file=sys.stderr)
     if path.is_file():
         if best:
             raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
@@ -87,16 +93,13 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
         "sample.py",
+        usage="sample.py [RUN] [options]",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--run",
-        required=True,
-        help="folder of a run, a checkpoint file, or one from export.py --to int8",
-    )
+    add("run", nargs="?", default="", metavar="RUN", help=RUN_HELP)
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     add_mode = parser.add_mutually_exclusive_group().add_argument
     add_mode(
