@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from common.errors import UserError, run_command
 from common.files import atomic_write
 from data.tokenizers import Tokenizer, get_tokenizer
-from inference.generation import freeze, random_tokens
+from inference.generation import SAMPLING, freeze, random_tokens
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import (
@@ -142,6 +142,9 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     )
     del config["version"]
     hf_model = TrainGPTForCausalLM(TrainGPTConfig(**config)).eval()
+    # As sample.py, but for --dry_multiplier, which Transformers lacks
+    options = {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    hf_model.generation_config.update(do_sample=True, **options)
     weights = model.state_dict()
     for name in ("wte.weight", "value_embed.weight", "head.weight"):
         weights[name] = weights[name][:vocab_size]

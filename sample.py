@@ -21,7 +21,14 @@ from common.values import printable
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.decode import compile_decode_step
 from inference.evaluation import Table, answer_choices, perplexity
-from inference.generation import NO_CACHE, cache_is_exact, freeze, generate, tokens_to_cpu
+from inference.generation import (
+    NO_CACHE,
+    SAMPLING,
+    cache_is_exact,
+    freeze,
+    generate,
+    tokens_to_cpu,
+)
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import (
@@ -131,9 +138,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
     add("--max_new_tokens", type=int, default=500, help="length of each sample, in tokens")
     add("--stop", default="", metavar="TEXT", help="end each sample before this text")
-    add("--temperature", type=float, default=0.8, help="0 = greedy decoding")
-    add("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
-    add("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
+    sampling = {
+        "temperature": "0 = greedy decoding, without the options below",
+        "top_k": "sample from the k most likely tokens; 0 = all",
+        "top_p": "nucleus sampling: total probability to keep",
+        "min_p": "smallest probability to keep, relative to the largest",
+        "dry_multiplier": "penalty of tokens that lengthen a repeat (DRY); 0 disables",
+    }
+    for name, text in sampling.items():
+        default = SAMPLING[name]
+        add(f"--{name}", type=type(default), default=default, help=text)
     add("--seed", type=int, default=0, help="equal seeds give equal texts")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add(
@@ -153,13 +167,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for invalid values."""
-    minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0, seed=0)
+    minimum = dict.fromkeys(["stride", "seed", *SAMPLING], 0) | dict(
+        num_samples=1, max_new_tokens=1
+    )
     for name, least in minimum.items():
         value = getattr(args, name)
         if not least <= value < 2**31:
             raise UserError(f"--{name} is {value}; expected at least {least}, below 2**31")
-    if not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
+    for name in ("top_p", "min_p"):
+        if getattr(args, name) > 1:
+            raise UserError(f"--{name} is {getattr(args, name)}; expected at most 1")
 
 
 def displayed(text: str) -> str:
@@ -212,11 +229,9 @@ def print_samples(
         torch.tensor([[tokenizer.eot, *tokens]] * len(seeds)),
         n_tokens=args.max_new_tokens,
         vocab_size=tokenizer.vocab_size,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
         seeds=seeds,
         **decoding,
+        **{name: getattr(args, name) for name in SAMPLING},
     )
     is_single = args.num_samples == 1
     if is_single:

@@ -582,7 +582,8 @@ def loop(state: TrainState, stream: TokenStream, run: Run, on_step=None) -> str:
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
-                run.info(f"--- sample at step {step}\n{sample_text(state, stream)}\n---")
+                title = f"--- sample at step {step}: validation text >>> the model's continuation"
+                run.info(f"{title}\n{sample_text(state, stream)}\n---")
 
             if stop:
                 break

@@ -121,7 +121,6 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
-        return_dict: bool | None = True,
         **unsupported: object,
     ) -> CausalLMOutput:
         """Return logits, fp32 (B, T, vocab_size), and the loss if labels (B, T) are given.
@@ -132,9 +131,9 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         Raises ValueError for other arguments of Transformers, unless they are None or False.
         """
         cfg = self.config
-        unsupported |= dict(output_hidden_states=cfg.output_hidden_states)
-        unsupported |= dict(output_attentions=cfg.output_attentions, tuples=return_dict is False)
+        unsupported.pop("return_dict", None)  # a ModelOutput can be indexed like a tuple
         refused = [k for k, v in unsupported.items() if v is not None and v is not False]
+        refused += [k for k in ("output_hidden_states", "output_attentions") if getattr(cfg, k)]
         if refused:
             raise ValueError(f"this model does not support {', '.join(refused)}; remove it")
         if attention_mask is None:
@@ -172,9 +171,8 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             # A text's first token has nothing to be predicted from; Trainer counts it after padding
-            n_items = num_items_in_batch
-            if n_items is None:
-                n_items = (labels[:, 1:] != -100).sum()
+            if num_items_in_batch is None:
+                num_items_in_batch = (labels[:, 1:] != -100).sum()
             targets = labels.masked_fill(text_starts, -100)[:, 1:]
-            loss = F.cross_entropy(logits[:, :-1].mT, targets, reduction="sum") / n_items
+            loss = F.cross_entropy(logits[:, :-1].mT, targets, reduction="sum") / num_items_in_batch
         return CausalLMOutput(loss=loss, logits=logits)

@@ -647,7 +647,7 @@ def test_the_only_weights_of_a_killed_run_stay(data, tmp_path, monkeypatch, caps
     assert kept == [6] and read_checkpoint(best)["val_loss"] == 1.5  # not 2.5, at step 3
     log = read_log(tmp_path / "run")
     assert "val_loss has risen from 1.5000, its lowest" in log
-    assert re.search(r"next: python sample.py --run \S+ --best\n", log) and "longer:" not in log
+    assert re.search(r"next: python sample.py \S+ --best\n", log) and "longer:" not in log
     code, err = run_main(flags_of(flags | dict(resume="newest", max_steps=5)), capsys)
     assert code == 2 and "is at step 9, beyond --max_steps 5; give more" in err
 
