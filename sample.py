@@ -40,7 +40,7 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.device import peak_memory_mb, select_device
+from runtime.device import select_device
 from runtime.flag_checks import check_compiler
 from runtime.speed import DTYPES, sampling_dtype
 
@@ -167,16 +167,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for invalid values."""
-    minimum = dict.fromkeys(["stride", "seed", *SAMPLING], 0) | dict(
-        num_samples=1, max_new_tokens=1
-    )
-    for name, least in minimum.items():
+    least = dict(num_samples=1, max_new_tokens=1)
+    most = dict(top_p=1, min_p=1)
+    for name in ("num_samples", "max_new_tokens", "stride", "seed", *SAMPLING):
         value = getattr(args, name)
-        if not least <= value < 2**31:
-            raise UserError(f"--{name} is {value}; expected at least {least}, below 2**31")
-    for name in ("top_p", "min_p"):
-        if getattr(args, name) > 1:
-            raise UserError(f"--{name} is {getattr(args, name)}; expected at most 1")
+        low = least.get(name, 0)
+        high = most.get(name, 2**31 - 1)
+        if not low <= value <= high:
+            raise UserError(f"--{name} is {value}; expected {low} to {high}")
 
 
 def displayed(text: str) -> str:
@@ -213,8 +211,7 @@ def print_samples(
 ) -> None:
     """Print continuations of a prompt, one per seed; a single one while it is being generated.
 
-    Then print the number of tokens, speed and memory to stderr. decoding: generate's use_cache and
-    step.
+    Then print the number of tokens and the speed to stderr. decoding: generate's use_cache and step.
     """
     tokens = tokenizer.encode(prompt).tolist()
     context = model.cfg.seq_len
@@ -237,7 +234,7 @@ def print_samples(
     if is_single:
         print(displayed(prompt), end="", flush=True)
     samples = [Sample() for _ in seeds]
-    n_tokens = n_untimed = 0
+    n_tokens = 0
     start = time.perf_counter()
     for i, step_tokens in enumerate(tokens_to_cpu(steps)):
         for sample, token in zip(samples, step_tokens):
@@ -247,22 +244,19 @@ def print_samples(
                 new = sample.append(tokenizer.decode_bytes([token]), args.stop)
                 if is_single:
                     print(displayed(new), end="", flush=True)
-        if i < 2:  # the first step reads the prompt, the second one may compile
-            start, n_untimed = time.perf_counter(), n_tokens
+        if i == 1:  # the first step has read the prompt, the second one may have compiled
+            start = time.perf_counter()
         if all(sample.ended for sample in samples):
             break
-    tokens_per_s = (n_tokens - n_untimed) / (time.perf_counter() - start)
+    tokens_per_s = len(seeds) * max(0, i - 1) / (time.perf_counter() - start)
 
     for seed, sample in zip(seeds, samples):
         if is_single:
             print()
         else:
             print(f"--- seed {seed}\n{displayed(prompt + sample.text)}")
-    memory = peak_memory_mb(model.device)
-    print(
-        f"({n_tokens:,} tokens, {tokens_per_s:,.0f} tokens/s from the third on, {memory:,.0f} MiB)",
-        file=sys.stderr,
-    )
+    speed = f"{tokens_per_s:,.0f} tokens/s from the third on"
+    print(f"({n_tokens:,} tokens, {speed})", file=sys.stderr)
 
 
 def typed_lines(end: str) -> Iterator[str]:

@@ -154,7 +154,7 @@ def freeze(model: GPT) -> GPT:
     """
     for module in model.modules():
         if isinstance(module, Linear):
-            module.weight.data = module.weight.data.to(model.compute_dtype)
+            module.to(model.compute_dtype)
     return model.eval().requires_grad_(False)
 
 

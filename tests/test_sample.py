@@ -156,9 +156,9 @@ def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run
     Path("run").mkdir()
     shutil.copy(plain / "ckpt_20.pt", "run")
     for path, flags, says in (
-        (noisy, "--max_new_tokens 0", "expected at least 1"),
-        (noisy, "--max_new_tokens 99999999999999999999", "below 2**31"),
-        (noisy, "--min_p 1.1", "at most 1"),
+        (noisy, "--max_new_tokens 0", "expected 1 to"),
+        (noisy, "--max_new_tokens 99999999999999999999", "to 2147483647"),
+        (noisy, "--min_p 1.1", "expected 0 to 1"),
         (noisy, "--perplexity text --stride 33", "at most the context"),
         (noisy, "--perplexity none", "is not a plain text file"),
         (noisy, "--perplexity empty", "is empty"),
