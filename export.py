@@ -1,5 +1,5 @@
 """Export a run's model:
-`python export.py RUN --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
+`python export.py [RUN] --to safetensors|int8|torch-export|onnx|hf --out FILE`."""
 
 import argparse
 import contextlib
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 from common.errors import UserError, run_command
 from common.files import atomic_write
-from data.tokenizers import VOCABULARY_FILE, Tokenizer, get_tokenizer
-from inference.generation import freeze, random_tokens
+from data.tokenizers import Tokenizer, get_tokenizer
+from inference.generation import SAMPLING, freeze, random_tokens
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from ops.ngrams import rows_of_hashes
@@ -35,24 +35,31 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from sample import find_file
+from runtime.device import DTYPES
+from sample import RUN_HELP, find_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
 def to_safetensors(model: GPT, checkpoint: dict, out: Path) -> None:
-    """Write the fp32 weights under the model's parameter names, and config.json beside them."""
+    """Write the weights under the model's parameter names, with metadata.
+
+    "config" is GPTConfig and the tokenizer, in JSON; "vocabulary" is the text of tokenizer.json,
+    empty for GPT-2's tokenizer and bytes.
+    """
     from safetensors.torch import save
 
-    if checkpoint.get("vocabulary"):
-        out.with_name(VOCABULARY_FILE).write_bytes(checkpoint["vocabulary"].encode("utf-8"))
-    config = dict(model_type="gpt", **checkpoint["model_config"], tokenizer=checkpoint["tokenizer"])
-    out.with_name("config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = checkpoint["model_config"] | dict(tokenizer=checkpoint["tokenizer"])
+    metadata = dict(
+        format="pt",
+        config=json.dumps(config),
+        vocabulary=checkpoint.get("vocabulary") or "",
+    )
     # Cloned, because safetensors refuses tied weights
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with atomic_write(out) as file:
-        file.write(save(weights, {"format": "pt"}))
+        file.write(save(weights, metadata))
 
 
 def to_int8(model: GPT, checkpoint: dict, out: Path) -> None:
@@ -77,7 +84,7 @@ def traced(model: GPT) -> torch.export.ExportedProgram:
     example = torch.zeros((2, max(2, seq_len // 2)), dtype=torch.int64)
     shape = {
         0: torch.export.Dim("batch", min=1),
-        1: torch.export.Dim("length", min=1, max=seq_len),
+        1: torch.export.Dim("time", min=1, max=seq_len),
     }
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # failures print the graph there
@@ -105,6 +112,7 @@ def to_onnx(model: GPT, checkpoint: dict, out: Path) -> None:
     """
     program = torch.onnx.export(
         traced(model),
+        dynamic_shapes=dict(idx={0: "batch", 1: "time"}),  # their names in the file
         input_names=["idx"],
         output_names=["logits"],
         dynamo=True,
@@ -138,6 +146,9 @@ def to_hf(model: GPT, checkpoint: dict, out: Path) -> None:
     )
     del config["version"]
     hf_model = TrainGPTForCausalLM(TrainGPTConfig(**config)).eval()
+    # As sample.py, but for --dry_multiplier, which Transformers lacks
+    options = {name: SAMPLING[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    hf_model.generation_config.update(do_sample=True, **options)
     weights = model.state_dict()
     for name in ("wte.weight", "value_embed.weight", "head.weight"):
         weights[name] = weights[name][:vocab_size]
@@ -195,19 +206,22 @@ def hf_tokenizer(tokenizer: Tokenizer, seq_len: int) -> "PreTrainedTokenizerFast
     )
 
 
-FORMATS = {
-    "safetensors": to_safetensors,
-    "int8": to_int8,
-    "torch-export": to_torch_export,
-    "onnx": to_onnx,
-    "hf": to_hf,
+GRAPH = 'input "idx" int64 (batch, time), output "logits" fp32 (batch, time, vocabulary)'
+FORMATS = {  # how to write it, and what is in it
+    "safetensors": (to_safetensors, 'with "config" and "vocabulary" in its metadata'),
+    "int8": (to_int8, "for sample.py"),
+    "torch-export": (to_torch_export, GRAPH),
+    "onnx": (to_onnx, GRAPH),
+    "hf": (to_hf, "for transformers, with trust_remote_code=True"),
 }
 
 
-def export(path: Path, kind: str, out: Path) -> None:
+def export(path: Path, kind: str, out: Path, dtype: str = "fp32") -> None:
     """Write the model of a checkpoint file in this format. Raises UserError."""
     if out.exists():
         raise UserError(f"{out} exists already; give a different --out, or delete it")
+    if dtype != "fp32" and kind != "safetensors":
+        raise UserError(f"--dtype {dtype} is for --to safetensors; remove it")
     checkpoint = with_eval_weights(read_checkpoint(path))
     cfg = model_config(checkpoint, GPTConfig, path)
     model = GPT(cfg, eot=document_token(checkpoint))
@@ -215,17 +229,23 @@ def export(path: Path, kind: str, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     # The exporters print warnings about their own packages
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        FORMATS[kind](freeze(model), checkpoint, out)
-    print(f"{path} -> {out} ({kind})")
+    write, content = FORMATS[kind]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            write(freeze(model).to(DTYPES[dtype]), checkpoint, out)
+    except ImportError as error:
+        raise UserError(
+            f"--to {kind} needs {error.name}, which is not installed; pip install {error.name}"
+        ) from None
+    print(f"{path} -> {out}: {kind}, {content}")
 
 
 def main(argv: list[str]) -> None:
     """Run the export that the command line describes."""
     parser = argparse.ArgumentParser(prog="export.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("run", metavar="RUN", help="folder of a run, or a checkpoint file")
+    add("run", nargs="?", default="", metavar="RUN", help=RUN_HELP)
     add("--to", required=True, choices=FORMATS, help="output format; graphs are in fp32")
     add(
         "--out",
@@ -233,9 +253,10 @@ def main(argv: list[str]) -> None:
         metavar="FILE",
         help="file (hf: folder) to write; must not exist yet",
     )
+    add("--dtype", default="fp32", choices=DTYPES, help="of the weights, for safetensors")
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     args = parser.parse_args(argv)
-    export(find_file(args.run, args.best), args.to, Path(args.out))
+    export(find_file(args.run, args.best), args.to, Path(args.out), args.dtype)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Sample text from a checkpoint, or evaluate it: `python sample.py --run DIR|CKPT
-[--prompt TEXT ...]`, or with `--perplexity FILE` or `--choices FILE.jsonl`."""
+"""Sample text from a checkpoint, or evaluate it: `python sample.py [RUN] [--prompt TEXT ...]`, or
+with `--perplexity FILE` or `--choices FILE.jsonl`."""
 
 import argparse
 import codecs
@@ -21,7 +21,14 @@ from common.values import printable
 from data.tokenizers import Tokenizer, get_tokenizer
 from inference.decode import compile_decode_step
 from inference.evaluation import Table, answer_choices, perplexity
-from inference.generation import NO_CACHE, cache_is_exact, freeze, generate, tokens_to_cpu
+from inference.generation import (
+    NO_CACHE,
+    SAMPLING,
+    cache_is_exact,
+    freeze,
+    generate,
+    tokens_to_cpu,
+)
 from inference.int8 import quantize
 from model import GPT, GPTConfig
 from runtime.checkpoint import (
@@ -33,16 +40,22 @@ from runtime.checkpoint import (
     read_checkpoint,
     with_eval_weights,
 )
-from runtime.device import DTYPES, faster_dtype, peak_memory_mb, select_device
+from runtime.device import DTYPES, faster_dtype, select_device
 from runtime.flag_checks import check_compiler
+
+RUN_HELP = "folder of a run, or a checkpoint file; default: the newest run of runs/"
 
 
 def find_file(run: str | Path, best: bool = False) -> Path:
     """Return the checkpoint file to load: `run` itself, or the newest or best one in this folder.
 
-    Raises UserError.
+    An empty `run` is that of the newest checkpoint in runs/. Raises UserError.
     """
     path = Path(run)
+    if not run:
+        files = list(Path("runs").rglob("ckpt_*.pt"))
+        path = max(files, key=lambda file: file.stat().st_mtime, default=Path("runs/RUN")).parent
+        print(f"the newest run is {path}", file=sys.stderr)
     if path.is_file():
         if best:
             raise UserError(f"{path} is a file, but --best is for a run's folder; remove --best")
@@ -86,16 +99,13 @@ def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
     parser = argparse.ArgumentParser(
         "sample.py",
+        usage="sample.py [RUN] [options]",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--run",
-        required=True,
-        help="folder of a run, a checkpoint file, or one from export.py --to int8",
-    )
+    add("run", nargs="?", default="", metavar="RUN", help=RUN_HELP)
     add("--best", action="store_true", help="use the best evaluation's weights, not the newest")
     add_mode = parser.add_mutually_exclusive_group().add_argument
     add_mode(
@@ -127,9 +137,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num_samples", type=int, default=1, help="samples per prompt, generated 32 at a time")
     add("--max_new_tokens", type=int, default=500, help="length of each sample, in tokens")
     add("--stop", default="", metavar="TEXT", help="end each sample before this text")
-    add("--temperature", type=float, default=0.8, help="0 = greedy decoding")
-    add("--top_k", type=int, default=200, help="sample from the k most likely tokens; 0 = all")
-    add("--top_p", type=float, default=1.0, help="nucleus sampling: total probability to keep")
+    sampling = {
+        "temperature": "0 = greedy decoding, without the options below",
+        "top_k": "sample from the k most likely tokens; 0 = all",
+        "top_p": "nucleus sampling: total probability to keep",
+        "min_p": "smallest probability to keep, relative to the largest",
+        "dry_multiplier": "penalty of tokens that lengthen a repeat (DRY); 0 disables",
+    }
+    for name, text in sampling.items():
+        default = SAMPLING[name]
+        add(f"--{name}", type=type(default), default=default, help=text)
     add("--seed", type=int, default=0, help="equal seeds give equal texts")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     add(
@@ -149,13 +166,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for invalid values."""
-    minimum = dict(num_samples=1, max_new_tokens=1, temperature=0, top_k=0, stride=0, seed=0)
-    for name, least in minimum.items():
+    least = dict(num_samples=1, max_new_tokens=1)
+    most = dict(top_p=1, min_p=1)
+    for name in ("num_samples", "max_new_tokens", "stride", "seed", *SAMPLING):
         value = getattr(args, name)
-        if not least <= value < 2**31:
-            raise UserError(f"--{name} is {value}; expected at least {least}, below 2**31")
-    if not 0 < args.top_p <= 1:
-        raise UserError(f"--top_p is {args.top_p}; expected more than 0 and at most 1")
+        low = least.get(name, 0)
+        high = most.get(name, 2**31 - 1)
+        if not low <= value <= high:
+            raise UserError(f"--{name} is {value}; expected {low} to {high}")
 
 
 def displayed(text: str) -> str:
@@ -192,8 +210,7 @@ def print_samples(
 ) -> None:
     """Print continuations of a prompt, one per seed; a single one while it is being generated.
 
-    Then print the number of tokens, speed and memory to stderr. decoding: generate's use_cache and
-    step.
+    Then print tokens and speed to stderr. decoding: the use_cache and step of generate().
     """
     tokens = tokenizer.encode(prompt).tolist()
     context = model.cfg.seq_len
@@ -208,17 +225,15 @@ def print_samples(
         torch.tensor([[tokenizer.eot, *tokens]] * len(seeds)),
         n_tokens=args.max_new_tokens,
         vocab_size=tokenizer.vocab_size,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
         seeds=seeds,
         **decoding,
+        **{name: getattr(args, name) for name in SAMPLING},
     )
     is_single = args.num_samples == 1
     if is_single:
         print(displayed(prompt), end="", flush=True)
     samples = [Sample() for _ in seeds]
-    n_tokens = n_untimed = 0
+    n_tokens = 0
     start = time.perf_counter()
     for i, step_tokens in enumerate(tokens_to_cpu(steps)):
         for sample, token in zip(samples, step_tokens):
@@ -228,22 +243,19 @@ def print_samples(
                 new = sample.append(tokenizer.decode_bytes([token]), args.stop)
                 if is_single:
                     print(displayed(new), end="", flush=True)
-        if i < 2:  # the first step reads the prompt, the second one may compile
-            start, n_untimed = time.perf_counter(), n_tokens
+        if i == 1:  # the first step has read the prompt, the second one may have compiled
+            start = time.perf_counter()
         if all(sample.ended for sample in samples):
             break
-    tokens_per_s = (n_tokens - n_untimed) / (time.perf_counter() - start)
+    tokens_per_s = len(seeds) * max(0, i - 1) / (time.perf_counter() - start)
 
     for seed, sample in zip(seeds, samples):
         if is_single:
             print()
         else:
             print(f"--- seed {seed}\n{displayed(prompt + sample.text)}")
-    memory = peak_memory_mb(model.device)
-    print(
-        f"({n_tokens:,} tokens, {tokens_per_s:,.0f} tokens/s from the third on, {memory:,.0f} MiB)",
-        file=sys.stderr,
-    )
+    speed = f"{tokens_per_s:,.0f} tokens/s from the third on"
+    print(f"({n_tokens:,} tokens, {speed})", file=sys.stderr)
 
 
 def typed_lines(end: str) -> Iterator[str]:

@@ -629,7 +629,8 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
 
             # Once in a while: sample from the model
             if (stop or is_due(cfg.sample_every, step)) and stream.tokenizer:
-                run.log.info(f"--- sample at step {step}\n{sample_text(state, stream)}\n---")
+                title = f"--- sample at step {step}: validation text >>> the model's continuation"
+                run.log.info(f"{title}\n{sample_text(state, stream)}\n---")
 
             if stop:
                 break

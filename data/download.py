@@ -100,7 +100,7 @@ def prepare_hellaswag(out: str | None = None) -> None:
     path = Path(out or DATA_DIR / "hellaswag", "hellaswag_val.jsonl")
     url, sha256 = DOWNLOADS["hellaswag"]
     download(url, path, sha256)
-    print_line(f"next: python sample.py --run RUN --choices {path}")
+    print_line(f"next: python sample.py RUN --choices {path}")
 
 
 def fineweb_hashes() -> dict[str, str]:

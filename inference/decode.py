@@ -26,8 +26,46 @@ def next_logits(model: GPT, idx: Tensor, cache: "KVCache | None") -> Tensor:
     return model.logits(model.backbone(idx, cache)[:, -1:])
 
 
+REPEAT_WINDOW = 512  # dry_penalty_last_n of llama.cpp
+ALLOWED_REPEAT = 4  # dry_allowed_length
+
+
+class Repeats:
+    """The newest tokens of each row, and which of them end a repeat of the newest ones.
+
+    tokens: int64 (B, REPEAT_WINDOW), in order; -1 where there is none yet.
+    lengths: how many tokens, up to each of these but the last, equal the newest ones; int64.
+    """
+
+    def __init__(self, prompts: Tensor):
+        """Read prompts, int64 (B, T)."""
+        self.tokens = prompts.new_full((len(prompts), REPEAT_WINDOW), -1)
+        self.lengths = torch.zeros_like(self.tokens[:, 1:])
+        for token in prompts.split(1, dim=1):
+            self.append(token)
+
+    def append(self, token: Tensor) -> None:
+        """Append the next token of each row, (B, 1)."""
+        following = self.tokens[:, 1:]
+        self.lengths.add_(1).mul_(following == token)
+        self.tokens.copy_(torch.cat((following, token), dim=1))
+
+    def penalize(self, logits: Tensor, penalty: float) -> Tensor:
+        """Lower the logits (B, V) of tokens that would lengthen a repeat: DRY sampling.
+
+        As in llama.cpp with dry_multiplier = penalty and dry_base = 1, but without
+        dry_sequence_breakers. A larger base would change most words that bytes spell twice.
+        """
+        # One more column, for tokens that are none of these or are never sampled
+        n = logits.size(1)
+        would_repeat = torch.where(self.lengths >= ALLOWED_REPEAT, self.tokens[:, 1:], n)
+        penalties = logits.new_zeros((len(logits), n + 1))
+        penalties = penalties.scatter(1, would_repeat.clamp(max=n), penalty)
+        return logits - penalties[:, :n]
+
+
 def sample_token(
-    logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float
+    logits: Tensor, uniform: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
     """Draw one token per row from fp32 logits (B, V): int64 (B, 1).
 
@@ -36,36 +74,45 @@ def sample_token(
     """
     if temperature < 1e-6:  # dividing by less overflows
         return logits.argmax(-1, keepdim=True)
-    k = min(top_k or logits.size(-1), logits.size(-1))
-    top_logits, tokens = logits.topk(k)  # in descending order
-    weights = ((top_logits / temperature).softmax(-1) * 2**32).long()
-    cumulative = weights.cumsum(-1)
+    tokens = None
+    if top_k or top_p < 1:  # else no order is needed
+        logits, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
+    weights = ((logits / temperature).softmax(-1) * 2**32).long()
     if top_p < 1:
         # Drop the tokens before which the sum has reached top_p already
+        cumulative = weights.cumsum(-1)
         threshold = (cumulative[:, -1:] * max(1, int(top_p * 2**24))) >> 24
         weights = weights.masked_fill(cumulative - weights >= threshold, 0)
-        cumulative = weights.cumsum(-1)
+    if min_p > 0:
+        threshold = (weights.amax(-1, keepdim=True) * int(min_p * 2**24)) >> 24
+        weights = weights.masked_fill(weights < threshold, 0)
     # Inverse transform sampling: the first token at which the sum exceeds a part of the total
+    cumulative = weights.cumsum(-1)
     target = (cumulative[:, -1:] * (uniform * 2**24).long()) >> 24
     index = (cumulative <= target).sum(-1, keepdim=True)
-    return tokens.gather(1, index.clamp(max=k - 1))  # NaN logits would give k
+    index = index.clamp(max=logits.size(-1) - 1)  # NaN logits would give one more
+    return index if tokens is None else tokens.gather(1, index)
 
 
 def decode_step(
     model: GPT,
     idx: Tensor,
     cache: "KVCache | None",
+    repeats: Repeats,
     uniform: Tensor,
     vocab_size: int,
+    dry_multiplier: float,
     **sampling: float,
 ) -> Tensor:
     """Return the token that follows idx (B, T) in each row, int64 (B, 1); compiles as one graph.
 
     vocab_size: ids from vocab_size on are padding of the head and are never sampled.
-    uniform, sampling: the arguments of sample_token.
+    dry_multiplier: the penalty of Repeats. uniform, sampling: the arguments of sample_token.
     """
     logits = next_logits(model, idx, cache)[:, -1, :vocab_size]
-    return sample_token(logits, uniform, **sampling)
+    token = sample_token(repeats.penalize(logits, dry_multiplier), uniform, **sampling)
+    repeats.append(token)
+    return token
 
 
 # --------------------------------------------------------------------------------------------------
@@ -89,15 +136,21 @@ def compile_decode_step(model: GPT) -> Callable[..., Tensor]:
     compiled = torch.compile(decode_step, fullgraph=True, dynamic=False, **backend)
 
     def step(
-        model: GPT, idx: Tensor, cache: "KVCache", uniform: Tensor, **sampling: float
+        model: GPT,
+        idx: Tensor,
+        cache: "KVCache",
+        repeats: Repeats,
+        uniform: Tensor,
+        **sampling: float,
     ) -> Tensor:
         guards_checked = cache.compiled_for == sampling
         if not guards_checked:
-            for tensor in cache.tensors():  # CUDA graphs write them where they are
+            # CUDA graphs write them where they are
+            for tensor in (*cache.tensors(), repeats.tokens, repeats.lengths):
                 torch._dynamo.mark_static_address(tensor)
         torch.compiler.cudagraph_mark_step_begin()
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=guards_checked):
-            token = compiled(model, idx, cache, uniform, **sampling).clone()
+            token = compiled(model, idx, cache, repeats, uniform, **sampling).clone()
         cache.compiled_for = sampling
         return token
 

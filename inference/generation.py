@@ -5,6 +5,7 @@ attends by SDPA to what its LayerCache holds, under masks that KVCache.add makes
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from common.values import printable
 from data.tokenizers import Tokenizer
-from inference.decode import cached_attention, decode_step, next_logits
+from inference.decode import Repeats, cached_attention, decode_step, next_logits
 from model import GPT, Linear, may_attend
 from ops.parallel import reshard
 
@@ -153,7 +154,7 @@ def freeze(model: GPT) -> GPT:
     """
     for module in model.modules():
         if isinstance(module, Linear):
-            module.weight.data = module.weight.data.to(model.compute_dtype)
+            module.to(model.compute_dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -201,6 +202,11 @@ def cache_is_exact(model: GPT) -> bool:
 # Generation
 
 
+# How text is sampled by default. A small model misspells words; min_p prevents that, but makes it
+# repeat itself, as temperatures below 1 do. dry_multiplier prevents that (docs/benchmarks.md)
+SAMPLING = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05, dry_multiplier=3.0)
+
+
 @torch.no_grad()
 def generate(
     model: GPT,
@@ -208,12 +214,10 @@ def generate(
     *,
     n_tokens: int,
     vocab_size: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
     seeds: Sequence[int] | None = None,
     use_cache: bool = True,
     step: Callable[..., Tensor] = decode_step,
+    **sampling: float,
 ) -> Iterator[Tensor]:
     """Continue prompts of equal length, integer (B, T >= 1): yield the next token of each.
 
@@ -221,13 +225,17 @@ def generate(
     truncated to their end.
 
     vocab_size: ids from vocab_size on are padding of the head and are never sampled.
-    temperature: 0 is greedy decoding.
-    top_k: sample from the k most likely tokens; 0 = all.
-    top_p: of these, from the fewest whose probabilities sum to it (Holtzman et al. 2019).
     seeds: one per prompt, so that its samples do not depend on the other prompts, except for
     rounding. Default: 0, 1, 2, ...
     use_cache: False re-reads the last seq_len tokens for every new one, as nanoGPT does.
     step: decode_step, or from compile_decode_step; it reads no prompts, and needs the cache.
+
+    sampling: options that differ from SAMPLING
+    - temperature: 0 is greedy decoding, without the other options.
+    - top_k: sample from the k most likely tokens; 0 = all.
+    - top_p: of these, from the fewest whose probabilities sum to it (Holtzman et al. 2019).
+    - min_p: of these, from those at least min_p times as likely as the first (Nguyen et al. 2024).
+    - dry_multiplier: subtract it from logits of tokens that lengthen an exact repeat (Repeats).
     """
     context = model.cfg.seq_len
     idx = prompts[:, -context:].long().to(model.device)
@@ -237,15 +245,19 @@ def generate(
         capacity = max(128, 2 ** math.ceil(math.log2(idx.size(1) + n_tokens)))
         cache = KVCache(model, len(idx), min(context, capacity))
 
+    repeats = Repeats(idx)
+    sampling = SAMPLING | sampling
+    if sampling["temperature"] == 0:
+        sampling["dry_multiplier"] = 0.0
+
     # All random numbers are drawn before: n_tokens for each prompt
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or range(len(idx))]
     draws = [torch.rand(n_tokens, 1, generator=generator) for generator in generators]
     uniform = torch.stack(draws, dim=1).to(model.device)
 
-    sampling = dict(vocab_size=vocab_size, temperature=temperature, top_k=top_k, top_p=top_p)
     decode = decode_step  # eager for prompts: each length would be compiled
     for i in range(n_tokens):
-        token = decode(model, idx, cache, uniform[i], **sampling)
+        token = decode(model, idx, cache, repeats, uniform[i], vocab_size=vocab_size, **sampling)
         yield token[:, 0]
         if cache is None:
             idx = torch.cat((idx, token), dim=1)[:, -context:]
@@ -276,7 +288,7 @@ def tokens_to_cpu(steps: Iterable[Tensor]) -> Iterator[list[int]]:
 def sample_continuation(
     model: GPT, prompt: Tensor, tokenizer: Tokenizer, n_tokens: int, seed: int
 ) -> str:
-    """Return the end of a prompt, integer (T,), ">>>" and its continuation.
+    """Return the end of a prompt, integer (T,), ">>>" and its continuation, from a whole line on.
 
     The model must be in eval mode.
     """
@@ -288,14 +300,16 @@ def sample_continuation(
             prompt[None],
             n_tokens=n_tokens,
             vocab_size=tokenizer.vocab_size,
-            temperature=0.8,
             seeds=[seed],
             use_cache=use_cache,
         )
         tokens = [token for (token,) in tokens_to_cpu(steps)]
 
     # Data may hold ids that their tokenizer lacks
-    end = [token for token in prompt[-64:].tolist() if token < tokenizer.vocab_size]
-    raw = tokenizer.decode_bytes(end) + b">>>" + tokenizer.decode_bytes(tokens)
+    end = [token for token in prompt[-256:].tolist() if token < tokenizer.vocab_size]
+    shown = tokenizer.decode_bytes(end)[-200:]
+    # Start at a document or a whole line
+    shown = re.sub(rb"(?s).*<\|endoftext\|>|[^\n]*\n", b"", shown, count=1)
+    raw = shown + b">>>" + tokenizer.decode_bytes(tokens)
     text = printable(raw.decode("utf-8", errors="replace"))
     return text if use_cache else f"({NO_CACHE})\n{text}"

@@ -85,7 +85,6 @@ class Block(nn.Module):
 
 class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TrainGPTConfig
-    accepts_loss_kwargs = False  # otherwise Trainer assumes that the loss is a sum
 
     def __init__(self, config: TrainGPTConfig):
         super().__init__(config)
@@ -119,36 +118,50 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        **unused: object,
+        num_items_in_batch: Tensor | int | None = None,
+        **unsupported: object,
     ) -> CausalLMOutput:
         """Return logits, fp32 (B, T, vocab_size), and the loss if labels (B, T) are given.
 
         Rows of input_ids (B, T) may be padded on either side, where attention_mask (B, T) is 0.
+        position_ids (B, T): a text starts where they are 0, so that a row may hold several.
+        num_items_in_batch: the summed loss is divided by it; by default, by the number of labels.
+        Raises ValueError for other arguments of Transformers, unless they are None or False.
         """
         cfg = self.config
+        unsupported.pop("return_dict", None)  # a ModelOutput can be indexed like a tuple
+        refused = [k for k, v in unsupported.items() if v is not None and v is not False]
+        refused += [k for k in ("output_hidden_states", "output_attentions") if getattr(cfg, k)]
+        if refused:
+            raise ValueError(f"this model does not support {', '.join(refused)}; remove it")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        if position_ids is None:
+            position_ids = attention_mask.cumsum(1) - 1
+
         # Number the documents; padding before the first token is a document, too
-        doc_starts = (attention_mask > 0) & (attention_mask.cumsum(1) == 1)
-        doc_starts[:, 0] = True
+        text_starts = (position_ids == 0) & (attention_mask > 0)
+        text_starts[:, 0] = True
+        doc_starts = text_starts
         if cfg.eot is not None:
-            doc_starts |= input_ids == cfg.eot
+            doc_starts = text_starts | (input_ids == cfg.eot)
         doc = doc_starts.cumsum(1)
 
         x = norm(self.embed(input_ids, doc_starts))
         value_embed = self.value_embed(input_ids)
-        position = torch.arange(input_ids.size(1), device=input_ids.device)
 
         # Rotary position embedding
         half = cfg.n_embd // cfg.n_head // 4
-        frequency = cfg.rope_theta ** -(torch.arange(half, device=position.device) / half)
-        angle = position[:, None, None] * frequency
+        frequency = cfg.rope_theta ** -(torch.arange(half, device=x.device) / half)
+        angle = position_ids[..., None, None] * frequency
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
         # Attention within a document; beyond seq_len, every layer has a sliding window
-        distance = position[:, None] - position
-        causal = (doc[:, None, :, None] == doc[:, None, None]) & (distance >= 0)
+        column = torch.arange(input_ids.size(1), device=x.device)
+        causal = (doc[:, None, :, None] == doc[:, None, None]) & (column[:, None] >= column)
+        distance = position_ids[:, None, :, None] - position_ids[:, None, None]
         for block, window in zip(self.blocks, cfg.windows):
             x = block(x, cos, sin, doc_starts, causal & (distance < window), value_embed)
 
@@ -157,5 +170,9 @@ class TrainGPTForCausalLM(PreTrainedModel, GenerationMixin):
             logits = cfg.softcap * torch.tanh(logits / cfg.softcap)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            # A text's first token has nothing to be predicted from; Trainer counts it after padding
+            if num_items_in_batch is None:
+                num_items_in_batch = (labels[:, 1:] != -100).sum()
+            targets = labels.masked_fill(text_starts, -100)[:, 1:]
+            loss = F.cross_entropy(logits[:, :-1].mT, targets, reduction="sum") / num_items_in_batch
         return CausalLMOutput(loss=loss, logits=logits)

@@ -121,11 +121,11 @@ def closing_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     best = summary["best_val_loss"]
     if best and run.log.evaluations[-1]["val_loss"] > 1.01 * best:
         lines.append(f"val_loss has risen from {best:.4f}, its lowest")
-        return [*lines, f"next: python sample.py --run {folder} --best"]
+        return [*lines, f"next: python sample.py {folder} --best"]
     flags = dict(
         minutes=f"--minutes {2 * minutes:g}",
         target_val_loss="--target_val_loss 0",
         patience="--patience 0",
     )
     longer = flags.get(stopped_by, f"--max_steps {2 * summary['step']}")
-    return [*lines, f"next: python sample.py --run {folder} | longer: {resume} {longer}"]
+    return [*lines, f"next: python sample.py {folder} | longer: {resume} {longer}"]

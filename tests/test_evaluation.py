@@ -87,7 +87,7 @@ def test_wrong_lines_are_named(tmp_path):
 
 def test_choices_on_the_command_line(noisy, tmp_path, capsys):
     path = write(tmp_path / "q.jsonl", QUESTIONS)
-    command = ["--run", str(noisy), "--choices", str(path)]
+    command = [str(noisy), "--choices", str(path)]
     assert run_command(sample.main, command) == 0
     title, columns, *rows = capsys.readouterr().out.splitlines()
     assert title == str(path) and columns.split() == ["accuracy", "std", "error"] and len(rows) == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from conftest import flags_of, run_main, run_python, tiny_run
 from data.shards import PYTHON_VOCABULARY
 from data.tokenizers import get_tokenizer
 from inference.generation import generate
+from runtime.device import DTYPES
 
 
 @pytest.fixture(scope="module")
@@ -40,19 +42,25 @@ def expected(windowed):
     return pairs
 
 
-def exported(windowed, kind, out, capsys):
-    assert run_command(export.main, [str(windowed), "--to", kind, "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"{sample.find_file(windowed)} -> {out} ({kind})\n"
+def exported(windowed, kind, out, capsys, *flags):
+    capsys.readouterr()
+    assert run_command(export.main, [str(windowed), "--to", kind, "--out", str(out), *flags]) == 0
+    assert capsys.readouterr().out.startswith(f"{sample.find_file(windowed)} -> {out}: {kind}, ")
     return out
 
 
-def test_safetensors(windowed, tmp_path, capsys):
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    tensors = load_file(exported(windowed, "safetensors", tmp_path / "m.safetensors", capsys))
-    weights = sample.read_checkpoint(sample.find_file(windowed))["model"]
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_safetensors(dtype, windowed, tmp_path, capsys):
+    safe_open = pytest.importorskip("safetensors").safe_open
+    path = exported(windowed, "safetensors", tmp_path / "m", capsys, "--dtype", dtype)
+    checkpoint = sample.read_checkpoint(sample.find_file(windowed))
+    with safe_open(path, "pt") as file:
+        config = json.loads(file.metadata()["config"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    weights = {name: w.to(DTYPES[dtype]) for name, w in checkpoint["model"].items()}
     torch.testing.assert_close(tensors, weights, rtol=0, atol=0)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["window"] == "SL:5" and config["tokenizer"] == "bytes"
+    assert config == checkpoint["model_config"] | dict(tokenizer="bytes")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
@@ -66,8 +74,8 @@ def test_int8_file_is_what_int8_makes(windowed, data, tmp_path, capsys):
         )
         return float(capsys.readouterr().out.splitlines()[2].split()[4])
 
-    rounded, plain = nats("--run", path), nats("--run", windowed)
-    assert nats("--run", windowed, "--int8") == rounded == nats("--run", path, "--int8")
+    rounded, plain = nats(path), nats(windowed)
+    assert nats(windowed, "--int8") == rounded == nats(path, "--int8")
     assert plain != rounded == pytest.approx(plain, rel=0.01)
     flags = dict(init_from=path, data=data, out_dir=tmp_path / "run")
     code, err = run_main(flags_of(flags), capsys)
@@ -94,6 +102,8 @@ def test_onnx_has_the_same_logits(windowed, expected, tmp_path, capsys):
         pytest.importorskip(package)
     path = exported(windowed, "onnx", tmp_path / "m.onnx", capsys)
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
+    (inputs,), (outputs,) = session.get_inputs(), session.get_outputs()
+    assert [inputs.name, *inputs.shape, outputs.name] == ["idx", "batch", "time", "logits"]
     for idx, logits in expected:
         (got,) = session.run(None, {"idx": idx.numpy()})
         torch.testing.assert_close(torch.from_numpy(got), logits, rtol=0, atol=1e-3)
@@ -133,6 +143,12 @@ def check(folder):
     idx, logits, texts, tokens, drawn = torch.load(folder + "/expected.pt")
     close = dict(rtol=0, atol=1e-4)
     torch.testing.assert_close(model(idx).logits, logits, **close)
+    for kwargs in (dict(output_attentions=True), dict(past_key_values=[])):
+        try:
+            raise SystemError(model(idx, **kwargs))
+        except ValueError as error:
+            assert str(error) == f"this model does not support {min(kwargs)}; remove it"
+    assert model.generation_config.do_sample and model.generation_config.min_p == 0.05
     assert [tokenizer(text).input_ids for text in texts] == [[256, *ids] for ids in tokens]
     assert [tokenizer.decode(ids) for ids in tokens] == texts
     more = dict(max_new_tokens=50, do_sample=False)
@@ -142,7 +158,7 @@ def check(folder):
     new = new[: new.index(256) + 1] if 256 in new else new
     assert new == (drawn[: drawn.index(256) + 1] if 256 in drawn else drawn), (new, drawn)
     alone = [model(row[None, :n]).logits for row, n in zip(idx, (32, 20, 9))]
-    for side in ("left", "right"):
+    for side in ("right", "left"):
         rows, seen = torch.full((3, 32), 256), torch.zeros(3, 32, dtype=torch.int64)
         for i, n in enumerate((32, 20, 9)):
             part = slice(32 - n, 32) if side == "left" else slice(n)
@@ -150,8 +166,20 @@ def check(folder):
         padded = model(rows, attention_mask=seen).logits
         for row, mask, one in zip(padded, seen, alone):
             torch.testing.assert_close(row[mask > 0], one[0], **close)
+    # Two texts in a row do not see each other
+    packed = torch.cat((idx[0, :20], idx[1, :9]))[None]
+    starts = torch.cat((torch.arange(20), torch.arange(9)))[None]
+    both = torch.cat([model(row[None]).logits[0] for row in (idx[0, :20], idx[1, :9])])
+    torch.testing.assert_close(model(packed, position_ids=starts).logits[0], both, **close)
+    # The loss is a mean; parts of a batch, padded or not, add up to that of the batch
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], idx[0, 1:])
     torch.testing.assert_close(model(idx[:1], labels=idx[:1]).loss, loss, **close)
+    batch = dict(input_ids=rows, attention_mask=seen, labels=rows.masked_fill(seen == 0, -100))
+    n_items, whole = (batch["labels"][:, 1:] != -100).sum(), 0
+    for i, n in enumerate((32, 20, 9)):
+        row = idx[i : i + 1, :n]
+        whole = whole + model(row, labels=row, num_items_in_batch=n_items).loss
+    torch.testing.assert_close(whole, model(**batch).loss, **close)
 
 for folder in sys.argv[1:]:
     check(folder)
@@ -177,6 +205,7 @@ def test_transformers_has_the_same_tokens(kind, gpt2):
     for _ in range(300):
         text = "".join(draw.choices(parts, k=20))
         assert theirs(text).input_ids == [own.eot, *own.encode(text).tolist()], text
+        assert theirs(text, add_special_tokens=False).input_ids == own.encode(text).tolist()
         assert theirs.decode(own.encode(text).tolist()) == text
     assert theirs.eos_token_id == own.eot and len(theirs) == own.vocab_size
 
@@ -192,9 +221,14 @@ def test_an_edit_of_the_model_alone_is_not_exported_to_transformers(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_exists_is_kept(windowed, tmp_path, capsys):
+def test_what_cannot_be_exported_is_said(windowed, tmp_path, capsys, monkeypatch):
     (tmp_path / "there").touch()
-    argv = [str(windowed), "--to", "int8", "--out", str(tmp_path / "there")]
-    assert run_command(export.main, argv) == 2
-    assert "there exists already" in capsys.readouterr().err
-    assert not (tmp_path / "there").stat().st_size
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    for flags, says in (
+        ("int8 --out there", "there exists already"),
+        ("int8 --out m --dtype bf16", "--dtype bf16 is for --to safetensors"),
+        ("safetensors --out m", "which is not installed; pip install safetensors"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        assert run_command(export.main, [str(windowed), "--to", *flags.split()]) == 2
+        assert says in capsys.readouterr().err and len(list(tmp_path.iterdir())) == 1

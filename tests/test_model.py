@@ -28,8 +28,8 @@ from conftest import (
     rows,
     tiny_run,
 )
-from inference import int8
-from inference.decode import compile_decode_step, decode_step, sample_token
+from inference import decode, int8
+from inference.decode import Repeats, compile_decode_step, decode_step, sample_token
 from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
 from inference.int8 import quantize, round_to_int8
 from model import GPT, GPTConfig, attention, cross_entropy, may_attend
@@ -310,8 +310,8 @@ def test_dropped_ngrams():
 
 def likeliest(gpt, prompts, n_tokens, **options) -> list[list[int]]:
     """The continuation of each prompt (B, T), of ids below 65."""
-    steps = generate(gpt, prompts, n_tokens=n_tokens, vocab_size=65, temperature=0, **options)
-    return torch.stack(list(steps), 1).tolist()
+    options = dict(vocab_size=65, temperature=0) | options
+    return torch.stack(list(generate(gpt, prompts, n_tokens=n_tokens, **options)), 1).tolist()
 
 
 @torch.no_grad()
@@ -362,6 +362,49 @@ def test_without_a_cache_the_context_is_read_again():
         gpt(texts[:, :25])
 
 
+def would_repeat(text: list[int]) -> set[int]:
+    """The tokens that followed what the text ends with, four tokens or more, in its last 40."""
+    found = set()
+    for end in range(max(1, len(text) - 39), len(text)):
+        length = 0
+        while length < end and text[end - 1 - length] == text[-1 - length]:
+            length += 1
+        if length >= 4:
+            found.add(text[end])
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 7, 60])
+def test_tokens_that_lengthen_a_repeat_are_penalized(length, monkeypatch):
+    monkeypatch.setattr(decode, "REPEAT_WINDOW", 40)
+    text = tokens(3, 150, size=3, seed=length)
+    text[2, 50] = 99  # an id that is never sampled
+    repeats, logits = Repeats(text[:, :length]), torch.randn(3, 9)
+    n_found = 0
+    for i in range(length, 150):
+        lowered = logits - repeats.penalize(logits, 2.5)
+        for row, penalties in zip(text[:, :i].tolist(), lowered):
+            found = penalties.nonzero()[:, 0].tolist()
+            assert set(found) == would_repeat(row) - {99}
+            assert penalties[found].tolist() == pytest.approx([2.5] * len(found), rel=1e-5)
+            n_found += len(found)
+        repeats.append(text[:, i : i + 1])
+    assert n_found > 50
+
+
+def test_sampling_avoids_the_repeat_and_greedy_decoding_does_not(monkeypatch):
+    logits = torch.zeros(1, 1, 65)
+    logits[..., 2], logits[..., 7] = 1, 0.5
+    monkeypatch.setattr(decode, "next_logits", lambda *_: logits)
+    prompt = torch.arange(32)[None] % 5  # ends with 0 1, which 2 followed
+
+    def drawn(**options) -> int:
+        return likeliest(random_gpt(), prompt, 1, use_cache=False, **options)[0][0]
+
+    assert drawn(temperature=1e-5) == 7
+    assert drawn(temperature=1e-5, dry_multiplier=0) == drawn(temperature=0) == 2
+
+
 def rms_norm(x):
     return F.rms_norm(x, (24,), eps=2**-23)  # as in fp32
 
@@ -395,13 +438,25 @@ def test_top_k_and_top_p_draw_from_the_likeliest():
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = p.log().repeat(4000, 1)
     draws = torch.rand((4000, 1), generator=torch.Generator().manual_seed(0))
-    found = torch.bincount(sample_token(logits, draws, 1.0, 0, 1.0)[:, 0])
-    torch.testing.assert_close(found / 4000, p, atol=0.03, rtol=0)
+    logits = logits.roll(1, dims=1)  # the likeliest is not the first
+    for top_k in (0, 4):
+        found = torch.bincount(sample_token(logits, draws, 1.0, top_k, 1.0, 0.0)[:, 0])
+        torch.testing.assert_close(found / 4000, p.roll(1), atol=0.03, rtol=0)
     draws[0], draws[1] = 0, 1 - 2**-24  # the ends of what torch.rand draws
-    for top_k, top_p, n in ((2, 1.0, 2), (0, 0.8, 2), (0, 0.81, 3), (0, 1e-9, 1), (9, 1.0, 4)):
-        drawn = sample_token(logits, draws, 1.0, top_k, top_p)
-        assert drawn.unique().tolist() == list(range(n))
-    assert not sample_token(logits, draws, 0, 0, 1.0).any()
+    for top_k, top_p, min_p, n in (
+        (2, 1.0, 0.0, 2),
+        (0, 0.8, 0.0, 2),
+        (0, 0.81, 0.0, 3),
+        (0, 1e-9, 0.0, 1),
+        (9, 1.0, 0.0, 4),
+        (0, 1.0, 0.29, 3),
+        (0, 1.0, 0.31, 2),
+        (3, 1.0, 0.05, 3),
+        (0, 1.0, 1.0, 1),
+    ):
+        drawn = sample_token(logits, draws, 1.0, top_k, top_p, min_p)
+        assert sorted((drawn.unique() - 1) % 4) == list(range(n))
+    assert (sample_token(logits, draws, 0, 0, 1.0, 0.0) == 1).all()
 
 
 def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypatch):
@@ -414,24 +469,27 @@ def test_a_compiled_step_serves_all_texts_and_multiplies_a_row_by_sums(monkeypat
 
     compile_with(monkeypatch, backend)
     monkeypatch.setattr(int8, "FEW_ROWS", 0)  # the kernel for a few rows rounds them to bf16
-    for shape, n_rows in (({}, 1), ({}, 4), (dict(ngram=3), 1)):
+    cases = (({}, 1, {}), ({}, 4, dict(temperature=1.0)), (dict(ngram=3), 1, {}))
+    for shape, n_rows, options in cases:
         gpt = random_gpt(window="SL:5", n_layer=2, std=0.4, **shape)
         fast = copy.deepcopy(gpt)
         if shape:
             quantize(fast)
             round_weights(gpt)
         step = compile_decode_step(fast)
-        for length in (9, 1, 40):
+        for length in (1, 20):
             prompts = tokens(n_rows, length, seed=length)
-            assert likeliest(fast, prompts, 30, step=step) == likeliest(gpt, prompts, 30)
+            eager = likeliest(gpt, prompts, 30, **options)
+            assert likeliest(fast, prompts, 30, step=step, **options) == eager
         kernels = {name for name in ("linear", "scaled_dot_product") if f".{name}" in traced[-1]}
         assert kernels == ({"linear"} if n_rows > 1 else set())
-    cache, draws = KVCache(gpt, 1), torch.full((1, 1), 0.99)
-    idx, options = torch.tensor([[1]]), dict(vocab_size=65, top_k=0, top_p=1.0)
-    decode_step(gpt, idx, cache, draws, temperature=0, **options)
-    colder = step(gpt, idx, cache, draws, temperature=0.0, **options).item()
-    hotter = step(gpt, idx, cache, draws, temperature=1e6, **options).item()
-    assert colder != hotter  # a cache may be sampled in another way
+    # A cache may be sampled in another way
+    cache, repeats, draws = KVCache(gpt, 1), Repeats(torch.tensor([[1]])), torch.full((1, 1), 0.99)
+    arguments = gpt, torch.tensor([[1]]), cache, repeats, draws
+    options = dict(vocab_size=65, top_k=0, top_p=1.0, min_p=0.0, dry_multiplier=0.0)
+    decode_step(*arguments, temperature=0, **options)
+    colder = step(*arguments, temperature=0.0, **options).item()
+    assert colder != step(*arguments, temperature=1e6, **options).item()
 
 
 @torch.no_grad()
@@ -652,9 +710,10 @@ def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypa
     mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))  # the token before
     tiny_run(tmp_path / "run", data=data, max_steps=4, sample_every=2)
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert len(re.findall(r"--- sample at step \d\n\(sampling without a KV cache", log)) == 2
+    title = r"--- sample at step \d: validation text >>> the model's continuation\n"
+    assert len(re.findall(title + r"\(sampling without a KV cache", log)) == 2
     capsys.readouterr()
-    argv = ["--run", str(tmp_path / "run"), "--temperature", "0", "--max_new_tokens", "40"]
+    argv = [str(tmp_path / "run"), "--temperature", "0", "--max_new_tokens", "40"]
     assert run_command(sample.main, argv) == 0
     shown = capsys.readouterr()
     assert shown.err.startswith(NO_CACHE + "\n")

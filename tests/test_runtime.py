@@ -568,7 +568,7 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
     then = read_checkpoint(folder / "ckpt_4.pt")["model"]
     assert equal_weights(then, read_checkpoint(best)["model"])
     assert "val_loss has risen from 2.0000, its lowest" in read_log(folder)
-    assert re.search(r"next: python sample.py --run \S+ --best\n", read_log(folder))
+    assert re.search(r"next: python sample.py \S+ --best\n", read_log(folder))
     code, err = run_main(flags_of(TINY | dict(data=data, resume=best)), capsys)
     assert code == 2 and "holds weights only, so it cannot be resumed; use --init_from" in err
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ def run(noisy, capsys):
 
     def command(*argv, path=noisy, code=0):
         capsys.readouterr()
-        assert run_command(sample.main, ["--run", str(path), *map(str, argv)]) == code, argv
+        assert run_command(sample.main, [*filter(None, [str(path)]), *map(str, argv)]) == code, argv
         return capsys.readouterr()
 
     return command
@@ -58,7 +59,7 @@ def test_the_tours_notebook(plain, capsys):
 
 
 def test_a_closed_console_is_no_error(noisy, monkeypatch):
-    command = ["--run", str(noisy), "--max_new_tokens", "5"]
+    command = [str(noisy), "--max_new_tokens", "5"]
     for stream, flags in (("stdout", []), ("stdin", ["--interactive"])):
         with monkeypatch.context() as patch:
             patch.setattr(sys, stream, None)  # as Python starts without the descriptor
@@ -137,27 +138,39 @@ def test_perplexity_with_gpt2_counts_the_text_that_is_tokenized(gpt2, tmp_path):
     assert [row["count"] for row in table.values()] == counts
 
 
-def test_flags_of_sample_that_cannot_be(plain, tmp_path, monkeypatch, run, capsys):
+def test_the_newest_run_is_sampled(plain, tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("trials/seed_0", "older"), 1):
+        path = Path("runs", name, "ckpt_20.pt")
+        path.parent.mkdir(parents=True)
+        shutil.copy(plain / "ckpt_20.pt", path)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    shown = run("--max_new_tokens", 1, path="")
+    assert "the newest run is runs/trials/seed_0\n" in shown.err
+
+
+def test_flags_of_sample_that_cannot_be(noisy, plain, tmp_path, monkeypatch, run, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("text")
     Path("empty").touch()
     Path("run").mkdir()
     shutil.copy(plain / "ckpt_20.pt", "run")
-    for flags, says in (
-        ("--max_new_tokens 0", "expected at least 1"),
-        ("--max_new_tokens 99999999999999999999", "below 2**31"),
-        ("--top_p 1.1", "at most 1"),
-        ("--perplexity text --stride 33", "at most the context"),
-        ("--perplexity none", "is not a plain text file"),
-        ("--perplexity empty", "is empty"),
-        ("--choices none", "there is no file"),
-        ("--choices empty", "has no questions"),
-        ("--best", "but --best is for a run's folder"),
-        (f"--run {300 * 'x'}", "File name too long"),
-        ("--run none", "no ckpt_<step>.pt in none; give the folder of a run that has saved"),
-        ("--run run --best", "there is no ckpt_best.pt in run; give"),
+    for path, flags, says in (
+        (noisy, "--max_new_tokens 0", "expected 1 to"),
+        (noisy, "--max_new_tokens 99999999999999999999", "to 2147483647"),
+        (noisy, "--min_p 1.1", "expected 0 to 1"),
+        (noisy, "--perplexity text --stride 33", "at most the context"),
+        (noisy, "--perplexity none", "is not a plain text file"),
+        (noisy, "--perplexity empty", "is empty"),
+        (noisy, "--choices none", "there is no file"),
+        (noisy, "--choices empty", "has no questions"),
+        (noisy, "--best", "but --best is for a run's folder"),
+        (300 * "x", "", "File name too long"),
+        ("none", "", "no ckpt_<step>.pt in none; give the folder of a run that has saved"),
+        ("", "", "no ckpt_<step>.pt in runs; give"),
+        ("run", "--best", "there is no ckpt_best.pt in run; give"),
     ):
-        assert says in run(*flags.split(), code=2).err, flags
+        assert says in run(*flags.split(), path=path, code=2).err, flags
     for pair in ("--perplexity text --choices text", "--interactive --prompt a"):
         with pytest.raises(SystemExit):
             run(*pair.split())
