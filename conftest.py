@@ -173,10 +173,9 @@ def block_options(monkeypatch, mode: str) -> dict:
 # Runs: how to start them, and what they left behind
 
 
-def tiny_run(out_dir, **flags) -> dict:
+def tiny_run(out_dir, on_step=None, **flags) -> dict:
     """A run of the tiny model with these flags, in this process; returns its summary."""
-    flags = {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
-    return train(make_config(**TINY | flags, out_dir=str(out_dir)))
+    return train(make_config(**TINY | flags, out_dir=str(out_dir)), on_step=on_step)
 
 
 def run_main(argv: list[str], capsys) -> tuple[int, str]:
