@@ -402,10 +402,9 @@ def measured(folder, name: str, flags: str, code: int = 0) -> dict:
     """The JSON of a benchmark run in a tiny form."""
     import bench
 
-    assert (
-        run_command(bench.main, [name, *flags.split(), "--json", str(folder / "out.json")]) == code
-    )
-    report = json.loads((folder / "out.json").read_text())
+    path = folder / "out.json"
+    assert run_command(bench.main, [name, *flags.split(), f"--json={path}"]) == code
+    report = json.loads(path.read_text())
     assert report["machine"]["torch"] == torch.__version__
     assert report["benchmark"] == name and name in report["command"]
     return report
