@@ -165,7 +165,7 @@ def compare(ours, theirs, kind: str = "", rtol: float = 1e-5) -> str:
 # Two ranks
 
 # Every layout has micro-batches of the same sequences
-RANKS = dict(micro_batch=8, max_steps=5, eval_every=2)
+RANKS = dict(micro_batch=4, max_steps=5, eval_every=2)
 
 
 def prepare_for_ranks(patch: pytest.MonkeyPatch, in_eval_mode: bool) -> None:

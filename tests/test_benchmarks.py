@@ -12,31 +12,26 @@ import pytest
 import bench
 from benchmarks import experiment, harness, train
 from common.errors import run_command
-from conftest import final, make_data, measured, tiny_run
+from conftest import final, make_data, measured, run_forked, tiny_run
 from data.shards import check_shard
 
 SIZES = "--device cpu --n_layer 1 --n_embd 32 --n_head 2 --ngram 0 --repeats 2"
 SMALL = SIZES + " --seq_len 64 --batch_tokens 512"
 
 
-def test_cases_are_interleaved():
+def test_cases_are_interleaved_and_what_ends_one_is_its_note():
     cases = [partial(bench_cases.counting_case, start) for start in (0, 10)]
-    a, b = harness.measure(cases, 3)
+    cases += [bench_cases.killed_case, bench_cases.broken_case, bench_cases.full_case]
+    a, b, *failed = harness.measure(cases, 3)
     assert [value["ms"] for value in a["values"]] == [1, 2, 3]
     assert [value["ms"] for value in b["values"]] == [11, 12, 13]
     assert "| 12 (11-13) |" in harness.table("T", [b])
     times = [value["time"] for pair in zip(a["values"], b["values"]) for value in pair]
     assert times == sorted(times)
-
-
-def test_what_ends_a_case_is_its_note():
-    cases = [bench_cases.killed_case, bench_cases.broken_case, bench_cases.full_case]
-    *failed, well = harness.measure([*cases, partial(bench_cases.counting_case, 0)], 2)
-    notes = [row["note"] for row in failed]
-    assert notes[0] == "out of memory: killed by the system"
-    assert notes[1] == "FAILED: ZeroDivisionError: division by zero"
-    assert notes[2].startswith("memory ran out")
-    assert all(len(row) == 1 for row in failed) and len(well["values"]) == 2
+    killed, broken, full = (row["note"] for row in failed)
+    assert killed == "out of memory: killed by the system"
+    assert broken == "FAILED: ZeroDivisionError: division by zero"
+    assert full.startswith("memory ran out") and all(len(row) == 1 for row in failed)
 
 
 @pytest.mark.parametrize(
@@ -98,72 +93,74 @@ def run(*losses: float, seconds: float = 10.0) -> dict:
     return rows[-1] | dict(val_bpb=None, evaluations=rows)
 
 
-def test_the_speedup_to_an_equal_loss():
-    base, lower = run(4.0, 3.0, 2.0), run(3.5, 2.5, 1.0)
-    # To 2.0, which both reach: the base at its end, the edit between its second and third row
-    seconds = 20 + 10 / 3
-    assert experiment.speedup(base, lower) == pytest.approx(30 / seconds)
-    assert experiment.speedup(lower, base) == pytest.approx(seconds / 30)
+def test_the_time_to_a_loss():
     # The first time that it is as low counts, whatever follows; halfway from 3.0 to 2.0
     noisy = run(4.0, 3.0, 3.5, 2.0, 2.5)
     assert [experiment.time_to(noisy, loss) for loss in (4.0, 3.0, 2.5, 2.0)] == [10, 20, 35, 40]
     # Not known: the edit has passed it before it was evaluated
-    assert math.isnan(experiment.speedup(base, run(1.9)))
+    assert math.isnan(experiment.speedup(run(4.0, 2.0), run(1.9)))
 
 
-def pairs(*ratios: float, loss: float = 2.0) -> list[dict]:
-    """Runs whose edit has these ratios of the base's loss."""
-    return [dict(base=run(loss), edit=run(loss * ratio)) for ratio in ratios]
+def scores(loss: float = 5.0, **ratios: list[float]) -> list[dict]:
+    """Rows of an experiment whose edit has these ratios of the base's loss, by dataset."""
+    pairs = {}
+    for data, of_runs in ratios.items():
+        pairs[data] = [dict(base=run(loss), edit=run(loss * ratio)) for ratio in of_runs]
+    return experiment.score_rows(pairs)
 
 
 def test_the_score_of_an_experiment():
-    a, b, every = experiment.score_rows(dict(a=pairs(0.9, 0.8), b=pairs(0.99, loss=5.0)))
-    assert a["score"] == pytest.approx(math.sqrt(0.72)) and b["edit, nats/token"] == pytest.approx(
-        4.95
-    )
+    a, b, every = scores(a=[0.9, 0.8], b=[0.99])
+    assert a["score"] == pytest.approx(math.sqrt(0.72))
+    assert b["edit, nats/token"] == pytest.approx(4.95)
     assert every["score"] == pytest.approx(math.sqrt(0.99 * a["score"]))  # datasets weigh the same
     logs = np.log([0.9, 0.8, 0.99])
     t = -logs.mean() / (logs.std(ddof=1) / math.sqrt(3))
     assert every[experiment.P] == pytest.approx((1 - t / math.sqrt(2 + t * t)) / 2)  # of 2 degrees
-    verdicts = [
-        experiment.verdict_of(experiment.score_rows(dict(a=pairs(*ratios)))[-1])
-        for ratios in ((0.9, 0.91, 0.92), (1.1, 1.11, 1.12), (0.9, 0.9), (0.8, 1.19, 1.0))
-    ]
-    assert verdicts == ["keep", "discard", "discard", "discard"]
+    for ratios, verdict in (
+        ([0.9, 0.91, 0.92], "keep"),
+        ([1.1, 1.11, 1.12], "discard"),
+        ([0.9, 0.9], "discard"),
+        ([0.8, 1.19, 1.0], "discard"),
+    ):
+        assert experiment.verdict_of(scores(a=ratios)[-1]) == verdict
 
 
 def test_a_ledger_of_experiments(tmp_path, capsys):
+    ledger, order = tmp_path / "experiments.tsv", tmp_path / "order.txt"
+    sides = {}
     for name in ("base", "edit"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_gpt.py").write_text(bench_cases.FAKE_TRAINER)
-    base, edit = (f"--flags={tmp_path}/{name} --softcap=" for name in ("base", "edit"))
-    page = tmp_path / "edit" / "train_gpt.py"
-    ledger = tmp_path / "experiments.tsv"
+        sides[name] = f"--flags={tmp_path}/{name} --softcap="
+    base, edit = sides["base"] + "1", sides["edit"]
     texts = [str(make_data(tmp_path / name)) for name in "ab"]
     flags = f"{SMALL} --max_steps 20 --eval_every 2 --ledger {ledger} --data".split() + texts
-    assert run_command(bench.main, ["experiment", *flags, "--flags=nowhere"]) == 2
-    assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}1"]) == 0
-    assert "| all | 1 |" in capsys.readouterr().out
-    page.write_text(page.read_text() + "\nONE = 1\n# and a comment\n")
+
+    def ended(*more: str) -> tuple[int, str]:
+        code = run_command(bench.main, ["experiment", *flags, *more])
+        return code, capsys.readouterr().out
+
+    assert ended("--flags=nowhere")[0] == 2
+    assert "| all | 1 |" in ended(base, edit + "1")[1]
+    with open(tmp_path / "edit" / "train_gpt.py", "a") as page:
+        page.write("\nONE = 1\n# and a comment\n")
+    order.unlink()
     more = ["--describe", "one\tmore", "--json", str(tmp_path / "out.json")]
-    (tmp_path / "order.txt").unlink()
-    assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}2", *more]) == 0
-    assert "keep (keep: a score below 1 with p < 0.05" in capsys.readouterr().out
-    order = (tmp_path / "order.txt").read_text().splitlines()
-    assert order[:3] == ["0 0_a 1 ", "0 0_a 2 fp32", "0 1_b 1 fp32"]  # the first run settles auto
-    assert order[4:] == ["1 0_a 2 fp32", "1 0_a 1 fp32", "1 1_b 2 fp32", "1 1_b 1 fp32"]
+    assert "keep (keep: a score below 1 with p < 0.05" in ended(base, edit + "2", *more)[1]
+    ran = order.read_text().splitlines()
+    assert ran[:3] == ["0 0_a 1 ", "0 0_a 2 fp32", "0 1_b 1 fp32"]  # the first run settles auto
+    assert ran[4:] == ["1 0_a 2 fp32", "1 0_a 1 fp32", "1 1_b 2 fp32", "1 1_b 1 fp32"]
     a, b, _ = json.loads((tmp_path / "out.json").read_text())["experiment"]
     # To 4, where the base ends after a second
     assert a["speedup"] == b["speedup"] == pytest.approx(math.sqrt(2 * 2.2))
     assert len(b["runs"]) == 2 and len(b["runs"][1]["edit"]["evaluations"]) == 10
-    assert run_command(bench.main, ["experiment", *flags, f"{base}1", f"{edit}1 --adam_lr=9"]) == 0
-    assert "the edit fails: it diverged" in capsys.readouterr().out
-    assert run_command(bench.main, ["experiment", *flags, f"{base}1 --adam_lr=9", f"{edit}1"]) == 2
+    code, out = ended(base, edit + "1 --adam_lr=9")
+    assert code == 0 and "the edit fails: it diverged" in out
+    assert ended(base + " --adam_lr=9", edit + "1")[0] == 2
     for times in (1, 2):
-        assert (
-            run_command(bench.main, ["experiment", *flags, "--final", f"{base}1", f"{edit}2"]) == 0
-        )
-        assert f"have read the holdout: {times}." in capsys.readouterr().out
+        said = f"have read the holdout: {times}."
+        assert said in ended("--final", base, edit + "2")[1]
 
     with open(ledger) as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
@@ -178,11 +175,14 @@ def test_a_ledger_of_experiments(tmp_path, capsys):
     assert (tmp_path / "experiments.svg").stat().st_size
 
 
-def test_an_experiment_of_the_trainer(data, tmp_path):
-    flags = SMALL + f" --repeats 1 --max_steps 12 --eval_every 3 --eval_tokens 2048 --data {data}"
-    flags += " --dtype fp32 --attn sdpa"
-    report = measured(tmp_path, "experiment", flags + " --flags=--adam_lr=1e-9 --flags=")
-    row, every = report["experiment"]
+def test_an_experiment_of_the_trainer(data, tmp_path, monkeypatch):
+    def run_script(path, *argv):
+        assert run_forked(tmp_path, path, *argv).code == 0
+
+    monkeypatch.setattr(experiment, "run_python", run_script)
+    flags = f"{SMALL} --repeats 1 --max_steps 12 --eval_every 3 --eval_tokens 2048 --data {data}"
+    flags += " --dtype fp32 --attn sdpa --flags=--adam_lr=1e-9 --flags="
+    row, every = measured(tmp_path, "experiment", flags)["experiment"]
     base, edit = row["runs"][0]["base"], row["runs"][0]["edit"]
     assert base["val_loss"] == pytest.approx(math.log(320), abs=0.3)
     assert edit["val_loss"] < base["val_loss"] - 0.3 and every["score"] == row["score"] < 1
@@ -203,20 +203,21 @@ def test_the_holdout_is_the_other_half(data, tmp_path):
 
 
 def test_a_table_and_a_picture_of_runs(data, tmp_path):
-    for name, flags in (("a/seed_0", {}), ("a/seed_1", dict(seed=1)), ("b", dict(n_embd=64))):
-        tiny_run(tmp_path / name, data=str(data), **dict(seed=0) | flags)
-    with open(tmp_path / "b" / "metrics.jsonl", "a") as file:
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, seed, width in ((a / "seed_0", 0, 32), (a / "seed_1", 1, 32), (b, 0, 64)):
+        tiny_run(folder, data=data, seed=seed, n_embd=width)
+    with open(b / "metrics.jsonl", "a") as file:
         file.write('{"step": 30, "val')  # torn
-    rows = measured(tmp_path, "compare", f"{tmp_path}/a {tmp_path}/b")["compare"]
-    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    rows = measured(tmp_path, "compare", f"{a} {b}")["compare"]
+    summary = json.loads((b / "summary.json").read_text())
     keys = ("val_loss", "val_bpb", "step", "tokens", "train_time_s", "machine")
     assert {key: rows[2][key] for key in keys} == {key: summary[key] for key in keys}
-    n_params = sum(weight.numel() for weight in final(tmp_path / "b")["model"].values())
+    n_params = sum(weight.numel() for weight in final(b)["model"].values())
     assert rows[2]["parameters"] == f"{n_params:,}"
     assert [row["flags"] for row in rows[1:]] == ["--seed 1 --n_embd 32", "--seed 0 --n_embd 64"]
 
     pytest.importorskip("matplotlib")
-    command = f"plot {tmp_path}/a {tmp_path}/b --x tokens --target 1.4697"
-    assert run_command(bench.main, command.split()) == 0
-    assert (tmp_path / "a" / "val_loss.svg").read_bytes().startswith(b"<?xml")
-    assert run_command(bench.main, [*command.split(), "--label", "one of two"]) == 2
+    command = f"plot {a} {b} --x tokens --target 1.4697".split()
+    assert run_command(bench.main, command) == 0
+    assert (a / "val_loss.svg").read_bytes().startswith(b"<?xml")
+    assert run_command(bench.main, [*command, "--label", "one of two"]) == 2

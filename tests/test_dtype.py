@@ -8,7 +8,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.utils import fresh_cache
 
 import sample
-from conftest import add_noise, built, compiler_works, final, run_main, stream_of, tiny_run
+from conftest import add_noise, built, compiler_works, final, stream_of, tiny_run
 from inference.decode import compile_decode_step, decode_step
 from inference.generation import generate
 from ops.compile import keep_gcc_from_copying
@@ -16,7 +16,7 @@ from runtime import auto
 from runtime import device as device_module
 from runtime.ranks import DistContext
 from test_train import difference, one_step
-from train_gpt import make_config
+from train_gpt import make_config, train
 
 
 @pytest.fixture
@@ -99,13 +99,10 @@ def test_chunks_suit_a_gpu(flags, loss_chunk, monkeypatch):
     assert (chosen.attn, chosen.loss_chunk) == ("sdpa", loss_chunk)
 
 
-def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, capsys):
+def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend):
     asked, folder = pretend(0.1, 0.5), tmp_path / "run"
-    flags = dict(data=data, dtype="auto", max_steps=2)
-    summary = tiny_run(folder, **flags)
+    summary = tiny_run(folder, data=data, dtype="auto", max_steps=2)
     assert summary["dtype"] == final(folder)["config"]["dtype"] == "bf16"
-    # Measured once for all runs of a process
-    tiny_run(tmp_path / "second", **flags)
     assert asked == [32, 32]
     assert ", bf16, compile off" in (folder / "log.txt").read_text()
     # Samples are drawn in its dtype
@@ -115,11 +112,9 @@ def test_a_run_settles_its_dtype_once_and_keeps_it(data, tmp_path, pretend, caps
         assert model.compute_dtype == device_module.DTYPES[dtype]
     asked.clear()
     pretend(0.5, 0.1)
-    argv = ["--resume", str(folder), "--max_steps"]
-    assert run_main([*argv, "3"], capsys)[0] == 0
-    assert final(folder)["step"] == 3 and final(folder)["config"]["dtype"] == "bf16" and not asked
-    assert run_main([*argv, "4", "--dtype", "fp32"], capsys)[0] == 0
-    assert final(folder)["config"]["dtype"] == "fp32"
+    assert train(make_config(resume=str(folder), max_steps=3))["dtype"] == "bf16" and not asked
+    again = make_config(resume=str(folder), max_steps=4, dtype="fp32")
+    assert train(again)["dtype"] == final(folder)["config"]["dtype"] == "fp32"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ And what test_train.py says of wrong edits.
 
 import inspect
 import math
-import shutil
 import textwrap
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 import model as model_module
 import test_train
 import train_gpt
-from conftest import TINY, final, rows, run_main, tiny_run
+from conftest import TINY, assert_same_run, final, rows, tiny_run
 from model import GPT, GPTConfig, ParamSpec
 from runtime.checkpoint import read_checkpoint
 from train_gpt import make_config, train
@@ -88,50 +87,39 @@ def test_any_parameters_under_any_optimizer_resume_exactly(optimizer, data, tmp_
     make = OPTIMIZERS[optimizer]
     if make:
         monkeypatch.setattr(train_gpt, "make_optimizer", make)
-    tiny_run(tmp_path / "run", **flags)
-    tiny_run(tmp_path / "rest", **flags, resume=tmp_path / "run" / "ckpt_3.pt")
-    assert rows(tmp_path / "rest", "train_loss") == rows(tmp_path / "run", "train_loss")[3:]
-    ours, theirs = final(tmp_path / "rest"), final(tmp_path / "run")
-    torch.testing.assert_close(ours["model"], theirs["model"], rtol=0, atol=0)
+    run, rest = tmp_path / "run", tmp_path / "rest"
+    tiny_run(run, **flags)
+    tiny_run(rest, **flags, resume=run / "ckpt_3.pt")
+    assert_same_run(rest, run, exact=True)
+    ours, theirs = final(rest), final(run)
     assert ours["optimizer_groups"] == theirs["optimizer_groups"]
-    before = read_checkpoint(tmp_path / "run" / "ckpt_3.pt")["model"]
+    before = read_checkpoint(run / "ckpt_3.pt")["model"]
     still = {name for name, w in theirs["model"].items() if torch.equal(w, before[name])}
     assert still == {f"blocks.{i}.mlp.{name}" for i in (0, 1) for name in ("unused", "fc.weight")}
     if optimizer == "Counting":
         assert ours["optimizer_groups"][0]["done"] == ours["optimizer"]["wte.weight"]["seen"] == 6
         factors = [min(1, 0.05 + 0.95 * (1 - step / 6) / 0.6) for step in range(6)]
-        assert rows(tmp_path / "run", "lr") == pytest.approx([1e-3 * x for x in factors])
+        assert rows(run, "lr") == pytest.approx([1e-3 * x for x in factors])
 
 
-@pytest.fixture(scope="module")
-def halfway(data, tmp_path_factory):
-    """A finished run of 8 steps, with flags that are nobody's defaults."""
-    folder = tmp_path_factory.mktemp("halfway") / "run"
-    flags = dict(max_steps=8, cooldown_frac=0.5, weight_decay=0.1, save_every=4, keep="all")
-    tiny_run(folder, data=data, **flags)
-    return folder
-
-
-def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(halfway, tmp_path, capsys):
-    run = shutil.copytree(halfway, tmp_path / "run")
-    command = ["--resume", str(run), "--max_steps", "16", "--weight_decay", "0.2"]
-    assert run_main(command, capsys)[0] == 0
-    config = final(run)["config"]
-    kept = dict(max_steps=16, weight_decay=0.2, cooldown_frac=0.5, n_embd=32)
+def test_a_run_that_goes_on_for_longer_keeps_its_other_flags(undisturbed, tmp_path):
+    flags = dict(resume=undisturbed / "ckpt_8.pt", out_dir=tmp_path, max_steps=16, keep=1)
+    train(make_config(**flags))
+    config = final(tmp_path)["config"]
+    kept = dict(max_steps=16, keep=1, save_every=1, eval_every=4, n_embd=32, adam_lr=0.004)
     assert kept.items() <= config.items()
-    # The rate follows the new schedule: back at its full value in the middle of it
-    first = [0.02 * (0.05 + 0.95 * left / 4) for left in (4, 3, 2, 1)]
-    then = [0.02 * (0.05 + 0.95 * left / 8) for left in range(8, 0, -1)]
-    assert rows(run, "lr") == pytest.approx([0.02] * 4 + first + then)
+    # The rate follows the new schedule
+    rates = [0.02 * (0.05 + 0.95 * min(1, (16 - step) / 9.6)) for step in range(8, 16)]
+    assert rows(tmp_path, "lr") == pytest.approx(rates)
 
 
-def test_weights_fit_another_context_and_bring_their_sizes(halfway, data, tmp_path):
+def test_weights_fit_another_context_and_bring_their_sizes(undisturbed, data, tmp_path):
     sizes = {"n_layer", "n_embd", "n_head", "ngram"}
     flags = {name: value for name, value in TINY.items() if name not in sizes}
-    flags |= dict(data=str(data), seq_len=16, max_steps=1, init_from=str(halfway))
-    _, model = train(make_config(**flags, out_dir=str(tmp_path / "new")), return_model=True)
+    flags |= dict(data=data, seq_len=16, max_steps=1, init_from=undisturbed, out_dir=tmp_path)
+    _, model = train(make_config(**flags), return_model=True)
     assert model.cfg.n_embd == 32 and model.cfg.seq_len == 16
-    assert rows(tmp_path / "new", "train_loss")[0] < rows(halfway, "train_loss")[0] - 0.5
+    assert rows(tmp_path, "train_loss")[0] < rows(undisturbed, "train_loss")[0] - 0.5
 
 
 # Wrong edits: the function, a line of it, what becomes of the line; the test that finds it, and

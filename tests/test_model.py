@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +18,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import model
 import sample
 import train_gpt
-from common.errors import UserError, run_command
+from common.errors import run_command
 from conftest import (
+    TINY,
     assert_weights_equal,
-    block_options,
     built,
     compile_with,
     final,
     random_gpt,
+    refusal,
     rows,
     tiny_run,
 )
@@ -32,7 +34,7 @@ from inference import decode, int8
 from inference.decode import Repeats, compile_decode_step, decode_step, sample_token
 from inference.generation import NO_CACHE, KVCache, cache_is_exact, generate
 from inference.int8 import quantize, round_to_int8
-from model import GPT, GPTConfig, attention, cross_entropy, may_attend
+from model import GPT, Block, attention, cross_entropy, may_attend
 from ops.attention import attention_mask
 from ops.compile import apply_compile
 from ops.cross_entropy import FusedCrossEntropy, bounded_cross_entropy
@@ -40,17 +42,33 @@ from ops.elementwise import CpuLeakyReLUSquared, CpuRMSNorm
 from ops.fp8 import Fp8Linear, apply_fp8
 from ops.loss import chunked_loss
 from ops.recompute import apply_recompute
+from test_train import relative
 from tests.edit_cases import Plain
 
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 
 
 def tokens(n=2, length=24, size=70, seed=0) -> torch.Tensor:
     return torch.randint(size, (n, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_exact(ours, exact, inputs, grad, dtype, most, backward=True) -> None:
+    """Value and gradients of ours in this dtype are those of exact in float64.
+
+    grad: of the value. most: the norm of an error, relative to that of what is expected.
+    """
+    found = []
+    for function, computed_in in ((ours, dtype), (exact, torch.float64)):
+        leaves = [t.to(dtype).to(computed_in, copy=True).requires_grad_(backward) for t in inputs]
+        found.append([function(*leaves)])
+        if backward:
+            found[-1] += torch.autograd.grad(found[-1], leaves, grad.to(found[-1][0].dtype))
+    for got, want in zip(*found):
+        assert relative(got, want, 1e-4) < most
+    assert all(got.dtype == dtype for got in found[0][1:])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -58,68 +76,42 @@ def tokens(n=2, length=24, size=70, seed=0) -> torch.Tensor:
 
 
 def explicit_mask(idx: torch.Tensor, window: int, eot: int | None) -> torch.Tensor:
-    """Which keys each query sees, by a loop backwards from each query: bool (B, 1, T, T)."""
+    """Which keys each query sees, bool (B, 1, T, T): those from `first` on."""
     seen = torch.zeros(len(idx), 1, idx.size(1), idx.size(1), dtype=torch.bool)
     for row, text in enumerate(idx.tolist()):
-        for query in range(len(text)):
-            for key in range(query, max(-1, query - (window or len(text))), -1):
-                seen[row, 0, query, key] = True
-                if text[key] == eot:  # a document begins here
-                    break
+        document = 0
+        for query, token in enumerate(text):
+            document = query if token == eot else document
+            first = max(document, query + 1 - (window or len(text)))
+            seen[row, 0, query, first : query + 1] = True
     return seen.to(idx.device)
 
 
-# Which dtypes each backend takes, and how close it is in them
-CLOSE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-BACKENDS = {
-    "cpu": dict(sdpa=CLOSE, math=CLOSE, blocked=CLOSE, flex=CLOSE),
-    "cuda": dict.fromkeys("flash cudnn efficient flex varlen".split(), {torch.bfloat16: 0.03}),
-}
+CLOSE = [(torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+CASES = [*itertools.product(["cpu"], ["sdpa", "math", "blocked", "flex"], CLOSE)]
+for backend in ("flash", "cudnn", "efficient", "flex", "varlen"):
+    CASES.append(pytest.param("cuda", backend, (torch.bfloat16, 0.03), marks=ON_GPU))
 
 
 @pytest.mark.parametrize("window, eot", [(0, None), (40, None), (40, 3), (999, 3)])
-@DEVICES
-def test_attention_against_pytorchs_with_a_mask(device, window, eot):
-    for backend, close in BACKENDS[device].items():
-        if backend != "flash" or window == 0:  # flash takes no mask
-            assert_attention(backend, close, device, window, eot)
-
-
-def assert_attention(backend, close: dict, device: str, window: int, eot: int | None) -> None:
+@pytest.mark.parametrize("device, backend, close", CASES)
+def test_attention_against_pytorchs_with_a_mask(device, backend, close, window, eot):
+    if backend == "flash" and window:
+        pytest.skip("flash takes no mask")
     generator, length = torch.Generator().manual_seed(0), 290 if device == "cpu" else 256
-    qkvd = torch.randn(4, 2, 3, length, 64, generator=generator).to(device)
+    *qkv, dy = torch.randn(4, 2, 3, length, 64, generator=generator).to(device)
     idx = tokens(2, length, 50).to(device)
     exact_mask = explicit_mask(idx, window, eot)
     mask = attention_mask(backend, may_attend, idx, window, eot)
-
-    def ours(q, k, v):
-        return attention(q, k, v, mask, backend, window)
-
-    def exact(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, exact_mask)
-
-    def with_gradients(function, dtype, computed_in) -> list[torch.Tensor]:
-        *qkv, dy = qkvd.to(dtype).to(computed_in).unbind()
-        if (backend, device) == ("flex", "cpu"):  # it has no backward pass there
-            return [function(*qkv)]
-        inputs = [t.clone().requires_grad_() for t in qkv]
-        out = function(*inputs)
-        return [out, *torch.autograd.grad(out, inputs, dy)]
-
-    for dtype, most in close.items():
-        wants = with_gradients(exact, dtype, torch.float64)
-        for got, want in zip(with_gradients(ours, dtype, dtype), wants):
-            assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm(), backend
-
-
-def test_varlen_takes_offsets():
-    idx = torch.ones((2, 48), dtype=torch.int64)
-    idx[0, 0] = idx[0, 7] = idx[1, 10] = 3
-    mask = attention_mask("varlen", may_attend, idx, 5, 3)
-    assert mask.cu_seqlens.tolist() == [0, 7, 48, 58, 96] and mask.cu_seqlens.dtype == torch.int32
-    # Our window counts the query itself, that of varlen_attn does not
-    assert mask.max_seqlen == 48 and mask.window == (4, 0)
-    assert attention_mask("varlen", may_attend, idx, 0, None).cu_seqlens.tolist() == [0, 48, 96]
+    backward = (backend, device) != ("flex", "cpu")  # it has none there
+    assert_exact(
+        lambda q, k, v: attention(q, k, v, mask, backend, window),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, exact_mask),
+        qkv,
+        dy,
+        *close,
+        backward=backward,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,10 +140,8 @@ def test_model_against_its_description(shape):
 def test_a_small_weight_of_a_micro_batch_is_not_rounded():
     """The loss times a micro-batch's share of the targets, which bf16 would round by 0.3 %."""
     gpt, idx = random_gpt(compute_dtype=torch.bfloat16, loss_chunk=10), tokens()
-    params = list(gpt.parameters())
-    grads = torch.autograd.grad(gpt(idx, idx), params)
-    scaled_grads = torch.autograd.grad(gpt(idx, idx) / 491520, params)
-    ratios = []
+    params, ratios = list(gpt.parameters()), []
+    grads, scaled_grads = (torch.autograd.grad(gpt(idx, idx) / n, params) for n in (1, 491520))
     for grad, scaled in zip(grads, scaled_grads):
         ratios.append(491520 * (scaled * grad).sum() / grad.square().sum())
     assert sum(ratios) / len(ratios) == pytest.approx(1, abs=1.5e-3)
@@ -183,33 +173,29 @@ FUSED = (FusedCrossEntropy.apply, bounded_cross_entropy)
 
 
 @pytest.mark.parametrize(
-    "dtype, rtol", [(torch.float32, 1e-4), (torch.bfloat16, 2**-7), (torch.float16, 2**-9)]
+    "close", [(torch.float32, 1e-4), (torch.bfloat16, 2**-8), (torch.float16, 2**-10)]
 )
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize(
     "function, softcap",
-    [
-        *itertools.product([cross_entropy], (0.0, 80.0)),
-        *itertools.product(FUSED, (0.7, 30.0)),
-    ],
+    [(cross_entropy, 0.0), (cross_entropy, 80.0), *itertools.product(FUSED, (0.7, 30.0))],
 )
-def test_cross_entropy_and_its_gradient_in_float64(function, softcap, scale, dtype, rtol):
+def test_cross_entropy_and_its_gradient_in_float64(function, softcap, scale, close):
     """The page's and those that are put in its place; sure mistakes, masked targets."""
     generator = torch.Generator().manual_seed(0)
-    logits = (scale * torch.randn(20, 50, generator=generator)).to(dtype).requires_grad_()
+    logits = (scale * torch.randn(20, 50, generator=generator)).to(close[0])
     targets = torch.cat([torch.randint(-1, 50, (18,), generator=generator), logits[18:].argmin(-1)])
     targets[:2] = -1
-    loss = function(logits, targets, softcap)
-    want = exact_loss(logits, targets, softcap)
-    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-5)
-    (grad,) = torch.autograd.grad(3 * loss, logits)
-    (exact,) = torch.autograd.grad(3 * want, logits)
-    assert loss.dtype == torch.float32 and grad.dtype == dtype and not grad[:2].any()
-    torch.testing.assert_close(grad.double(), exact.double(), rtol=rtol, atol=2e-7)
+    assert_exact(
+        lambda logits: function(logits, targets, softcap),
+        lambda logits: exact_loss(logits, targets, softcap),
+        [logits],
+        torch.tensor(3.0),
+        *close,
+    )
 
 
-@pytest.mark.parametrize("chunk", [0, 7, 1000])
-def test_chunks_of_the_loss_have_their_size(chunk):
+def test_chunks_of_the_loss_have_their_size():
     """And may have no targets; unused and frozen parameters may be listed."""
     x, w = torch.ones(48, 16, requires_grad=True), torch.ones(30, 16, requires_grad=True)
     listed, n_rows = [w, torch.ones(1, requires_grad=True), torch.ones(1)], []
@@ -218,57 +204,49 @@ def test_chunks_of_the_loss_have_their_size(chunk):
         n_rows.append(len(x))
         return cross_entropy(x @ w.T, y, 15.0)
 
-    def loss_of(targets):
-        return chunked_loss(function, listed, x, targets, chunk=chunk)
-
-    loss = loss_of(torch.zeros(48, dtype=torch.int64))
-    assert max(n_rows) == min(chunk or 48, 48)
-    assert loss.item() == pytest.approx(math.log(30)) and torch.autograd.grad(loss, w)[0].any()
-    nothing = loss_of(torch.full((48,), -1))
-    assert nothing == 0 and not any(g.any() for g in torch.autograd.grad(nothing, (x, w)))
+    for target, expected in ((0, math.log(30)), (-1, 0)):
+        loss = chunked_loss(function, listed, x, torch.full((48,), target), chunk=7)
+        assert loss.item() == pytest.approx(expected)
+        assert all(g.any() == (target == 0) for g in torch.autograd.grad(loss, (x, w)))
+    assert n_rows == 2 * [*[7] * 6, 6]
 
 
-@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 0.02), (torch.float16, 0.01)])
+@pytest.mark.parametrize("close", [(torch.bfloat16, 0.02), (torch.float16, 0.01)])
 @pytest.mark.parametrize("softcap, certain", [(0.0, 14.0), (15.0, 60.0)])
-def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, certain, dtype, most):
+def test_chunks_in_16_bits_are_close_and_small_probabilities_add_up(softcap, certain, close):
     """Nearly all tokens of the vocabulary have 1e-7 each, which fp16 holds to one digit."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 16, generator=generator).to(dtype).requires_grad_()
-    w = (0.1 * torch.randn(65536, 16, generator=generator)).requires_grad_()
+    x, likely, rest = (torch.randn(n, 16, generator=generator) / 3 for n in (40, 9, 65527))
     targets = torch.randint(-1, 9, (40,), generator=generator)
-    shift = torch.zeros(65536, dtype=dtype)
-    shift[:9] = certain
+    shift = torch.where(torch.arange(65536) < 9, certain, 0.0)
 
-    def function(x, y):
-        return cross_entropy(x @ w.to(dtype).T + shift, y, softcap)
+    def logits(x, *w):
+        return x @ torch.cat(w).T + shift.to(x.dtype)
 
-    mean = chunked_loss(function, [w], x, targets, chunk=16)
-    loss = 4096 * mean  # as scaled by GradScaler
-    exact_x = x.detach().double().requires_grad_()
-    exact_w = w.detach().to(dtype).double().requires_grad_()
-    want = 4096 * exact_loss(exact_x @ exact_w.T + shift, targets, softcap)
-    assert loss.item() == pytest.approx(want.item(), rel=most)
-    dx, dw = torch.autograd.grad(loss, (x, w))
-    exact_dx, exact_dw = torch.autograd.grad(want, (exact_x, exact_w))
-    for got, exact in ((dx, exact_dx), (dw[:9], exact_dw[:9]), (dw[9:], exact_dw[9:])):
-        apart = (got.double() - exact).norm() / exact.norm()
-        assert apart < most, apart
+    def ours(x, *w):
+        def loss_of(x, y):
+            return cross_entropy(logits(x, *w), y, softcap)
+
+        return chunked_loss(loss_of, w, x, targets, chunk=16)
+
+    def exact(x, *w):
+        return exact_loss(logits(x, *w), targets, softcap)
+
+    scaled = torch.tensor(65536.0)  # as by GradScaler
+    assert_exact(ours, exact, [x, likely, rest], scaled, *close)
 
 
 @torch.no_grad()
 def test_ngrams_end_at_documents():
     gpt, idx = random_gpt(ngram=3, ngram_rows=1 << 20), torch.tensor([[5, 6, 7, 8, 9, 4, 5, 6, 7]])
-    whole = gpt.embed(idx, 9)
+    parts = [gpt.embed(part, part.size(1)) for part in idx.split((5, 4), 1)]
     gpt.eot = 4  # starts a document
-    masked = gpt.embed(idx, 9)
-    assert torch.equal(masked[:, :5], whole[:, :5]) and not torch.equal(masked[:, 6], whole[:, 6])
-    assert torch.equal(masked[:, 5:], gpt.embed(idx[:, 5:], 4))
+    assert torch.equal(gpt.embed(idx, 9), torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize("window, head", [("L", 2), ("SL:8", 1), ("S:8", 2)])
 def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
-    cfg = GPTConfig(vocab_size=70, seq_len=24, n_layer=3, n_head=2, n_embd=64, window=window)
-    found, gpt = [], GPT(cfg)
+    found, gpt = [], random_gpt(n_embd=64, window=window)
     train_gpt.init_weights(gpt, seed=0)
 
     def watch(q, k, v, *_):
@@ -278,7 +256,7 @@ def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
         return v
 
     monkeypatch.setattr(model, "attention", watch)
-    gpt(torch.randperm(70, generator=torch.Generator().manual_seed(0))[:12].repeat(2)[None])
+    gpt(torch.arange(12).repeat(2)[None])
     assert found.pop(head).all()
     assert max(layer.float().mean() for layer in found) < 0.4
 
@@ -286,8 +264,7 @@ def test_a_layer_starts_by_looking_for_what_followed(window, head, monkeypatch):
 def test_dropped_ngrams():
     idx, gpt = tokens(8), random_gpt(ngram=2, ngram_rows=1 << 16)
     words, whole = gpt.wte(idx), gpt.embed(idx, 24)
-    gpt.ngram_dropout = 0.4
-    steps = []
+    gpt.ngram_dropout, steps = 0.4, []
     for gpt.step_seed in range(100):
         got = gpt.embed(idx, 24)
         is_dropped = (got == words).all(-1)
@@ -298,7 +275,6 @@ def test_dropped_ngrams():
         assert torch.equal(gpt.embed(idx[3:5], 24), got[3:5])
     assert torch.equal(gpt.eval().embed(idx, 24), whole)
     dropped = torch.stack(steps)
-    assert not torch.equal(dropped[0], dropped[1])
     assert dropped.mean() == pytest.approx(0.4, abs=0.015)  # of 19,200 draws: 4 standard deviations
     # Of each token, and in each step
     assert max((dropped.mean(dims) - 0.4).abs().max() for dims in (0, (1, 2))) < 0.25
@@ -316,10 +292,11 @@ def likeliest(gpt, prompts, n_tokens, **options) -> list[list[int]]:
 
 @torch.no_grad()
 def likeliest_uncached(gpt, prompts, n_tokens, context) -> list[list[int]]:
-    """From plain forward passes over all that was read."""
+    """From plain forward passes over all that was read, or as much as the model can."""
     idx = prompts[:, -context:]
     for _ in range(n_tokens):
-        idx = torch.cat((idx, gpt(idx)[:, -1:, :65].argmax(-1)), 1)
+        logits = gpt(idx[:, -gpt.cfg.seq_len :])
+        idx = torch.cat((idx, logits[:, -1:, :65].argmax(-1)), 1)
     return idx[:, -n_tokens:].tolist()
 
 
@@ -355,11 +332,9 @@ def test_the_cache_is_as_large_as_it_must_be():
 def test_without_a_cache_the_context_is_read_again():
     gpt, prompts = random_gpt(std=0.3), tokens(2, 9)
     drawn = likeliest(gpt, prompts, 40, use_cache=False)
-    texts = torch.cat((prompts, torch.tensor(drawn)), 1)
-    for i in range(9, 49):
-        assert texts[:, i : i + 1].tolist() == likeliest(gpt, texts[:, :i], 1)
+    assert drawn == likeliest_uncached(gpt, prompts, 40, 24)
     with pytest.raises(ValueError, match="got 25 tokens; the model's context is 24"):
-        gpt(texts[:, :25])
+        gpt(tokens(length=25))
 
 
 def would_repeat(text: list[int]) -> set[int]:
@@ -405,33 +380,19 @@ def test_sampling_avoids_the_repeat_and_greedy_decoding_does_not(monkeypatch):
     assert drawn(temperature=1e-5, dry_multiplier=0) == drawn(temperature=0) == 2
 
 
-def rms_norm(x):
-    return F.rms_norm(x, (24,), eps=2**-23)  # as in fp32
-
-
-@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize(
     "ours, plain",
     [
-        (CpuRMSNorm.apply, rms_norm),
+        (CpuRMSNorm.apply, lambda x: F.rms_norm(x, (24,), eps=2**-23)),  # as in fp32
         (CpuLeakyReLUSquared.apply, lambda x: F.leaky_relu(x, 0.5).square()),
     ],
     ids=["norm", "leaky_relu_squared"],
 )
-def test_eager_functions_are_pytorchs(ours, plain, dtype, most):
+def test_eager_functions_are_pytorchs(ours, plain):
     generator = torch.Generator().manual_seed(0)
-    x, grad = torch.randn(2, 4, 7, 2, 24, generator=generator)[..., 1:, :].to(dtype)
+    x, grad = torch.randn(2, 4, 7, 2, 24, generator=generator)[..., 1:, :]
     x[0, 0] = 0
-    leaf, exact = x.requires_grad_(), x.detach().double().requires_grad_()
-    found, wants = [ours(leaf)], [plain(exact)]
-    found += torch.autograd.grad(found[0], leaf, grad, retain_graph=True)
-    wants += torch.autograd.grad(wants[0], exact, grad.double())
-    for got, want in zip(found, wants):
-        assert got.dtype == dtype and (got.double() - want).norm() < most * want.norm()
-    loss = (ours(leaf) * torch.ones(24, requires_grad=True)).sum()
-    (once,) = torch.autograd.grad(loss, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        once.sum().backward()
+    assert_exact(ours, plain, [x], grad, torch.float32, 1e-6)
 
 
 def test_top_k_and_top_p_draw_from_the_likeliest():
@@ -506,14 +467,12 @@ def round_weights(gpt) -> None:
 @pytest.mark.parametrize("shape", [dict(ngram=3), dict(n_embd=24)])
 @torch.no_grad()
 def test_int8_is_close(shape):
-    """Against the model of the rounded weights, and within a few per cent of the one before."""
+    """To the model of the rounded weights."""
     gpt, idx = random_gpt(**shape, vocab_size=128, loss_chunk=16), tokens(size=128)
-    n_bytes, before = sum(p.nbytes for p in gpt.parameters()), gpt(idx, idx)
-    whole = quantize(copy.deepcopy(gpt))
+    whole, n_bytes = quantize(copy.deepcopy(gpt)), sum(p.nbytes for p in gpt.parameters())
     round_weights(gpt)
     torch.testing.assert_close(whole(idx), gpt(idx), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole(idx, idx), gpt(idx, idx), rtol=1e-4, atol=1e-4)
-    assert (whole(idx, idx) / before - 1).abs() < 0.02
     few = torch.randn(3, gpt.cfg.n_embd)  # the kernel of few rows computes in bf16
     torch.testing.assert_close(whole.head(few), few @ whole.head.weight.T, rtol=0.01, atol=0.02)
     assert sum(b.nbytes for b in whole.state_dict().values()) < 0.32 * n_bytes
@@ -536,29 +495,19 @@ def saved_for_backward():
         yield storages
 
 
-def test_checkpointing_recomputes_the_same_and_keeps_fewer_bytes(monkeypatch):
-    forward = model.MLP.forward
-
-    def with_dropout(self, x):
-        return F.dropout(forward(self, x), 0.3, self.training)
-
-    monkeypatch.setattr(model.MLP, "forward", with_dropout)
+def test_checkpointing_keeps_fewer_bytes_and_leaves_matmuls_alone():
     gpt, idx = random_gpt(n_layer=6), tokens(8)
-    kept, grads, flops = {}, {}, {}
+    kept, flops = {}, {}
     weights = {p.untyped_storage().data_ptr() for p in gpt.parameters()}
     for mode in ("none", "selective", "full", "none"):
         for block in gpt.blocks:
             apply_recompute(block, mode)
-        gpt.zero_grad()
-        torch.manual_seed(0)
         with saved_for_backward() as storages:
             loss = gpt(idx, idx)
         kept[mode] = sum(size for pointer, size in storages.items() if pointer not in weights)
         with FlopCounterMode(display=False) as counter:
             loss.backward()
         flops[mode] = counter.get_total_flops()
-        grads[mode] = [p.grad for p in gpt.parameters()]
-        torch.testing.assert_close(grads[mode], grads["none"])
         assert type(copy.deepcopy(gpt).blocks[0]).__name__ == "Block"
     # But for the outputs of matmuls, kept apart
     assert max(kept["full"], kept["selective"]) < 0.2 * kept["none"], kept
@@ -617,29 +566,29 @@ def test_blocks_share_a_compilation_and_evaluation_has_its_own(device, n_graphs,
         with torch.no_grad():
             torch.testing.assert_close(gpt(idx, idx), want.detach())
         assert counter.frame_count == 2 + n_graphs  # on a CPU the loss only in training
-    assert not any("_orig_mod" in name for name in gpt.state_dict())
 
 
 @pytest.mark.parametrize("mode", torch._inductor.list_mode_options())
 def test_blocks_are_compiled_as_the_mode_says(mode, monkeypatch):
-    wanted = torch._TorchCompileInductorWrapper(mode, None, False).config
-    options = block_options(monkeypatch, mode)
-    assert torch._TorchCompileInductorWrapper(None, options, False).config == wanted
+    compile = mock.Mock()
+    monkeypatch.setattr(Block, "compile", compile)
+    apply_compile(random_gpt(n_layer=1), mode)
+    found, wanted = (
+        torch._TorchCompileInductorWrapper(name, options, False).config
+        for name, options in ((None, compile.call_args.kwargs["options"]), (mode, None))
+    )
+    assert found == wanted
 
 
-@pytest.fixture
-def scaled_mm():
-    try:
-        a, scale = torch.zeros((32, 16), dtype=torch.float8_e4m3fn), torch.ones((32, 1))
-        torch._scaled_mm(a, a.t(), scale, scale.t(), out_dtype=torch.bfloat16)
-    except RuntimeError:
-        pytest.skip("this PyTorch has no float8 matmul on CPUs")
+SINCE_2_12 = pytest.mark.skipif(torch.__version__ < "2.12", reason="no float8 matmul on CPUs")
 
 
 # e4m3 has 3 bits of mantissa: a number moves by 2**-4 at most, by 0.026 in root mean square, a
 # product by 0.037.
-@DEVICES
-def test_fp8_products_are_close(device, scaled_mm):
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=SINCE_2_12), pytest.param("cuda", marks=ON_GPU)]
+)
+def test_fp8_products_are_close(device):
     torch.manual_seed(0)
     sizes = torch.tensor([0.0, 1e-20, 1e-4, 1.0, 300.0, 1e6, 1e30])[torch.arange(64) % 7, None]
     x, w = (sizes * torch.randn(64, 256)).bfloat16(), torch.randn(48, 256).bfloat16()
@@ -658,7 +607,8 @@ def test_fp8_products_are_close(device, scaled_mm):
     assert torch.equal(dw, grad.T @ x)
 
 
-def test_fp8_takes_layers_by_their_type(scaled_mm):
+@SINCE_2_12
+def test_fp8_takes_layers_by_their_type():
     gpt, idx = random_gpt(compute_dtype=torch.bfloat16, vocab_size=80), tokens(size=80)
     gpt.blocks[0].mlp.narrow = model.Linear(24, 8)  # 16 does not divide these
     before = gpt(idx, idx).item()
@@ -689,40 +639,39 @@ def mix_into_mlp(monkeypatch, mix) -> None:
     monkeypatch.setattr(model.MLP, "forward", lambda self, x: forward(self, x + mix(x)))
 
 
-SEES_LATER = {  # how an MLP may see later tokens
-    "mean": lambda x: x.mean(1, keepdim=True),
-    "rolled": lambda x: x.roll(1, 1),  # the last token comes before the first
-}
-
-
-@pytest.mark.parametrize("mix", SEES_LATER)
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x.mean(1, keepdim=True),
+        lambda x: x.roll(1, 1),  # the last token comes before the first
+    ],
+    ids=["mean", "rolled"],
+)
 def test_a_model_that_sees_later_tokens_is_refused(mix, monkeypatch):
     flags = dict(dtype="bf16", attn="blocked", checkpointing="full")
     with monkeypatch.context() as patch:
-        mix_into_mlp(patch, SEES_LATER[mix])
-        with pytest.raises(UserError, match="logits change with later tokens"):
-            built(**flags)
+        mix_into_mlp(patch, mix)
+        assert "logits change with later tokens" in refusal(built, **flags)
     mix_into_mlp(monkeypatch, lambda x: x.cumsum(1))
     built(**flags)
 
 
 def test_what_bypasses_the_cache_is_sampled_without_one(data, tmp_path, monkeypatch, capsys):
     mix_into_mlp(monkeypatch, lambda x: F.pad(x, (0, 0, 1, -1)))  # the token before
-    tiny_run(tmp_path / "run", data=data, max_steps=4, sample_every=2)
-    log = (tmp_path / "run" / "log.txt").read_text()
+    flags = TINY | dict(data=data, out_dir=tmp_path, max_steps=4, sample_every=2)
+    gpt = train_gpt.train(train_gpt.make_config(**flags), return_model=True)[1]
+    log = (tmp_path / "log.txt").read_text()
     title = r"--- sample at step \d: validation text >>> the model's continuation\n"
     assert len(re.findall(title + r"\(sampling without a KV cache", log)) == 2
     capsys.readouterr()
-    argv = [str(tmp_path / "run"), "--temperature", "0", "--max_new_tokens", "40"]
-    assert run_command(sample.main, argv) == 0
+    command = f"{tmp_path} --temperature 0 --max_new_tokens 40"
+    assert run_command(sample.main, command.split()) == 0
     shown = capsys.readouterr()
     assert shown.err.startswith(NO_CACHE + "\n")
-    gpt, tokenizer = sample.load(sample.find_file(tmp_path / "run"), "cpu", "fp32")
-    options = dict(n_tokens=40, vocab_size=257, temperature=0, use_cache=False)
-    drawn = [int(token) for token in generate(gpt, torch.tensor([[256]]), **options)]
-    assert shown.out.encode().startswith(
-        tokenizer.decode_bytes(drawn[: (drawn + [256]).index(256)])
-    )
+    eot = torch.tensor([[256]])
+    steps = generate(gpt, eot, n_tokens=40, vocab_size=257, temperature=0, use_cache=False)
+    text = bytes(itertools.takewhile(lambda token: token < 256, map(int, steps)))
+    assert shown.out.encode().startswith(text)
 
 
 def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
@@ -734,10 +683,8 @@ def test_a_cache_that_an_edit_cannot_use_is_not_exact(monkeypatch):
 
 @torch.no_grad()
 def test_an_edit_of_may_attend_masks_without_a_window_too(monkeypatch):
-    page, idx = model, torch.arange(12)[None]
-    windowed = random_gpt(window="S:3", seq_len=16)
-    edited = random_gpt(window="L", seq_len=16)
-    plain = page.may_attend
+    idx, plain = torch.arange(12)[None], may_attend
+    windowed, edited = (random_gpt(window=window, seq_len=16) for window in ("S:3", "L"))
     assert not torch.allclose(edited(idx), windowed(idx), atol=1e-3)
-    monkeypatch.setattr(page, "may_attend", lambda query, key, *_: plain(query, key, 3))
+    monkeypatch.setattr(model, "may_attend", lambda query, key, *_: plain(query, key, 3))
     torch.testing.assert_close(edited(idx), windowed(idx))

@@ -1,4 +1,4 @@
-"""The optimizer against SVD, PyTorch's Muon, AdamW and RMSprop, and a plain loop."""
+"""The optimizer against SVD, PyTorch's AdamW and RMSprop, and a plain loop."""
 
 import math
 
@@ -35,30 +35,6 @@ def random_steps(optimizer, params, steps=6):
         optimizer.step()
 
 
-def test_muon_against_torch(monkeypatch):
-    # torch divides by another norm: only what converges is the same in the end
-    converging = (1.875, -1.25, 0.375)
-    monkeypatch.setattr(model, "POLAR_EXPRESS_COEFFS", 20 * [converging])
-    monkeypatch.setattr(model, "normalize_rows", lambda x: x)
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((32, 16), (32, 16), (16, 32), (24, 24))
-    start = [torch.randn(shape, generator=generator) for shape in shapes]
-    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
-    settings = dict(kind="muon", lr=0.05, momentum=0.9, weight_decay=0.3)
-    groups = []
-    for part in (ours[:2], ours[2:3], ours[3:]):
-        groups.append(settings | dict(params=part, matrix_rows=(len(part[0]),)))
-    optimizer = Optimizer(groups, torch.bfloat16)
-    oracle = torch.optim.Muon(theirs, 0.05, 0.3, 0.9, ns_coefficients=converging, ns_steps=20)
-    random_steps(optimizer, ours)
-    random_steps(oracle, theirs)
-    for a, b, p in zip(ours, theirs, start):
-        assert (a - b).norm() < 0.03 * (b - p).norm()
-        torch.testing.assert_close(
-            optimizer.state[a]["momentum"], oracle.state[b]["momentum_buffer"]
-        )
-
-
 def test_adam_against_torch():
     start = [torch.randn(20, 10), torch.randn(7), torch.randn(())]
     ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
@@ -72,8 +48,8 @@ def test_rmsprop_of_rows_against_torch():
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(20, 10, generator=generator)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    settings = dict(params=[ours], kind="rmsprop", lr=0.02, betas=(0.0, 0.9), weight_decay=0.0)
-    optimizer = Optimizer([settings])
+    group = dict(params=[ours], kind="rmsprop", lr=0.02, betas=(0.0, 0.9), weight_decay=0.0)
+    optimizer = Optimizer([group])
     oracle = torch.optim.RMSprop([theirs], 0.02, alpha=0.9, eps=1e-10)
     for step in range(6):
         # One magnitude in each row, so that its mean square is the square of each of its elements
@@ -85,19 +61,17 @@ def test_rmsprop_of_rows_against_torch():
         oracle.step()
     torch.testing.assert_close(ours, theirs)
 
-    # Elements of other sizes, and weight decay, once it is 1 %: along the gradient, except for rows
-    # without one
+    # Weight decay is applied once it is 1 %; elements of other sizes change along the gradient
     optimizer.param_groups[0]["weight_decay"] = 0.2
     ours.grad = torch.zeros(20, 10)
     before = ours.detach().clone()
     for _ in range(2):
         optimizer.step()
-    torch.testing.assert_close(ours.detach(), before, rtol=0, atol=0)
+    assert torch.equal(ours, before)
     ours.grad = torch.randn(20, 10, generator=generator)
     ours.grad[:3] = 0
-    expected = 0.996**3 * ours.detach()
     optimizer.step()
-    change = ours.detach() - expected
+    change = ours.detach() - 0.996**3 * before
     torch.testing.assert_close(change[:3], torch.zeros(3, 10), rtol=0, atol=1e-7)
     cosines = torch.cosine_similarity(change[3:], -ours.grad[3:])
     torch.testing.assert_close(cosines, torch.ones(17))

@@ -1,9 +1,7 @@
-"""Several nodes on one machine: torchrun agents, the ranks that they start, and their deaths."""
+"""Several nodes on one machine: they train as one, agree, and start again when a rank has died."""
 
 import functools
-import hashlib
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -23,14 +21,11 @@ from conftest import (
     ROOT,
     TINY,
     assert_same_run,
-    final,
     flags_of,
-    forked,
     free_port,
     make_data,
-    parsed,
-    rows,
-    run_main,
+    refusal,
+    run_forked,
     run_ranks,
     tiny_run,
 )
@@ -50,107 +45,49 @@ from runtime.ranks import (
 )
 from train_gpt import make_config
 
-CASES = {  # of two nodes of two ranks each
-    "ddp_half": "--micro_batch 4 --save_every 10 --keep all",
-    "ddp_bf16": "--micro_batch 2 --grad_comm bf16 --bucket_cap_mb 1 --max_steps 5",
-    "hsdp": "--parallel hsdp --micro_batch 2 --checkpointing full --save_every 10 --keep all",
-    "hsdp_resumed": "--parallel hsdp --micro_batch 4 --resume",
-    "hsdp_thin": "--parallel hsdp --micro_batch 4 --n_embd 2 --n_head 1 --n_layer 3 --max_steps 5",
-    "hsdp_bf16": "--parallel hsdp --micro_batch 2 --grad_comm bf16 --max_steps 5",
-}
 
-
-def start_node(folder: Path, port: int, *argv, host: bool) -> multiprocessing.Process:
-    """Start one of two torchrun agents, with `ARGV` as its rank. host: it has the rendezvous."""
-    options = ["--nnodes=2", "--nproc_per_node=1", "--monitor-interval=0.2", "--max-restarts=1"]
-    options += ["--rdzv_backend=c10d", "--rdzv_id=test", f"--rdzv_endpoint=localhost:{port}"]
-    options += [f"--rdzv_conf=last_call_timeout=1,keep_alive_interval=1,is_host={int(host)}"]
-    outputs = folder / "stdout.txt", folder / "stderr.txt"
-    return forked(torch.distributed.run.__file__, *options, __file__, *argv, outputs=outputs)
-
-
-# --------------------------------------------------------------------------------------------------
-# The same run
-
-
-def run_cases(folder: Path) -> None:
-    """Train all cases on a rank; report.json says of each if all ranks' weights are equal."""
+def hsdp_rank(folder: Path) -> None:
+    """A run that continues another one; leaves the weights beside its folder."""
     train_gpt.sample_text = lambda *_: ""  # slow with four ranks
-    report = {}
-    for name, line in CASES.items():
-        flags = TINY | dict(data=str(folder / "data"), init_from=str(folder / "noisy.pt"))
-        if name == "hsdp_resumed":
-            line += f" {folder}/ddp_half/ckpt_10.pt"
-        if name in ("hsdp_resumed", "hsdp_thin"):
-            del flags["init_from"]
-        cfg = make_config(**flags | parsed(line), out_dir=str(folder / name))
-        model = train_gpt.train(cfg, return_model=True)[1]
-        weights = b"".join(to_full(p.detach()).numpy().tobytes() for p in model.parameters())
-        hashes = [None] * dist.get_world_size()
-        dist.all_gather_object(hashes, hashlib.sha256(weights).hexdigest())
-        report[name] = len(set(hashes)) == 1
-    if dist.get_rank() == 0:
-        (folder / "report.json").write_text(json.dumps(report))
+    flags = TINY | dict(data=folder / "data", resume=folder / "whole" / "ckpt_10.pt")
+    flags |= dict(parallel="hsdp", micro_batch=2, checkpointing="full", out_dir=folder / "run")
+    cfg = make_config(**flags | EVALUATIONS, save_every=5, keep="all")
+    model = train_gpt.train(cfg, return_model=True)[1]
+    weights = [to_full(p.detach()) for p in model.parameters()]
+    torch.save(weights, folder / f"weights{dist.get_rank()}.pt")
     exit_process(0)
 
 
-@pytest.fixture(scope="module")
-def two_nodes(data, noisy, tmp_path_factory) -> Path:
-    """The folder of what two nodes of two ranks each left behind."""
-    folder = tmp_path_factory.mktemp("nodes")
-    (folder / "data").symlink_to(data)
-    (folder / "noisy.pt").symlink_to(noisy)
-    nodes = [ROOT, ROOT]
-    done = run_ranks(folder, __file__, "cases", folder, nodes=nodes, world_size=4, timeout=600)
+EVALUATIONS = dict(eval_every=4, eval_tokens="all")
+
+
+def test_two_nodes_continue_the_run_of_one_rank_and_one_rank_theirs(data, undisturbed, tmp_path):
+    (tmp_path / "data").symlink_to(data)
+    (tmp_path / "whole").symlink_to(undisturbed)
+    done = run_ranks(tmp_path, __file__, "hsdp", tmp_path, nodes=[ROOT, ROOT], world_size=4)
     assert done.codes == [0, 0, 0, 0], done.stderr
-    return folder
-
-
-def assert_same_end(run: Path, whole: Path) -> None:
-    """A run that was resumed somewhere has the losses of the whole one, and its last weights."""
-    ours, theirs = rows(run, "train_loss"), rows(whole, "train_loss")
-    assert ours == pytest.approx(theirs[-len(ours) :], rel=1e-5)
-    assert final(run)["step"] == final(whole)["step"]
-    for name, w in final(run)["model"].items():
-        torch.testing.assert_close(w, final(whole)["model"][name], rtol=1e-3, atol=2e-5)
-
-
-def test_two_nodes_train_as_one_rank(two_nodes, plain, data, tmp_path):
-    # All ranks' weights are equal to the bit
-    assert json.loads((two_nodes / "report.json").read_text()) == dict.fromkeys(CASES, True)
-    for case in ("ddp_half", "hsdp"):
-        assert_same_run(two_nodes / case, plain)
-    tiny_run(tmp_path / "thin", data=data, n_embd=2, n_head=1, n_layer=3, max_steps=5)
-    assert_same_run(two_nodes / "hsdp_thin", tmp_path / "thin")
-    # To bf16's rounding, and not to fp32's
-    expected = np.array(rows(plain, "grad_norm")[:5])
-    for case in ("ddp_bf16", "hsdp_bf16"):
-        norms = np.array(rows(two_nodes / case, "grad_norm")[:5])
-        assert 1e-5 < np.abs(norms / expected - 1).max() < 1e-2
-    log = (two_nodes / "hsdp" / "log.txt").read_text()
+    first, *others = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(4))
+    for weights in others:
+        assert all(map(torch.equal, weights, first))
+    log = (tmp_path / "run" / "log.txt").read_text()
     assert " hsdp, " in log and "4 ranks x 2 grad_accum_steps" in log
+    theirs = tmp_path / "run" / "ckpt_15.pt"
+    tiny_run(tmp_path / "one", data=data, resume=theirs, **EVALUATIONS)
+    for name in ("run", "one"):
+        assert_same_run(tmp_path / name, undisturbed)
 
 
-def test_checkpoints_of_any_shape_resume_in_any_other(two_nodes, plain, data, tmp_path):
-    tiny_run(tmp_path / "one", data=data, resume=two_nodes / "hsdp" / "ckpt_10.pt")
-    for folder in (two_nodes / "hsdp_resumed", tmp_path / "one"):
-        assert_same_end(folder, plain)
-
-
-def test_each_node_makes_the_default_corpus_once(data, monkeypatch):
+def test_each_node_makes_the_default_corpus_once(data, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(run_module, "DATA_DIR", data.parent / "data")
-    (data.parent / "data").mkdir(exist_ok=True)
-    (data.parent / "data" / "python").unlink(missing_ok=True)
 
     def make(source, out):
         made.append(source)
-        Path(out).symlink_to(data)
+        out.symlink_to(data)
 
+    monkeypatch.setattr(run_module, "DATA_DIR", tmp_path)
     monkeypatch.setattr(run_module, "prepare", make)
     for local_rank in (0, 1, 0, 2):
-        dist_ctx = DistContext(torch.device("cpu"), local_rank=local_rank)
-        run_module.open_stream(make_config(**TINY), dist_ctx)
+        run_module.open_stream(make_config(**TINY), DistContext(local_rank=local_rank))
     assert made == ["python"]
 
 
@@ -241,27 +178,21 @@ def test_ranks_that_cannot_work_together_are_told_in_one_sentence(data, tmp_path
     assert not any((node / "out_flags").exists() for node in nodes)
 
 
-def set_place(monkeypatch, rank: int, port: int, hosted: bool = True) -> None:
-    place = dict(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    place["TORCHELASTIC_USE_AGENT_STORE"] = hosted
-    for name, value in place.items():
-        monkeypatch.setenv(name, str(value))
-
-
-@pytest.mark.parametrize("rank, hosted", [(0, True), (1, True), (0, False), (1, False)])
-def test_nodes_without_a_rendezvous_are_told(rank, hosted, data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("hosted", [True, False])
+def test_nodes_without_a_rendezvous_are_told(hosted, monkeypatch):
     """Each node then waits for the others alone, at its own agent's store, or at nobody's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port if hosted else free_port()
+    place = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=store.port)
+    if not hosted:
+        place |= dict(RANK=0, MASTER_PORT=free_port())
+    for name, value in (place | dict(TORCHELASTIC_USE_AGENT_STORE=hosted)).items():
+        monkeypatch.setenv(name, str(value))
     connect = functools.partial(dist.init_process_group, timeout=timedelta(seconds=0.5))
     monkeypatch.setattr(dist, "init_process_group", connect)
-    set_place(monkeypatch, rank, port, hosted)
-    code, err = run_main(flags_of(TINY | dict(data=data, out_dir=tmp_path / "run")), capsys)
-    assert code == 2
-    sentence = f"rank {rank} did not meet the other ranks at 127.0.0.1:{port}"
-    assert f"error [rank {rank}]: {sentence}" in err
-    assert "start the same command on every node, with torchrun" in err
-    assert not (tmp_path / "run").exists() and not dist.is_initialized()
+    said = refusal(join_ranks)
+    meeting = f"rank {place['RANK']} did not meet the other ranks at 127.0.0.1:"
+    assert meeting + str(place["MASTER_PORT"]) in said
+    assert "start the same command on every node, with torchrun" in said
 
 
 # --------------------------------------------------------------------------------------------------
@@ -279,32 +210,26 @@ def mortal_rank(folder: Path) -> None:
         return step(state, *inputs)
 
     train_gpt.train_step = deadly_step
-    flags = TINY | dict(data=folder / "data", out_dir=folder / "run", resume="auto")
-    flags |= dict(save_every=2, eval_every=3, micro_batch=2)
-    exit_process(run_command(train_gpt.main, flags_of(flags)))
+    flags = TINY | EVALUATIONS | dict(data=folder / "data", out_dir=folder / "run")
+    exit_process(run_command(train_gpt.main, flags_of(flags | dict(save_every=2))))
 
 
-def test_both_nodes_restart_when_a_rank_of_one_is_killed(data, tmp_path, monkeypatch):
-    """One restart is enough, though torchrun counts it on one node only.
+def test_torchrun_restarts_all_ranks_when_one_is_killed(data, undisturbed, tmp_path):
+    """From what they have saved, by the same command.
 
-    Its store also has addresses of dead ranks, unless each start gets a new one (docs/distributed).
+    Its store has addresses of dead ranks, unless each start gets a new one (docs/distributed).
     """
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     (tmp_path / "data").symlink_to(data)
-    port = free_port()
-    nodes = [start_node(tmp_path, port, "mortal", tmp_path, host=host) for host in (True, False)]
-    for node in nodes:
-        node.join(120)
-    codes = [node.exitcode for node in nodes]
-    for node in nodes:
-        node.terminate()  # its rank ends with it
-    assert codes == [0, 0], (tmp_path / "stderr.txt").read_text()[-5000:]
-    tiny_run(tmp_path / "whole", data=data, eval_every=3, micro_batch=2)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    env = os.environ | dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    options = "--standalone --nproc_per_node=2 --max-restarts=1 --monitor-interval=0.2".split()
+    torchrun = Path(torch.distributed.run.__file__)
+    done = run_forked(tmp_path, torchrun, *options, __file__, "mortal", tmp_path, env=env)
+    assert done.code == 0, done.stderr[-5000:]
+    assert_same_run(tmp_path / "run", undisturbed)
     assert (tmp_path / "run" / "log.txt").read_text().count("resumed from") == 1
     assert (tmp_path / "died").exists()
 
 
 if __name__ == "__main__":
-    functions = dict(mistakes=mistaken_rank, mortal=mortal_rank, cases=run_cases)
+    functions = dict(mistakes=mistaken_rank, mortal=mortal_rank, hsdp=hsdp_rank)
     functions[sys.argv[1]](Path(sys.argv[2]))
