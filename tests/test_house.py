@@ -151,7 +151,7 @@ def test_pages_name_real_commands_and_flags(page, capsys):
     for action in get_args_parser()._actions:  # of torchrun
         known |= {option.strip("-").split("-")[0] for option in action.option_strings}
     known |= set("nodes ntasks gpus cpus time signal kill pid shutdown".split())  # Slurm, py-spy
-    known |= {"batch_size", "start"}  # of nanoGPT
+    known |= {"batch_size", "start", "model", "model_args"}  # of nanoGPT, of lm_eval
     assert set(re.findall(r"(?<![\w-])--(\w+)", text)) - known == set()
     commands = re.findall(r"^(?:torchrun .*?|python )((?:\w+/)*\w+\.py)(.*)$", text, re.MULTILINE)
     for script, flags in commands:

@@ -127,7 +127,8 @@ def test_what_a_run_leaves_behind(data, tmp_path):
     files = ".lock ckpt_6.pt ckpt_best.pt log.txt metrics.jsonl source summary.json"
     assert sorted(path.name for path in folder.iterdir()) == [*files.split(), "trace_rank0.json"]
 
-    # Resumed, it is complete, and keeps its figures. Its sources may be others
+    # Resumed, it is complete, and keeps its figures. Its sources are kept if they are others
+    (folder / "source" / "model.py").write_text("# as it was then\n")
     before = [(folder / name).read_bytes() for name in ("summary.json", "metrics.jsonl")]
     again = tiny_run(folder, **flags, resume="newest")
     for key in ("val_loss", "best_val_loss", "step", "tokens"):
@@ -367,7 +368,6 @@ def test_checkpoints_that_do_not_fit(data, plain, tmp_path):
         (dict(seed=1), elsewhere),
         (dict(batch_tokens=1024), elsewhere),
         (dict(doc_align=True), elsewhere),
-        (dict(max_steps=5), "is at step 20, beyond --max_steps 5; give more"),
         (dict(resume=plain / "ckpt_best.pt"), "holds weights only, so it cannot be resumed; use"),
         (dict(resume="", init_from=plain, n_head=1), "n_head 2 there and 1 here"),
     ]:
@@ -464,8 +464,7 @@ def test_the_best_weights_are_those_of_the_lowest_evaluation(data, tmp_path, mon
 
     monkeypatch.setattr(checkpoint_module, "write_file", write_or_fail)
     tiny_run(folder, **flags, max_steps=12, resume="newest")
-    saved = read_checkpoint(best)
-    assert (saved["step"], saved["val_loss"]) == (12, 1.95)
+    assert read_checkpoint(best)["step"] == 12
     assert "WARNING: no room" in read_log(folder)
 
     # A killed run may have left these alone
@@ -601,7 +600,7 @@ def test_a_full_disk_costs_no_row_and_at_the_end_is_an_error(
 def test_rows_are_on_the_disk_before_a_checkpoint(tmp_path, monkeypatch):
     """One that a full disk held back, too; some file systems have no fsync."""
     log = Log(tmp_path, CPU, Clock(CPU))
-    log.open_files(make_config(), 0)
+    log.open_files(make_config(), 0, is_branch=False)
     with no_room(10):
         log.write(log.metrics, '{"step": 1}')
         with pytest.raises(OSError):
