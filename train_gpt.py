@@ -624,7 +624,8 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
                     stop = "signal"
                     break
                 run.add_evaluation(*losses)  # saves the weights if they are the best so far
-                # Ask again: this loss may have reached the target, or exhaust the patience
+                # Ask again: this loss may have reached the target, or it took the last minute
+                status = agree_on_status(run)
                 stop = reason_to_stop(status, run)
 
             # Once in a while: sample from the model

@@ -168,19 +168,23 @@ def is_out_of_patience(run: Run) -> bool:
 def time_progress(run: Run) -> float:
     """Return the fraction of --minutes that is done, final evaluation included."""
     cfg, stream, clock = run.state.cfg, run.stream, run.clock
-    # One more step and the final evaluation, which takes 0.4 of the time of training on its tokens
+    # The final evaluation takes 0.4 of the time of training on its tokens
     eval_size = stream.num_eval_seqs(cfg.eval_tokens) / stream.seqs_per_batch
     eval_s = clock.last_eval_s or 0.4 * eval_size * clock.typical_step_s
-    training_s = 60 * cfg.minutes - RESERVED_S - 1.5 * clock.typical_step_s - eval_s
-    time_spent = clock.wall_time / max(1e-9, training_s)
+    left_s = 60 * cfg.minutes - RESERVED_S - eval_s - clock.wall_time
+    if left_s < clock.typical_step_s:
+        return 1.0
+    # No step is cut: the run ends with the last one that fits
+    training_s = clock.wall_time + left_s
+    if clock.typical_step_s:
+        training_s -= left_s % clock.typical_step_s
 
     # Schedules are in steps, of which the first, with short sequences, are faster: in units of a
     # short step, the run takes short_frac + (1 - short_frac) * LONG_STEP
     short_frac = cfg.short_frac
-    done = time_spent * (short_frac + (1 - short_frac) * LONG_STEP)
-    if done > short_frac:
-        done = short_frac + (done - short_frac) / LONG_STEP
-    return done
+    total = short_frac + (1 - short_frac) * LONG_STEP
+    done = total * clock.wall_time / training_s
+    return done if done <= short_frac else short_frac + (done - short_frac) / LONG_STEP
 
 
 def fraction_of_epochs(run: Run) -> float:

@@ -175,22 +175,26 @@ def test_a_folder_with_a_run_is_not_overwritten_or_shared(data, plain, tmp_path)
 
 
 def test_progress_of_minutes():
-    def done(wall_time: float, short_frac: float) -> float:
-        cfg = make_config(minutes=2.0, short_frac=short_frac)
+    def done(wall_time: float, short_frac: float, minutes=2.0) -> float:
+        cfg = make_config(minutes=minutes, short_frac=short_frac)
         clock = SimpleNamespace(wall_time=wall_time, typical_step_s=2.0, last_eval_s=0.0)
-        # Of 120 s, 4 are reserved, 3 are for a step, and 8 for an evaluation as large as 10 batches
+        # Of 120 s, 4 are reserved, and 8 are for an evaluation as large as 10 batches
         stream = SimpleNamespace(num_eval_seqs=lambda _: 40, seqs_per_batch=4)
         state = SimpleNamespace(cfg=cfg)
         return time_progress(SimpleNamespace(state=state, clock=clock, stream=stream))
 
-    assert done(52.5, 0.0) == pytest.approx(0.5) and done(105, 0.7) == pytest.approx(1)
+    assert done(54, 0.0) == 0.5 and done(105, 0.7) < 1 == done(106.1, 0.7)
+    # Of 13.2 s, 12 are for six steps, after which the run ends: the rate falls to its end
+    times = [0.1 + 2 * i for i in range(6)]
+    assert [done(time, 0.0, 25.2 / 60) for time in times] == pytest.approx(np.array(times) / 12.1)
+    assert done(12.1, 0.0, 25.2 / 60) == 1
     # By the clock, too, the first 70 % of the steps have short sequences, which take less time
     cfg = make_config(minutes=2.0, short_frac=0.7)
     clock, seq_lens = 0.0, []
     while (progress := done(clock, 0.7)) < 1:
         seq_lens.append(get_seq_len(progress, cfg))
         clock += 1.0 if seq_lens[-1] < cfg.seq_len else 1.7
-    assert len(seq_lens) == pytest.approx(105 / (0.7 + 0.3 * 1.7), abs=2)
+    assert len(seq_lens) == pytest.approx(107 / (0.7 + 0.3 * 1.7), abs=2)
     assert seq_lens.count(cfg.seq_len) / len(seq_lens) == pytest.approx(0.3, abs=0.02)
 
 
