@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model's shape. Checkpoints store these fields; nothing else is needed to rebuild it."""
+    """The model's shape. Checkpoints store these fields. (--doc_mask is a flag of the run.)"""
 
     vocab_size: int = 50304
     seq_len: int = 1024
@@ -70,8 +70,7 @@ class GPTConfig:
 
     @property
     def gate_dim(self) -> int:
-        """How many of x's channels the gates read. All of them are no better, and slower on a GPU
-        (nanochat)."""
+        """How many of x's channels the gates read; few, as in nanochat, are faster on a GPU."""
         return min(16, self.n_embd)
 
 
@@ -101,7 +100,7 @@ class Linear(nn.Linear):
 def rotary_cos_sin(position: Tensor, cfg: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute cos and sin of the angles by which rotary embedding turns pairs of dimensions.
 
-    position: int64 (T,) or (B, T). Returns (T, 1, R/2) or (B, T, 1, R/2), R: cfg.rotary_dim.
+    position: int64 (T,). Returns (T, 1, R/2), R being cfg.rotary_dim.
     """
     half = cfg.rotary_dim // 2
     channel = torch.arange(half, device=position.device)
@@ -130,10 +129,11 @@ def may_attend(
     """Return True where a query may attend to a key.
 
     query, key: positions. window: how many keys back, the query's own included; 0 is all.
-    query_doc, key_doc: equal in the same document, with --doc_mask: numbers, or True in generation.
+    query_doc, key_doc: with --doc_mask, equal in the same document. In training its number; in
+    generation True, and whether the key is in the query's document.
 
-    Edit this to change the mask. Exceptions: --attn varlen has its own; --attn blocked and the KV
-    cache skip keys outside of the window before they ask.
+    Edit this to change the mask. Exceptions: --attn varlen and the export for Transformers have
+    their own; --attn blocked and the KV cache leave out keys beyond the window, whatever this says.
     """
     allowed = key <= query
     if window:
@@ -161,7 +161,7 @@ def attention(
 class AttnContext(NamedTuple):
     """The inputs of a block besides x."""
 
-    cos: Tensor  # for the positions: (T, 1, R/2), or (B, T, 1, R/2) in generation
+    cos: Tensor  # for the positions: (T, 1, R/2)
     sin: Tensor
     doc_starts: Tensor | None  # bool (B, T): True where a document starts, with --doc_mask
     window: int  # this layer's, as in may_attend
@@ -200,7 +200,7 @@ class CausalSelfAttention(nn.Module):
         halves = (self.rotary_dim, self.head_dim - self.rotary_dim)
         q_rotary, q_rest = q.split(halves, dim=-1)
         k_rotary, k_rest = k.split(halves, dim=-1)
-        k_rest = previous_token(k_rest, ctx, "key")  # "key": in the KV cache
+        k_rest = previous_token(k_rest, ctx, "key")  # its name in the KV cache
         q = torch.cat((*rotate(q_rotary, ctx.cos, ctx.sin), q_rest), dim=-1)
         k = torch.cat((*rotate(k_rotary, ctx.cos, ctx.sin), k_rest), dim=-1)
 
@@ -320,13 +320,13 @@ class GPT(nn.Module):
     def backbone(self, idx: Tensor, cache: KVCache | None = None) -> Tensor:
         """Embeddings and blocks: the normalized output of the last block, (B, T, C).
 
-        idx: integer (B, T). cache: holds the tokens before idx, and gets idx; None if idx is all
-        there is.
+        idx: integer (B, T). cache: in generation, of the tokens before idx, which is added to it.
         """
         T = idx.size(1)
         if T > self.cfg.seq_len:
             raise ValueError(f"got {T} tokens; the model's context is {self.cfg.seq_len}: cut them")
-        # position: of idx. tokens: idx, in generation after the few tokens before it, for n-grams
+        # tokens: idx; in generation, the ngram - 1 tokens before it come first
+        # position: of idx only
         if cache is None:
             tokens = idx
             position = torch.arange(T, device=idx.device)
@@ -396,11 +396,9 @@ class GPT(nn.Module):
         return cross_entropy(self.head(x), targets, self.cfg.softcap)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The token_loss of x (B, T, C) and targets (B, T), in chunks of `loss_chunk` tokens.
-
-        chunked_loss differentiates token_loss itself, a chunk at a time, while its logits exist.
-        Parameters that are not listed here would get no gradient from it.
-        """
+        """The token_loss of x (B, T, C) and targets (B, T), in chunks of `loss_chunk` tokens."""
+        # chunked_loss computes gradients in the forward pass, chunk by chunk, of these parameters:
+        # token_loss may use any outside of the blocks
         params = [p for name, p in self.named_parameters() if not name.startswith("blocks.")]
         return chunked_loss(
             self.token_loss,
@@ -413,8 +411,8 @@ class GPT(nn.Module):
 
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward per token: of matmuls with weights, and of attention."""
-        # Keys that an average query of a full context attends to, summed over the layers. The first
-        # ones have fewer than a whole window
+        # Keys that a query of a full context attends to, on average, summed over the layers: the
+        # i-th query attends to min(i, window)
         T = self.cfg.seq_len
         attended = 0.0
         for window in self.windows:
@@ -450,7 +448,7 @@ def zeros(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class ParamSpec(NamedTuple):
-    """How the parameters whose names match are initialized and, but for adamw, optimized."""
+    """How parameters, by name, are initialized and (except with --optimizer adamw) optimized."""
 
     pattern: str = ""  # regular expression for the whole name
     init: Callable | None = None  # None: keep the module's initialization
@@ -475,7 +473,7 @@ PARAM_TABLE = [
     ParamSpec(r"blocks\.\d+\.(attn|mlp)\.proj\.weight", init=zeros),
     # Gates are matrices of a few rows, one per head, which gain nothing from Muon
     ParamSpec(r"blocks\.\d+\.attn\.gate\.weight", init=zeros, optim="adam"),
-    # Nearly nn.Linear's own default, sqrt(1/3) / sqrt(inputs): 0.33, as recorded runs were drawn
+    # nn.Linear's own default is sqrt(1/3) / sqrt(inputs); recorded runs had 0.33 instead of 1/3
     ParamSpec(r"blocks\.\d+\.(attn\.qkv|mlp\.fc)\.weight", init=scaled_normal(0.33**0.5)),
 ]
 
@@ -493,7 +491,10 @@ def get_spec(name: str, param: Tensor) -> ParamSpec:
 
 
 def is_block_matrix(name: str, param: Tensor) -> bool:
-    """True for what Muon trains by default. Experts stacked in three dimensions are not: Adam."""
+    """True for what Muon trains by default: matrices in blocks.
+
+    Parameters of three dimensions, such as stacked experts, go to Adam.
+    """
     return name.startswith("blocks.") and param.dim() == 2
 
 
@@ -540,11 +541,12 @@ def optimizer_groups(
     decay_per_step = 1 - math.exp(-embed_decay / max_steps)
     groups: dict[tuple, dict] = {}  # settings -> group
     for name, param in model.named_parameters():
-        # How this parameter is optimized. Muon anywhere, and a method of your own for a block's
-        # matrix, have muon_lr and weight_decay; all else has adam_lr and embed_decay
+        # Muon's parameters have muon_lr and weight_decay, all others adam_lr and embed_decay. A
+        # method of your own has the former for matrices in blocks
         spec = get_spec(name, param)
-        is_own_method = spec.optim not in ("muon", "adam", "rmsprop")
-        is_matrix = spec.optim == "muon" or (is_own_method and is_block_matrix(name, param))
+        has_muon_lr = spec.optim == "muon"
+        if spec.optim not in ("muon", "adam", "rmsprop"):
+            has_muon_lr = is_block_matrix(name, param)
         if optimizer == "adamw":
             settings = dict(
                 kind="adam",
@@ -552,7 +554,7 @@ def optimizer_groups(
                 betas=(0.9, 0.95),
                 weight_decay=weight_decay,
             )
-        elif is_matrix:
+        elif has_muon_lr:
             settings = dict(
                 kind=spec.optim,
                 lr=spec.lr_mul * muon_lr,
@@ -562,7 +564,8 @@ def optimizer_groups(
             )
         else:
             lr = spec.lr_mul * adam_lr
-            # A step shrinks by lr * weight_decay: at the peak rate by spec.decay * decay_per_step
+            # A step multiplies by 1 - lr * weight_decay: at the peak rate, 1 - spec.decay *
+            # decay_per_step
             decay = spec.decay * decay_per_step / lr if lr else 0.0
             settings = dict(kind=spec.optim, lr=lr, betas=spec.betas, weight_decay=decay)
 
@@ -604,7 +607,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     if tall:
         x = x.mT
 
-    # The norm of x x^T bounds the square of the largest singular value, tighter than the norm of x
+    # The norm of x x^T lies between the square of the largest singular value and that of x's norm,
+    # by which Muon divides
     gram = x @ x.mT
     scale = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp(min=1e-14)
     gram = gram / scale
@@ -699,8 +703,8 @@ class Optimizer(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, grads, 1 - beta)
             nesterov = torch._foreach_lerp(grads, momenta, beta)
 
-        # Stacked, in ns_dtype. With several ranks, each orthogonalizes a share of the matrices, all
-        # rows of each (ops/optimizer.py)
+        # Stacked, in ns_dtype. With several ranks, each orthogonalizes some of the matrices, which
+        # are gathered, and gets its own rows back (ops/optimizer.py)
         updates = on_whole_matrices(
             lambda x: orthogonalize(x, group["matrix_rows"]), nesterov, params, self.ns_dtype
         )

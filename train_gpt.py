@@ -10,6 +10,7 @@ From Python: `summary = train(make_config(n_layer=2, max_steps=100))`.
 In this file: 1 config, 2 build, 3 step and evaluation, 4 loop, 5 command line. See also model.py.
 """
 
+# No `from __future__ import annotations` here: flags get their types from Config's annotations
 import contextlib
 import dataclasses
 import math
@@ -21,8 +22,8 @@ from typing import Any
 
 from runtime import set_environment
 
-# Before torch is imported, which reads OpenMP's and Inductor's variables. A program that imports
-# this file has set its own
+# Before torch is imported, which reads these variables of OpenMP and Inductor. Where this file is
+# imported, they are left to the importing program
 if __name__ == "__main__":
     set_environment()
 
@@ -30,14 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Errors and seeds, data, model
 from common.errors import exit_process, run_command
 from common.values import derive_seed
 from data.stream import TokenStream
 from inference.generation import sample_continuation
 from model import GPT, GPTConfig, Optimizer, init_weights, optimizer_groups
-
-# Kernels, and several ranks
 from ops.attention import ATTENTION_BACKENDS
 from ops.compile import apply_compile
 from ops.fp8 import apply_fp8
@@ -50,8 +48,6 @@ from ops.parallel import (
     sync_gradients,
     to_full,
 )
-
-# Flags, device, ranks, checkpoints, log
 from runtime.auto import choose_auto_values
 from runtime.checkpoint import save_checkpoint
 from runtime.device import DTYPES
@@ -110,13 +106,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # Each field is a flag: flag(default, help, choices, const, min, auto). Command line, checks and log
 # are derived from it. const: the value of a bare --flag. min: the smallest number, by default 0.
-# Numbers with a default of None, or auto=True, may be "auto": None until choose_auto_values chooses
-# them, or build() in the case of vocab_size, micro_batch and shard_size
+# Numbers with a default of None, or auto=True, may be "auto", which is None here. train() replaces
+# it, except in vocab_size, micro_batch, shard_size and save_every, where None itself means auto
 @dataclass(frozen=True)
 class Config:
     """The flags of a run. Build it with make_config, which applies a preset ("laptop" by default).
 
-    The defaults below fill in what the preset leaves out; they are gpt2-small's.
+    The defaults below fill in what the preset leaves out; they are gpt2-small's, without n-grams.
     """
 
     # run
@@ -331,9 +327,9 @@ def build(
     if cfg.is_compiled:
         apply_compile(raw_model, cfg.compile, cfg.checkpointing)
 
-    # Choose the micro-batch, and what to recompute where memory is short. On a GPU by trial steps,
-    # on dummy data and with optimizers of their own, which change no weights. Before DDP: no rank
-    # must wait for one whose trial runs out of memory
+    # Choose the micro-batch, and what to recompute where memory is short; on a GPU without FSDP by
+    # trial steps on dummy data, which change no weights. Before DDP, whose all-reduce would hang if
+    # one rank ran out of memory
     micro_batch = fit_into_memory(raw_model, cfg, make_optimizer, dist_ctx)
 
     # FSDP shards the weights, in place; DDP averages gradients
@@ -354,7 +350,8 @@ def build(
 
     # The optimizer
     optimizer = make_optimizer(cfg, raw_model)
-    use_sparse_gradients(raw_model, optimizer)  # n-grams, on one CPU rank
+    # On a single CPU rank, the tables that RMSprop trains (n-grams) get sparse gradients
+    use_sparse_gradients(raw_model, optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # the peak; train_step multiplies it by the schedule
     scaler = torch.amp.GradScaler(dist_ctx.device.type, enabled=cfg.dtype == "fp16")
@@ -380,7 +377,7 @@ def make_optimizer(cfg: Config, model: GPT) -> torch.optim.Optimizer:
         embed_decay=cfg.embed_decay,
         max_steps=cfg.max_steps,
     )
-    # Newton-Schulz in bf16 or fp32: GPUs that need fp16 lack bf16
+    # Newton-Schulz in bf16, or in fp32 in other runs: --dtype fp16 is for GPUs without bf16
     ns_dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
     return Optimizer(groups, ns_dtype, offload=cfg.offload == "optimizer")
 
@@ -399,7 +396,10 @@ def get_lr_multiplier(progress: float, cfg: Config) -> float:
 
 
 def get_momentum(step: int) -> float:
-    """Muon's momentum: from 0.85 to 0.95 over 1,000 steps (the speedrun: 300; not compared)."""
+    """Muon's momentum: 0.85, rising to 0.95 over 1,000 steps, which shorter runs do not reach.
+
+    The speedrun takes 300 steps; the two were not compared.
+    """
     return 0.85 + 0.1 * min(1.0, step / 1000)
 
 
@@ -449,9 +449,9 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
     xs = inputs.reshape(-1, seq_len).split(micro_batch)
     ys = targets.reshape(-1, seq_len).split(micro_batch)
 
-    # The loss of the global batch: the sum over its targets that are not -1 / their number. The
-    # model returns a micro-batch's mean, which times its targets is the sum. DDP and FSDP average
-    # gradients over ranks instead of adding them: divide by the targets per rank
+    # The loss is the mean over the targets of the global batch that are not -1. The model returns a
+    # micro-batch's mean: weight it by its share of the targets. DDP and FSDP then average over the
+    # ranks instead of adding up, so that the share is one of the targets per rank
     n_targets = sum_over_ranks((targets >= 0).sum()).clamp(min=1)
     targets_per_rank = n_targets / dist_ctx.world_size
 
@@ -465,8 +465,8 @@ def train_step(state: TrainState, batch: Tensor, progress: float) -> tuple[Tenso
             state.scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
 
-    # Norm of the gradients, for the log; clipping. On a CPU p.grad of the n-grams is sparse:
-    # grad_values(p) are its rows, once those that occur twice have been added up
+    # Norm of the gradients, for the log; clipping. On a single CPU rank, that of the n-grams is
+    # sparse: coalesce_gradients adds up repeated rows, grad_values returns the rows
     state.scaler.unscale_(optimizer)
     params = [p for p in state.raw_model.parameters() if p.grad is not None]
     coalesce_gradients(params)
@@ -499,15 +499,15 @@ def evaluate(
     """Mean loss over --eval_tokens validation tokens, the same on any number of ranks.
 
     Returns it in nats per target and in bits per byte of the targets, which is nan if the
-    tokenizer is unknown. Returns None if should_stop() becomes true, because little time may be
-    left after a signal. It asks all ranks, so each must call it after every batch.
+    tokenizer is unknown. Returns None once should_stop() is true: after a signal little time may
+    be left. It asks all ranks, so each calls it once per batch.
     """
     cfg, dist_ctx = state.cfg, state.dist_ctx
     batches = stream.eval_batches(
         cfg.eval_tokens, state.micro_batch, rank=dist_ctx.rank, world_size=dist_ctx.world_size
     )
-    # Sum up the losses of this rank's batches. All ranks get equally many, the final one padded
-    # with targets of -1. If one rank fails to read, read_on_all_ranks raises on all of them
+    # Sum up the losses of this rank's batches. All ranks get equally many, padded with targets
+    # of -1. If one rank fails to read, read_on_all_ranks raises on all of them
     sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, and bytes of targets
     with state.evaluating() as model:
         for inputs, targets in read_on_all_ranks(batches):
@@ -525,11 +525,14 @@ def evaluate(
     return val_loss.item(), val_bpb.item()
 
 
-def sample_text(state: TrainState, stream: TokenStream, n_tokens: int = 256) -> str:
-    """Continue the final 512 validation tokens; returns their end, ">>>" and the continuation."""
+def sample_text(state: TrainState, stream: TokenStream) -> str:
+    """Continue the last evaluated sequence, or its final 512 tokens.
+
+    Returns the end of these tokens, ">>>", and the continuation.
+    """
     prompt = torch.from_numpy(stream.eval_end(state.cfg.eval_tokens, 512))
     with state.evaluating() as model:
-        return sample_continuation(model, prompt, stream.tokenizer, n_tokens, seed=state.cfg.seed)
+        return sample_continuation(model, prompt, stream.tokenizer, 256, seed=state.cfg.seed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -548,7 +551,7 @@ def train(
     return_model: return the model as well, in eval mode. Raises UserError, RunError, or
     KeyboardInterrupt after Ctrl-C, once a checkpoint has been saved.
     """
-    # Join the ranks, lock the run's folder, start the clock and the log
+    # Join the ranks, lock the run's folder, catch signals, start the clock
     with Run.open(cfg) as run:
         dist_ctx = run.dist_ctx
 
@@ -565,15 +568,15 @@ def train(
         cfg = choose_learning_rates(cfg)
         stream.set_batch_tokens(cfg.batch_tokens)
 
-        # Model and optimizer; to resume, their state, the step, the clock. raise_on_all_ranks: if
-        # one rank fails, the others do not wait for it
+        # Model and optimizer; to resume, their state, the step, the clock. An error on one rank is
+        # raised on all of them
         with raise_on_all_ranks():
             state = build(cfg, dist_ctx, stream, start)
             if start and start.is_resume:
                 start.restore(state, stream, run)
         del start  # free its tensors
 
-        # Open the log, with the effective settings; train; write the summary
+        # Open the log files and write the effective settings; train; write the summary
         run.begin(state, stream)
         stopped_by = loop(run, on_step)
         summary = run.finish(stopped_by)
@@ -596,9 +599,9 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
     with run.prefetching(lambda step: get_batch(stream, dist_ctx, step)) as next_batch:
         while True:
             step = state.step  # updates so far
-            # Signals, is a save due, and progress: step / max_steps, or by the clock with --minutes
-            status = agree_on_status(run)  # of all ranks
-            # "signal", "diverged", "max_steps", "target_val_loss", ... (runtime/progress.py); or ""
+            # The same on all ranks: signals, progress, whether time is up or a save is due
+            status = agree_on_status(run)
+            # Such as "signal" or "max_steps" (runtime/progress.py); "" to go on
             stop = reason_to_stop(status, run)
 
             # Once in a while: log the previous step
@@ -636,7 +639,7 @@ def loop(run: Run, on_step: OnStep | None = None) -> str:
             # A single training step
             with run.clock.timing_step():
                 loss, grad_norm = train_step(state, next_batch(), status.progress)
-            run.after_step(state.step, grad_norm)  # counts bad gradients; profiles
+            run.after_step(state.step, grad_norm)  # counts bad gradients, deletes old checkpoints
             if on_step:
                 on_step(state, loss)
 

@@ -137,7 +137,10 @@ class Run:
             yield lambda: self.clock.wait_for(batches)
 
     def after_step(self, step: int, grad_norm: float) -> None:
-        """Count the steps in a row that were skipped because of their gradient; profile."""
+        """Count the steps in a row that were skipped because of their gradient; profile.
+
+        After a good step, old checkpoints are deleted.
+        """
         if self.profiler:
             self.profiler.step()
         if 0 < grad_norm < math.inf:
